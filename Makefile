@@ -1,0 +1,87 @@
+# Everything starts from Python 3.11 or newer and make. The environment in .venv is made by the first target that needs
+# it; each target installs only what it needs, at the versions of constraints.txt, and a stamp file remembers that.
+#
+#   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
+#   make test    PYTEST="-k ring -x"           some tests
+
+# python3 where it is new enough, else the newest of the versioned names that runs.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+    "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+PYTEST ?=
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+RANKS ?= 8
+DEMO ?= --dp $(RANKS) --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 --steps 300 --lr 2e-3 \
+    --warmup-steps 20 --lr-schedule cosine
+
+.PHONY: help demo test lint reference notebooks clean
+
+help:
+	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw the loss and the timeline"
+	@echo "make test       the tests"
+	@echo "make reference  the comparisons with torch and transformers (installs torch)"
+	@echo "make lint       ruff and mypy"
+	@echo "make notebooks  execute the chapters again"
+	@echo "make clean      remove what commands wrote; .venv stays"
+
+demo: $(VENV)/.base
+	mkdir -p out
+	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --verify \
+	    --metrics out/demo.jsonl --trace out/demo_trace.json --clock cpu
+	$(BIN)/python -m visualize loss out/demo.jsonl --out out/demo_loss.png
+	$(BIN)/python -m visualize trace out/demo_trace.json --out out/demo_timeline.png
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST)
+
+reference: $(VENV)/.reference
+	$(BIN)/python -m pytest tests/reference $(PYTEST)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# nbmake fails on a cell that failed on an engine, where nbclient alone does not notice.
+notebooks: $(VENV)/.test
+	$(BIN)/jupytext --quiet --to ipynb --update chapters/*.py
+	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
+
+clean:
+	rm -rf out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+
+$(VENV)/pyvenv.cfg:
+	@[ -n "$(PYTHON)" ] || { echo "minipar needs Python 3.11 or newer; found none. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"minipar needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
+	@echo "creating $(VENV) with $$("$(PYTHON)" --version)"
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "minipar: $(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet 'pip>=23.2' # older ones search for minutes among the notebook packages
+
+$(VENV)/.base: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing minipar: numpy, mpi4py, mpich, matplotlib, safetensors"
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing minipar for its tests and notebooks: pytest, Jupyter, CuPy (to check names; no GPU needed)"
+	@$(INSTALL) --editable '.[test,notebook]'
+	@touch $@ $(VENV)/.base
+
+$(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing ruff, mypy, pre-commit"
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.base
+
+# torch by its exact version, first and alone: a request by range can make pip fetch several GB of other builds.
+$(VENV)/.reference: $(VENV)/.test
+	@echo "installing torch and transformers, to compare with"
+	@$(BIN)/python -m pip install --quiet torch==2.13.0
+	@$(INSTALL) --editable '.[test,reference]'
+	@touch $@

@@ -1,0 +1,20 @@
+"""minipar: how large Transformers are trained across many machines, in Python one can read.
+
+The house, from the ground up (imports point down only):
+
+    train      the trainer, its command line, `--verify`
+    parallel   strategies applied to a serial model: data parallelism and its buffers
+    comm       two verbs (isend, irecv) and every collective written from them; knows no model
+    nn         modules, GPT-2, optimizers; knows no rank
+    autograd   Tensor, operations with forward beside backward
+    backend    NumPy or CuPy
+"""
+
+import os
+
+# One BLAS thread per rank, set before NumPy is imported anywhere: ranks are the parallelism here, and 8 ranks that each
+# start a thread per core slow one another tenfold. A value the user has set stands.
+for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+__version__ = "0.1.0"

@@ -1,0 +1,99 @@
+"""The array module: NumPy on the CPU, CuPy on a GPU, chosen once for the process.
+
+Everything above writes `xp.add`, `xp.matmul`, ... and never names NumPy for numbers that live on the device. The two
+doors between device and host are `to_host` and `from_host`; CuPy refuses every other crossing, and so does the tests'
+strict stand-in, which is how the code stays honest on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minipar.errors import UsageError
+
+Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a type
+
+
+class _ArrayModule:
+    """Forwards attribute access to the chosen module and remembers what it found, so `xp.add` costs one dict lookup."""
+
+    def __init__(self) -> None:
+        self._use(np)
+
+    def _use(self, module: Any) -> None:
+        self.__dict__.clear()
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["module"], name)
+        self.__dict__[name] = value
+        return value
+
+
+xp: Any = _ArrayModule()
+
+
+def use(module: Any) -> None:
+    """Make `module` (numpy, cupy, or anything with their interface) the array module of this process."""
+    xp._use(module)
+
+
+@contextmanager
+def using(module: Any) -> Iterator[None]:
+    """`use(module)` inside a `with` block. Process-wide: not for two threads that want different modules."""
+    previous = xp.module
+    use(module)
+    try:
+        yield
+    finally:
+        use(previous)
+
+
+def use_device(device: str) -> None:
+    """Choose the array module by the name the command line uses: "cpu" (NumPy) or "cuda" (CuPy).
+
+    Raises UsageError when CuPy is not installed or finds no GPU.
+    """
+    if device == "cpu":
+        use(np)
+        return
+    if device != "cuda":
+        raise UsageError(f"--device {device}: expected cpu or cuda")
+    try:
+        cupy: ModuleType = importlib.import_module("cupy")
+    except ImportError as error:
+        raise UsageError(f"--device cuda needs CuPy (pip install 'minipar[gpu]'): {error}") from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        raise UsageError(f"--device cuda: CuPy finds no usable GPU: {error}") from None
+    if count == 0:
+        raise UsageError("--device cuda: CuPy finds 0 GPUs on this machine")
+    use(cupy)
+
+
+def is_host(array: Array) -> bool:
+    """True for a NumPy array, whose memory MPI can read."""
+    return isinstance(array, np.ndarray)
+
+
+def to_host(array: Array) -> np.ndarray:
+    """The same numbers as a NumPy array: the array itself when it is one already, else a copy (`.get()`)."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def from_host(array: np.ndarray) -> Array:
+    """The same numbers as an array of the current module: the array itself under NumPy, else a copy on the device."""
+    return array if xp.module is np else xp.asarray(array)
+
+
+def synchronize() -> None:
+    """Wait until the device has done its queued work; NumPy's is done when the call returns."""
+    if hasattr(xp.module, "cuda"):
+        xp.module.cuda.get_current_stream().synchronize()
