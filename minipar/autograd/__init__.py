@@ -1,0 +1,45 @@
+"""Tensors that know their gradients. Read tensor.py, ops.py, fused.py, then checkpoint.py and gradcheck.py."""
+
+from minipar.autograd.checkpoint import checkpoint
+from minipar.autograd.fused import (
+    IGNORE_INDEX,
+    causal_attention,
+    cross_entropy,
+    cross_entropy_sum,
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+)
+from minipar.autograd.gradcheck import gradcheck
+from minipar.autograd.ops import concatenate
+from minipar.autograd.tensor import (
+    DeferredGradients,
+    Function,
+    LazyGradient,
+    Tensor,
+    defer_weight_gradients,
+    enable_grad,
+    no_grad,
+)
+
+__all__ = [
+    "IGNORE_INDEX",
+    "DeferredGradients",
+    "Function",
+    "LazyGradient",
+    "Tensor",
+    "causal_attention",
+    "checkpoint",
+    "concatenate",
+    "cross_entropy",
+    "cross_entropy_sum",
+    "defer_weight_gradients",
+    "embedding",
+    "enable_grad",
+    "gelu",
+    "gradcheck",
+    "layer_norm",
+    "linear",
+    "no_grad",
+]

@@ -1,0 +1,156 @@
+"""GPT-2 (Radford et al. 2019), exactly: the same function, the same names and shapes as Hugging Face's GPT2LMHeadModel.
+
+Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head tied to the token
+embedding. Shapes: B batch, T sequence, h hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy, cross_entropy_sum, gelu, linear
+from minipar.backend import Array, from_host, xp
+from minipar.nn import init
+from minipar.nn.layers import Embedding, LayerNorm, Linear
+from minipar.nn.module import Module
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT, under the names of Hugging Face's config.json. Defaults are GPT-2 small."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}, expected at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
+
+    def forward_flops(self, batch: int, length: int) -> int:
+        """Floating-point operations of one forward pass in its matrix products, 2 for a multiply and an add.
+
+        24 B T h^2 + 4 B T^2 h for each layer and 2 B T h V for the head (Narayanan et al. 2021, appendix); backward
+        takes twice that.
+        """
+        tokens, h = batch * length, self.n_embd
+        return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
+
+
+class _Init:
+    """Makes initial arrays by name: N(0, std) for matrices, ones and zeros for the rest (GPT-2 paper, section 2.3)."""
+
+    def __init__(self, config: GPTConfig, seed: int, dtype: str) -> None:
+        self.config, self.seed, self.dtype = config, seed, np.dtype(dtype)
+
+    def normal(self, name: str, *shape: int, std: float | None = None) -> Array:
+        std = self.config.initializer_range if std is None else std
+        return from_host(init.normal(self.seed, name, shape, std).astype(self.dtype))
+
+    def linear(self, name: str, n_in: int, n_out: int, std: float | None = None) -> Linear:
+        return Linear(self.normal(f"{name}.weight", n_in, n_out, std=std), xp.zeros(n_out, dtype=self.dtype))
+
+    def layer_norm(self) -> LayerNorm:
+        h = self.config.n_embd
+        return LayerNorm(xp.ones(h, dtype=self.dtype), xp.zeros(h, dtype=self.dtype), self.config.layer_norm_epsilon)
+
+
+class Attention(Module):
+    """Multi-head causal self-attention: (B, T, h) -> (B, T, h)."""
+
+    def __init__(self, make: _Init, name: str) -> None:
+        h = make.config.n_embd
+        self.heads = make.config.n_head
+        self.c_attn = make.linear(f"{name}.c_attn", h, 3 * h)
+        # The residual stream adds 2 n_layer outputs: its last projections start smaller by the square root of that.
+        residual_std = make.config.initializer_range / math.sqrt(2 * make.config.n_layer)
+        self.c_proj = make.linear(f"{name}.c_proj", h, h, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.c_attn(x)  # (B, T, 3h)
+        return self.c_proj(causal_attention(qkv, self.heads))  # (B, T, h)
+
+
+class MLP(Module):
+    """h -> 4h -> gelu -> h."""
+
+    def __init__(self, make: _Init, name: str) -> None:
+        h = make.config.n_embd
+        self.c_fc = make.linear(f"{name}.c_fc", h, 4 * h)
+        residual_std = make.config.initializer_range / math.sqrt(2 * make.config.n_layer)
+        self.c_proj = make.linear(f"{name}.c_proj", 4 * h, h, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(gelu(self.c_fc(x)))  # (B, T, 4h) inside
+
+
+class Block(Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, make: _Init, name: str) -> None:
+        self.ln_1 = make.layer_norm()
+        self.attn = Attention(make, f"{name}.attn")
+        self.ln_2 = make.layer_norm()
+        self.mlp = MLP(make, f"{name}.mlp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(Module):
+    """The language model: tokens (B, T) -> logits (B, T, V).
+
+    `seed` and the parameters' names fix the initial weights (see init.py). `recompute=True` keeps only each block's
+    input and runs the block again in backward. Raises ValueError for a sequence longer than `n_positions`.
+    """
+
+    def __init__(self, config: GPTConfig, seed: int = 0, dtype: str = "float32", recompute: bool = False) -> None:
+        make = _Init(config, seed, dtype)
+        self.config = config
+        self.recompute = recompute
+        self.wte = Embedding(make.normal("wte.weight", config.vocab_size, config.n_embd))
+        self.wpe = Embedding(make.normal("wpe.weight", config.n_positions, config.n_embd))
+        self.h = [Block(make, f"h.{i}") for i in range(config.n_layer)]
+        self.ln_f = make.layer_norm()
+        self.head_weight = self.wte.weight.tie()
+
+    def embed(self, tokens: Array) -> Tensor:
+        """(B, T) integers -> (B, T, h): token plus position."""
+        length = tokens.shape[1]
+        if length > self.config.n_positions:
+            raise ValueError(f"sequence of {length} tokens, but the model has {self.config.n_positions} positions")
+        return self.wte(tokens) + self.wpe(xp.arange(length))
+
+    def run_block(self, block: Block, x: Tensor) -> Tensor:
+        """One block, (B, T, h) -> (B, T, h), recomputed in backward if the model was made so."""
+        return checkpoint(block, x, parameters=block.parameters()) if self.recompute else block(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """(B, T, h) -> (B, T, V): the last LayerNorm, then the product with the token embedding."""
+        self.head_weight.data = self.wte.weight.data  # follows the parameter if its storage has moved
+        return linear(self.ln_f(x), self.head_weight, transposed=True)
+
+    def forward(self, tokens: Array) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.h:
+            x = self.run_block(block, x)
+        return self.head(x)
+
+    def loss(self, tokens: Array, targets: Array) -> Tensor:
+        """Mean cross-entropy in nats over the targets that are not -100."""
+        return cross_entropy(self(tokens), targets)
+
+    def loss_sum(self, tokens: Array, targets: Array) -> Tensor:
+        """The same, summed: for ranks and microbatches that divide by a count known only globally."""
+        return cross_entropy_sum(self(tokens), targets)

@@ -1,0 +1,104 @@
+"""GPT-2 directories as Hugging Face transformers writes and reads them: config.json beside model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from minipar.errors import UsageError
+from minipar.nn.gpt import GPT, GPTConfig
+
+PREFIX = "transformer."  # GPT2LMHeadModel's files carry it, GPT2Model's do not
+# What else such files hold: the head (the token embedding once more) and the causal masks of old versions.
+_NOT_PARAMETERS = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_OPTIONAL = ("layer_norm_epsilon", "initializer_range")
+# Settings with which GPT-2 would be another function than the one implemented here.
+_REQUIRED_SETTINGS = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+    "add_cross_attention": False,
+}
+
+
+def load_config(directory: str | Path) -> GPTConfig:
+    """Read config.json. UsageError if it is missing, not JSON, lacks a size, or describes another architecture than
+    GPT-2's.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    for name, wanted in _REQUIRED_SETTINGS.items():
+        if content.get(name, wanted) != wanted:
+            raise UsageError(f"{path}: {name} is {content[name]!r}, but minipar's GPT-2 has {wanted!r}")
+    for name in _SIZES:
+        if not isinstance(content.get(name), int):
+            raise UsageError(f"{path}: {name} is {content.get(name, 'missing')!r}, expected an integer")
+    if content.get("n_inner") not in (None, 4 * content["n_embd"]):
+        raise UsageError(f"{path}: n_inner is {content['n_inner']}, expected 4 * n_embd = {4 * content['n_embd']}")
+    try:
+        return GPTConfig(**{name: content[name] for name in (*_SIZES, *_OPTIONAL) if name in content})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def load_gpt2(directory: str | Path, dtype: str = "float32", recompute: bool = False) -> GPT:
+    """The model in a GPT-2 directory, converted to `dtype`.
+
+    UsageError names the file and every missing, unexpected or misshapen tensor.
+    """
+    model = GPT(load_config(directory), dtype=dtype, recompute=recompute)
+    path = Path(directory) / "model.safetensors"
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, TypeError, KeyError) as error:
+        raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
+    state = {name.removeprefix(PREFIX): x for name, x in tensors.items() if not name.endswith(_NOT_PARAMETERS)}
+    head = tensors.get("lm_head.weight")
+    if head is not None and "wte.weight" in state and not np.array_equal(head, state["wte.weight"]):
+        raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
+    try:
+        model.load_state_dict(state)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return model
+
+
+def export_gpt2(model: GPT, directory: str | Path) -> None:
+    """Write `directory`/config.json and model.safetensors so that transformers' `from_pretrained` loads them.
+
+    The directory is made if need be; each file is written beside its place and moved there, so a reader never sees half
+    of one.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        **_REQUIRED_SETTINGS,
+        **{name: getattr(model.config, name) for name in (*_SIZES, *_OPTIONAL)},
+        "architectures": ["GPT2LMHeadModel"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "n_inner": None,
+    }
+    weights = directory / "model.safetensors"
+    save_file(model.state_dict(), f"{weights}.partial", metadata={"format": "pt"})
+    os.replace(f"{weights}.partial", weights)
+    text = directory / "config.json"
+    Path(f"{text}.partial").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    os.replace(f"{text}.partial", text)

@@ -1,0 +1,243 @@
+"""Claims about the autograd: every backward is the adjoint of its forward, and the engine runs each exactly once."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from minipar.autograd import (
+    Function,
+    Tensor,
+    checkpoint,
+    concatenate,
+    defer_weight_gradients,
+    gradcheck,
+    linear,
+    no_grad,
+)
+
+RANDOM = np.random.Generator(np.random.Philox(1))
+
+
+def normal(*shape):
+    return RANDOM.standard_normal(shape)
+
+
+def positive(*shape):
+    return RANDOM.uniform(0.5, 2.0, shape)
+
+
+OPERATIONS = {
+    "add": (lambda a, b: a + b, [normal(3, 4), normal(3, 4)]),
+    "add, broadcast": (lambda a, b: a + b, [normal(2, 3, 4), normal(3, 1)]),
+    "add, a scalar": (lambda a: 2.0 + a + 1.0, [normal(3)]),
+    "sub, broadcast": (lambda a, b: a - b, [normal(4), normal(2, 1, 4)]),
+    "sub from a constant": (lambda a: 1.0 - a, [normal(5)]),
+    "mul, broadcast": (lambda a, b: a * b, [normal(2, 1, 3), normal(4, 1)]),
+    "mul by itself": (lambda a: a * a, [normal(3, 2)]),
+    "div, broadcast": (lambda a, b: a / b, [normal(2, 3), positive(3)]),
+    "div of a constant": (lambda a: 3.0 / a, [positive(4)]),
+    "neg": (lambda a: -a, [normal(3)]),
+    "power": (lambda a: a**3.0, [positive(3, 2)]),
+    "exp": (lambda a: a.exp(), [normal(3, 2)]),
+    "log": (lambda a: a.log(), [positive(3, 2)]),
+    "tanh": (lambda a: a.tanh(), [normal(3, 2)]),
+    "matmul": (lambda a, b: a @ b, [normal(3, 4), normal(4, 5)]),
+    "matmul, batched": (lambda a, b: a @ b, [normal(2, 3, 4), normal(2, 4, 5)]),
+    "matmul, batch broadcast": (lambda a, b: a @ b, [normal(2, 1, 3, 4), normal(5, 4, 2)]),
+    "matmul, matrix on the right of a batch": (lambda a, b: a @ b, [normal(2, 3, 4), normal(4, 5)]),
+    "reshape": (lambda a: a.reshape(4, -1), [normal(2, 3, 4)]),
+    "transpose": (lambda a: a.transpose(1, 2, 0), [normal(2, 3, 4)]),
+    "transpose, negative axes": (lambda a: a.transpose(0, -1, -2), [normal(2, 3, 4)]),
+    "index by slice": (lambda a: a[1:, ::2], [normal(3, 5)]),
+    "index by repeated integers": (lambda a: a[np.array([0, 2, 0, 0])], [normal(3, 2)]),
+    "index by two arrays": (lambda a: a[np.array([0, 1, 1]), np.array([2, 0, 0])], [normal(2, 3)]),
+    "index by a mask": (lambda a: a[np.array([True, False, True])], [normal(3, 2)]),
+    "sum": (lambda a: a.sum(), [normal(3, 4)]),
+    "sum over dims": (lambda a: a.sum((0, 2)), [normal(2, 3, 4)]),
+    "sum, keepdims": (lambda a: a.sum(-1, keepdims=True), [normal(2, 3)]),
+    "mean": (lambda a: a.mean(1), [normal(3, 4)]),
+    "max": (lambda a: a.max(1), [normal(3, 4)]),
+    "max over all": (lambda a: a.max(), [normal(3, 4)]),
+    "max, keepdims": (lambda a: a.max(0, keepdims=True), [normal(3, 4)]),
+    "concatenate": (lambda a, b, c: concatenate([a, b, c], dim=1), [normal(2, 1), normal(2, 3), normal(2, 2)]),
+    "a view used twice": (lambda a: a.reshape(6) * a.transpose(1, 0).reshape(6), [normal(2, 3)]),
+    "a residual branch": (lambda a, w: a + (a @ w).tanh() + a, [normal(3, 4), normal(4, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_backward_is_the_adjoint_of_forward(name):
+    function, inputs = OPERATIONS[name]
+    gradcheck(function, inputs)
+
+
+class _WrongSquare(Function):
+    def forward(self, x):
+        self.x = x
+        return x * x
+
+    def backward(self, grad):
+        return grad * self.x  # the 2 is missing
+
+
+def test_the_checker_catches_a_wrong_backward_and_a_forgotten_one():
+    with pytest.raises(AssertionError, match=r"input 0 of shape \(3,\)"):
+        gradcheck(_WrongSquare.apply, [normal(3)])
+    with pytest.raises(AssertionError, match="input 1"):
+        gradcheck(lambda a, b: a * b.detach(), [normal(3), normal(3)])
+    with pytest.raises(ValueError, match="float64"):
+        gradcheck(lambda a: a, [normal(3).astype(np.float32)])
+
+
+def test_a_chain_of_100_000_additions_neither_recurses_nor_leaks_gradient():
+    x = Tensor(np.array(1.0), requires_grad=True)
+    y = x
+    for _ in range(100_000):
+        y = y + 1e-5
+    y.backward()
+    assert x.grad == 1.0
+    z = x
+    for _ in range(100_000):
+        z = z + x
+    del z  # a graph nobody ran is also freed without recursion
+
+
+def test_equal_maxima_share_the_gradient():
+    x = Tensor(np.array([1.0, 3.0, 3.0]), requires_grad=True)
+    x.max().backward()
+    assert x.grad.tolist() == [0.0, 0.5, 0.5]
+
+
+def test_gradients_accumulate_over_backward_passes_until_they_are_cleared():
+    x = Tensor(np.ones(2), requires_grad=True)
+    (x * 2.0).sum().backward()
+    (x * 3.0).sum().backward()
+    assert x.grad.tolist() == [5.0, 5.0]
+
+
+def test_a_gradient_buffer_is_written_in_place_by_first_and_later_contributions():
+    x = Tensor(np.ones((2, 2)), requires_grad=True)
+    x.grad_buffer = np.full((2, 2), np.nan)
+    linear(Tensor(np.eye(2)), x).sum().backward()
+    assert x.grad is x.grad_buffer and x.grad.tolist() == [[1, 1], [1, 1]]
+    (x * 2.0).sum().backward()
+    assert x.grad is x.grad_buffer and x.grad.tolist() == [[3, 3], [3, 3]]
+
+
+def test_the_gradient_of_a_shared_array_is_not_overwritten():
+    """Both inputs of an addition receive the same gradient array; adding to one must not change the other."""
+    a, b = Tensor(np.ones(3), requires_grad=True), Tensor(np.ones(3), requires_grad=True)
+    s = a + b
+    (s + a * 2.0).sum().backward()
+    assert a.grad.tolist() == [3.0] * 3 and b.grad.tolist() == [1.0] * 3
+
+
+def test_float32_stays_float32():
+    x = Tensor(np.ones(3, np.float32), requires_grad=True)
+    y = ((x * 2.0 + 1) / 3 - x**2.0).mean()
+    y.backward()
+    assert y.dtype == np.float32 and x.grad.dtype == np.float32
+
+
+def test_hooks_fire_once_when_all_uses_of_a_leaf_are_counted():
+    x, seen = Tensor(np.ones(2), requires_grad=True), []
+    remove = x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.copy()))
+    (x * 2.0 + x * 3.0 + x).sum().backward()
+    assert len(seen) == 1 and seen[0].tolist() == [6.0, 6.0]
+    remove()
+    (x * 2.0).sum().backward()
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="hooks are for leaves"):
+        (x * 2.0).register_post_accumulate_grad_hook(print)
+
+
+def test_no_grad_records_nothing_and_ends_with_the_block_even_after_an_error():
+    x = Tensor(np.ones(2), requires_grad=True)
+    with pytest.raises(RuntimeError), no_grad():
+        assert not (x * 2.0).requires_grad
+        raise RuntimeError
+    assert (x * 2.0).requires_grad
+
+
+def test_no_grad_in_one_thread_does_not_switch_off_another():
+    x, outcome = Tensor(np.ones(2), requires_grad=True), []
+    with no_grad():
+        thread = threading.Thread(target=lambda: outcome.append((x * 2.0).requires_grad))
+        thread.start()
+        thread.join()
+    assert outcome == [True]
+
+
+def test_backward_refuses_what_makes_no_sense():
+    x = Tensor(np.ones(2), requires_grad=True)
+    with pytest.raises(ValueError, match="needs one element"):
+        (x * 2.0).backward()
+    with pytest.raises(ValueError, match=r"gradient of shape \(3,\) for a tensor of shape \(2,\)"):
+        (x * 2.0).backward(np.ones(3))
+    with pytest.raises(ValueError, match="does not require"):
+        Tensor(np.ones(1)).backward()
+    y = (x * 2.0).sum()
+    y.backward()
+    with pytest.raises(ValueError, match="second time"):
+        y.backward()
+
+
+def test_backward_frees_what_forward_saved():
+    x = Tensor(np.ones(2), requires_grad=True)
+    y = (x * 2.0).exp().sum()
+    node = y.node
+    y.backward()
+    assert vars(node) == {}
+
+
+def test_weight_gradients_can_be_put_off_and_are_the_same_bits():
+    w, x, b = (Tensor(normal(4, 4), requires_grad=True) for _ in range(3))
+
+    def loss():
+        return linear(linear(x, w, b[0]), w).tanh().sum()
+
+    loss().backward()
+    expected = w.grad, x.grad
+    w.grad = x.grad = b.grad = None
+    fired = []
+    w.register_post_accumulate_grad_hook(fired.append)
+    with defer_weight_gradients() as queue:
+        loss().backward()
+    assert w.grad is None and np.array_equal(x.grad, expected[1]) and len(queue) == 2 and not fired
+    queue.run()
+    assert np.array_equal(w.grad, expected[0]) and len(queue) == 0 and len(fired) == 1
+
+
+def test_recompute_gives_the_same_bits_and_keeps_no_inner_arrays():
+    w1, w2 = (Tensor(normal(4, 4), requires_grad=True) for _ in range(2))
+    x = Tensor(normal(3, 4), requires_grad=True)
+    calls = []
+
+    def block(x):
+        calls.append(1)
+        return linear(linear(x, w1).tanh(), w2)
+
+    block(x).sum().backward()
+    expected = [t.grad for t in (x, w1, w2)]
+    for t in (x, w1, w2):
+        t.grad = None
+    out = checkpoint(block, x, parameters=[w1, w2])
+    assert set(vars(out.node)) == {"function", "inputs", "needs", "edges", "number"}
+    out.sum().backward()
+    assert len(calls) == 3
+    for t, e in zip((x, w1, w2), expected, strict=True):
+        assert np.array_equal(t.grad, e)
+
+
+def test_a_parameter_of_two_recomputed_blocks_is_complete_only_after_both():
+    w, x, seen = Tensor(normal(4, 4), requires_grad=True), Tensor(normal(3, 4)), []
+    w.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.copy()))
+
+    def block(x):
+        return linear(x, w).tanh()
+
+    y = checkpoint(block, x, parameters=[w])
+    y = checkpoint(block, y, parameters=[w])
+    (y.sum() + w.sum()).backward()
+    assert len(seen) == 1 and np.array_equal(seen[0], w.grad)

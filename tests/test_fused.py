@@ -1,0 +1,115 @@
+"""Claims about the fused operations: right values (against plain NumPy), right gradients (against the checker)."""
+
+import math
+
+import numpy as np
+import pytest
+
+from minipar.autograd import (
+    Tensor,
+    causal_attention,
+    cross_entropy,
+    cross_entropy_sum,
+    embedding,
+    gelu,
+    gradcheck,
+    layer_norm,
+    linear,
+)
+
+RANDOM = np.random.Generator(np.random.Philox(2))
+TARGETS = np.array([[0, 4, -100], [2, 2, 1]])
+
+
+def normal(*shape):
+    return RANDOM.standard_normal(shape)
+
+
+OPERATIONS = {
+    "linear": (lambda x, w, b: linear(x, w, b), [normal(2, 3, 4), normal(4, 5), normal(5)]),
+    "linear without bias": (lambda x, w: linear(x, w), [normal(3, 4), normal(4, 5)]),
+    "linear, transposed weight": (lambda x, w: linear(x, w, transposed=True), [normal(2, 3, 4), normal(5, 4)]),
+    "embedding, repeated tokens": (lambda w: embedding(w, np.array([[1, 3, 1], [1, 0, 3]])), [normal(5, 2)]),
+    "embedding, no tokens": (lambda w: embedding(w, np.zeros((0,), int)) + w[:0], [normal(5, 2)]),
+    "layer_norm": (lambda x, w, b: layer_norm(x, w, b), [normal(2, 3, 8), normal(8), normal(8)]),
+    "gelu": (gelu, [normal(4, 5) * 2]),
+    "attention, 1 head": (lambda x: causal_attention(x, 1), [normal(2, 5, 12)]),
+    "attention, 3 heads": (lambda x: causal_attention(x, 3), [normal(2, 4, 18)]),
+    "attention, one position": (lambda x: causal_attention(x, 2), [normal(2, 1, 12)]),
+    "cross_entropy": (lambda x: cross_entropy(x, TARGETS), [normal(2, 3, 5)]),
+    "cross_entropy_sum": (lambda x: cross_entropy_sum(x, TARGETS), [normal(2, 3, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_backward_is_the_adjoint_of_forward(name):
+    function, inputs = OPERATIONS[name]
+    gradcheck(function, inputs)
+
+
+def test_layer_norm_normalizes_with_the_biased_variance():
+    x, w, b = normal(3, 8), normal(8), normal(8)
+    y = layer_norm(Tensor(x), Tensor(w), Tensor(b)).data
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w + b
+    np.testing.assert_allclose(y, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_gelu_is_the_tanh_approximation():
+    x = normal(100) * 3
+    expected = [0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x]
+    np.testing.assert_allclose(gelu(Tensor(x)).data, expected, rtol=1e-13, atol=1e-15)
+
+
+def naive_attention(qkv, heads):
+    batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    d, out = width // heads, np.zeros((qkv.shape[0], length, width))
+    for b in range(batch):
+        for n in range(heads):
+            q, k, v = (qkv[b, :, part * width + n * d : part * width + (n + 1) * d] for part in range(3))
+            for t in range(length):
+                s = q[t] @ k[: t + 1].T / math.sqrt(d)
+                p = np.exp(s - s.max())
+                out[b, t, n * d : (n + 1) * d] = (p / p.sum()) @ v[: t + 1]
+    return out
+
+
+@pytest.mark.parametrize(("heads", "length"), [(1, 1), (2, 5), (4, 7)])
+def test_attention_is_softmax_over_the_past_for_each_head(heads, length):
+    qkv = normal(2, length, 3 * 8)
+    np.testing.assert_allclose(causal_attention(Tensor(qkv), heads).data, naive_attention(qkv, heads), atol=1e-13)
+
+
+def test_attention_never_looks_ahead():
+    qkv = normal(1, 6, 12)
+    changed = qkv.copy()
+    changed[:, 4:] = normal(1, 2, 12)
+    before, after = (causal_attention(Tensor(x), 2).data for x in (qkv, changed))
+    assert np.array_equal(before[:, :4], after[:, :4]) and not np.array_equal(before[:, 4:], after[:, 4:])
+
+
+def test_each_row_subtracts_its_own_maximum():
+    """With one maximum for all rows, the small row's exponentials underflow to 0/0."""
+    qkv = np.zeros((2, 2, 3))
+    qkv[0, :, 0] = qkv[0, :, 1] = 100.0  # scores of 10,000 in the first sample, 0 in the second
+    qkv[:, :, 2] = 1.0
+    assert np.array_equal(causal_attention(Tensor(qkv), 1).data, np.ones((2, 2, 1)))
+    logits = np.array([[5000.0, 0.0], [0.0, 0.0]])
+    assert cross_entropy_sum(Tensor(logits), np.array([0, 1])).item() == pytest.approx(math.log(2))
+
+
+def test_ignored_targets_neither_count_nor_get_a_gradient():
+    x = Tensor(normal(2, 3, 5), requires_grad=True)
+    loss = cross_entropy(x, TARGETS)
+    loss.backward()
+    logits = x.data.reshape(6, 5)
+    rows = [i for i, t in enumerate(TARGETS.reshape(-1)) if t != -100]
+    logs = [np.log(np.exp(logits[i]).sum()) - logits[i, TARGETS.reshape(-1)[i]] for i in rows]
+    assert loss.item() == pytest.approx(np.mean(logs), rel=1e-13)
+    assert not x.grad[0, 2].any() and x.grad[0, 1].any()
+
+
+def test_a_batch_without_any_target_has_loss_zero_and_gradient_zero():
+    x = Tensor(normal(2, 5), requires_grad=True)
+    loss = cross_entropy(x, np.array([-100, -100]))
+    loss.backward()
+    assert loss.item() == 0.0 and not x.grad.any()

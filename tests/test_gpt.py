@@ -1,0 +1,204 @@
+"""Claims about the model: GPT-2's names and shapes, its gradients, its files."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from minipar.autograd import gradcheck
+from minipar.errors import UsageError
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2, load_gpt2
+
+SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
+TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
+TARGETS = np.array([[2, 3, 4, 5, 6], [0, 10, 0, 5, -100]])
+
+
+def gradients(model, **kwargs):
+    model.zero_grad()
+    loss = model.loss(TOKENS, TARGETS, **kwargs)
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.fold_tied_gradients()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_names_and_shapes_are_hugging_faces():
+    shapes = {name: p.shape for name, p in GPT(SMALL).named_parameters()}
+    block = {
+        "ln_1.weight": (8,), "ln_1.bias": (8,),
+        "attn.c_attn.weight": (8, 24), "attn.c_attn.bias": (24,),
+        "attn.c_proj.weight": (8, 8), "attn.c_proj.bias": (8,),
+        "ln_2.weight": (8,), "ln_2.bias": (8,),
+        "mlp.c_fc.weight": (8, 32), "mlp.c_fc.bias": (32,), "mlp.c_proj.weight": (32, 8), "mlp.c_proj.bias": (8,),
+    }  # fmt: skip
+    expected = {"wte.weight": (11, 8), "wpe.weight": (6, 8)}
+    expected |= {f"h.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    expected |= {"ln_f.weight": (8,), "ln_f.bias": (8,)}
+    assert shapes == expected and list(shapes) == list(expected)
+
+
+def test_gpt2_small_has_its_published_number_of_parameters():
+    """124,439,808, as `transformers` counts them; summed from one layer, so that no large model need be made."""
+    h, layers = 768, 12
+    one = sum(
+        p.size for name, p in GPT(GPTConfig(n_layer=1), dtype="float32").named_parameters() if name.startswith("h.")
+    )
+    assert one == 12 * h * h + 13 * h
+    assert 50257 * h + 1024 * h + layers * one + 2 * h == 124_439_808
+
+
+def test_every_parameter_starts_from_numbers_of_its_own_whatever_the_dtype():
+    state = GPT(SMALL, dtype="float64").state_dict()
+    random = [x for name, x in state.items() if x.ndim == 2]
+    for i, a in enumerate(random):
+        for b in random[:i]:
+            n = min(a.size, b.size)
+            assert not np.array_equal(a.reshape(-1)[:n], b.reshape(-1)[:n])
+    single = GPT(SMALL, dtype="float32").state_dict()
+    assert all(np.array_equal(single[name], x.astype(np.float32)) for name, x in state.items())
+    other = GPT(SMALL, dtype="float64", seed=1).state_dict()
+    assert not np.array_equal(other["wte.weight"], state["wte.weight"])
+
+
+def test_residual_projections_start_smaller():
+    config = GPTConfig(vocab_size=11, n_positions=6, n_embd=128, n_layer=8, n_head=2)
+    state = GPT(config, dtype="float64").state_dict()
+    assert state["h.3.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.02)
+    for name in ("h.3.mlp.c_proj.weight", "h.0.attn.c_proj.weight"):
+        assert state[name].std() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+def test_the_gradient_of_the_whole_model_passes_the_checker():
+    model = GPT(SMALL, dtype="float64")
+    named = dict(model.named_parameters())
+    # Larger weights than the initial ones, so that no branch's gradient is lost in the others'.
+    random = np.random.Generator(np.random.Philox(3))
+    values = [random.standard_normal(p.shape) * 0.5 for p in named.values()]
+
+    def loss(*leaves):
+        for (name, parameter), leaf in zip(named.items(), leaves, strict=True):
+            owner = model
+            *path, last = name.split(".")
+            for part in path:
+                owner = owner[int(part)] if isinstance(owner, list) else getattr(owner, part)
+            setattr(owner, last, leaf)
+            del parameter
+        model.head_weight = leaves[0]  # one leaf in both places: its gradient must hold both uses
+        return model.loss(TOKENS, TARGETS)
+
+    gradcheck(loss, values, projections=2)
+
+
+def test_the_tied_gradients_stay_apart_until_folded_and_then_count_once():
+    model = GPT(SMALL, dtype="float64")
+    model.loss(TOKENS, TARGETS).backward()
+    weight, head = model.wte.weight, model.head_weight
+    unseen = [v for v in range(11) if v not in TOKENS]
+    assert not weight.grad[unseen].any() and head.grad[unseen].all()
+    total = weight.grad + head.grad
+    weight.fold_tied_gradients()
+    weight.fold_tied_gradients()
+    assert np.array_equal(weight.grad, total)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_recompute_gives_the_same_bits(dtype):
+    loss, expected = gradients(GPT(SMALL, dtype=dtype))
+    again, actual = gradients(GPT(SMALL, dtype=dtype, recompute=True))
+    assert loss == again
+    assert all(np.array_equal(actual[name], expected[name]) for name in expected)
+
+
+def test_a_sequence_longer_than_the_positions_is_refused():
+    with pytest.raises(ValueError, match="sequence of 7 tokens, but the model has 6 positions"):
+        GPT(SMALL)(np.zeros((1, 7), int))
+
+
+def test_hidden_must_be_divisible_by_heads():
+    with pytest.raises(ValueError, match="hidden 64 is not divisible by heads 5"):
+        GPTConfig(n_embd=64, n_head=5)
+
+
+def test_state_dict_is_a_copy_and_loading_names_every_problem():
+    model = GPT(SMALL)
+    state = model.state_dict()
+    model.wte.weight.data += 1
+    assert not np.array_equal(model.wte.weight.data, state["wte.weight"])
+    del state["ln_f.bias"]
+    state["wpe.weight"] = state["wpe.weight"].T
+    state["h.9.ln_1.weight"] = np.ones(8)
+    with pytest.raises(ValueError) as error:
+        model.load_state_dict(state)
+    for part in ("missing ln_f.bias", "unexpected h.9.ln_1.weight", "wpe.weight has shape (8, 6), expected (6, 8)"):
+        assert part in str(error.value)
+
+
+def test_export_and_load_return_the_same_model(tmp_path):
+    model = GPT(SMALL, dtype="float64")
+    export_gpt2(model, tmp_path / "made" / "here")
+    loaded = load_gpt2(tmp_path / "made" / "here", dtype="float64")
+    assert loaded.config == SMALL
+    assert all(np.array_equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
+    assert sorted(p.name for p in (tmp_path / "made" / "here").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_files_with_prefix_head_and_masks_load(tmp_path):
+    model = GPT(SMALL)
+    export_gpt2(model, tmp_path)
+    state = {f"transformer.{name}": x for name, x in model.state_dict().items()}
+    state["lm_head.weight"] = model.state_dict()["wte.weight"]
+    state["transformer.h.0.attn.bias"] = np.ones((1, 1, 6, 6), np.float32)
+    save_file(state, tmp_path / "model.safetensors")
+    assert np.array_equal(load_gpt2(tmp_path).wpe.weight.data, model.wpe.weight.data)
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="lm_head.weight differs from wte.weight"):
+        load_gpt2(tmp_path)
+
+
+def _edit_config(directory, **changes):
+    path = directory / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v != "delete"}))
+
+
+def _edit_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, directory / "model.safetensors")
+
+
+BAD_DIRECTORIES = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json: No such file"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors: no such file"),
+    "not JSON": (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
+    "a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),
+    "a size missing": (lambda d: _edit_config(d, n_head="delete"), "n_head is 'missing'"),
+    "a size of the wrong kind": (lambda d: _edit_config(d, n_layer="two"), "n_layer is 'two'"),
+    "heads that do not divide": (lambda d: _edit_config(d, n_head=3), "hidden 8 is not divisible by heads 3"),
+    "another activation": (lambda d: _edit_config(d, activation_function="relu"), "activation_function is 'relu'"),
+    "another model": (lambda d: _edit_config(d, model_type="llama"), "model_type is 'llama'"),
+    "another inner size": (lambda d: _edit_config(d, n_inner=7), "n_inner is 7"),
+    "a layer missing": (lambda d: _edit_config(d, n_layer=3), "missing h.2.ln_1.weight"),
+    "a tensor missing": (lambda d: _edit_tensors(d, lambda t: t.pop("ln_f.bias")), "missing ln_f.bias"),
+    "a tensor misshapen": (
+        lambda d: _edit_tensors(d, lambda t: t.update({"wte.weight": t["wte.weight"][:5]})),
+        r"wte.weight has shape \(5, 8\), expected \(11, 8\)",
+    ),
+    "a truncated file": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-8]),
+        "is not a safetensors file that can be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DIRECTORIES)
+def test_a_bad_directory_is_refused_by_name(name, tmp_path):
+    spoil, message = BAD_DIRECTORIES[name]
+    export_gpt2(GPT(SMALL), tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        load_gpt2(tmp_path)

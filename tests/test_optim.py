@@ -1,0 +1,111 @@
+"""Claims about optimizers, clipping and the learning rate, against formulas written out here (and torch in
+tests/reference).
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm, learning_rate
+from minipar.nn.optim import BLOCK
+
+RANDOM = np.random.Generator(np.random.Philox(4))
+
+
+def parameter(*shape):
+    return Parameter(RANDOM.standard_normal(shape))
+
+
+def test_adamw_is_the_published_update_and_decays_matrices_only():
+    matrix, vector = parameter(3, 4), parameter(5)
+    optimizer = AdamW([matrix, vector], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
+    expected = []
+    for p in (matrix, vector):
+        expected.append([p.data.copy(), np.zeros(p.shape), np.zeros(p.shape)])
+    for t in (1, 2, 3):
+        for p, e, decay in zip((matrix, vector), expected, (0.5, 0.0), strict=True):
+            g = p.grad = RANDOM.standard_normal(p.shape)
+            e[1] = 0.8 * e[1] + 0.2 * g
+            e[2] = 0.9 * e[2] + 0.1 * g**2
+            m, v = e[1] / (1 - 0.8**t), e[2] / (1 - 0.9**t)
+            e[0] = e[0] * (1 - 0.1 * decay) - 0.1 * m / (np.sqrt(v) + 1e-3)
+        optimizer.step()
+    np.testing.assert_allclose(matrix.data, expected[0][0], rtol=1e-13)
+    np.testing.assert_allclose(vector.data, expected[1][0], rtol=1e-13)
+
+
+def test_adamw_gives_the_same_bits_wherever_the_array_is_cut():
+    """ZeRO rests on this: an element's update depends on that element alone, not on its place in a block."""
+    size = 2 * BLOCK + 77
+    data, grads = RANDOM.standard_normal(size), RANDOM.standard_normal((3, size))
+    whole = Parameter(data.copy())
+    cuts = [0, 1, 1000, BLOCK + 5, size]
+    pieces = [Parameter(data[a:b].copy()) for a, b in zip(cuts, cuts[1:], strict=False)]
+    for optimizer, owned in (
+        (AdamW([whole]), [(whole, 0, size)]),
+        (AdamW(pieces), list(zip(pieces, cuts, cuts[1:], strict=False))),
+    ):
+        for g in grads:
+            for p, a, b in owned:
+                p.grad = g[a:b].copy()
+            optimizer.step()
+    assert np.array_equal(whole.data, np.concatenate([p.data for p in pieces]))
+
+
+def test_optimizers_update_in_place_and_leave_parameters_without_gradient():
+    for make in (AdamW, SGD):
+        used, unused = parameter(2, 2), parameter(2, 2)
+        place, before = used.data, unused.data.copy()
+        used.grad = np.ones((2, 2))
+        make([used, unused]).step()
+        assert used.data is place and np.array_equal(unused.data, before)
+
+
+def test_sgd_with_momentum_and_decay():
+    p = parameter(2, 2)
+    start = p.data.copy()
+    optimizer = SGD([p], lr=0.1, momentum=0.9, weight_decay=0.01)
+    velocity, value = np.zeros((2, 2)), start
+    for _ in range(3):
+        p.grad = np.ones((2, 2))
+        optimizer.step()
+        velocity = 0.9 * velocity + 1 + 0.01 * value
+        value = value - 0.1 * velocity
+    np.testing.assert_allclose(p.data, value, rtol=1e-13)
+
+
+def test_optimizers_fold_tied_gradients_before_they_step():
+    p = Parameter(np.zeros((1, 1)))
+    leaf = p.tie()
+    p.grad, leaf.grad = np.ones((1, 1)), np.full((1, 1), 2.0)
+    SGD([p], lr=1.0).step()
+    assert p.data.item() == -3.0
+
+
+def test_clipping_scales_all_gradients_by_one_factor_and_returns_the_norm_before():
+    a, b, unused = parameter(2, 3), parameter(4), parameter(1)
+    a.grad, b.grad = RANDOM.standard_normal((2, 3)), RANDOM.standard_normal(4)
+    before = np.concatenate([a.grad.reshape(-1), b.grad])
+    norm = float(np.linalg.norm(before))
+    assert clip_grad_norm([a, b, unused], None) == pytest.approx(norm, rel=1e-14)
+    assert clip_grad_norm([a, b, unused], norm * 2) == pytest.approx(norm, rel=1e-14)
+    assert np.array_equal(np.concatenate([a.grad.reshape(-1), b.grad]), before)
+    clip_grad_norm([a, b, unused], 0.5)
+    np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
+
+
+def test_the_learning_rate_warms_up_then_stays_or_falls_along_a_cosine():
+    def rates(schedule, warmup, total):
+        return [
+            learning_rate(s, lr=1.0, schedule=schedule, warmup_steps=warmup, total_steps=total) for s in range(total)
+        ]
+
+    assert rates("constant", 0, 3) == [1.0, 1.0, 1.0]
+    assert rates("constant", 3, 5) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    cosine = rates("cosine", 1, 6)
+    assert cosine[0] == 0.5 and cosine[1] == 1.0 and cosine[-1] == pytest.approx(0.1)
+    assert cosine[3] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 2)))
+    assert rates("cosine", 0, 1) == [1.0]
+    with pytest.raises(ValueError, match="constant or cosine"):
+        rates("linear", 0, 1)
