@@ -1,4 +1,4 @@
-"""Tensors that know their gradients. Read tensor.py, ops.py, fused.py, then checkpoint.py and gradcheck.py."""
+"""Tensors that know their gradients. Read tensor.py, ops.py, fused.py, then modes.py, checkpoint.py, gradcheck.py."""
 
 from minipar.autograd.checkpoint import checkpoint
 from minipar.autograd.fused import (
@@ -12,16 +12,9 @@ from minipar.autograd.fused import (
     linear,
 )
 from minipar.autograd.gradcheck import gradcheck
+from minipar.autograd.modes import DeferredGradients, LazyGradient, defer_weight_gradients, enable_grad, no_grad
 from minipar.autograd.ops import concatenate
-from minipar.autograd.tensor import (
-    DeferredGradients,
-    Function,
-    LazyGradient,
-    Tensor,
-    defer_weight_gradients,
-    enable_grad,
-    no_grad,
-)
+from minipar.autograd.tensor import Function, Tensor
 
 __all__ = [
     "IGNORE_INDEX",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.autograd.tensor import Function, Tensor, enable_grad, no_grad
+from minipar.autograd.modes import enable_grad, no_grad
+from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array
 
 

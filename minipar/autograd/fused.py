@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minipar.autograd.tensor import Function, LazyGradient, Tensor
+from minipar.autograd.modes import LazyGradient
+from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"

@@ -9,19 +9,14 @@ through the numbers from large to small is therefore a topological order, and ba
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from minipar.autograd.modes import LazyGradient, close_use, deferral, grad_enabled, open_uses
 from minipar.backend import Array, xp
 
-# Context variables, not globals: ranks that are threads of one process must not switch each other's modes.
-_grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
-_open_uses: ContextVar[dict[Tensor, int] | None] = ContextVar("open_uses", default=None)
-_deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
 _number = itertools.count()
 
 
@@ -48,7 +43,7 @@ class Function:
     def apply(cls, *inputs: Any) -> Tensor:
         """Compute forward; record a node unless gradients are off or no input needs one."""
         node = cls()
-        recording = _grad_enabled.get()
+        recording = grad_enabled.get()
         node.needs = tuple(recording and isinstance(x, Tensor) and x.requires_grad for x in inputs)
         output = Tensor(node.forward(*(x.data if isinstance(x, Tensor) else x for x in inputs)))
         if any(node.needs):
@@ -61,38 +56,6 @@ class Function:
             output.node = node
             output.requires_grad = True
         return output
-
-
-class LazyGradient:
-    """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
-
-    Matrix products give their weight gradient this way, for two reasons: the product can be written straight into the
-    flat gradient buffer, and it can be run later (`defer_weight_gradients`), which is all that a zero-bubble pipeline
-    asks for.
-    """
-
-    def __init__(self, compute: Callable[[Array | None], Array]) -> None:
-        self.compute = compute
-
-
-class DeferredGradients:
-    """Weight gradients that a backward pass put off; `run()` computes them in the order of that pass."""
-
-    def __init__(self) -> None:
-        self._queue: list[tuple[Tensor, LazyGradient, dict[Tensor, int]]] = []
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def put(self, leaf: Tensor, gradient: LazyGradient, uses: dict[Tensor, int]) -> None:
-        self._queue.append((leaf, gradient, uses))
-
-    def run(self) -> None:
-        """Compute and accumulate every waiting gradient; hooks fire as parameters become complete."""
-        queue, self._queue = self._queue, []
-        for leaf, gradient, uses in queue:
-            leaf._accumulate(gradient)
-            _close_use(leaf, uses)
 
 
 class Tensor:
@@ -253,42 +216,6 @@ class Tensor:
         return ops.tanh(self)
 
 
-@contextmanager
-def no_grad() -> Iterator[None]:
-    """Compute without recording a graph."""
-    token = _grad_enabled.set(False)
-    try:
-        yield
-    finally:
-        _grad_enabled.reset(token)
-
-
-@contextmanager
-def enable_grad() -> Iterator[None]:
-    """Record a graph even inside `no_grad` (recompute needs it)."""
-    token = _grad_enabled.set(True)
-    try:
-        yield
-    finally:
-        _grad_enabled.reset(token)
-
-
-@contextmanager
-def defer_weight_gradients() -> Iterator[DeferredGradients]:
-    """Backward passes inside the block leave out weight gradients (kind `W`) and compute input gradients only (kind
-    `I`).
-
-    The yielded queue's `run()` computes them. Zero Bubble (arXiv 2401.10241, section 2.1) fills pipeline bubbles this
-    way.
-    """
-    queue = DeferredGradients()
-    token = _deferral.set(queue)
-    try:
-        yield queue
-    finally:
-        _deferral.reset(token)
-
-
 def _reachable(root: Function) -> tuple[list[Function], dict[Tensor, int]]:
     """All nodes from `root` down, inputs before users, and how many edges lead to each leaf."""
     nodes, stack = {root}, [root]
@@ -306,24 +233,17 @@ def _reachable(root: Function) -> tuple[list[Function], dict[Tensor, int]]:
     return sorted(nodes, key=lambda node: node.number), uses
 
 
-def _close_use(leaf: Tensor, uses: dict[Tensor, int]) -> None:
-    uses[leaf] -= 1
-    if uses[leaf] == 0:
-        for hook in leaf._hooks:
-            hook(leaf)
-
-
 def _run_backward(root: Function, gradient: Array) -> None:
     nodes, found = _reachable(root)
     # A backward inside a backward (recompute) adds its uses to the outer pass's count, which already holds the
     # checkpointed call's own use of each parameter: so a parameter is complete, and its hooks fire, only when every use
     # everywhere is done.
-    outer = _open_uses.get()
+    outer = open_uses.get()
     uses: dict[Tensor, int] = {} if outer is None else outer
     for leaf, count in found.items():
         uses[leaf] = uses.get(leaf, 0) + count
-    token = _open_uses.set(uses)
-    deferral = _deferral.get()
+    token = open_uses.set(uses)
+    queue = deferral.get()
     gradients: dict[Function, Array] = {root: gradient}
     owned: set[Function] = (
         set()
@@ -342,12 +262,12 @@ def _run_backward(root: Function, gradient: Array) -> None:
                 if edge is None:
                     continue
                 if isinstance(edge, Tensor):
-                    if isinstance(result, LazyGradient) and deferral is not None:
-                        deferral.put(edge, result, uses)
+                    if isinstance(result, LazyGradient) and queue is not None:
+                        queue.put(edge, result, uses)
                         continue
                     if result is not None:
                         edge._accumulate(result)
-                    _close_use(edge, uses)
+                    close_use(edge, uses)
                 elif result is not None:
                     result = result.compute(None) if isinstance(result, LazyGradient) else result
                     if edge not in gradients:
@@ -358,7 +278,7 @@ def _run_backward(root: Function, gradient: Array) -> None:
                         gradients[edge] = gradients[edge] + result
                         owned.add(edge)
     finally:
-        _open_uses.reset(token)
+        open_uses.reset(token)
 
 
 from minipar.autograd import ops  # noqa: E402  (ops needs the classes above; Tensor's methods need ops only when called)

@@ -1,0 +1,97 @@
+"""How gradients are computed: recorded or not, now or later.
+
+The modes are context variables, not globals: ranks that are threads of one process must not switch each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from minipar.backend import Array
+
+if TYPE_CHECKING:
+    from minipar.autograd.tensor import Tensor
+
+grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
+deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
+# How many uses of each leaf the running backward pass (with the passes inside it) has still to count.
+open_uses: ContextVar[dict[Tensor, int] | None] = ContextVar("open_uses", default=None)
+
+
+class LazyGradient:
+    """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
+
+    Matrix products give their weight gradient this way, for two reasons: the product can be written straight into the
+    flat gradient buffer, and it can be run later (`defer_weight_gradients`), which is all that a zero-bubble pipeline
+    asks for.
+    """
+
+    def __init__(self, compute: Callable[[Array | None], Array]) -> None:
+        self.compute = compute
+
+
+class DeferredGradients:
+    """Weight gradients that a backward pass put off; `run()` computes them in the order of that pass."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[Tensor, LazyGradient, dict[Tensor, int]]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, leaf: Tensor, gradient: LazyGradient, uses: dict[Tensor, int]) -> None:
+        self._queue.append((leaf, gradient, uses))
+
+    def run(self) -> None:
+        """Compute and accumulate every waiting gradient; hooks fire as parameters become complete."""
+        queue, self._queue = self._queue, []
+        for leaf, gradient, uses in queue:
+            leaf._accumulate(gradient)
+            close_use(leaf, uses)
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Compute without recording a graph."""
+    token = grad_enabled.set(False)
+    try:
+        yield
+    finally:
+        grad_enabled.reset(token)
+
+
+@contextmanager
+def enable_grad() -> Iterator[None]:
+    """Record a graph even inside `no_grad` (recompute needs it)."""
+    token = grad_enabled.set(True)
+    try:
+        yield
+    finally:
+        grad_enabled.reset(token)
+
+
+@contextmanager
+def defer_weight_gradients() -> Iterator[DeferredGradients]:
+    """Backward passes inside the block leave out weight gradients (kind `W`) and compute input gradients only (kind
+    `I`).
+
+    The yielded queue's `run()` computes them. Zero Bubble (arXiv 2401.10241, section 2.1) fills pipeline bubbles this
+    way.
+    """
+    queue = DeferredGradients()
+    token = deferral.set(queue)
+    try:
+        yield queue
+    finally:
+        deferral.reset(token)
+
+
+def close_use(leaf: Tensor, uses: dict[Tensor, int]) -> None:
+    """One use of `leaf` is counted; after the last one its gradient is complete and its hooks run."""
+    uses[leaf] -= 1
+    if uses[leaf] == 0:
+        for hook in leaf._hooks:
+            hook(leaf)

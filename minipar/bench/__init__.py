@@ -1,0 +1,1 @@
+"""Measurements: `mpirun -n N python -m minipar.bench collectives --json FILE`."""

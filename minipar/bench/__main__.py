@@ -1,0 +1,23 @@
+"""`python -m minipar.bench SUBCOMMAND`: each is a module with HELP, `add_arguments(parser)` and `run(comm, args)`."""
+
+from __future__ import annotations
+
+from minipar.bench import collectives, overlap, step
+from minipar.comm import Communicator, Parser, main
+
+SUBCOMMANDS = {"collectives": collectives, "step": step, "overlap": overlap}
+
+
+def bench(comm: Communicator) -> None:
+    """Read the command line and run the subcommand on every rank."""
+    talks = comm.rank == 0
+    parser = Parser(prog="minipar.bench", description=__doc__, talks=talks)
+    subparsers = parser.add_subparsers(dest="subcommand", required=True)
+    for name, module in SUBCOMMANDS.items():
+        module.add_arguments(subparsers.add_parser(name, help=module.HELP, talks=talks))
+    args = parser.parse_args()
+    SUBCOMMANDS[args.subcommand].run(comm, args)
+
+
+if __name__ == "__main__":
+    main(bench)

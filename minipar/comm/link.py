@@ -1,0 +1,161 @@
+"""One operation's view of the wire: its two verbs, its tags, its account, and (when watched) its time.
+
+`Link` counts messages and does nothing else, so a small all-reduce stays a handful of Python calls. `WatchedLink` is
+used instead when a logical clock runs or a trace is being recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minipar.comm.transport import Owner, Request, Transport
+
+if TYPE_CHECKING:
+    from minipar.comm.communicator import Communicator
+
+# What an algorithm is: it yields the requests that must be done before it continues.
+Steps = Generator[Iterable[Request], None, None]
+
+
+class Link:
+    """The messages of one operation on one communicator."""
+
+    __slots__ = ("algorithm", "comm", "count", "number", "op", "rank", "size", "tag", "total", "transport")
+
+    def __init__(self, comm: Communicator, op: str, algorithm: str, total: int, tag: int, number: int) -> None:
+        self.comm = comm
+        self.op = op
+        self.algorithm = algorithm
+        self.total = total  # bytes of the whole array
+        self.tag = tag  # of step 0
+        self.number = number  # which operation of this communicator it is
+        self.rank = comm.rank
+        self.size = comm.size
+        self.transport: Transport = comm.transport
+        self.count = comm.traffic.counter(op, comm.axis)
+
+    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+        """Start to send to a rank of the group; counted."""
+        count = self.count
+        count[0] += 1
+        count[1] += array.nbytes
+        return self.transport.isend(array, dest, self.tag + step, self)
+
+    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+        """Start to receive from a rank of the group."""
+        return self.transport.irecv(array, source, self.tag + step, self)
+
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Room for `count` elements, reused by the next operation on this communicator."""
+        return self.comm.scratch(count, dtype)
+
+    def title(self) -> str:
+        """For error messages."""
+        return f"{self.comm.title()}, {self.op} {self.algorithm}".rstrip()
+
+
+class Stamped:
+    """A message with the sender's clock ahead of it: an 8-byte header with the same tag, not counted as traffic."""
+
+    __slots__ = ("arrow", "header", "nbytes", "payload", "stamp")
+
+    def __init__(self, payload: Request, nbytes: int, arrow: str, header: Request | None, stamp: np.ndarray | None):
+        self.payload = payload
+        self.nbytes = nbytes
+        self.arrow = arrow  # the name of this message in the trace; "" for one going out
+        self.header = header
+        self.stamp = stamp
+
+    def test(self) -> bool:
+        return (self.header is None or self.header.test()) and self.payload.test()
+
+    def linger(self) -> bool:
+        return self.test()
+
+    @property
+    def owner(self) -> Owner:
+        return self.payload.owner
+
+    def describe(self) -> str:
+        return self.payload.describe()
+
+
+class WatchedLink(Link):
+    """A Link with a clock of its own: the clock of the stream of operations on this communicator.
+
+    NB: an asynchronous collective of NCCL runs on a CUDA stream beside the computation; this is that stream's time.
+    It starts at the later of the call and the end of the previous operation here; each arriving message moves it to
+    max(now, sender's clock + alpha + beta*bytes). Messages of one operation leave one after the other: p-1 sends posted
+    at once take (p-1)(alpha + beta*bytes), as the formulas of the literature have it.
+    """
+
+    __slots__ = ("called", "nbytes", "port", "started", "time", "waited")
+
+    def __init__(self, comm: Communicator, op: str, algorithm: str, total: int, tag: int, number: int) -> None:
+        super().__init__(comm, op, algorithm, total, tag, number)
+        self.called = self.started = self.time = comm.clock.now()
+        self.port = 0.0  # when the last message sent has left
+        self.waited = 0.0  # seconds in which this operation could not go on for want of a message
+        self.nbytes = 0  # sent
+
+    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+        clock, tracer = self.comm.clock, self.comm.tracer
+        now = self.time if clock.logical else clock.now()
+        self.nbytes += array.nbytes
+        header = None
+        stamp = None
+        if clock.logical:
+            leaves = max(now, self.port)
+            self.port = leaves + self.comm.network.seconds(array.nbytes)
+            stamp = np.array([leaves])
+            header = self.transport.isend(stamp, dest, self.tag + step, self)
+        payload = super().isend(array, dest, step)
+        if tracer.enabled:
+            tracer.arrow_out(self, self._arrow(self.rank, dest, step), now)
+        return Stamped(payload, array.nbytes, "", header, stamp)
+
+    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+        header = None
+        stamp = None
+        if self.comm.clock.logical:
+            stamp = np.empty(1)
+            header = self.transport.irecv(stamp, source, self.tag + step, self)
+        payload = super().irecv(array, source, step)
+        return Stamped(payload, array.nbytes, self._arrow(source, self.rank, step), header, stamp)
+
+    def _arrow(self, source: int, dest: int, step: int) -> str:
+        return f"{self.comm.name}#{self.number}.{self.tag + step}:{source}>{dest}"
+
+    def follow(self, steps: Steps) -> Steps:
+        """The same steps, with the time they take. Runs when the operation's turn has come."""
+        comm, clock = self.comm, self.comm.clock
+        self.started = self.time = max(self.called, comm.stream_time) if clock.logical else clock.now()
+        for requests in steps:
+            yield requests
+            self.settle(requests)
+        comm.stream_time = self.time
+        self.record()
+
+    def settle(self, requests: Iterable[Any]) -> None:
+        """These requests are done: move the stream's clock to the last arrival, and end their arrows there."""
+        clock, tracer = self.comm.clock, self.comm.tracer
+        before = self.time
+        if not clock.logical:
+            self.time = clock.now()
+        incoming = [request for request in requests if request.arrow]
+        if clock.logical:
+            for request in incoming:
+                self.time = max(self.time, float(request.stamp[0]) + self.comm.network.seconds(request.nbytes))
+        self.waited += self.time - before
+        if tracer.enabled:
+            for request in incoming:
+                tracer.arrow_in(self, request.arrow)
+
+    def record(self) -> None:
+        """Draw the operation as a slice."""
+        tracer = self.comm.tracer
+        if tracer.enabled:
+            tracer.communication(self)

@@ -1,0 +1,186 @@
+"""all_reduce and reduce_scatter, each algorithm a generator.
+
+A generator posts messages with `link.isend` and `link.irecv` and yields the requests it needs done before it goes on.
+Whoever drives it decides how to wait, so the same lines serve the blocking call and the asynchronous one. Arrays are
+flat. p ranks, n bytes, chunk r = `chunk_bounds(n, p)[r]`; alpha per message, beta per byte, gamma per byte added.
+The third argument of isend and irecv is the step: it makes the tag of every message of one operation its own.
+
+NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from minipar.comm.chunks import at_place, chunk_bounds, fold, place_bounds
+from minipar.comm.gathers import gather_places, pairwise_all_gather, ring_all_gather
+from minipar.comm.link import Link, Steps
+from minipar.comm.transport import Request
+
+Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b, out=c)
+
+
+def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+    """out = chunk r of the sum. Each partial sum travels once round the ring, and every rank adds its own part to it.
+
+    (p-1) alpha + n(p-1)/p (beta + gamma): the fewest bytes possible (Patarasuk and Yuan 2009, section 4).
+    Chunk c is summed in the order c+1, c+2, ..., c: fixed, but not the rank order. `x` is left as it was.
+    """
+    p, r = link.size, link.rank
+    bounds = chunk_bounds(x.size, p)
+    right, left = (r + 1) % p, (r - 1) % p
+    longest = bounds[0][1] - bounds[0][0]
+    incoming, outgoing = link.scratch(2 * longest, x.dtype).reshape(2, longest)
+    start, stop = bounds[left]
+    travelling = x[start:stop]  # the partial sum on its way: at first this rank's own contribution to its left chunk
+    for step in range(p - 1):
+        start, stop = bounds[(r - step - 2) % p]
+        received = incoming[: stop - start]
+        yield link.irecv(received, left, step), link.isend(travelling, right, step)
+        travelling = out if step == p - 2 else received
+        combine(received, x[start:stop], out=travelling)
+        incoming, outgoing = outgoing, incoming
+
+
+def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """x = the sum, in place: a ring reduce-scatter, then a ring all-gather; the same bits as calling the two.
+
+    2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
+    """
+    start, stop = chunk_bounds(x.size, link.size)[link.rank]
+    yield from ring_reduce_scatter(link, x, x[start:stop], combine)
+    yield from ring_all_gather(link, x, first_step=link.size - 1)
+
+
+def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """x = the sum, in place: at distance 1, 2, 4, ... pairs exchange all they have and both add.
+
+    lg p (alpha + n beta + n gamma): the fewest steps, for small arrays. Both of a pair add the same two numbers, so all
+    ranks end with the same bits.
+    """
+    q, extras, place = fold(link.size, link.rank)
+    if place < 0:
+        yield (link.isend(x, link.rank + 1, 0),)
+        yield (link.irecv(x, link.rank + 1, 1),)
+        return
+    received = link.scratch(x.size, x.dtype)
+    folded = place < extras
+    if folded:
+        yield (link.irecv(received, link.rank - 1, 0),)
+        combine(x, received, out=x)
+    step, distance = 2, 1
+    while distance < q:
+        partner = at_place(place ^ distance, extras)
+        yield link.irecv(received, partner, step), link.isend(x, partner, step)
+        combine(x, received, out=x)
+        distance *= 2
+        step += 1
+    if folded:
+        yield (link.isend(x, link.rank - 1, 1),)
+
+
+def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """The reduce-scatter half of Rabenseifner's algorithm, in place: x[place_bounds[place]] becomes the sum.
+
+    At distance q/2, q/4, ..., 1 a pair splits the part it still shares: each sends one half and adds up the other.
+    Steps 0 (the fold) and 2.. are used; the rest of x is left as scratch.
+    """
+    q, extras, place = fold(link.size, link.rank)
+    if place < 0:
+        yield (link.isend(x, link.rank + 1, 0),)
+        return
+    bounds = place_bounds(x.size, link.size)
+    received = link.scratch(x.size, x.dtype)
+    if place < extras:
+        yield (link.irecv(received, link.rank - 1, 0),)
+        combine(x, received, out=x)
+    first, last = 0, q  # the places whose sum this rank still shares
+    step = 2
+    while last - first > 1:
+        middle = (first + last) // 2
+        partner = at_place(place ^ (middle - first), extras)
+        low, high = (first, middle), (middle, last)
+        mine, theirs = (low, high) if place < middle else (high, low)
+        kept = x[bounds[mine[0]][0] : bounds[mine[1] - 1][1]]
+        sent = x[bounds[theirs[0]][0] : bounds[theirs[1] - 1][1]]
+        yield link.irecv(received[: kept.size], partner, step), link.isend(sent, partner, step)
+        combine(kept, received[: kept.size], out=kept)
+        first, last = mine
+        step += 1
+
+
+def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """x = the sum, in place: recursive halving, then an all-gather by recursive doubling (Rabenseifner 2004).
+
+    2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two; else the fold adds 2 messages of n.
+    """
+    _, extras, place = fold(link.size, link.rank)
+    yield from _halve(link, x, combine)
+    if place < 0:
+        yield (link.irecv(x, link.rank + 1, 1),)
+        return
+    yield from gather_places(link, x, first_step=2 + link.size)
+    if place < extras:
+        yield (link.isend(x, link.rank - 1, 1),)
+
+
+def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+    """out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two.
+
+    Works on a copy, because halving overwrites its input. A rank that took a folded neighbour's data returns its chunk.
+    """
+    _, extras, place = fold(link.size, link.rank)
+    work = x.copy()
+    yield from _halve(link, work, combine)
+    bounds = chunk_bounds(x.size, link.size)
+    if place < 0:
+        yield (link.irecv(out, link.rank + 1, 1),)
+        return
+    if place < extras:
+        start, stop = bounds[link.rank - 1]
+        yield (link.isend(work[start:stop], link.rank - 1, 1),)
+    start, stop = bounds[link.rank]
+    out[...] = work[start:stop]
+
+
+def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+    """out = chunk r of x_0 + x_1 + ... + x_{p-1}, added from left to right: the bits of one device that accumulates.
+
+    (p-1) alpha + n(p-1)/p (beta + gamma), as the ring, but with room for n elements: all messages are posted at once,
+    pairwise, and each contribution is added when its turn comes. Ranks wait for one another once instead of p-1 times,
+    which is what counts when they share cores.
+    """
+    p, r = link.size, link.rank
+    bounds = chunk_bounds(x.size, p)
+    start, stop = bounds[r]
+    own = stop - start
+    rows = link.scratch(p * own, x.dtype).reshape(p, own)
+    contributions = list(rows)
+    contributions[r] = x[start:stop]
+    receives: dict[int, Request] = {}
+    sends = []
+    for step in range(p - 1):
+        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        receives[source] = link.irecv(contributions[source], source, step)
+        sends.append(link.isend(x[bounds[dest][0] : bounds[dest][1]], dest, step))
+    total = contributions[0]
+    for source in range(p):
+        if source != r:
+            yield (receives[source],)
+        if source > 0:
+            partial = out if source == p - 1 else rows[r]  # row r is free: this rank's own part is in x
+            combine(total, contributions[source], out=partial)
+            total = partial
+    yield sends
+
+
+def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """x = x_0 + x_1 + ... + x_{p-1} added from left to right, in place; then each rank sends its chunk to all others.
+
+    2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma, in two rounds of messages.
+    """
+    start, stop = chunk_bounds(x.size, link.size)[link.rank]
+    yield from ordered_reduce_scatter(link, x, x[start:stop], combine)
+    yield from pairwise_all_gather(link, x, first_step=link.size - 1)

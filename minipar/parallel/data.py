@@ -1,0 +1,151 @@
+"""Data parallelism: every rank holds the whole model, takes a share of the batch, and all ranks sum their gradients.
+
+First the naive form, one all-reduce after backward; then DistributedDataParallel, which starts reducing while backward
+still runs. Both give each rank the gradient of the whole batch, because the loss is a sum over tokens divided by the
+*global* count: the sum of the ranks' gradients is then the gradient of the global mean, whatever share each rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from minipar.autograd import IGNORE_INDEX, Tensor
+from minipar.backend import Array
+from minipar.comm import Communicator, Work
+from minipar.nn import Module
+from minipar.parallel.buffers import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers
+
+
+def global_token_count(comm: Communicator, targets: Array) -> int:
+    """How many targets count (are not -100) on all ranks together: what a summed loss is to be divided by.
+
+    Averaging each rank's own mean would weigh a token on a rank with few of them more than one on a rank with many.
+    On the wire: an all-reduce of one int64.
+    """
+    count = np.array([int((targets != IGNORE_INDEX).sum())], dtype=np.int64)
+    comm.all_reduce(count)
+    return int(count[0])
+
+
+def all_reduce_gradients(buffers: FlatBuffers, comm: Communicator, algorithm: str = "ring") -> None:
+    """Naive data parallelism: after backward, sum the whole flat gradient over the ranks in one all-reduce.
+
+    On the wire: 2 Psi (p-1)/p elements per rank (Psi parameters, p ranks), none of it hidden behind computation.
+    """
+    buffers.complete(buffers.members)
+    comm.all_reduce(buffers.gradients, algorithm=algorithm)
+
+
+def accumulate_replicas(buffers: FlatBuffers, replicas: Iterable[int], backward: Callable[[int], None]) -> None:
+    """One device in the place of several data-parallel ranks: their gradients one after another, added in rank order.
+
+    `backward(r)` runs all of replica r's microbatches. Afterwards the flat gradients hold g_0 + g_1 + ..., added from
+    left to right, which is what the `ordered` all-reduce computes, to the bit. Costs one more flat array.
+    """
+    total: Array | None = None
+    for replica in replicas:
+        for parameter in buffers.members:
+            parameter.zero_grad()
+        backward(replica)
+        buffers.complete(buffers.members)
+        if total is None:
+            total = buffers.gradients.copy()
+        else:
+            total += buffers.gradients
+    if total is not None:
+        buffers.gradients[...] = total
+
+
+class DistributedDataParallel:
+    """Gradient synchronization for `model` over `comm` (Li et al. 2020, arXiv 2006.15704).
+
+    Parameters move into flat buffers; gradients are reduced in buckets, in reverse parameter order. A bucket's
+    all-reduce starts as soon as backward has completed the last gradient in it, so most of the communication runs
+    behind the rest of backward.
+
+    `algorithm` is "ring", or "ordered" to sum contributions in rank order, which makes the result bit for bit that of
+    one device accumulating the ranks' shards in order. Use:
+
+        ddp = DistributedDataParallel(model, comm)
+        with ddp.no_sync():                    # microbatches before the last only accumulate
+            loss_of_first_half.backward()
+        loss_of_second_half.backward()         # buckets start travelling in here
+        ddp.synchronize()                      # wait for them; every p.grad is now the sum over ranks
+
+    On the wire per synchronized step: 2 Psi (p-1)/p elements per rank, exactly, as the naive form; no more for many
+    microbatches.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        comm: Communicator,
+        algorithm: str = "ring",
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    ) -> None:
+        self.comm, self.algorithm = comm, algorithm
+        self.buffers = FlatBuffers(model.parameters())
+        self.buckets = self.buffers.buckets(bucket_bytes, first_bucket_bytes)
+        self._syncing = True
+        self._works: list[Work] = []
+        self._waiting: list[set[Tensor]] = []  # for each bucket, the leaves whose gradient is not complete yet
+        self._bucket_of: dict[Tensor, int] = {}
+        self._remove_hooks: list[Callable[[], None]] = []
+        for i, bucket in enumerate(self.buckets):
+            for leaf in self._leaves(bucket):
+                self._bucket_of[leaf] = i
+                self._remove_hooks.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+        self._reset()
+
+    @staticmethod
+    def _leaves(bucket: Bucket) -> list[Tensor]:
+        return [leaf for parameter in bucket.parameters for leaf in (parameter, *parameter.ties)]
+
+    def _reset(self) -> None:
+        self._works = []
+        self._waiting = [set(self._leaves(bucket)) for bucket in self.buckets]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside the block accumulate locally and send nothing: for all microbatches of a step but the
+        last.
+        """
+        previous, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = previous
+
+    def _on_gradient(self, leaf: Tensor) -> None:
+        if not self._syncing:
+            return
+        self._waiting[self._bucket_of[leaf]].discard(leaf)
+        # Buckets start strictly in order, so that all ranks issue the same collectives in the same order.
+        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
+            self._start(self.buckets[len(self._works)])
+        self.comm.progress()  # moves the buckets under way while backward goes on computing
+
+    def _start(self, bucket: Bucket) -> None:
+        self.buffers.complete(bucket.parameters)
+        gradients = self.buffers.gradients[bucket.start : bucket.stop]
+        self._works.append(self.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True))
+
+    def synchronize(self) -> None:
+        """Start what backward has not started (parameters the loss did not use count as zero), then wait for all
+        buckets.
+        """
+        for bucket in self.buckets[len(self._works) :]:
+            self._start(bucket)
+        for work in self._works:
+            work.wait()
+        self._reset()
+
+    def detach(self) -> None:
+        """Remove the hooks from the model; the flat buffers stay."""
+        for remove in self._remove_hooks:
+            remove()
+        self._remove_hooks = []

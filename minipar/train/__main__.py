@@ -1,0 +1,96 @@
+"""mpirun -n N python -m minipar.train: train a GPT; with --verify, prove the result equal to one device's."""
+
+from __future__ import annotations
+
+import sys
+
+from minipar import backend
+from minipar.comm import Communicator, DeviceMesh, main, save_chrome_trace, start_trace
+from minipar.errors import UsageError
+from minipar.nn.pretrained import export_gpt2, load_config
+from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
+from minipar.train.data import Tokens, load_tokens
+from minipar.train.progress import Metrics, Progress, describe
+from minipar.train.trainer import Trainer
+from minipar.train.verify import verify
+
+
+def run(comm: Communicator) -> int:
+    """The whole job on every rank; returns the exit code."""
+    config = parse(sys.argv[1:], rank=comm.rank)
+    comm = Communicator(comm.transport, clock=config.run.clock)
+    config, tokens = prepare(config, comm)
+    mesh = DeviceMesh(comm, dp=config.mesh.dp)
+    trainer = build(config, mesh, tokens)
+    out = progress_stream(config) if comm.rank == 0 else None
+    if out is not None:
+        size = trainer.ddp.buffers.size
+        print(describe(config, comm.size, size, len(tokens.ids), tokens.name), file=out, flush=True)
+
+    metrics = Metrics(config.run.metrics if comm.rank == 0 else None)
+    progress = Progress("step", config.optimizer.steps, out)
+    if config.run.trace is not None:
+        start_trace(comm)
+    results = []
+    for result in trainer.train():
+        results.append(result)
+        metrics.write(result)
+        progress(result)
+    metrics.close()
+    if config.run.trace is not None:
+        save_chrome_trace(config.run.trace, comm)
+    if config.run.export is not None and comm.rank == 0:
+        export_gpt2(trainer.model, config.run.export)
+    if not config.run.verify:
+        return 0
+    verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
+    if out is not None:
+        print(verdict.line, file=out, flush=True)
+    return 0 if verdict.passed else 1
+
+
+def prepare(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Tokens]:
+    """Fill in what the files and the number of ranks decide, and check all of it on every rank together.
+
+    What one rank alone can find wrong (a file that its host lacks) becomes every rank's UsageError through `agree`.
+    """
+    error, tokens = None, None
+    try:
+        if config.model.init_from is not None:
+            shape = load_config(config.model.init_from)
+            config = with_shape(
+                config,
+                layers=shape.n_layer,
+                hidden=shape.n_embd,
+                heads=shape.n_head,
+                vocab_size=shape.vocab_size,
+                positions=shape.n_positions,
+            )
+        config = resolve(config, comm.size)
+        backend.use_device(config.run.device)
+        tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+        if comm.rank == 0:
+            prepare_outputs(config)
+    except UsageError as problem:
+        error = str(problem)
+    comm.agree(error)
+    assert tokens is not None
+    if len(set(comm.all_gather_bytes(tokens.fingerprint()))) > 1:
+        raise UsageError(f"{tokens.name} is not the same text on every rank; give --data a file that all hosts share")
+    return config, tokens
+
+
+def build(config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> Trainer:
+    """The trainer, or every rank's UsageError if one rank cannot load the model."""
+    error, trainer = None, None
+    try:
+        trainer = Trainer(config, mesh, tokens)
+    except UsageError as problem:
+        error = str(problem)
+    mesh.world.agree(error)
+    assert trainer is not None
+    return trainer
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,224 @@
+"""What a training run is told: frozen dataclasses whose fields are the command line (a new flag is a new field).
+
+    config = parse(sys.argv[1:], rank=comm.rank)        every rank parses the same line
+    config = resolve(config, world_size=comm.size)      dp is known from here on, and the batch divides
+
+Whatever is wrong with the input raises `UsageError` with the equation and the numbers. Every function here except
+`prepare_outputs` is pure, so all ranks raise the same error and the job ends with one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from minipar.errors import UsageError
+from minipar.train.options import check_options, option, parse_into
+
+COUNT = "[1, inf)"
+
+# A table, laid out by hand: one entry per flag, long help on lines of its own.
+# fmt: off
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """mesh: how many ranks each parallelism takes"""
+
+    dp: int | None = option(None, int, within=COUNT, metavar="N",
+        help="data-parallel replicas (default: dp takes what tp*pp leaves)")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """model: GPT-2's architecture"""
+
+    layers: int = option(2, int, within=COUNT, metavar="L", help="Transformer layers")
+    hidden: int = option(128, int, within=COUNT, metavar="H", help="hidden size: elements per token between layers")
+    heads: int = option(4, int, within=COUNT, metavar="A", help="attention heads; they must divide hidden")
+    seq_len: int = option(64, int, within=COUNT, metavar="T", help="sequence length: tokens per sample")
+    vocab_size: int = option(256, int, within=COUNT, metavar="V", help="vocabulary: token ids are 0 to V-1")
+    init_from: str | None = option(None, str, metavar="DIR",
+        help="start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """data: where tokens come from and in which order"""
+
+    path: str | None = option(None, str, flag="--data", metavar="PATH",
+        help="a text file (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: the source text of this "
+             "Python's standard library)")
+    order: str = option("random", str, choices=("random", "sequential"),
+        help="random: samples start anywhere; sequential: the text from front to back")
+    global_batch: int = option(32, int, within=COUNT, metavar="B", help="samples per step, over all replicas")
+    microbatches: int = option(1, int, within=COUNT, metavar="M",
+        help="microbatches per replica and step, whose gradients are accumulated")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """optimizer: AdamW, as torch.optim.AdamW computes it"""
+
+    steps: int = option(300, int, within=COUNT, metavar="S", help="optimizer steps")
+    lr: float = option(1e-3, float, within="(0, inf)", metavar="LR", help="learning rate after warm-up")
+    lr_schedule: str = option("constant", str, choices=("constant", "cosine"),
+        help="after warm-up the learning rate stays, or falls along half a cosine")
+    warmup_steps: int = option(0, int, within="[0, inf)", metavar="W",
+        help="steps in which the learning rate rises linearly to its full value")
+    betas: tuple[float, float] = option((0.9, 0.999), float, within="[0, 1)", metavar=("B1", "B2"),
+        help="decay per step of the running means of gradient and squared gradient")
+    eps: float = option(1e-8, float, within="(0, inf)", metavar="E", help="added to the root of the squared mean")
+    weight_decay: float = option(0.01, float, within="[0, inf)", metavar="WD",
+        help="decoupled weight decay of parameters with two or more dimensions")
+    clip_grad: float = option(0.0, float, within="[0, inf)", metavar="NORM",
+        help="scale gradients down to this global L2 norm; 0: no clipping")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """run: numbers, device, what is written"""
+
+    seed: int = option(0, int, within="[0, 1.8e19]", metavar="N", help="keys every random draw (weights, samples)")
+    dtype: str = option("float32", str, choices=("float32", "float64"),
+        help="of parameters, gradients and activations")
+    device: str = option("cpu", str, choices=("cpu", "cuda"), help="cpu: NumPy; cuda: CuPy")
+    recompute: str = option("none", str, choices=("none", "full"),
+        help="full: keep only each layer's input and run its forward again in backward")
+    reduction: str = option("ring", str, choices=("ring", "ordered"),
+        help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one device)")
+    metrics: str | None = option(None, str, metavar="FILE.jsonl",
+        help="one JSON line per step: step, loss (nats per token), grad_norm, seconds, tokens_per_second; '-' is "
+             "standard output, and progress then goes to standard error")
+    trace: str | None = option(None, str, metavar="FILE.json",
+        help="Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
+    clock: str = option("wall", str, choices=("wall", "cpu", "model"),
+        help="time in the trace: wall; cpu: each rank's own CPU time; model: a cost model")
+    export: str | None = option(None, str, metavar="DIR", help="write the trained model as a GPT-2 directory")
+    verify: bool = option(False, bool,
+        help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
+
+
+# fmt: on
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run is told, in sections."""
+
+    mesh: MeshConfig = MeshConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    run: RunConfig = RunConfig()
+
+
+def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
+    """The command line as a checked TrainConfig. `--help` prints on rank 0 and raises SystemExit(0) on every rank.
+
+    Raises UsageError for an unknown flag, a value of the wrong kind or out of range, or values that do not fit.
+    """
+    config, given = parse_into(
+        TrainConfig(),
+        argv,
+        prog="mpirun -n N python -m minipar.train",
+        description="Train a GPT across N ranks.",
+        rank=rank,
+    )
+    if config.model.init_from is not None:
+        # The sequence may be shorter than the model's positions; the rest of the shape is the directory's to say.
+        for name in ("layers", "hidden", "heads", "vocab_size"):
+            if f"model.{name}" in given:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
+    check(config)
+    return config
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+
+def check(config: TrainConfig) -> None:
+    """Everything that can be known before the number of ranks: ranges, choices, and what must divide or fit."""
+    check_options(config)
+    if config.model.init_from is None:
+        check_heads(config.model)
+    optimizer = config.optimizer
+    if optimizer.warmup_steps > optimizer.steps:
+        raise UsageError(
+            f"warmup-steps {optimizer.warmup_steps} is more than steps {optimizer.steps}: "
+            f"the learning rate would never reach {optimizer.lr}"
+        )
+
+
+def check_heads(model: ModelConfig) -> None:
+    """Each attention head works on hidden / heads elements."""
+    if model.hidden % model.heads:
+        raise UsageError(f"hidden {model.hidden} is not divisible by heads {model.heads}")
+
+
+def with_shape(
+    config: TrainConfig, *, layers: int, hidden: int, heads: int, vocab_size: int, positions: int
+) -> TrainConfig:
+    """`config` with the shape that `--init-from` found; the sequence must fit its learned positions."""
+    model = dataclasses.replace(config.model, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size)
+    check_heads(model)
+    if model.seq_len > positions:
+        raise UsageError(f"seq-len {model.seq_len} is longer than the {positions} positions of {model.init_from}")
+    return dataclasses.replace(config, model=model)
+
+
+def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
+    """`config` with dp filled in for `world_size` ranks, or UsageError where mesh or batch do not divide."""
+    tp = pp = 1
+    dp = config.mesh.dp if config.mesh.dp is not None else world_size // (tp * pp)
+    if dp * tp * pp != world_size:
+        raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {dp * tp * pp}, but mpirun started {world_size} ranks")
+    batch, microbatches = config.data.global_batch, config.data.microbatches
+    if batch % (dp * microbatches):
+        raise UsageError(
+            f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{microbatches} = {dp * microbatches}"
+        )
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def prepare_outputs(config: TrainConfig) -> None:
+    """Make the directories of the output files and prove that each file can be written, before hours of training.
+
+    For the rank that writes. Raises UsageError naming the flag and the path.
+    """
+    run = config.run
+    files = [("--metrics", run.metrics), ("--trace", run.trace)]
+    written = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
+    if len(written) == 2 and Path(written[0][1]).resolve() == Path(written[1][1]).resolve():
+        raise UsageError(f"--metrics and --trace would both write {written[0][1]}")
+    for flag, path in written:
+        if os.path.isdir(path):
+            raise UsageError(f"{flag} {path} is a directory; expected a file")
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a"):  # "a": what an earlier run wrote stays until this one writes
+                pass
+        except OSError as error:
+            raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from None
+    if run.export is not None:
+        try:
+            Path(run.export).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=run.export):
+                pass
+        except OSError as error:
+            raise UsageError(f"--export {run.export} cannot be written: {error.strerror}") from None
+
+
+def progress_stream(config: TrainConfig) -> TextIO:
+    """Where rank 0 prints: standard error when the metrics take standard output, which then holds nothing else."""
+    return sys.stderr if config.run.metrics == "-" else sys.stdout

@@ -1,0 +1,165 @@
+"""Where tokens come from, and which of them sample i of step s is: the same numbers in any layout.
+
+    tokens = load_tokens(None, vocab_size=256, seq_len=64)
+    batches = Batches(tokens, seq_len=64, global_batch=32, order="random", seed=0)
+    inputs, targets = batches.batch(step=7, samples=range(8, 12))        # (4, 64) each, int64
+
+Whoever computes sample i asks for sample i: one device asks for all of them, a data-parallel rank for its own. Nothing
+here knows a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minipar.errors import UsageError
+from minipar.nn.init import generator
+
+STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
+SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; those behind are checked when drawn
+_SCAN_PIECE = 2**22
+
+# Tests and tables are not what people mean by the library's source; the rest is not the library.
+_LEFT_OUT = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text as token ids: `ids` is (n,), uint8 or uint16, possibly memory-mapped; `name` is what errors call it."""
+
+    ids: np.ndarray
+    name: str
+    vocab_size: int
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ when two ranks do not see the same text (another Python, a stale copy of a file).
+
+        A text of up to STDLIB_BYTES is hashed whole; of a larger one its length and 64 evenly spaced pieces of 1 KiB,
+        so that a file of any size takes milliseconds.
+        """
+        digest = hashlib.blake2b(f"{len(self.ids)} {self.ids.dtype}".encode(), digest_size=16)
+        if self.ids.nbytes <= STDLIB_BYTES:
+            digest.update(self.ids.tobytes())
+        else:
+            for start in np.linspace(0, len(self.ids) - 1024, 64, dtype=np.int64):
+                digest.update(self.ids[start : start + 1024 // self.ids.itemsize].tobytes())
+        return digest.digest()
+
+    def check(self, start: int, stop: int) -> None:
+        """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
+        if self.vocab_size > np.iinfo(self.ids.dtype).max:
+            return  # no number of this dtype is too large
+        for first in range(start, stop, _SCAN_PIECE):
+            piece = self.ids[first : min(first + _SCAN_PIECE, stop)]
+            if piece.max() >= self.vocab_size:
+                offset = int(np.argmax(piece >= self.vocab_size))
+                raise UsageError(
+                    f"{self.name}: token {piece[offset]} at position {first + offset} is not below "
+                    f"vocab-size {self.vocab_size}"
+                )
+
+
+def load_tokens(path: str | None, *, vocab_size: int, seq_len: int) -> Tokens:
+    """The tokens of a text file (its bytes), of a nanoGPT .bin (uint16), or, without a path, of the standard library.
+
+    Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len` tokens and its targets,
+    or holds a token id >= `vocab_size` (among the first SCAN_LIMIT: some tenths of a second
+    when the file is not in memory yet).
+    """
+    ids, name = (_standard_library(), "the standard library's source") if path is None else (_open(path), path)
+    if len(ids) < seq_len + 1:
+        raise UsageError(
+            f"{name} holds {len(ids)} tokens, but a sample and its targets take "
+            f"seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
+        )
+    tokens = Tokens(ids, name, vocab_size)
+    tokens.check(0, min(len(ids), SCAN_LIMIT))
+    return tokens
+
+
+def _open(path: str) -> np.ndarray:
+    """(n,) uint8 or, for a .bin, little-endian uint16; memory-mapped, so that ranks of one machine share the pages."""
+    try:
+        if not os.path.isfile(path):
+            os.stat(path)  # raises what is wrong with a path that names nothing
+            raise UsageError(f"--data {path} is not a file" + (", but a directory" if os.path.isdir(path) else ""))
+        size = os.path.getsize(path)
+        if size == 0:
+            raise UsageError(f"--data {path} is empty")
+        if not path.endswith(".bin"):
+            return np.memmap(path, dtype=np.uint8, mode="r")
+        if size % 2:
+            raise UsageError(f"--data {path} has {size} bytes: an odd number cannot be uint16 tokens of 2 bytes each")
+        return np.memmap(path, dtype="<u2", mode="r")
+    except OSError as error:
+        raise UsageError(f"--data {path} cannot be read: {error.strerror}") from None
+
+
+def _standard_library() -> np.ndarray:
+    """(n,) uint8: the .py files of the running interpreter's library in sorted order, up to STDLIB_BYTES."""
+    root = sysconfig.get_path("stdlib")
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
+    pieces: list[bytes] = []
+    room = STDLIB_BYTES
+    for path in sorted(paths):
+        if room == 0:
+            break
+        try:
+            with open(path, "rb") as file:
+                pieces.append(file.read(room))
+        except OSError as error:
+            raise UsageError(
+                f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH"
+            ) from None
+        room -= len(pieces[-1])
+    if room == STDLIB_BYTES:
+        raise UsageError(f"this Python's standard library has no source text in {root}; give --data PATH")
+    return np.frombuffer(b"".join(pieces), np.uint8)
+
+
+class Batches:
+    """Which tokens sample i of step s is.
+
+    sequential  position k of sample i of step s is token ((s*global_batch + i)*seq_len + k) mod (len(tokens) - 1), its
+                target the token after it: the text front to back, again and again.
+    random      sample i of step s starts at the i-th 64-bit number of a Philox stream (Salmon et al. 2011) keyed by
+                (seed, "data") and positioned at step s, modulo the number of starts that leave room for a whole
+                sample. (The modulo favours early starts by less than len(tokens) / 2**64.)
+    """
+
+    def __init__(self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int) -> None:
+        self.tokens, self.seq_len, self.global_batch, self.order, self.seed = tokens, seq_len, global_batch, order, seed
+
+    def positions(self, step: int) -> np.ndarray:
+        """(B, T) int64: the position in the text of every input token of the step; its target is the next position."""
+        n, offsets = len(self.tokens.ids), np.arange(self.seq_len)  # offsets: (T,)
+        if self.order == "sequential":
+            first = (step * self.global_batch + np.arange(self.global_batch)) * self.seq_len  # (B,)
+            return (first[:, None] + offsets) % (n - 1)
+        stream = generator(self.seed, "data").bit_generator
+        assert isinstance(stream, np.random.Philox)
+        stream.advance(step << 64)  # 2**64 blocks for each step: steps never overlap
+        starts = stream.random_raw(self.global_batch) % np.uint64(n - self.seq_len)  # (B,), at most n - T - 1
+        return starts.astype(np.int64)[:, None] + offsets
+
+    def batch(self, step: int, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of the given samples (0 <= i < global_batch) of one step: two (len(samples), T) int64.
+
+        Raises UsageError for a token outside the vocabulary; for any sample of the step, so every rank raises it.
+        """
+        positions = self.positions(step)  # (B, T)
+        if len(self.tokens.ids) > SCAN_LIMIT:
+            for row in positions:
+                for run in np.split(row, np.flatnonzero(np.diff(row) != 1) + 1):  # where the text wraps round
+                    self.tokens.check(int(run[0]), int(run[-1]) + 2)
+        mine = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
+        return self.tokens.ids[mine].astype(np.int64), self.tokens.ids[mine + 1].astype(np.int64)

@@ -1,0 +1,70 @@
+"""What rank 0 prints while it trains, and the metrics file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from typing import TextIO
+
+from minipar.train.config import TrainConfig
+from minipar.train.trainer import StepResult
+
+LINES = 10  # plain lines per run when the output is not a terminal
+REFRESH_SECONDS = 0.1  # of the live line on a terminal
+
+
+class Progress:
+    """One live line on a terminal, about ten plain lines elsewhere; silent on all ranks but 0."""
+
+    def __init__(self, label: str, steps: int, stream: TextIO | None) -> None:
+        self.label, self.steps, self.stream = label, steps, stream
+        self.live = stream is not None and stream.isatty()
+        self._shown = 0.0
+
+    def __call__(self, result: StepResult) -> None:
+        if self.stream is None:
+            return
+        done = result.step + 1
+        text = f"{self.label} {done:>{len(str(self.steps))}}/{self.steps}  loss {result.loss:.4f}"
+        text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
+        now = time.monotonic()
+        if self.live:
+            if done == self.steps or now - self._shown > REFRESH_SECONDS:
+                self._shown = now
+                print(f"\r\x1b[K{text}", end="\n" if done == self.steps else "", file=self.stream, flush=True)
+        elif done == self.steps or result.step % max(1, self.steps // LINES) == 0:
+            print(text, file=self.stream, flush=True)
+
+
+class Metrics:
+    """`--metrics`: one JSON line per step, flushed at once so that a running job can be watched. "-" is standard
+    output.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.file: TextIO | None = None
+        if path is not None:
+            self.file = sys.stdout if path == "-" else open(path, "w", encoding="utf-8")
+
+    def write(self, result: StepResult) -> None:
+        if self.file is not None:
+            # json writes floats with repr: the shortest digits that read back as the same number.
+            print(json.dumps(dataclasses.asdict(result)), file=self.file, flush=True)
+
+    def close(self) -> None:
+        if self.file is not None and self.file is not sys.stdout:
+            self.file.close()
+
+
+def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
+    """The first line of a run: what is trained, on what, on how many ranks."""
+    model, data = config.model, config.data
+    return (
+        f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
+        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {source}\n"
+        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, dp={config.mesh.dp}, global batch {data.global_batch} x "
+        f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
+        f"{config.run.reduction} reduction"
+    )

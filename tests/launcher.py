@@ -1,0 +1,115 @@
+"""The one way tests start ranks: mpirun with a deadline, a process group of its own and no standard input.
+
+Run as a program this file is also what each rank starts with: it arms a timer that writes the rank's Python stack to a
+file just before the deadline, so that a hang shows where every rank stands, and then runs the real program.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DUMP_BEFORE_DEADLINE = 1.0  # seconds
+TERMINATE_SECONDS = 3.0  # what mpirun gets to end its ranks before the whole group is killed
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class MPITimeout(AssertionError):
+    """The job did not end in time; the message has every rank's stack."""
+
+
+def run_mpi(
+    n: int, argv_or_script: Sequence[str] | str, timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> Result:
+    """Run a Python program on n ranks: `["-m", "module", ...]`, `["script.py", ...]`, or the text of a script.
+
+    Uses the mpirun next to the running interpreter. Raises MPITimeout after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
+        if isinstance(argv_or_script, str):
+            script = Path(folder) / "script.py"
+            script.write_text(argv_or_script, encoding="utf-8")
+            argv = [str(script)]
+        else:
+            argv = list(argv_or_script)
+        python = sys.executable
+        after = str(max(0.5, timeout - DUMP_BEFORE_DEADLINE))
+        command = [str(Path(python).parent / "mpirun"), "-n", str(n), python, __file__, folder, after, *argv]
+        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            stdout, stderr = _end(process)
+            stacks = "".join(
+                f"--- rank {file.stem.removeprefix('rank')}\n{file.read_text()}"
+                for file in sorted(Path(folder).glob("rank*.stack"))
+            )
+            raise MPITimeout(
+                f"{n} ranks of {' '.join(argv)} did not end within {timeout:g} s\n{stacks}"
+                f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
+            ) from None
+        except BaseException:
+            _end(process)
+            raise
+        return Result(process.returncode, stdout, stderr)
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End the job's own process group: politely first, so that mpirun cleans up after itself."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+        except ProcessLookupError:
+            break
+        try:
+            return process.communicate(timeout=TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    return process.communicate()
+
+
+def _run_rank() -> None:
+    folder, after, *argv = sys.argv[1:]
+    rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    # Kept open for as long as the process lives: the timer writes to its descriptor.
+    file = open(Path(folder) / f"rank{rank}.stack", "w", encoding="utf-8")
+    faulthandler.dump_traceback_later(float(after), exit=False, file=file)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run_rank()

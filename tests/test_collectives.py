@@ -1,0 +1,235 @@
+"""Every collective, every algorithm, over threads: equal to NumPy, at 1 to 8 ranks, at every awkward size."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from minipar.comm import ALGORITHMS, chunk_bounds, messages, run_local, wire_bytes
+from minipar.errors import CommunicationError, UsageError
+
+RANKS = range(1, 9)
+DTYPES = ["float16", "float32", "float64", "int32", "int64", "uint8", "uint16"]
+
+
+def ours(op):
+    return ("auto", *(name for name in ALGORITHMS[op] if name != "mpi"))
+
+
+def sizes(p):
+    return sorted({0, 1, 3, max(p - 1, 0), p, 1000})
+
+
+def small_integers(n, rank, dtype):
+    """Numbers whose sums are exact in every dtype, so that any order of addition gives the same bits."""
+    return ((np.arange(n) * 7 + rank * 3) % 13).astype(dtype)
+
+
+def fractions(n, rank):
+    """Numbers whose sum depends on the order of addition."""
+    return np.random.default_rng(rank).standard_normal(n) * 10.0 ** (rank % 5)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_all_reduce_equals_numpy(p):
+    def program(comm):
+        for algorithm, n, dtype in itertools.product(ours("all_reduce"), sizes(p), DTYPES):
+            for op, reduce in (("sum", np.sum), ("max", np.max)):
+                x = small_integers(n, comm.rank, dtype)
+                result = comm.all_reduce(x, op=op, algorithm=algorithm)
+                expected = reduce([small_integers(n, r, dtype) for r in range(p)], axis=0, **_in(dtype, op))
+                assert result is x
+                np.testing.assert_array_equal(x, expected, err_msg=f"{algorithm} {n} {dtype} {op}")
+
+    run_local(p, program)
+
+
+def _in(dtype, op):
+    return {"dtype": dtype} if op == "sum" else {}
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_reduce_scatter_gives_each_rank_its_chunk_and_leaves_its_input(p):
+    def program(comm):
+        for algorithm, n, dtype in itertools.product(ours("reduce_scatter"), sizes(p), DTYPES):
+            x = small_integers(n, comm.rank, dtype)
+            start, stop = chunk_bounds(n, p)[comm.rank]
+            out = comm.reduce_scatter(x, algorithm=algorithm)
+            total = np.sum([small_integers(n, r, dtype) for r in range(p)], axis=0, dtype=dtype)
+            np.testing.assert_array_equal(out, total[start:stop], err_msg=f"{algorithm} {n} {dtype}")
+            np.testing.assert_array_equal(x, small_integers(n, comm.rank, dtype))
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_all_gather_puts_every_chunk_in_its_place(p):
+    def program(comm):
+        for algorithm, n, dtype in itertools.product(ours("all_gather"), sizes(p), DTYPES):
+            whole = small_integers(n, 0, dtype)
+            start, stop = chunk_bounds(n, p)[comm.rank]
+            out = np.zeros(n, dtype)
+            assert comm.all_gather(whole[start:stop].copy(), out, algorithm=algorithm) is out
+            np.testing.assert_array_equal(out, whole)
+            in_place = np.zeros(n, dtype)
+            in_place[start:stop] = whole[start:stop]
+            comm.all_gather(in_place[start:stop], in_place, algorithm=algorithm)
+            np.testing.assert_array_equal(in_place, whole)
+            equal = comm.all_gather(np.full(3, comm.rank, dtype), algorithm=algorithm)
+            np.testing.assert_array_equal(equal, np.repeat(np.arange(p), 3).astype(dtype))
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_all_to_all_transposes_chunks(p):
+    def program(comm):
+        for algorithm, n in itertools.product(ours("all_to_all"), sizes(p)):
+            out = comm.all_to_all(small_integers(n, comm.rank, "int64"), algorithm=algorithm)
+            start, stop = chunk_bounds(n, p)[comm.rank]
+            expected = [small_integers(n, r, "int64")[start:stop] for r in range(p)]
+            np.testing.assert_array_equal(out, np.concatenate(expected))
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_broadcast_from_every_root(p):
+    def program(comm):
+        for root, n in itertools.product(range(p), sizes(p)):
+            x = small_integers(n, comm.rank, "float32").reshape(1, n)
+            comm.broadcast(x, root=root)
+            np.testing.assert_array_equal(x[0], small_integers(n, root, "float32"))
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_no_rank_leaves_a_barrier_before_all_have_come(p):
+    arrived = []
+
+    def program(comm):
+        for turn in range(1, 6):
+            arrived.append(comm.rank)
+            comm.barrier()
+            assert len(arrived) >= turn * p
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_ordered_sums_from_left_to_right_bit_for_bit(p):
+    def program(comm):
+        for n in (1, p - 1, 257):
+            expected = fractions(n, 0)
+            for rank in range(1, p):
+                expected += fractions(n, rank)
+            x = comm.all_reduce(fractions(n, comm.rank), algorithm="ordered")
+            start, stop = chunk_bounds(n, p)[comm.rank]
+            part = comm.reduce_scatter(fractions(n, comm.rank), algorithm="ordered")
+            assert x.tobytes() == expected.tobytes()
+            assert part.tobytes() == expected[start:stop].tobytes()
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_ring_all_reduce_is_ring_reduce_scatter_then_ring_all_gather_bit_for_bit(p):
+    def program(comm):
+        for n in (1, p - 1, 257):
+            x = comm.all_reduce(fractions(n, comm.rank), algorithm="ring")
+            part = comm.reduce_scatter(fractions(n, comm.rank), algorithm="ring")
+            both = comm.all_gather(part, np.empty(n), algorithm="ring")
+            assert x.tobytes() == both.tobytes()
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("algorithm", ours("all_reduce"))
+def test_every_rank_ends_with_the_same_bits(algorithm):
+    for p in RANKS:
+        results = run_local(p, lambda comm: comm.all_reduce(fractions(257, comm.rank), algorithm=algorithm).tobytes())
+        assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_counted_messages_and_bytes_equal_the_closed_forms(p):
+    """`==`, for every algorithm, rank and size, chunks of unequal length included."""
+
+    def program(comm):
+        def check(op, algorithm, n, call, **where):
+            comm.traffic.reset()
+            call()
+            context = (op, algorithm, n, p, comm.rank)
+            assert comm.traffic.bytes(op) == wire_bytes(op, algorithm, n, 8, p, comm.rank, **where), context
+            assert comm.traffic.messages(op) == messages(op, algorithm, p, comm.rank, **where), context
+            assert comm.traffic.bytes() == comm.traffic.bytes(op, axis="world")
+
+        for n in sizes(p):
+            x = np.zeros(n)
+            start, stop = chunk_bounds(n, p)[comm.rank]
+            for name in ours("all_reduce")[1:]:
+                check("all_reduce", name, n, lambda x=x, name=name: comm.all_reduce(x, algorithm=name))
+            for name in ours("reduce_scatter")[1:]:
+                check("reduce_scatter", name, n, lambda x=x, name=name: comm.reduce_scatter(x, algorithm=name))
+            for name in ours("all_gather")[1:]:
+                part = x[start:stop]
+                check("all_gather", name, n, lambda c=part, x=x, name=name: comm.all_gather(c, x, algorithm=name))
+            check("all_to_all", "pairwise", n, lambda x=x: comm.all_to_all(x))
+            for root in range(p):
+                check("broadcast", "binomial", n, lambda x=x, root=root: comm.broadcast(x, root=root), root=root)
+        check("barrier", "dissemination", 0, comm.barrier)
+
+    run_local(p, program)
+
+
+def test_equal_chunks_reach_the_lower_bound_of_bytes():
+    """2n(p-1)/p for all_reduce, n(p-1)/p for its halves (Patarasuk and Yuan 2009)."""
+    for p in (2, 4, 8):
+        n = 840
+        for name in ("ring", "ordered", "recursive_halving"):
+            assert wire_bytes("all_reduce", name, n, 4, p, p - 1) == 2 * n * 4 * (p - 1) // p
+            assert wire_bytes("reduce_scatter", name, n, 4, p, p - 1) == n * 4 * (p - 1) // p
+        assert wire_bytes("all_reduce", "recursive_doubling", n, 4, p, 0) == n * 4 * (p.bit_length() - 1)
+
+
+def test_chunks_are_cut_as_numpy_cuts_them():
+    for n, p in itertools.product((0, 1, 5, 17, 64), RANKS):
+        assert [stop - start for start, stop in chunk_bounds(n, p)] == [len(a) for a in np.array_split(np.empty(n), p)]
+
+
+def test_auto_obeys_its_stated_rule():
+    from minipar.comm.selection import FEW_STEPS_BELOW, choose
+
+    assert choose("all_reduce", "auto", FEW_STEPS_BELOW - 1) == "recursive_doubling"
+    assert choose("all_reduce", "auto", FEW_STEPS_BELOW) == "ordered"
+    assert choose("all_gather", "auto", FEW_STEPS_BELOW) == "pairwise"
+    assert choose("all_reduce", "ring", 1) == "ring"
+
+
+@pytest.mark.parametrize("op", [op for op in ALGORITHMS if op != "barrier"])
+def test_unknown_algorithm_names_the_known_ones(op):
+    with pytest.raises(UsageError, match=f'{op}: algorithm "magic": expected auto, .*mpi'):
+        run_local(2, lambda comm: getattr(comm, op)(np.zeros(4), algorithm="magic"))
+
+
+@pytest.mark.parametrize("algorithm", ours("all_reduce"))
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_wrong_sizes_end_every_rank_with_an_error(p, algorithm):
+    def program(comm):
+        comm.all_reduce(np.zeros(1000 if comm.rank else 1001), algorithm=algorithm)
+
+    with pytest.raises(CommunicationError, match=r"expected \d+ bytes from rank \d|every rank waits"):
+        run_local(p, program)
+
+
+def test_out_of_the_wrong_size_or_dtype_is_refused():
+    with pytest.raises(CommunicationError, match="out has 3 elements of float32, expected 2 of float64"):
+        run_local(2, lambda comm: comm.reduce_scatter(np.zeros(4), np.zeros(3, np.float32)))
+    with pytest.raises(CommunicationError, match="10 elements over 2 ranks give this rank 5, but its chunk has 4"):
+        run_local(2, lambda comm: comm.all_gather(np.zeros(4), np.zeros(10)))
+
+
+def test_an_array_that_is_not_contiguous_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) is not contiguous"):
+        run_local(2, lambda comm: comm.all_reduce(np.zeros((3, 4)).T))

@@ -1,0 +1,148 @@
+"""The model clock is exact: times of collectives equal the formulas of the literature, with ==, every time."""
+
+import time
+
+import numpy as np
+import pytest
+
+from minipar.comm import DeviceMesh, Network, run_local
+from minipar.errors import UsageError
+
+ALPHA, BETA = 1.0, 0.125  # powers of two: sums of them are exact in binary
+NETWORK = Network(alpha=ALPHA, beta=BETA)
+
+
+def model_times(p, program):
+    """Each rank's clock after `program`."""
+
+    def timed(comm):
+        program(comm)
+        return comm.clock.now()
+
+    return run_local(p, timed, clock="model", network=NETWORK)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_ring_all_reduce_takes_its_formula_on_every_rank(p):
+    n = 16 * p  # bytes, so that a chunk has 16
+    for _ in range(3):
+        times = model_times(p, lambda comm: comm.all_reduce(np.zeros(n, np.uint8), algorithm="ring"))
+        assert times == [2 * (p - 1) * (ALPHA + n / p * BETA)] * p
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_the_other_algorithms_take_their_formulas(p):
+    n, lg = 16 * p, p.bit_length() - 1
+    halved = n * (p - 1) / p * BETA
+    x = lambda: np.zeros(n, np.uint8)  # noqa: E731
+    costs = {
+        lg * (ALPHA + n * BETA): lambda c: c.all_reduce(x(), algorithm="recursive_doubling"),
+        2 * lg * ALPHA + 2 * halved: lambda c: c.all_reduce(x(), algorithm="recursive_halving"),
+        (p - 1) * ALPHA + halved: lambda c: c.reduce_scatter(x(), algorithm="ordered"),
+        2 * (p - 1) * ALPHA + 2 * halved: lambda c: c.all_reduce(x(), algorithm="ordered"),
+        lg * ALPHA + halved: lambda c: c.all_gather(np.zeros(16, np.uint8), algorithm="recursive_doubling"),
+    }
+    for cost, program in costs.items():
+        assert model_times(p, program) == [cost] * p
+    pairwise = model_times(p, lambda c: c.all_gather(np.zeros(16, np.uint8), algorithm="pairwise"))
+    assert pairwise == [(p - 1) * ALPHA + halved] * p
+    assert model_times(p, lambda c: c.all_to_all(x())) == [(p - 1) * ALPHA + halved] * p
+    assert max(model_times(p, lambda c: c.broadcast(x()))) == lg * (ALPHA + n * BETA)
+    assert model_times(p, lambda c: c.barrier()) == [lg * ALPHA] * p
+
+
+def test_a_receiver_continues_at_the_later_of_its_own_time_and_the_arrival():
+    def program(comm):
+        if comm.rank == 0:
+            comm.clock.advance(5.0)
+            comm.isend(np.zeros(8, np.uint8), 1).wait()
+            return comm.clock.now()
+        comm.clock.advance(1.0)
+        comm.irecv(np.zeros(8, np.uint8), 0).wait()
+        early = comm.clock.now()
+        return early
+
+    assert run_local(2, program, clock="model", network=NETWORK) == [5.0, 5.0 + ALPHA + 8 * BETA]
+
+
+def test_a_late_receiver_waits_for_nothing():
+    def program(comm):
+        if comm.rank == 0:
+            comm.isend(np.zeros(8, np.uint8), 1).wait()
+        else:
+            comm.clock.advance(50.0)
+            comm.irecv(np.zeros(8, np.uint8), 0).wait()
+        return comm.clock.now()
+
+    assert run_local(2, program, clock="model", network=NETWORK) == [0.0, 50.0]
+
+
+@pytest.mark.parametrize("computing", [0.0, 3.0, 100.0])
+def test_asynchronous_work_overlaps_with_computation_exactly(computing):
+    """Two all-reduces one after the other on a stream beside the computation: max(computing, both)."""
+    one = 2 * (ALPHA + 8 * BETA)
+
+    def program(comm):
+        works = [comm.all_reduce(np.zeros(16, np.uint8), algorithm="ring", async_op=True) for _ in range(2)]
+        assert comm.clock.now() == 0.0
+        comm.clock.advance(computing)
+        comm.progress()
+        works[0].wait()
+        assert comm.clock.now() == max(computing, one)
+        works[1].wait()
+
+    for _ in range(5):
+        assert model_times(2, program) == [max(computing, 2 * one)] * 2
+
+
+def test_streams_of_two_axes_run_side_by_side():
+    def program(comm):
+        mesh = DeviceMesh(comm, dp=2, tp=2)
+        axes = (mesh.dp, mesh.tp)
+        works = [axis.all_reduce(np.zeros(16, np.uint8), algorithm="ring", async_op=True) for axis in axes]
+        for work in works:
+            work.wait()
+
+    assert model_times(4, program) == [2 * (ALPHA + 8 * BETA)] * 4
+
+
+def test_making_a_mesh_takes_no_time():
+    assert model_times(4, lambda comm: DeviceMesh(comm, dp=2, tp=2)) == [0.0] * 4
+
+
+def test_a_region_takes_its_flops_on_the_model_clock():
+    def program(comm):
+        comm.clock.flops_per_second = 4.0
+        with comm.tracer.region("matmul", flops=10.0):
+            pass
+        return comm.clock.now()
+
+    assert run_local(1, program, clock="model") == [2.5]
+
+
+def test_clock_headers_are_not_traffic():
+    def program(comm):
+        comm.all_reduce(np.zeros(10), algorithm="ring")
+        return comm.traffic.bytes(), comm.traffic.messages()
+
+    assert run_local(2, program, clock="model") == run_local(2, program) == [(80, 2)] * 2
+
+
+def test_the_cpu_clock_counts_work_but_neither_sleep_nor_waiting():
+    def program(comm):
+        if comm.rank == 0:
+            start = time.thread_time()
+            while time.thread_time() - start < 0.1:
+                pass
+            time.sleep(0.2)
+        comm.barrier()
+        return comm.clock.now()
+
+    worker, waiter = run_local(2, program, clock="cpu")
+    assert 0.1 <= worker < 0.18
+    assert worker <= waiter + 0.02 and waiter < 0.18
+
+
+def test_an_unknown_clock_names_the_known_ones():
+    with pytest.raises(UsageError, match="--clock sun: expected one of wall, cpu, model"):
+        run_local(1, lambda comm: None, clock="sun")

@@ -1,0 +1,106 @@
+"""run_local: values, the first exception, and deadlocks that are told instead of suffered."""
+
+import contextvars
+import time
+
+import numpy as np
+import pytest
+
+from minipar.comm import run_local
+from minipar.errors import CommunicationError, UsageError
+
+
+def test_gives_each_ranks_value():
+    assert run_local(3, lambda comm, factor: comm.rank * factor, 10) == [0, 10, 20]
+
+
+def test_the_first_exception_is_raised_with_its_rank_and_releases_the_others_at_once():
+    def program(comm):
+        if comm.rank == 2:
+            time.sleep(0.05)
+            raise KeyError("broken")
+        comm.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="broken") as caught:
+        run_local(4, program)
+    assert caught.value.__notes__ == ["on rank 2"]
+    assert time.monotonic() - start < 2
+
+
+def test_a_deadlock_says_what_every_rank_waits_for():
+    def program(comm):
+        comm.irecv(np.zeros(1), (comm.rank + 1) % 2, tag=comm.rank).wait()
+
+    with pytest.raises(CommunicationError) as caught:
+        run_local(2, program)
+    text = str(caught.value)
+    assert "every rank waits and no message is on its way" in text
+    assert "rank 0: waits for rank 0, recv: receive from rank 1 (8 bytes, tag 0)" in text
+    assert "rank 1: waits for rank 1, recv: receive from rank 0 (8 bytes, tag 1)" in text
+
+
+def test_waiting_for_a_rank_that_has_returned_is_a_deadlock():
+    with pytest.raises(CommunicationError, match="rank 0: has returned\n  rank 1: waits for"):
+        run_local(2, lambda comm: comm.rank and comm.irecv(np.zeros(1), 0).wait())
+
+
+def test_a_send_nobody_receives_is_a_deadlock():
+    with pytest.raises(CommunicationError, match="send to rank 1"):
+        run_local(2, lambda comm: comm.rank or comm.isend(np.zeros(1), 1).wait())
+
+
+def test_a_wait_ends_after_the_timeout(monkeypatch):
+    monkeypatch.setenv("MINIPAR_TIMEOUT", "0.2")
+
+    def program(comm):
+        if comm.rank == 0:
+            time.sleep(3)  # alive, but silent: no deadlock, so only the watch can tell
+        else:
+            comm.irecv(np.zeros(1), 0).wait()
+
+    with pytest.raises(CommunicationError, match=r"receive from rank 0 .*nothing for 0.2 s \(MINIPAR_TIMEOUT\)"):
+        run_local(2, program)
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "0"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, value):
+    monkeypatch.setenv("MINIPAR_TIMEOUT", value)
+    with pytest.raises(UsageError, match=f"MINIPAR_TIMEOUT={value}"):
+        run_local(1, lambda comm: None)
+
+
+def test_agree_raises_the_lowest_ranks_error_everywhere():
+    def program(comm):
+        comm.agree()
+        try:
+            comm.agree(f"rank {comm.rank} has no file" if comm.rank in (1, 3) else None)
+        except UsageError as error:
+            return str(error)
+
+    assert run_local(4, program) == ["rank 1 has no file"] * 4
+
+
+def test_all_gather_bytes_and_gather_bytes():
+    def program(comm):
+        data = b"x" * (comm.rank * 3)
+        return comm.all_gather_bytes(data), comm.gather_bytes(data, root=1)
+
+    expected = [b"", b"xxx", b"xxxxxx"]
+    assert run_local(3, program) == [(expected, None), (expected, expected), (expected, None)]
+
+
+def test_ranks_inherit_the_callers_context():
+    flag = contextvars.ContextVar("flag", default="default")
+    flag.set("set by the caller")
+    assert run_local(2, lambda comm: flag.get()) == ["set by the caller"] * 2
+
+
+def test_mpi_algorithm_over_threads_is_refused():
+    with pytest.raises(UsageError, match="over threads has no MPI"):
+        run_local(2, lambda comm: comm.all_reduce(np.zeros(3), algorithm="mpi"))
+
+
+def test_aborting_ends_every_rank():
+    with pytest.raises(CommunicationError, match="rank 1 aborted the run with code 3"):
+        run_local(3, lambda comm: comm.abort(3) if comm.rank == 1 else comm.barrier())

@@ -1,0 +1,70 @@
+"""DeviceMesh: rank order, its axes, and sizes that do not fit; traffic by axis."""
+
+import numpy as np
+import pytest
+
+from minipar.comm import DeviceMesh, run_local
+from minipar.errors import UsageError
+
+
+def test_tp_is_fastest_then_dp_then_pp():
+    def program(comm):
+        mesh = DeviceMesh(comm, tp=2, dp=3, pp=2)
+        assert mesh.rank_at() == comm.rank
+        return mesh.coordinates, mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks
+
+    placed = run_local(12, program)
+    assert placed[0] == ({"tp": 0, "dp": 0, "pp": 0}, [0, 1], [0, 2, 4], [0, 6])
+    assert placed[9] == ({"tp": 1, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
+
+
+def test_dp_takes_what_tp_and_pp_leave():
+    assert run_local(8, lambda comm: DeviceMesh(comm, tp=2, pp=2).shape)[0] == {"tp": 2, "dp": 2, "pp": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 2, "tp": 2, "pp": 3}, r"dp\*tp\*pp = 2\*2\*3 = 12, but run_local started 8 ranks"),
+        ({"tp": 3}, r"tp\*pp = 3\*1 = 3 does not divide the ranks: run_local started 8 ranks"),
+        ({"dp": 0}, "dp = 0: a mesh axis has at least 1 rank"),
+        ({"tp": -1, "pp": -8}, "tp = -1"),
+    ],
+)
+def test_sizes_that_do_not_fit_show_the_product(sizes, message):
+    with pytest.raises(UsageError, match=message):
+        run_local(8, lambda comm: DeviceMesh(comm, **sizes))
+
+
+def test_traffic_is_counted_by_operation_and_axis_on_one_account():
+    def program(comm):
+        mesh = DeviceMesh(comm, dp=2, tp=3)
+        comm.traffic.reset()
+        mesh.tp.all_reduce(np.zeros(30), algorithm="ring")
+        mesh.dp.all_reduce(np.zeros(30), algorithm="ring")
+        mesh.dp.barrier()
+        if comm.rank < 3:
+            mesh.dp.isend(np.zeros(5), 1).wait()
+        else:
+            mesh.dp.irecv(np.zeros(5), 0).wait()
+        return comm.traffic.as_dict(), comm.traffic.bytes("all_reduce"), comm.traffic.messages(axis="dp")
+
+    table, total, dp_messages = run_local(6, program)[0]
+    assert table == {
+        "tp": {"all_reduce": {"messages": 4, "bytes": 4 * 80}},
+        "dp": {
+            "all_reduce": {"messages": 2, "bytes": 2 * 120},
+            "barrier": {"messages": 1, "bytes": 0},
+            "send": {"messages": 1, "bytes": 40},
+        },
+    }
+    assert total == 4 * 80 + 2 * 120
+    assert dp_messages == 4
+
+
+def test_no_color_means_no_communicator():
+    def program(comm):
+        part = comm.split(None if comm.rank == 1 else 0, "pair")
+        return None if part is None else (part.rank, part.ranks, part.axis)
+
+    assert run_local(3, program) == [(0, [0, 2], "pair"), None, (1, [0, 2], "pair")]

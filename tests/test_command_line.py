@@ -1,0 +1,151 @@
+"""Claims about `mpirun -n N python -m minipar.train`: the proof, the files, and bad input that ends at once."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2, load_gpt2
+
+TRAIN = ["-m", "minipar.train"]
+PROOF = (
+    "--layers 2 --hidden 64 --heads 4 --seq-len 64 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8"
+).split()
+TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()
+
+
+def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order():
+    result = run_mpi(8, [*TRAIN, *PROOF, "--reduction", "ordered"], timeout=120)
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (120,576 numbers), losses and")
+
+
+def test_8_ranks_equal_one_device_within_the_bound_in_a_ring():
+    result = run_mpi(8, [*TRAIN, *PROOF, "--reduction", "ring"], timeout=120)
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert "8 ranks = 1 device within rounding" in last and "<= bound 9.59e-11" in last
+
+
+def test_a_run_without_mpirun_is_a_run_on_one_rank(tmp_path):
+    """... and its files are those of three ranks under mpirun, to the last digit of every loss."""
+    losses = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        files = f"--metrics {folder}/m.jsonl --trace {folder}/deep/t.json --clock cpu --export {folder}/gpt2"
+        flags = [*TINY, "--dtype", "float64", "--reduction", "ordered", "--microbatches", "2", *files.split()]
+        result = run_mpi(ranks, [*TRAIN, *flags], timeout=60)
+        assert result.returncode == 0, result.stderr
+        lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+        assert [set(line) for line in lines] == [{"step", "loss", "grad_norm", "seconds", "tokens_per_second"}] * 3
+        assert [line["step"] for line in lines] == [0, 1, 2]
+        events = json.loads((folder / "deep" / "t.json").read_text())["traceEvents"]
+        slices = [e for e in events if e["ph"] == "X"]
+        assert {e["pid"] for e in slices} == set(range(ranks))
+        for rank in range(ranks):
+            names = [e["name"] for e in slices if e["pid"] == rank and e["cat"] == "computation"]
+            assert names.count("forward") == names.count("backward") == 6 and names.count("optimizer") == 3
+        assert load_gpt2(folder / "gpt2").config == GPTConfig(256, 16, 16, 1, 2)
+        losses.append([line["loss"] for line in lines])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
+
+
+def test_metrics_on_standard_output_stand_there_alone():
+    result = run_mpi(2, [*TRAIN, *TINY, "--metrics", "-", "--verify"], timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert [json.loads(line)["step"] for line in result.stdout.splitlines()] == [0, 1, 2]
+    assert "verify: 2 ranks = 1 device" in result.stderr
+
+
+def test_a_gpt2_directory_trains_on_from_its_weights(tmp_path):
+    model = GPT(GPTConfig(300, 32, 16, 2, 4), seed=9, dtype="float64")
+    export_gpt2(model, tmp_path / "start")
+    np.random.Generator(np.random.Philox(1)).integers(0, 300, 2000).astype("<u2").tofile(tmp_path / "tokens.bin")
+    flags = f"--init-from {tmp_path}/start --data {tmp_path}/tokens.bin --seq-len 16 --global-batch 4 --steps 2"
+    flags += f" --lr 1e-9 --dtype float64 --reduction ordered --verify --export {tmp_path}/end"
+    result = run_mpi(2, [*TRAIN, *flags.split()], timeout=60)
+    assert result.returncode == 0, result.stderr
+    end = load_gpt2(tmp_path / "end", dtype="float64")
+    assert end.config == model.config
+    for name, x in model.state_dict().items():
+        np.testing.assert_allclose(end.state_dict()[name], x, atol=1e-8)
+
+
+BAD_INPUT = {
+    "a mesh that is not the world": (2, "--dp 3", "dp*tp*pp = 3*1*1 = 3, but mpirun started 2 ranks"),
+    "a batch that does not divide": (3, "--global-batch 10 --microbatches 4",
+        "global-batch 10 is not divisible by dp*microbatches = 3*4 = 12"),
+    "heads that do not divide hidden": (2, "--hidden 64 --heads 5", "hidden 64 is not divisible by heads 5"),
+    "a missing data file": (2, "--data {tmp}/nowhere.txt", "nowhere.txt"),
+    "an empty data file": (2, "--data {tmp}/empty.txt", "empty.txt is empty"),
+    "a directory for data": (2, "--data {tmp}", "directory"),
+    "too short a text": (2, "--data {tmp}/short.txt --seq-len 64", "holds 10 tokens"),
+    "a token beyond the vocabulary": (2, "--vocab-size 100 --data {tmp}/short.txt --seq-len 4",
+        "token 120 at position 3 is not below vocab-size 100"),
+    "half a token": (2, "--data {tmp}/odd.bin", "odd number"),
+    "no GPT-2 directory": (2, "--init-from {tmp}/nowhere", "config.json"),
+    "a tensor missing": (2, "--init-from {tmp}/gpt2", "missing ln_f.bias"),
+    "an unknown flag": (2, "--layer 3", "--layer"),
+    "an unknown choice": (2, "--reduction tree", "tree"),
+    "not a number": (2, "--steps many", "many"),
+    "a negative rate": (2, "--lr -1", "lr"),
+    "not a finite rate": (2, "--lr nan", "nan"),
+    "a file that cannot be written": (2, "--metrics {tmp}/short.txt/m.jsonl", "--metrics"),
+    "no such device": (2, "--device tpu", "tpu"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("abcxefghij")
+    (folder / "odd.bin").write_bytes(bytes(2001))
+    export_gpt2(GPT(GPTConfig(256, 64, 16, 1, 2)), folder / "gpt2")
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "gpt2" / "model.safetensors")
+    del tensors["ln_f.bias"]
+    save_file(tensors, folder / "gpt2" / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2_within_5_seconds(name, bad_files):
+    ranks, flags, message = BAD_INPUT[name]
+    start = time.monotonic()
+    result = run_mpi(ranks, [*TRAIN, *flags.format(tmp=bad_files).split()], timeout=30)
+    assert time.monotonic() - start < 5
+    assert result.returncode == 2 and result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("minipar: error: ") and message in lines[0], result.stderr
+
+
+def test_help_is_printed_once():
+    result = run_mpi(3, [*TRAIN, "--help"], timeout=30)
+    assert result.returncode == 0 and result.stdout.count("usage:") == 1 and result.stderr == ""
+
+
+def test_an_uncaught_exception_on_one_rank_ends_the_job_with_its_traceback():
+    script = """
+import sys
+from minipar.comm import main
+from minipar.train import __main__ as program, trainer
+
+step = trainer.Trainer.step
+def failing(self, index):
+    if self.mesh.dp.rank == 2 and index == 1:
+        raise RuntimeError("a bug on one rank")
+    return step(self, index)
+trainer.Trainer.step = failing
+main(program.run)
+"""
+    start = time.monotonic()
+    with_flags = script.replace("import sys\n", f"import sys\nsys.argv[1:] = {TINY!r}\n")
+    result = run_mpi(3, with_flags, timeout=30)
+    assert result.returncode not in (0, 2) and time.monotonic() - start < 8
+    assert "rank 2:" in result.stderr and 'raise RuntimeError("a bug on one rank")' in result.stderr

@@ -1,0 +1,133 @@
+"""The arrows of the design: imports go downwards only, nn and comm never meet, and a few doors have one keeper each."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What each room may import, besides itself. A room that is not listed may not exist.
+ALLOWED = {
+    "minipar.errors": set(),
+    "minipar.backend": {"errors"},
+    "minipar.autograd": {"errors", "backend"},
+    "minipar.nn": {"errors", "backend", "autograd"},
+    "minipar.comm": {"errors", "backend"},
+    "minipar.parallel": {"errors", "backend", "autograd", "nn", "comm"},
+    "minipar.train": {"errors", "backend", "autograd", "nn", "comm", "parallel"},
+    "minipar.plan": {"errors", "nn", "parallel"},
+    "minipar.bench": {"errors", "backend", "autograd", "nn", "comm", "parallel", "train"},
+    "visualize": {"errors", "parallel"},
+}
+
+# Packages from outside, and the rooms that may name them.
+OUTSIDE = {
+    "numpy": {"minipar", "visualize"},
+    "cupy": {"minipar.backend"},
+    "mpi4py": {"minipar.comm"},
+    "safetensors": {"minipar.nn", "minipar.train"},
+    "torch": {"minipar.bench"},
+    "matplotlib": {"visualize"},
+    "IPython": {"visualize"},
+}
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Absolute names that a module of `package` imports, `from a import b` as "a.b"; those in functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(module: str) -> str:
+    """minipar.comm.ring -> minipar.comm; visualize.loss -> visualize."""
+    return ".".join(module.split(".")[: 2 if module.startswith("minipar.") else 1])
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports of `module` that go against the arrows."""
+    here = room(module)
+    found = []
+    for name in sorted(imported(source, module if is_package else module.rpartition(".")[0])):
+        top = name.split(".")[0]
+        if room(name) == here or top in sys.stdlib_module_names:
+            continue
+        if top == "minipar":
+            allowed = room(name).removeprefix("minipar.") in ALLOWED.get(here, set()) or name == "minipar.__version__"
+        elif top == "visualize":
+            allowed = False
+        else:
+            allowed = any(here == keeper or here.startswith(keeper + ".") for keeper in OUTSIDE.get(top, set()))
+        if not allowed:
+            found.append(f"{module} imports {name}")
+    return found
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("minipar", "visualize")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module):
+    path = MODULES[module]
+    if module == "minipar":
+        assert imported(path.read_text(), "minipar") <= {"os"}, "it runs before NumPy is loaded"
+        return
+    assert room(module) in ALLOWED, f"{room(module)} is a new room: say what it may import"
+    assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_the_rooms_are_found():
+    assert {"minipar.nn", "minipar.comm", "minipar.train.config", "visualize.timeline"} <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("minipar.nn.layers", "from minipar.comm import Communicator"),
+        ("minipar.nn.layers", "import minipar.comm.mpi"),
+        ("minipar.nn.layers", "from minipar import comm"),
+        ("minipar.nn.layers", "from ..comm import mesh"),
+        ("minipar.nn.layers", "from .. import parallel"),
+        ("minipar.nn.layers", "def late():\n    from minipar.parallel import data"),
+        ("minipar.comm.mesh", "from minipar.nn import GPT"),
+        ("minipar.comm.mesh", "from minipar.autograd import Tensor"),
+        ("minipar.autograd.ops", "from minipar.nn import Module"),
+        ("minipar.backend", "import minipar.autograd"),
+        ("minipar.parallel.data", "from minipar.train.config import TrainConfig"),
+        ("minipar.nn.gpt", "import torch"),
+        ("minipar.nn.gpt", "import cupy"),
+        ("minipar.train.trainer", "from mpi4py import MPI"),
+        ("minipar.train.trainer", "from visualize import plot_loss"),
+        ("visualize.loss", "from minipar.train import trainer"),
+        ("visualize.loss", "if True:\n    import minipar.nn"),
+    ],
+)
+def test_an_import_against_the_arrows_is_seen(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("minipar.nn.layers", "from minipar.autograd import ops\nfrom .module import Module\nimport numpy as np, math"),
+        ("minipar.parallel.data", "from minipar.comm import mesh\nfrom ..nn.module import Module"),
+        ("minipar.comm.mpi", "from mpi4py import MPI\nfrom minipar import errors"),
+        ("visualize.timeline", "from visualize.style import save\nfrom minipar.errors import UsageError"),
+    ],
+)
+def test_an_import_along_the_arrows_passes(module, source):
+    assert violations(source, module) == []

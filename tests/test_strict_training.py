@@ -1,0 +1,125 @@
+"""Claims about the device: nothing crosses between host and device unasked, shown on an array that refuses as CuPy
+does.
+
+The same functions run on CuPy itself where a GPU is found (`-k cupy` shows which it was).
+"""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import strict_array
+
+import minipar
+from minipar import backend
+from minipar.comm import DeviceMesh, run_local
+from minipar.nn import GPT, SGD, AdamW, GPTConfig, clip_grad_norm
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.trainer import Trainer
+
+CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+RANDOM = np.random.Generator(np.random.Philox(8))
+TOKENS = RANDOM.integers(0, 17, (3, 4, 9))
+
+
+def cupy_module():
+    import cupy
+
+    try:
+        found = cupy.cuda.runtime.getDeviceCount() > 0
+    except cupy.cuda.runtime.CUDARuntimeError:
+        found = False
+    return cupy if found else pytest.skip("no GPU: the strict stand-in array serves")
+
+
+DEVICES = {"strict stand-in": lambda: strict_array, "cupy": cupy_module}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    module = DEVICES[request.param]()
+    with backend.using(module):
+        yield module
+
+
+def serial_training(make_optimizer, recompute):
+    """Three steps of the serial GPT; returns the losses and the final parameters."""
+    model = GPT(CONFIG, dtype="float64", recompute=recompute)
+    optimizer, losses = make_optimizer(model.parameters()), []
+    for rows in TOKENS:
+        rows = backend.from_host(rows.copy())
+        model.zero_grad()
+        loss = model.loss(rows[:, :8], rows[:, 1:])
+        loss.backward()
+        clip_grad_norm(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("make_optimizer", [AdamW, lambda parameters: SGD(parameters, 0.1, 0.9, 0.01)])
+def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
+    losses, state = serial_training(make_optimizer, recompute)
+    assert all(type(array) is np.ndarray for array in state.values())
+    with backend.using(np):
+        expected_losses, expected = serial_training(make_optimizer, recompute)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+    for name in expected:
+        np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
+
+
+def data_parallel_training(comm, reduction):
+    config = parse(
+        "--layers 1 --hidden 16 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --microbatches 2 --dtype float64 "
+        f"--clip-grad 1 --reduction {reduction}".split()
+    )
+    tokens = load_tokens(None, vocab_size=256, seq_len=8)
+    trainer = Trainer(resolve(config, comm.size), DeviceMesh(comm), tokens)
+    return [r.loss for r in trainer.train()], trainer.model.state_dict()
+
+
+@pytest.mark.parametrize("reduction", ["ring", "ordered"])
+def test_two_data_parallel_ranks_train_on_a_device(device, reduction):
+    results = run_local(2, data_parallel_training, reduction)
+    with backend.using(np):
+        expected_losses, expected = run_local(2, data_parallel_training, reduction)[0]
+    for losses, state in results:
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+        for name in expected:
+            np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
+
+
+def test_the_stand_in_would_catch_a_forgotten_crossing():
+    with backend.using(strict_array):
+        model = GPT(CONFIG)
+        with pytest.raises(TypeError):
+            model.loss(TOKENS[0][:, :8], TOKENS[0][:, 1:])  # host tokens, never sent to the device
+        with pytest.raises(TypeError, match="Implicit conversion"):
+            np.asarray(model.wte.weight.data)
+
+
+def xp_names():
+    """Every `xp.NAME` and `xp.NAME.METHOD` in the package, as (file, [NAME, ...])."""
+    for path in sorted(Path(minipar.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            chain = []
+            while isinstance(node, ast.Attribute):
+                chain.insert(0, node.attr)
+                node = node.value
+            if chain and isinstance(node, ast.Name) and node.id == "xp" and chain[0] not in ("module", "_use"):
+                yield path.name, chain
+
+
+def test_every_name_taken_from_the_array_module_exists_in_cupy():
+    import cupy
+
+    names = list(xp_names())
+    assert len({tuple(chain) for _, chain in names}) > 20
+    for file, chain in names:
+        found = cupy
+        for name in chain:
+            assert hasattr(found, name), f"{file}: xp.{'.'.join(chain)} is not in cupy"
+            found = getattr(found, name)

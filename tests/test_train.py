@@ -1,0 +1,189 @@
+"""Claims about the trainer: any number of ranks trains what one device trains, and `verify` notices when not."""
+
+import numpy as np
+import pytest
+
+from minipar.comm import DeviceMesh, Network, run_local
+from minipar.parallel import DistributedDataParallel
+from minipar.train import trainer as trainer_module
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.trainer import StepResult, Trainer
+from minipar.train.verify import bound, compare, relative_difference, train_on_one_device, verify
+
+SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64"
+TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
+
+
+def config_for(flags, size):
+    return resolve(parse(f"{SHAPE} {flags}".split()), size)
+
+
+def train(size, flags, kind=Trainer):
+    """Each rank's (parameters, step results, verdict)."""
+    config = config_for(flags, size)
+
+    def rank(comm):
+        trainer = kind(config, DeviceMesh(comm), TOKENS)
+        results = list(trainer.train())
+        return trainer.model.state_dict(), results, verify(trainer, results, TOKENS)
+
+    return run_local(size, rank)
+
+
+def bits(state, results):
+    return {name: x.tobytes() for name, x in state.items()}, [(r.loss, r.grad_norm) for r in results]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--microbatches 3 --clip-grad 0.5",
+        "--order sequential --recompute full --lr-schedule cosine --warmup-steps 1 --weight-decay 0.1",
+        "--dtype float32 --microbatches 2",
+    ],
+)
+def test_ordered_ranks_train_one_devices_bits(size, flags):
+    flags = f"--global-batch {size * 6} --reduction ordered {flags}"
+    expected = bits(*train_on_one_device(config_for(flags, size), TOKENS))
+    for state, results, verdict in train(size, flags):
+        assert bits(state, results) == expected
+        assert verdict.passed and verdict.line.startswith(
+            f"verify: {size} ranks = 1 device, bit for bit: 16 parameters"
+        )
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_ring_ranks_agree_within_the_bound_and_with_one_another_to_the_bit(size):
+    flags = f"--global-batch {size * 2} --steps 20"
+    outcomes = train(size, flags)
+    assert all(bits(*outcome[:2]) == bits(*outcomes[0][:2]) for outcome in outcomes)
+    assert all(verdict.passed for *_, verdict in outcomes), outcomes[0][2].line
+    if size > 2:  # of two ranks, a + b = b + a
+        assert "within rounding" in outcomes[0][2].line and f"bound {bound('float64', 20):.3g}" in outcomes[0][2].line
+
+
+def test_the_layout_changes_rounding_but_not_the_training():
+    """2 and 6 ranks, and 1 rank with 6 microbatches, train on the same tokens from the same weights."""
+    losses = [
+        [r.loss for r in train(size, f"--global-batch 12 {flags}")[0][1]]
+        for size, flags in ((1, ""), (1, "--microbatches 6"), (2, "--reduction ordered"), (6, ""))
+    ]
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], rtol=1e-12)
+
+
+def test_two_runs_of_anything_are_the_same_bits():
+    for flags in ("--global-batch 6", "--global-batch 6 --reduction ordered --seed 3"):
+        assert bits(*train(3, flags)[0][:2]) == bits(*train(3, flags)[0][:2])
+
+
+class WrongCount(Trainer):
+    """Divides each rank's loss by its own tokens: the gradients' sum is then `dp` times too large."""
+
+    def _backward_replica(self, step, replica):
+        self.tokens_per_step //= self.mesh.dp.size
+        try:
+            return super()._backward_replica(step, replica)
+        finally:
+            self.tokens_per_step *= self.mesh.dp.size
+
+
+class NoSync(Trainer):
+    """Never synchronizes: each rank trains alone."""
+
+    def step(self, step):
+        with self.ddp.no_sync():
+            return super().step(step)
+
+
+class ForgottenBucket(DistributedDataParallel):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs, bucket_bytes=2000, first_bucket_bytes=2000)
+
+    def _start(self, bucket):
+        if bucket is self.buckets[1] and self.comm.size > 1:
+            self._works.append(self.comm.all_reduce(np.zeros(0), async_op=True))
+        else:
+            super()._start(bucket)
+
+
+@pytest.mark.parametrize("reduction", ["ring", "ordered"])
+def test_verify_catches_a_wrong_count(reduction):
+    """AdamW hides the factor from the parameters almost wholly; the gradient norms show it."""
+    for *_, verdict in train(3, f"--global-batch 6 --reduction {reduction}", WrongCount):
+        assert not verdict.passed and "FAILED" in verdict.line and "the gradient norms" in verdict.line
+
+
+def test_verify_catches_a_bucket_that_is_never_sent(monkeypatch):
+    monkeypatch.setattr(trainer_module, "DistributedDataParallel", ForgottenBucket)
+    for *_, verdict in train(2, "--global-batch 4"):
+        assert not verdict.passed and "do not hold the same parameters" in verdict.line
+
+
+def test_verify_catches_ranks_that_train_apart():
+    config = config_for("--global-batch 4", 2)
+
+    def rank(comm):
+        trainer = Trainer(config, DeviceMesh(comm), TOKENS)
+        results = list(trainer.train())
+        trainer.model.wte.weight.data[5, 3] += 1e-9 * comm.rank
+        return verify(trainer, results, TOKENS)
+
+    for verdict in run_local(2, rank):
+        assert verdict.line == "verify: FAILED: the ranks do not hold the same parameters as one another"
+
+
+def step_results(losses):
+    return [StepResult(i, loss, 1.0, 0.1, 10.0) for i, loss in enumerate(losses)]
+
+
+def verdict_of(a, b, exact, losses=((1.0,), (1.0,)), dtype="float64"):
+    results = [step_results(each) for each in losses]
+    return compare({"w": a}, {"w": b}, *results, exact=exact, ranks=2, dtype=dtype)
+
+
+def test_a_verdict_says_what_differs_and_by_how_much():
+    a = np.array([1.0, 2.0])
+    assert verdict_of(a, a.copy(), True).passed
+    off = verdict_of(a + 1e-15, a, True)
+    assert not off.passed and "differ from 1 device in 1 of 3 arrays, most in w" in off.line
+    near = verdict_of(a + 1e-13, a, False)
+    assert near.passed and "(in w) <= bound 9.99e-13" in near.line
+    far = verdict_of(a + 1e-11, a, False)
+    assert not far.passed and "FAILED" in far.line and "exceeds the bound" in far.line
+    assert not verdict_of(a, a.copy(), False, ((1.0,), (1.1,))).passed
+    assert not verdict_of(np.array([np.nan]), np.array([1.0]), False).passed
+    assert "bit for bit" not in verdict_of(np.array([0.0]), np.array([-0.0]), False).line
+
+
+def test_the_bound_is_the_designs():
+    assert bound("float64", 1) == pytest.approx(1e-12, rel=1e-3)
+    assert bound("float64", 20) == pytest.approx(1e-10, rel=0.05)
+    assert relative_difference(np.array([1.0, -4.0]), np.array([1.0, -2.0])) == 1.0
+
+
+def seconds_on_the_model_clock(monkeypatch, bucket_bytes):
+    """When each rank's three steps end on a network that takes about as long as backward."""
+
+    def small_buckets(*args, **kwargs):
+        return DistributedDataParallel(*args, **kwargs, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+
+    monkeypatch.setattr(trainer_module, "DistributedDataParallel", small_buckets)
+    config = config_for("--global-batch 8", 4)
+
+    def rank(comm):
+        for _ in Trainer(config, DeviceMesh(comm), TOKENS).train():
+            pass
+        return comm.clock.now()
+
+    return run_local(4, rank, clock="model", network=Network(alpha=1e-9, beta=2e-11))
+
+
+def test_on_the_model_clock_buckets_travel_behind_backward_and_time_is_repeatable(monkeypatch):
+    one_bucket = seconds_on_the_model_clock(monkeypatch, 2**30)
+    assert one_bucket == seconds_on_the_model_clock(monkeypatch, 2**30)
+    many_buckets = seconds_on_the_model_clock(monkeypatch, 4096)
+    assert max(many_buckets) < 0.9 * min(one_bucket)

@@ -1,0 +1,288 @@
+"""Pictures: they show what the file says, and a file that says something else is one clear line and exit code 2."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+
+from minipar.comm import run_local, save_chrome_trace, start_trace
+from minipar.errors import UsageError
+from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_metrics, read_trace, save
+from visualize.__main__ import main
+from visualize.style import BLUE, GREEN, ORANGE, PAPER, PURPLE, byte_label, colours
+
+ROOT = Path(__file__).parents[1]
+
+
+def slice_event(name, rank, tid, start, length, **args):
+    return {"ph": "X", "name": name, "pid": rank, "tid": tid, "ts": start * 1e6, "dur": length * 1e6, "args": args}
+
+
+def chrome(ranks=3, steps=3) -> dict:
+    """A hand-made trace of steps of 10 s: forward 2, backward 4, all_reduce 3 (1 of it waiting), optimizer 1."""
+    events = []
+    for r in range(ranks):
+        for tid, name in ((0, "computation"), (1, "communication dp")):
+            events.append({"ph": "M", "name": "thread_name", "pid": r, "tid": tid, "args": {"name": name}})
+        for s in range(steps):
+            at = 10.0 * s
+            events.append(slice_event("optimizer", r, 0, at + 9, 1))  # the order in the file does not matter
+            events.append(slice_event("forward", r, 0, at, 2))
+            events.append(slice_event("backward", r, 0, at + 2, 4))
+            events.append(slice_event("all_reduce", r, 1, at + 6, 3, op="all_reduce", bytes=8, wait=1.0))
+            events.append({"ph": "s", "name": "message", "id": f"{s}{r}", "pid": r, "tid": 1, "ts": (at + 6) * 1e6})
+            arrives = {"ph": "f", "bp": "e", "name": "message", "id": f"{s}{r}", "pid": (r + 1) % ranks, "tid": 1}
+            events.append(arrives | {"ts": (at + 9) * 1e6})
+    return {"traceEvents": events, "otherData": {"clock": "model"}}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text) -> str:
+        (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
+        return str(tmp_path / name)
+
+    return write
+
+
+def bars(figure) -> list[tuple[float, float, float, str, bool]]:
+    """(start, end, top, colour, hatched) of every bar in the picture."""
+    found = []
+    for collection in figure.axes[0].collections:
+        assert isinstance(collection, PolyCollection)
+        colours = collection.get_facecolor()
+        for number, path in enumerate(collection.get_paths()):
+            (x0, y0), (x1, _) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            rgb = tuple(round(float(part) * 255) for part in colours[number % len(colours)][:3])
+            found.append((x0, x1, y0, "#{:02X}{:02X}{:02X}".format(*rgb), collection.get_hatch() is not None))
+    return found
+
+
+# ---- timeline --------------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_draws_each_slice_where_and_as_long_as_it_was():
+    figure = plot_timeline(parse_trace(chrome(ranks=3, steps=1)))
+    for rank in range(3):
+        row = [
+            (round(a, 6), round(b, 6), colour, hatched)
+            for a, b, y, colour, hatched in bars(figure)
+            if rank <= y < rank + 1
+        ]
+        assert sorted(row) == sorted(
+            [
+                (0, 10, PAPER, False),
+                (0, 2, BLUE, False),
+                (2, 6, ORANGE, False),
+                (9, 10, GREEN, False),
+                (6, 9, PURPLE, False),
+                (6, 7, "#FFFFFF", True),  # the second in which the all-reduce waited
+            ]
+        )
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["forward", "backward", "optimizer", "all_reduce", "rank does not compute", "waiting for messages"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    assert figure.axes[0].get_xlabel() == "time (s, model clock)"
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "title"),
+    [
+        (None, 20, "steps 3 to 4 of 0 to 4"),
+        (slice(1, 2), 10, "step 1 of 0 to 4"),
+        (slice(0, 4), 40, "steps 0 to 3 of 0 to 4"),
+        (slice(-1, None), 10, "step 4 of 0 to 4"),
+        (slice(None, None), 50, "steps 0 to 4 of 0 to 4"),
+    ],
+)
+def test_a_long_trace_is_shown_by_steps(steps, seconds, title):
+    axes = plot_timeline(parse_trace(chrome(steps=5)), steps).axes[0]
+    assert axes.get_xlim() == pytest.approx((0, seconds)) and axes.get_title(loc="left") == title
+
+
+def test_steps_that_are_not_there_are_refused():
+    with pytest.raises(UsageError, match=r"chooses none of the trace's 3 steps \(0 to 2\)"):
+        plot_timeline(parse_trace(chrome()), slice(3, None))
+    unmarked = {"traceEvents": [event for event in chrome()["traceEvents"] if event["name"] != "optimizer"]}
+    assert plot_timeline(parse_trace(unmarked))
+    with pytest.raises(UsageError, match="marks no steps"):
+        plot_timeline(parse_trace(unmarked), slice(0, 1))
+
+
+def test_arrows_join_sender_and_receiver():
+    trace = parse_trace(chrome(ranks=3, steps=3))
+    assert sorted(trace.messages)[:2] == [(0, 6.0, 1, 9.0), (0, 16.0, 1, 19.0)]
+    arrows = plot_timeline(trace, slice(1, 2), arrows=True).axes[0].texts
+    ends = sorted((int(arrow.xyann[1]), arrow.xyann[0], int(arrow.xy[1]), arrow.xy[0]) for arrow in arrows)
+    assert ends == [(0, 6.0, 1, 9.0), (1, 6.0, 2, 9.0), (2, 6.0, 0, 9.0)], "those of the step that is shown"
+
+
+@pytest.mark.parametrize("clock", ["wall", "cpu", "model"])
+def test_a_trace_of_minipar_can_be_drawn(tmp_path, clock):
+    path = str(tmp_path / "trace.json")
+
+    def work(comm):
+        start_trace(comm)
+        for _ in range(2):
+            with comm.tracer.region("forward", flops=1e9):
+                np.ones((50, 50)) @ np.ones((50, 50))
+            comm.all_reduce(np.ones(64))
+            with comm.tracer.region("optimizer", flops=1e8):
+                pass
+        save_chrome_trace(path, comm)
+
+    run_local(4, work, clock=clock)
+    trace = read_trace(path)
+    assert list(trace.ranks) == [0, 1, 2, 3] and trace.clock == clock and len(trace.steps()) == 2
+    assert set(trace.ranks[0]) == {"computation", "communication world"} and len(trace.messages) > 0
+    plot_timeline(trace, arrows=True).savefig(tmp_path / "t.png")
+
+
+# ---- loss and bytes --------------------------------------------------------------------------------------------------
+
+
+def rows(losses):
+    return [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses)]
+
+
+def test_the_loss_curve_draws_every_step_and_the_reference():
+    losses = [3.0, 2.5, math.nan, 2.0]
+    axes = plot_loss({"run": rows(losses)}, reference=1.5, reference_label="entropy").axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["run: 3.000 at first, 2.000 at last", "entropy 1.500"]
+
+
+def test_a_long_curve_is_smoothed_over_and_not_instead_of_its_points():
+    losses = [4.0 - 0.01 * step + 0.1 * (-1) ** step for step in range(200)]
+    axes = plot_loss({"a": rows(losses), "b": rows(losses[:30])}).axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
+    smooth = axes.lines[1].get_ydata()
+    assert smooth[0] == losses[0] and smooth[100] == pytest.approx(np.mean(losses[90:111]))
+    assert smooth[199] == pytest.approx(np.mean(losses[189:]))
+    assert f"{np.mean(losses[-20:]):.3f} over the last 20 steps" in axes.get_legend().get_texts()[0].get_text()
+    assert len(axes.lines) == 3 and len({line.get_color() for line in axes.lines}) == 2
+
+
+def test_bytes_are_drawn_beside_their_formula(tmp_path):
+    path = str(tmp_path / "new" / "bytes.svg")
+    table = [{"op": "all_reduce", "axis": "dp", "bytes": 700, "expected": 700}, {"op": "broadcast", "bytes": 90}]
+    axes = plot_bytes(table, path).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [700, 90]
+    assert list(axes.lines[0].get_xdata()) == [700]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["all_reduce (dp)", "broadcast"]
+    assert "<svg" in Path(path).read_text()
+
+
+def bench_rows():
+    common = {"op": "all_reduce", "ranks": 4, "ratio": 1.0, "runs": "ring"}
+    ring = [
+        common | {"algorithm": "ring", "bytes": n, "seconds": n * 1e-9, "mpi_seconds": n * 2e-9}
+        | {"wire_bytes": n * 3 // 2, "wire_bytes_expected": n * 3 // 2}
+        for n in (4096, 1024)
+    ]  # fmt: skip
+    mpi = ring[0] | {"algorithm": "mpi", "mpi_seconds": None, "wire_bytes": None, "wire_bytes_expected": None}
+    return [*ring, mpi, ring[0] | {"op": "barrier", "bytes": 0}]
+
+
+def test_the_benchmark_is_drawn_by_size_beside_mpi_and_the_formula():
+    time, wire = plot_bench(bench_rows()).axes
+    assert list(time.lines[0].get_xdata()) == [1024, 4096]
+    np.testing.assert_allclose(time.lines[0].get_ydata(), [1024e-9, 4096e-9])
+    np.testing.assert_allclose(time.lines[1].get_ydata(), [2048e-9, 8192e-9])
+    assert list(wire.lines[0].get_ydata()) == list(wire.lines[1].get_ydata()) == [1536, 6144]
+
+
+def test_colours_are_stable_and_distinct():
+    assert colours(["backward", "forward"]) == {"forward": BLUE, "backward": ORANGE}
+    chosen = colours(["forward", "backward", "optimizer", "all_reduce", "thing", "other"])
+    assert len(set(chosen.values())) == 6
+
+
+@pytest.mark.parametrize(("value", "label"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB")])
+def test_bytes_in_words(value, label):
+    assert byte_label(value) == label
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_command_writes_the_picture(write, tmp_path, suffix, capsys):
+    metrics = write("m.jsonl", "".join(json.dumps(row) + "\n" for row in rows([3, 2, 1])))
+    jobs = [
+        ["trace", write("t.json", chrome(ranks=8)), "--steps", "0:2", "--arrows"],
+        ["loss", metrics, metrics, "--reference", "2"],
+        ["traffic", write("b.json", bench_rows())],
+    ]
+    for number, job in enumerate(jobs):
+        out = tmp_path / "made" / f"{number}.{suffix}"
+        assert main([*job, "--out", str(out)]) == 0
+        assert out.stat().st_size > 3000
+        assert capsys.readouterr() == (f"{out}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "line"),
+    [
+        ("trace", None, "cannot be read: No such file or directory"),
+        ("trace", "", "is not JSON: Expecting value in line 1, column 1"),
+        ("trace", "{", "is not JSON"),
+        ("trace", "[1, 2]", "has no list of traceEvents: not a Chrome trace"),
+        ("trace", {"events": []}, "has no list of traceEvents: not a Chrome trace"),
+        ("trace", {"traceEvents": []}, "has no computation or communication track: not a trace of minipar"),
+        ("trace", [{"ph": "X", "name": "f", "pid": 1, "tid": 1, "ts": 0, "dur": 1}], "not a trace of minipar"),
+        ("trace", [{"ph": "X", "name": "f"}], "has an event without its fields ('ts'): not a trace of minipar"),
+        ("loss", None, "cannot be read"),
+        ("loss", "", "holds no steps"),
+        ("loss", '{"step": 0, "loss": 1.0}\nbroken\n', "line 2 is not JSON"),
+        ("loss", '{"step": 0}\n', "line 1 has no step and loss: not written by minipar.train --metrics"),
+        ("loss", "[]\n", "line 1 has no step and loss"),
+        ("traffic", {}, "is not a list of rows: not written by minipar.bench collectives"),
+        ("traffic", [{"op": "x"}], "row 0 lacks algorithm, ranks, bytes"),
+        ("traffic", [bench_rows()[3]], "holds no operation on an array of one byte or more"),
+    ],
+)
+def test_a_file_that_is_something_else_is_one_line_and_exit_code_2(write, tmp_path, capsys, command, content, line):
+    path = str(tmp_path / "missing") if content is None else write("file", content)
+    out = tmp_path / "out.png"
+    assert main([command, path, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("visualize: error: ") and printed.err.count("\n") == 1
+    assert line in printed.err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--out", "x.gif"], "--out x.gif: the name must end in .png, .svg, .pdf"),
+        (["--out", "{file}/x.png"], "cannot be written"),
+        (["--out", "x.png", "--steps", "3"], "argument --steps: invalid A:B value: '3'"),
+        (["--out", "x.png", "--steps", "7:"], "--steps chooses none of the trace's 3 steps (0 to 2)"),
+        ([], "the following arguments are required: --out"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(write, capsys, arguments, line):
+    path = write("t.json", chrome())
+    assert main(["trace", path, *(text.format(file=path) for text in arguments)]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module_without_a_display(write, tmp_path):
+    out = str(tmp_path / "t.png")
+    command = [sys.executable, "-m", "visualize", "trace", write("t.json", chrome()), "--out", out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}\n", "")
+    assert Path(out).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_it_and_save_refuses_what_cannot_be(write, tmp_path):
+    picture = plot_loss({"run": read_metrics(write("m.jsonl", '{"step": 0, "loss": 1.0}\n'))})
+    assert picture._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="the name must end in"):
+        save(picture, str(tmp_path / "picture"))

@@ -1,0 +1,34 @@
+"""Pictures of what minipar measured: timelines, loss curves, bytes. Reads files and plain data, never runs training.
+
+Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook shows by itself and `save` writes.
+"""
+
+from visualize.communication import plot_bench, plot_bytes
+from visualize.loss import plot_loss, read_metrics
+from visualize.memory import plot_memory
+from visualize.model import plot_graph, plot_shares
+from visualize.overlap import plot_bucket_sizes
+from visualize.show import show, show_source
+from visualize.style import Picture, picture, save, tidy
+from visualize.timeline import Trace, parse_trace, plot_timeline, read_trace
+
+__all__ = [
+    "Picture",
+    "Trace",
+    "parse_trace",
+    "picture",
+    "plot_bench",
+    "plot_bucket_sizes",
+    "plot_bytes",
+    "plot_graph",
+    "plot_loss",
+    "plot_memory",
+    "plot_shares",
+    "plot_timeline",
+    "read_metrics",
+    "read_trace",
+    "save",
+    "show",
+    "show_source",
+    "tidy",
+]

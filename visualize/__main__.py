@@ -1,0 +1,74 @@
+"""python -m visualize trace|loss|traffic FILE --out FIGURE"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from minipar.errors import UsageError
+from visualize import communication, loss, style, timeline
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _steps(text: str) -> slice:
+    """ "2:4" as a slice: steps 2 and 3; "-1:" the last one."""
+    first, colon, last = text.partition(":")
+    if not colon:
+        raise ValueError(text)
+    return slice(int(first) if first else None, int(last) if last else None)
+
+
+_steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw one picture. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
+    parser = _Parser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="trace|loss|traffic")
+    every = _Parser(add_help=False)
+    every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
+
+    trace = commands.add_parser("trace", parents=[every], help="every rank's timeline, from minipar.train --trace")
+    trace.add_argument("file", metavar="FILE.json", help="Chrome trace JSON")
+    trace.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="A:B",
+        help="steps A to B-1, counted from 0; --steps=-1: is the last one (default: the last two)",
+    )
+    trace.add_argument("--arrows", action="store_true", help="draw each message from sender to receiver")
+
+    curve = commands.add_parser("loss", parents=[every], help="the loss curve, from minipar.train --metrics")
+    curve.add_argument("files", metavar="FILE.jsonl", nargs="+", help="metrics, one line per step; several to compare")
+    curve.add_argument("--reference", type=float, metavar="NATS", help="a level to compare with, such as an entropy")
+    curve.add_argument("--reference-label", default="reference", metavar="TEXT", help="what that level is")
+
+    traffic = commands.add_parser("traffic", parents=[every], help="time and bytes, from minipar.bench collectives")
+    traffic.add_argument("file", metavar="FILE.json", help="rows of the benchmark")
+
+    try:
+        told = parser.parse_args(argv)
+        if told.command == "trace":
+            figure = timeline.plot_timeline(timeline.read_trace(told.file), told.steps, told.arrows)
+        elif told.command == "loss":
+            runs = {Path(file).stem: loss.read_metrics(file) for file in told.files}
+            figure = loss.plot_loss(runs, told.reference, told.reference_label)
+        else:
+            figure = communication.plot_bench(communication.read_bench(told.file))
+        style.save(figure, told.out)
+    except UsageError as error:
+        print(f"visualize: error: {error}", file=sys.stderr)
+        return 2
+    print(told.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
