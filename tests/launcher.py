@@ -36,11 +36,16 @@ class MPITimeout(AssertionError):
 
 
 def run_mpi(
-    n: int, argv_or_script: Sequence[str] | str, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    n: int,
+    argv_or_script: Sequence[str] | str,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> Result:
     """Run a Python program on n ranks: `["-m", "module", ...]`, `["script.py", ...]`, or the text of a script.
 
-    Uses the mpirun next to the running interpreter. Raises MPITimeout after `timeout` seconds.
+    The job's working directory is `cwd`. Uses the mpirun next to the running interpreter. Raises MPITimeout after
+    `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
         if isinstance(argv_or_script, str):
@@ -61,7 +66,7 @@ def run_mpi(
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
-            cwd=ROOT,
+            cwd=cwd,
             start_new_session=True,
         )
         try:

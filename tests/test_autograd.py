@@ -1,6 +1,7 @@
 """Claims about the autograd: every backward is the adjoint of its forward, and the engine runs each exactly once."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -241,3 +242,19 @@ def test_a_parameter_of_two_recomputed_blocks_is_complete_only_after_both():
     y = checkpoint(block, y, parameters=[w])
     (y.sum() + w.sum()).backward()
     assert len(seen) == 1 and np.array_equal(seen[0], w.grad)
+
+
+def test_recomputed_blocks_free_their_inputs_as_backward_goes():
+    w, refs, alive = Tensor(normal(4, 4), requires_grad=True), [], []
+
+    def block(x):
+        if x.requires_grad:  # the second run, in backward
+            alive.append(sum(ref() is not None for ref in refs))
+            refs.append(weakref.ref(x))
+        return linear(x, w).tanh()
+
+    y = Tensor(normal(3, 4), requires_grad=True)
+    for _ in range(4):
+        y = checkpoint(block, y, parameters=[w])
+    y.sum().backward()
+    assert alive == [0, 0, 0, 0]

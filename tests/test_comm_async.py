@@ -74,14 +74,14 @@ def test_a_waiting_message_advances_a_collective_of_another_axis():
 
     def program(comm):
         other = comm.split(0, "dp")
-        work = other.all_reduce(np.ones(100), async_op=True)
+        work = other.all_reduce(np.ones(100), async_op=True, algorithm="ring")
         if comm.rank == 0:
             comm.irecv(np.empty(1), 1).wait()
         work.wait()
         if comm.rank == 1:
             comm.isend(np.ones(1), 0).wait()
 
-    run_local(2, program)
+    run_local(3, program)
 
 
 def test_messages_of_one_tag_arrive_in_order_and_tags_do_not_mix():

@@ -28,6 +28,16 @@ def test_the_first_exception_is_raised_with_its_rank_and_releases_the_others_at_
     assert time.monotonic() - start < 2
 
 
+def test_a_later_exception_does_not_hide_the_first():
+    def program(comm):
+        time.sleep(0.1 * comm.rank)
+        raise KeyError(comm.rank)
+
+    with pytest.raises(KeyError, match="0") as caught:
+        run_local(3, program)
+    assert caught.value.__notes__ == ["on rank 0"]
+
+
 def test_a_deadlock_says_what_every_rank_waits_for():
     def program(comm):
         comm.irecv(np.zeros(1), (comm.rank + 1) % 2, tag=comm.rank).wait()

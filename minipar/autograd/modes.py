@@ -5,6 +5,7 @@ The modes are context variables, not globals: ranks that are threads of one proc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,7 +38,7 @@ class DeferredGradients:
     """Weight gradients that a backward pass put off; `run()` computes them in the order of that pass."""
 
     def __init__(self) -> None:
-        self._queue: list[tuple[Tensor, LazyGradient, dict[Tensor, int]]] = []
+        self._queue: deque[tuple[Tensor, LazyGradient, dict[Tensor, int]]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -47,8 +48,8 @@ class DeferredGradients:
 
     def run(self) -> None:
         """Compute and accumulate every waiting gradient; hooks fire as parameters become complete."""
-        queue, self._queue = self._queue, []
-        for leaf, gradient, uses in queue:
+        while self._queue:
+            leaf, gradient, uses = self._queue.popleft()  # each one's saved activations are freed when it is done
             leaf._accumulate(gradient)
             close_use(leaf, uses)
 
@@ -93,5 +94,6 @@ def close_use(leaf: Tensor, uses: dict[Tensor, int]) -> None:
     """One use of `leaf` is counted; after the last one its gradient is complete and its hooks run."""
     uses[leaf] -= 1
     if uses[leaf] == 0:
+        del uses[leaf]  # or a recomputed block's input would live, with its gradient, until the outer pass ends
         for hook in leaf._hooks:
             hook(leaf)

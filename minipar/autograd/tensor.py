@@ -242,6 +242,7 @@ def _run_backward(root: Function, gradient: Array) -> None:
     uses: dict[Tensor, int] = {} if outer is None else outer
     for leaf, count in found.items():
         uses[leaf] = uses.get(leaf, 0) + count
+    del found
     token = open_uses.set(uses)
     queue = deferral.get()
     gradients: dict[Function, Array] = {root: gradient}

@@ -15,7 +15,6 @@ from minipar.comm.clock import Clock, Network, make_clock
 from minipar.comm.engine import Engine, Finished, Stream, Work, then
 from minipar.comm.link import Link, Steps, WatchedLink
 from minipar.comm.messages import Message
-from minipar.comm.notes import NOTE_TAG, Notes
 from minipar.comm.selection import choose
 from minipar.comm.trace import Tracer
 from minipar.comm.traffic import Traffic
@@ -41,9 +40,9 @@ ALL_GATHER = {
     "pairwise": gathers.pairwise_all_gather,
 }
 
-# Tags. The user's are 0..NOTE_TAG-1. Each operation takes a run of tags of its own, one per step; after TAGS of them
+# Tags. The user's are 0..USER_TAGS-1. Each operation takes a run of tags of its own, one per step; after TAGS of them
 # the numbers come round again, long after the messages that used them have arrived.
-FIRST_TAG = NOTE_TAG + 1
+USER_TAGS = 1 << 16
 TAGS = 1 << 20
 
 Result = Any  # the array, or with async_op the Work whose wait() returns it
@@ -93,7 +92,6 @@ class Communicator:
             self.tracer = parent.tracer
         self.stream_time = 0.0  # when the last operation here ended, on a logical clock
         self.message_numbers: dict[tuple[int, int, int], int] = {}  # for the arrows of a trace
-        self.notes = Notes()
         self._stream = Stream(self.engine)
         self._operations = 0
         self._steps_per_operation = 2 * self.size + 8
@@ -119,8 +117,8 @@ class Communicator:
     def _point_to_point(self, op: str, array: Array, peer: int, tag: int) -> np.ndarray:
         if not 0 <= peer < self.size:
             raise ValueError(f"{self.title()}, {op}: rank {peer} is not one of the {self.size} ranks")
-        if not 0 <= tag < NOTE_TAG:
-            raise ValueError(f"{self.title()}, {op}: tag {tag} is outside 0..{NOTE_TAG - 1}")
+        if not 0 <= tag < USER_TAGS:
+            raise ValueError(f"{self.title()}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
         return self._flat(array, op)
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ class Communicator:
         if self.size == 1:
             return Finished(x) if async_op else x
         flat = self._flat(x, "all_reduce")
-        link = self._link("all_reduce", algorithm, x.nbytes)
+        link = self._link("all_reduce", algorithm)
         if algorithm == "mpi":
             steps = self._native(link, flat, op)
         else:
@@ -158,7 +156,7 @@ class Communicator:
         bounds = chunk_bounds(flat.size, self.size)
         start, stop = bounds[self.rank]
         out, host_out = self._output("reduce_scatter", x, out, stop - start)
-        link = self._link("reduce_scatter", algorithm, x.nbytes)
+        link = self._link("reduce_scatter", algorithm)
         if self.size == 1:
             steps = _assign(host_out, flat)
         elif algorithm == "mpi":
@@ -188,7 +186,7 @@ class Communicator:
         own = host_out[start:stop]
         if own.__array_interface__["data"] != flat.__array_interface__["data"]:
             own[...] = flat
-        link = self._link("all_gather", algorithm, host_out.nbytes)
+        link = self._link("all_gather", algorithm)
         steps: Steps
         if self.size == 1:
             steps = _nothing()
@@ -208,7 +206,7 @@ class Communicator:
         bounds = chunk_bounds(flat.size, self.size)
         own = bounds[self.rank][1] - bounds[self.rank][0]
         out, host_out = self._output("all_to_all", x, out, self.size * own)
-        link = self._link("all_to_all", algorithm, x.nbytes)
+        link = self._link("all_to_all", algorithm)
         if self.size == 1:
             steps = _assign(host_out, flat)
         elif algorithm == "mpi":
@@ -225,7 +223,7 @@ class Communicator:
         if self.size == 1:
             return Finished(x) if async_op else x
         flat = self._flat(x, "broadcast")
-        link = self._link("broadcast", algorithm, x.nbytes)
+        link = self._link("broadcast", algorithm)
         if algorithm == "mpi":
             steps = self._native(link, flat, root)
         else:
@@ -236,7 +234,7 @@ class Communicator:
         """Return when every rank of the group has come here. ceil(lg p) empty messages."""
         algorithm = choose("barrier", algorithm, 0)
         if self.size > 1:
-            link = self._link("barrier", algorithm, 0)
+            link = self._link("barrier", algorithm)
             steps = self._native(link) if algorithm == "mpi" else gathers.dissemination_barrier(link)
             self._run(link, steps, None, False)
 
@@ -314,12 +312,12 @@ class Communicator:
             found = self._scratch[key] = self._room[:nbytes].view(dtype)
         return found
 
-    def _link(self, op: str, algorithm: str, total: int) -> Link:
+    def _link(self, op: str, algorithm: str) -> Link:
         self._operations = number = self._operations + 1
-        tag = FIRST_TAG + number * self._steps_per_operation % TAGS
+        tag = USER_TAGS + number * self._steps_per_operation % TAGS
         if self.clock.logical or self.tracer.enabled:
-            return WatchedLink(self, op, algorithm, total, tag, number)
-        return Link(self, op, algorithm, total, tag, number)
+            return WatchedLink(self, op, algorithm, tag, number)
+        return Link(self, op, algorithm, tag, number)
 
     def _run(self, link: Link, steps: Steps, result: Any, async_op: bool) -> Result:
         if isinstance(link, WatchedLink):
@@ -343,8 +341,8 @@ class Communicator:
             return
         now = self.clock.now()
         self._operations = number = self._operations + 1
-        tag = FIRST_TAG + number * self._steps_per_operation % TAGS
-        link = Link(self, "control", "ring", 0, tag, number)
+        tag = USER_TAGS + number * self._steps_per_operation % TAGS
+        link = Link(self, "control", "ring", tag, number)
         work = Work(self._stream, link, make(link), None)
         self._stream.add(work)
         work.wait()

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from minipar.comm.link import Link, Steps, WatchedLink
-from minipar.comm.notes import NOTES_AFTER
 from minipar.comm.transport import Request, Transport, Waitable
 from minipar.errors import CommunicationError, UsageError
 
@@ -66,12 +65,9 @@ class Engine:
             attempt += 1
             if attempt % CHECK_EVERY == 0:
                 now = time.monotonic()
-                link = request.owner
                 if not deadline:
                     deadline = now + self.timeout
-                elif now > deadline - self.timeout + NOTES_AFTER and isinstance(link, Link) and link.number > 0:
-                    link.comm.notes.compare(link)
-                if now > deadline:
+                elif now > deadline:
                     raise CommunicationError(f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)")
 
     def progress(self) -> None:

@@ -23,13 +23,12 @@ Steps = Generator[Iterable[Request], None, None]
 class Link:
     """The messages of one operation on one communicator."""
 
-    __slots__ = ("algorithm", "comm", "count", "number", "op", "rank", "size", "tag", "total", "transport")
+    __slots__ = ("algorithm", "comm", "count", "number", "op", "rank", "size", "tag", "transport")
 
-    def __init__(self, comm: Communicator, op: str, algorithm: str, total: int, tag: int, number: int) -> None:
+    def __init__(self, comm: Communicator, op: str, algorithm: str, tag: int, number: int) -> None:
         self.comm = comm
         self.op = op
         self.algorithm = algorithm
-        self.total = total  # bytes of the whole array
         self.tag = tag  # of step 0
         self.number = number  # which operation of this communicator it is
         self.rank = comm.rank
@@ -94,8 +93,8 @@ class WatchedLink(Link):
 
     __slots__ = ("called", "nbytes", "port", "started", "time", "waited")
 
-    def __init__(self, comm: Communicator, op: str, algorithm: str, total: int, tag: int, number: int) -> None:
-        super().__init__(comm, op, algorithm, total, tag, number)
+    def __init__(self, comm: Communicator, op: str, algorithm: str, tag: int, number: int) -> None:
+        super().__init__(comm, op, algorithm, tag, number)
         self.called = self.started = self.time = comm.clock.now()
         self.port = 0.0  # when the last message sent has left
         self.waited = 0.0  # seconds in which this operation could not go on for want of a message

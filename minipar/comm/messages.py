@@ -29,7 +29,7 @@ class Message:
 
     @classmethod
     def send(cls, comm: Communicator, host: np.ndarray, dest: int, tag: int) -> Message:
-        link = cls._link(comm, "send", comm.rank, dest, host.nbytes, tag)
+        link = cls._link(comm, "send", comm.rank, dest, tag)
         request = link.isend(host, dest, 0)
         if isinstance(link, WatchedLink):
             link.time = link.called if comm.clock.logical else comm.clock.now()
@@ -39,19 +39,19 @@ class Message:
 
     @classmethod
     def receive(cls, comm: Communicator, host: np.ndarray, source: int, tag: int, array: Array) -> Message:
-        link = cls._link(comm, "recv", source, comm.rank, host.nbytes, tag)
+        link = cls._link(comm, "recv", source, comm.rank, tag)
         request = link.irecv(host, source, 0)
         if isinstance(link, WatchedLink):
             comm.clock.resume(link.called)
         return cls(link, request, host, array)
 
     @staticmethod
-    def _link(comm: Communicator, op: str, source: int, dest: int, nbytes: int, tag: int) -> Link:
+    def _link(comm: Communicator, op: str, source: int, dest: int, tag: int) -> Link:
         if not (comm.clock.logical or comm.tracer.enabled):
-            return Link(comm, op, "", nbytes, tag, 0)
+            return Link(comm, op, "", tag, 0)
         key = (source, dest, tag)
         number = comm.message_numbers[key] = comm.message_numbers.get(key, 0) + 1
-        return WatchedLink(comm, op, "", nbytes, tag, -number)
+        return WatchedLink(comm, op, "", tag, -number)
 
     def test(self) -> bool:
         """True once the message is through; never waits."""

@@ -1,0 +1,161 @@
+"""Claims about the chapters: each runs under mpirun with any number of ranks, and its notebook is the same text,
+executed, with its pictures, and can be executed again from nothing.
+"""
+
+import copy
+import os
+import re
+import shutil
+
+import nbformat
+import pytest
+from launcher import ROOT, run_mpi
+
+jupytext = pytest.importorskip("jupytext")
+nbclient = pytest.importorskip("nbclient")
+
+CHAPTERS = sorted((ROOT / "chapters").glob("*.py"))
+PICTURES = ("image/png", "image/svg+xml")
+EXPECTED = {"01_autograd_and_gpt", "02_collectives", "03_data_parallel"}
+
+# An engine's error under %autopx is an output like any other: it does not fail the cell.
+FAILURE = re.compile(r"Traceback \(most recent call last\)|AssertionError|magic function .* not found|\[\d+:execute\]")
+# Of an engine, of the one that made the notebook, of anyone: none of them belongs into a committed file.
+MACHINE = re.compile(r"/work/|/root/|/home/|/Users/|/tmp/|/usr/|site-packages|dist-packages|\.venv|[A-Z]:\\Users")
+
+chapters = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+
+
+def notebook_of(chapter):
+    return nbformat.read(chapter.with_suffix(".ipynb"), as_version=4)
+
+
+def cells(notebook):
+    """What a reader reads: kind, text and tags of each cell."""
+    return [(cell.cell_type, cell.source, tuple(cell.metadata.get("tags", ()))) for cell in notebook.cells]
+
+
+def outputs(notebook):
+    """(number of the cell, output) for each output of the notebook."""
+    for number, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", ()):
+            yield number, output
+
+
+def text_of(output):
+    """All text of an output, pictures left out."""
+    data = {kind: value for kind, value in output.get("data", {}).items() if kind not in PICTURES}
+    pieces = [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", ()), *map(str, data.values())]
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(pieces))
+
+
+def errors(notebook):
+    """What went wrong in a notebook, on the client or on an engine."""
+    found = []
+    for number, output in outputs(notebook):
+        wrong = FAILURE.search(text_of(output))
+        if output.output_type == "error" or wrong:
+            found.append(f"cell {number}: {output.get('ename', '')} {text_of(output)[:2000]}")
+    return found
+
+
+def problems(notebook, script):
+    """Why this notebook may not stand beside this script; empty if it may."""
+    found = errors(notebook)
+    if cells(notebook) != cells(script):
+        found.append("the notebook is out of step with its script: make notebooks")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code]
+    if counts != list(range(1, len(code) + 1)):
+        found.append(f"not executed from top to bottom: {counts}")
+    if not any(set(PICTURES) & set(output.get("data", ())) for _, output in outputs(notebook)):
+        found.append("no picture")
+    for number, output in outputs(notebook):
+        machine = MACHINE.search(text_of(output))
+        if machine:
+            found.append(f"cell {number}: its output names this machine: {machine[0]}")
+    return found
+
+
+def test_the_chapters_are_found():
+    assert {chapter.stem for chapter in CHAPTERS} >= EXPECTED
+    assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@chapters
+def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
+    result = run_mpi(ranks, [str(chapter)], timeout=240, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    assert list((tmp_path / "out").glob("*.png")), "it drew nothing"
+
+
+@chapters
+def test_notebook_is_the_script_executed(chapter):
+    assert problems(notebook_of(chapter), jupytext.read(chapter)) == []
+
+
+@chapters
+def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
+    """From the script alone, in an empty directory: nothing but the installed packages may be needed."""
+    path = shutil.copy(chapter, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = jupytext.read(path)
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    assert problems(notebook, jupytext.read(path)) == []
+
+
+# ---- the checks notice what they are for -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def good():
+    """A small script and its executed notebook, without fault."""
+    script = jupytext.reads("# %% [markdown]\n# Why?\n\n# %%\nprint(1)\n\n# %%\nshow()\n", fmt="py:percent")
+    notebook = copy.deepcopy(script)
+    first, second = (cell for cell in notebook.cells if cell.cell_type == "code")
+    first.execution_count, second.execution_count = 1, 2
+    first.outputs = [nbformat.v4.new_output("stream", name="stdout", text="[stdout:0] 1\n")]
+    second.outputs = [nbformat.v4.new_output("display_data", data={"image/png": "aGk=", "text/plain": "<Picture>"})]
+    assert problems(notebook, script) == []
+    return notebook, script
+
+
+def stream(text):
+    return nbformat.v4.new_output("stream", name="stdout", text=text)
+
+
+def fail(name):
+    return nbformat.v4.new_output("error", ename=name, evalue="on the client", traceback=[])
+
+
+SPOILED = [
+    ("out of step", lambda code: code[0].update(source="print(2)")),
+    ("out of step", lambda code: code[0].metadata.update(tags=["active-ipynb"])),
+    ("not executed", lambda code: code[1].update(execution_count=None)),
+    ("not executed from top to bottom", lambda code: code[1].update(execution_count=7)),
+    ("no picture", lambda code: code[1].update(outputs=[])),
+    ("names this machine", lambda code: code[0].outputs.append(stream("/home/me/x.py:3: Warning"))),
+    ("Traceback", lambda code: code[0].outputs.append(stream("Traceback (most recent call last)\n"))),
+    ("AssertionError", lambda code: code[0].outputs.append(stream("[3:execute]\n\x1b[31mAssertionError\x1b[0m: no"))),
+    ("ZeroDivisionError", lambda code: code[0].outputs.append(fail("ZeroDivisionError"))),
+]
+
+
+@pytest.mark.parametrize(("claim", "spoil"), SPOILED)
+def test_a_spoiled_notebook_is_seen(good, claim, spoil):
+    notebook, script = good
+    spoil([cell for cell in notebook.cells if cell.cell_type == "code"])
+    (problem,) = problems(notebook, script)
+    assert claim in problem
+
+
+def test_a_failing_chapter_is_seen(tmp_path):
+    script = tmp_path / "99_broken.py"
+    script.write_text(
+        "from minipar.comm import world\ncomm = world()\nassert comm.rank != 1, 'caught'\ncomm.barrier()\n"
+    )
+    result = run_mpi(2, [str(script)], timeout=60, cwd=tmp_path)
+    assert result.returncode != 0 and "caught" in result.stderr
