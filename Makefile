@@ -35,7 +35,7 @@ demo: $(VENV)/.base
 	    --lr-schedule cosine --metrics out/demo.jsonl --verify
 	@$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --steps 3 --trace out/demo_trace.json --clock cpu \
 	    > out/demo_trace.log
-	@$(BIN)/python -m visualize loss out/demo.jsonl --reference 5.545 --reference-label 'a guess: ln 256' --out out/demo_loss.png
+	@$(BIN)/python -m visualize loss out/demo.jsonl --reference 5.545 --reference-label 'a uniform guess, ln 256:' --out out/demo_loss.png
 	@$(BIN)/python -m visualize trace out/demo_trace.json --out out/demo_timeline.png
 	@echo "proved: see the line above. Drawn: out/demo_loss.png, out/demo_timeline.png (trace: out/demo_trace.json)"
 

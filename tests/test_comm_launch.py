@@ -74,6 +74,14 @@ def test_ranks_in_different_operations_do_not_wait_for_ever(n, call):
     assert "CommunicationError" in result.stderr and ("arrived" in result.stderr or "nothing for 2 s" in result.stderr)
 
 
+def test_a_message_that_is_too_short_is_an_error_too():
+    """MPI delivers it without a word; only the count that arrived tells."""
+    body = "main(lambda comm: (comm.irecv(np.zeros(5), 0) if comm.rank else comm.isend(np.zeros(4), 1)).wait())"
+    result, _ = run(2, body)
+    assert result.returncode != 0
+    assert "rank 1, recv: expected 40 bytes from rank 0 (tag 0), but 32 arrived" in result.stderr
+
+
 def test_a_silent_peer_ends_the_wait():
     body = "def program(comm):\n    if comm.rank == 0: time.sleep(60)\n    comm.barrier()\nmain(program)"
     result, _ = run(2, body, env={"MINIPAR_TIMEOUT": "1"})

@@ -24,6 +24,14 @@ def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order():
     assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (120,576 numbers), losses and")
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
+def test_any_number_of_ranks_equals_one_device_bit_for_bit(ranks):
+    flags = [*TINY, "--global-batch", str(4 * ranks), "--microbatches", "2", "--reduction", "ordered", "--verify"]
+    result = run_mpi(ranks, [*TRAIN, *flags, "--recompute", "full", "--clip-grad", "1"], timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert f"verify: {ranks} rank" in result.stdout and "= 1 device, bit for bit" in result.stdout
+
+
 def test_8_ranks_equal_one_device_within_the_bound_in_a_ring():
     result = run_mpi(8, [*TRAIN, *PROOF, "--reduction", "ring"], timeout=120)
     assert result.returncode == 0, result.stderr

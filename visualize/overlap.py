@@ -20,11 +20,11 @@ def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computati
     axes = figure.add_subplot()
     sizes, times = [row["bucket_bytes"] for row in rows], [row["seconds"] * 1e3 for row in rows]
     axes.axhline(naive * 1e3, color=VERMILION, linestyle="--", linewidth=1.5, label="one all-reduce after backward")
-    axes.plot(sizes, times, "o-", color=BLUE, linewidth=1.8, label="buckets (their number below each point)")
+    axes.plot(sizes, times, "o-", color=BLUE, linewidth=1.8, label="buckets (their number above each point)")
     axes.axhline(computation * 1e3, color=GREEN, linestyle="--", linewidth=1.5, label="computation alone")
     for row, size, time in zip(rows, sizes, times, strict=True):
         axes.annotate(
-            str(row["buckets"]), (size, time), xytext=(0, -15), textcoords="offset points", ha="center", color=INK
+            str(row["buckets"]), (size, time), xytext=(0, 8), textcoords="offset points", ha="center", color=INK
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))

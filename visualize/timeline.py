@@ -174,8 +174,20 @@ def _draw(
     axes.broken_barh(bars, row, facecolors=[palette[one.name] for one in slices], edgecolors="white", linewidth=0.3)
     waits = [((one.start - begin) * scale, one.wait * scale) for one in slices if one.wait > 0]
     axes.broken_barh(waits, row, facecolors=(1, 1, 1, 0.5), edgecolors=INK, hatch="//////", linewidth=0.0)
-    if waits:  # the hatching must not hide where one slice ends and the next begins
-        axes.broken_barh(bars, row, facecolors="none", edgecolors=INK, linewidth=0.6)
+    # The hatching must not hide where one slice ends and the next begins.
+    ends = [
+        place
+        for (start, length), one in zip(bars, slices, strict=True)
+        if one.wait
+        for place in (start, start + length)
+    ]
+    top, height = row
+    axes.plot(
+        [x for place in ends for x in (place, place, None)],
+        [y for _ in ends for y in (top, top + height, None)],
+        color=INK,
+        linewidth=0.6,
+    )
 
 
 def _arrows(axes: Axes, trace: Trace, begin: float, end: float, scale: float, rows: int) -> None:

@@ -42,8 +42,9 @@ class Engine:
     def drive(self, steps: Steps) -> None:
         """Run an operation to its end."""
         for requests in steps:
-            for request in requests:
-                self.finish(request)
+            for request in requests:  # as `finish`, written out: this is the inner loop of every collective
+                if self.streams or not request.linger():
+                    self.wait(request)
 
     def finish(self, request: Request) -> None:
         """Wait for a message: in the shortest way if no other work is outstanding."""

@@ -30,6 +30,17 @@ LONGEST_SLEEP = 1e-3
 OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job
 
 REDUCTIONS = {"sum": MPI.SUM, "max": MPI.MAX}
+DATATYPES = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+}
+
+
+STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
 
 
 def _linger(test: Callable[[MPI.Status | None], bool], status: MPI.Status | None) -> bool:
@@ -58,7 +69,7 @@ class _Send:
         return self.handle.Test()
 
     def linger(self) -> bool:
-        return _linger(self.handle.Test, None)
+        return self.handle.Test() or _linger(self.handle.Test, None)
 
     def describe(self) -> str:
         return f"{self.owner.title()}: send of {self.nbytes} bytes to rank {self.peer} (tag {self.tag})"
@@ -67,7 +78,7 @@ class _Send:
 class _Receive:
     """A message coming in. MPI delivers a shorter message silently, so the count that arrived is checked."""
 
-    __slots__ = ("done", "handle", "nbytes", "owner", "peer", "status", "tag")
+    __slots__ = ("done", "handle", "nbytes", "owner", "peer", "tag")
 
     def __init__(self, handle: MPI.Request, nbytes: int, peer: int, tag: int, owner: Owner) -> None:
         self.handle = handle
@@ -75,14 +86,13 @@ class _Receive:
         self.peer = peer
         self.tag = tag
         self.owner = owner
-        self.status = MPI.Status()
         self.done = False
 
     def test(self) -> bool:
         if self.done:
             return True
         try:
-            if not self.handle.Test(self.status):
+            if not self.handle.Test(STATUS):
                 return False
         except MPI.Exception as error:
             raise self._failure(error) from None
@@ -90,14 +100,14 @@ class _Receive:
 
     def linger(self) -> bool:
         try:
-            if not _linger(self.handle.Test, self.status):
+            if not _linger(self.handle.Test, STATUS):
                 return False
         except MPI.Exception as error:
             raise self._failure(error) from None
         return self._check()
 
     def _check(self) -> bool:
-        arrived = self.status.Get_count(BYTE)
+        arrived = STATUS.Get_count(BYTE)
         if arrived != self.nbytes:
             raise self._wrong_size(str(arrived))
         self.done = True
@@ -208,6 +218,6 @@ def abort(code: int) -> None:
 def datatype(x: np.ndarray) -> MPI.Datatype:
     """MPI's type for an array's dtype, needed where MPI itself adds. UsageError where it has none (float16)."""
     try:
-        return MPI._typedict[x.dtype.char]
+        return DATATYPES[x.dtype.name]
     except KeyError:
         raise UsageError(f'algorithm="mpi": MPI has no datatype for {x.dtype}; choose another algorithm') from None

@@ -73,7 +73,8 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     step, distance = 2, 1
     while distance < q:
         partner = at_place(place ^ distance, extras)
-        yield link.irecv(received, partner, step), link.isend(x, partner, step)
+        sent = link.isend(x, partner, step)  # first, so that it travels while the receive is posted
+        yield link.irecv(received, partner, step), sent
         combine(x, received, out=x)
         distance *= 2
         step += 1
