@@ -1,0 +1,865 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. Data parallelism
+#
+# **How do $p$ ranks train one model as if they were one device?**
+#
+# A *rank* is one process; think of one GPU. In data parallelism every rank holds a whole copy of the model, a
+# *replica*. A training step works on a *global batch* of samples. Each rank takes $1/p$ of it, its *shard*, runs
+# forward and backward, and then the ranks add up their gradients. Every optimizer then sees the same gradient and takes
+# the same step, so the replicas stay equal without ever exchanging a weight.
+#
+# "As if" is a claim, and this chapter proves it: the same gradient as one device, bit for bit where the order of a sum
+# can be kept, within rounding where it cannot. Then it counts the bytes, hides the time they take, and breaks the
+# method in four ways to see which check notices.
+#
+# Run it as `mpirun -n 8 python chapters/03_data_parallel.py`, with any number of ranks. With one rank every sum has one
+# term and nothing is sent: all claims hold, and say little.
+
+# %% tags=["active-ipynb"]
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
+# # instead.
+# import ipyparallel as ipp
+#
+# import minipar  # sets one BLAS thread for each engine, which inherits it
+#
+# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
+# cluster.start_cluster_sync()
+# client = cluster.connect_client_sync()
+# client.wait_for_engines(8, interactive=False)
+# view = client[:]
+# view.block = True
+# view.activate()
+# %pxconfig --progress-after 600
+# %autopx
+
+# %%
+from minipar.comm import world
+
+comm = world()
+rank, p = comm.rank, comm.size
+say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+if rank == 0:
+    from visualize import (
+        parse_trace,
+        plot_bucket_sizes,
+        plot_bytes,
+        plot_loss,
+        plot_timeline,
+        read_trace,
+        show,
+        show_source,
+    )
+say(f"{p} rank{'s' if p > 1 else ''}")
+
+# %% [markdown]
+# ## 3.1 The gradient of a sum is the sum of the gradients
+#
+# Let token $i$ of the global batch have the loss $\ell_i(\theta)$, and let there be $N$ tokens. Training minimizes
+# their mean. Cut the batch into shards $S_0, \dots, S_{p-1}$ and use that differentiation is linear:
+#
+# $$L = \frac1N \sum_{i=1}^{N} \ell_i
+# \qquad\Longrightarrow\qquad
+# \nabla L = \sum_{r=0}^{p-1} g_r, \quad g_r = \frac1N \sum_{i \in S_r} \nabla \ell_i .$$
+#
+# That is all of the mathematics. Rank $r$ computes $g_r$: the gradient of the **sum** of its losses, divided by the
+# **global** count $N$. Then one sum over ranks, an *all-reduce*, gives everybody $\nabla L$. It does not matter how
+# many tokens each rank holds.
+#
+# The text is the source of Python's standard library, one token per byte. The model is a GPT-2 of toy size, in float64.
+
+# %%
+import numpy as np
+
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel import FlatBuffers
+from minipar.train.data import Batches, load_tokens
+from minipar.train.verify import relative_difference
+
+SHARD, T = 2, 16  # samples per rank; tokens per sample
+N = p * SHARD * T
+shape = GPTConfig(vocab_size=256, n_positions=T, n_embd=32, n_layer=2, n_head=4)
+tokens = load_tokens(None, vocab_size=256, seq_len=T)
+batches = Batches(tokens, seq_len=T, global_batch=p * SHARD, order="random", seed=0)
+
+
+def fresh():
+    """The same model on every rank: initial weights are keyed by name, never by rank. And its flat buffers."""
+    model = GPT(shape, dtype="float64")
+    return model, FlatBuffers(model.parameters())
+
+
+def shard(r):
+    """Inputs and targets of rank r, (SHARD, T) each."""
+    return batches.batch(0, range(r * SHARD, (r + 1) * SHARD))
+
+
+def backward(model, inputs, targets, count):
+    """Add the gradient of (sum of losses) / count to the model's gradients."""
+    loss = model.loss_sum(inputs, targets)
+    loss.backward(np.full_like(loss.data, 1 / count))
+
+
+def gradient(inputs, targets, count):
+    """That gradient for a fresh model, as one flat array."""
+    model, buffers = fresh()
+    backward(model, inputs, targets, count)
+    buffers.complete(buffers.members)
+    return buffers.gradients
+
+
+g = [gradient(*shard(r), N) for r in range(p)]  # every rank computes all p shards here, to have something to check with
+whole = gradient(*batches.batch(0, range(p * SHARD)), N)
+Psi = whole.size
+
+difference = relative_difference(sum(g), whole)
+assert difference < 1e-14
+say(
+    f"gradient of the whole batch = sum of {p} shards' gradients: {Psi:,} numbers, relative difference {difference:.1e}"
+)
+
+# %% [markdown]
+# Why not exactly zero? The whole batch goes through larger matrix products, which add the same numbers in another
+# order. Floating-point addition is not associative:
+
+# %%
+say(f"(0.1 + 0.2) + 0.3 = {(0.1 + 0.2) + 0.3!r}")
+say(f"0.1 + (0.2 + 0.3) = {0.1 + (0.2 + 0.3)!r}")
+assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+
+# %% [markdown]
+# So a fair reference must do the same products and the same sums. It is *one device that takes the shards one after
+# another and adds their gradients in rank order*, $((g_0 + g_1) + g_2) + \dots$, as gradient accumulation does.
+#
+# All parameters live in one flat array and all gradients in another (`FlatBuffers`), so $g_r$ is one piece of memory
+# that can be added, or sent, as it lies. Backward writes straight into it.
+
+# %%
+from minipar.parallel import accumulate_replicas
+
+if rank == 0:
+    show_source(accumulate_replicas)
+
+model, buffers = fresh()
+accumulate_replicas(buffers, range(p), lambda r: backward(model, *shard(r), N))
+expected = buffers.gradients
+
+# %% [markdown]
+# ## 3.2 Naive: one all-reduce after backward
+#
+# Each rank runs backward on its own shard. Then one all-reduce over the whole flat gradient:
+
+# %%
+from minipar.parallel import all_reduce_gradients
+
+if rank == 0:
+    show_source(all_reduce_gradients)
+
+
+def naive(algorithm):
+    model, buffers = fresh()
+    backward(model, *shard(rank), N)
+    all_reduce_gradients(buffers, comm, algorithm)
+    return buffers.gradients
+
+
+# %% [markdown]
+# Chapter 2 has two all-reduces that matter here. Both cut the array into $p$ *chunks*, one per rank, reduce each, and
+# gather the results. They differ in the order of additions:
+#
+# - `ordered` brings all contributions to a chunk's owner, who adds them in rank order $0, 1, \dots, p-1$.
+# - `ring` lets a partial sum travel once round the ring. Chunk $c$ starts at rank $c+1$, so it is added in the order
+#   $c+1, c+2, \dots, c$ (modulo $p$).
+#
+# The first should give the reference's bits. The second should not, quite.
+
+# %%
+import hashlib
+
+
+def same_bits(a, b):
+    return a.tobytes() == b.tobytes()
+
+
+def everywhere(ok):
+    """Whether `ok` holds on every rank."""
+    return all(one == b"1" for one in comm.all_gather_bytes(b"1" if ok else b"0"))
+
+
+def same_on_all_ranks(array):
+    return len(set(comm.all_gather_bytes(hashlib.sha256(array.tobytes()).digest()))) == 1
+
+
+ordered, ring = naive("ordered"), naive("ring")
+
+assert same_bits(ordered, expected)
+say(f"ordered: {p} ranks = 1 device, bit for bit, in all {Psi:,} gradients")
+
+difference = relative_difference(ring, expected)
+assert difference < 1e-15 * p
+assert same_on_all_ranks(ring)
+unequal = int((ring != expected).sum())
+say(
+    f"ring:    {p} ranks = 1 device within {difference:.1e}; {unequal:,} of {Psi:,} gradients differ in their last bits"
+)
+say("ring:    every rank holds the same bits as every other")
+
+# %% [markdown]
+# Is the order of sums really the whole cause? Then we can predict the ring's bits on one device: add the shards'
+# gradients chunk by chunk in the ring's order. And chunk $p-1$, whose order is $0, 1, \dots, p-1$, must agree with the
+# reference exactly.
+
+# %%
+from minipar.comm import chunk_bounds
+
+predicted = np.empty_like(ring)
+for c, (start, stop) in enumerate(chunk_bounds(Psi, p)):
+    total = g[(c + 1) % p][start:stop].copy()
+    for k in range(2, p + 1):
+        total += g[(c + k) % p][start:stop]
+    predicted[start:stop] = total
+    count = int((ring[start:stop] != expected[start:stop]).sum())
+    say(f"chunk {c}: {count:>5,} of {stop - start:,} differ from rank order")
+
+assert same_bits(predicted, ring)
+assert same_bits(ring[start:stop], expected[start:stop])  # the last chunk
+say("the ring's bits are exactly those of its order of sums, predicted on one device; the last chunk is in rank order")
+
+# %% [markdown]
+# (With two ranks there are no two orders: $a + b = b + a$ holds in floating point too. One rank has nothing to add.)
+#
+# That every rank holds the *same* bits is what keeps replicas equal over thousands of steps. It holds because each
+# chunk is summed once, by one rank, and then copied. An all-reduce in which each rank summed for itself in its own
+# order would let the replicas drift apart.
+#
+# ## 3.3 What it costs on the wire
+#
+# Either algorithm sends each chunk's contribution once, and its result once, $p - 1$ times in all. With $\Psi$
+# parameters a rank sends
+#
+# $$2 \Psi \frac{p-1}{p} \text{ elements},$$
+#
+# which is the least that any all-reduce can do (Patarasuk and Yuan 2009). It hardly depends on $p$: between two ranks
+# it is $\Psi$, among a thousand just under $2\Psi$. That is why data parallelism scales so far. ($\Psi$ is seldom
+# divisible by $p$. `wire_bytes` is the formula with the true sizes of the chunks, so the comparison can be `==`.)
+
+# %%
+from minipar.comm import wire_bytes
+
+comm.traffic.reset()
+naive("ring")
+sent = comm.traffic.bytes("all_reduce")
+formula = wire_bytes("all_reduce", "ring", Psi, 8, p, rank)
+naive_sent = sent
+assert naive_sent == formula
+total = int(comm.all_reduce(np.array([sent]))[0])
+assert total == 2 * Psi * (p - 1) * 8
+say(f"rank 0 sent {sent:,} bytes; the formula says {formula:,}; 2 Psi (p-1)/p * 8 = {2 * Psi * (p - 1) / p * 8:,.1f}")
+say(f"all ranks together sent {total:,} = 2 Psi (p-1) * 8 bytes")
+
+# %% [markdown]
+# And the time? Beside MPI's own all-reduce, on an array of 1 MiB. (Here the ranks share a few cores, and messages are
+# copies in memory. The numbers say how good the code is, not how fast a network is.)
+
+# %%
+import time
+
+
+def seconds(algorithm, array, repeat=5):
+    """Median over a few calls of the time until the slowest rank is done."""
+    times = []
+    for _ in range(repeat):
+        comm.barrier()
+        start = time.perf_counter()
+        comm.all_reduce(array, algorithm=algorithm)
+        times.append(float(comm.all_reduce(np.array([time.perf_counter() - start]), op="max")[0]))
+    return float(np.median(times))
+
+
+if p > 1:
+    array = np.zeros(2**18, np.float32)
+    ring_seconds, auto, mpi = (seconds(algorithm, array) for algorithm in ("ring", "auto", "mpi"))
+    say(
+        f"all-reduce of 1 MiB over {p} ranks: "
+        f"ring {ring_seconds * 1e3:.2f} ms, the best of chapter 2 {auto * 1e3:.2f} ms, MPI's own {mpi * 1e3:.2f} ms"
+    )
+
+# %% [markdown]
+# ## 3.4 Overlap: communicate while backward still runs
+#
+# The naive form leaves the wire idle during backward, and then the processor idle during the all-reduce. But backward
+# completes gradients one by one, from the last layer to the first. The last layer's could travel while the first
+# layer's are still being computed.
+#
+# One all-reduce per parameter would pay the *latency* $\alpha$, the time of an empty message, $2(p-1)$ times for each.
+# PyTorch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704, section 3.2) therefore groups neighbouring
+# parameters into *buckets*:
+#
+# 1. Buckets are cut in **reverse parameter order**, which is about the order in which backward completes gradients.
+#
+# 2. A **hook** on each parameter fires when its gradient is complete. The last one in a bucket starts that bucket's
+# all-reduce, asynchronously.
+#
+# 3. Buckets start **strictly in order**, even if a later one is complete first. Collectives match by order: if rank 0
+# started bucket 3 and rank 1 bucket 4, they would add up different parameters.
+#
+# 4. After backward, `synchronize` waits for what is still under way.
+
+# %%
+from minipar.parallel import DistributedDataParallel
+
+if rank == 0:
+    show_source(FlatBuffers.buckets, DistributedDataParallel)
+
+# %% [markdown]
+# Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
+# bucket size, and not one byte more on the wire.
+
+# %%
+for bucket_bytes in (1, 32 * 1024, 25 * 2**20):
+    model = GPT(shape, dtype="float64")
+    ddp = DistributedDataParallel(model, comm, "ordered", bucket_bytes, first_bucket_bytes=bucket_bytes)
+    comm.traffic.reset()
+    backward(model, *shard(rank), N)
+    ddp.synchronize()
+    sent = comm.traffic.bytes("all_reduce")
+    assert same_bits(ddp.buffers.gradients, expected)
+    assert sent == sum(wire_bytes("all_reduce", "ordered", bucket.size, 8, p, rank) for bucket in ddp.buckets)
+    say(f"buckets of {bucket_bytes:>10,} bytes or more: {len(ddp.buckets):>2} buckets, same bits, {sent:,} bytes sent")
+
+# %% [markdown]
+# (The bytes of rank 0 vary by a few elements, because the uneven chunks of many small arrays fall differently; summed
+# over the ranks they are $2\Psi(p-1)$ each time. And with `ring` the *bits* depend on the bucket size: it decides in
+# which chunk an element lies, and so in which order it is summed. Comparing two `ring` runs bit for bit needs equal
+# buckets.)
+#
+# ### Seeing it
+#
+# To see time we need a clock that shows what 8 devices on a real network would do, not what 8 processes on this machine
+# do. minipar's `model` clock is one (chapter 2): a logical clock per rank. Computation moves it by floating-point
+# operations / speed; a message of $n$ bytes arrives $\alpha + \beta n$ after it was sent. The program that runs is the
+# real one, with real buckets and real messages. Only its durations come from the model, so they are exact and
+# repeatable.
+#
+# Our devices do $10^{12}$ operations per second. The network is slow for that: $\alpha = 1\,\mu s$, $1/\beta = 4$ GB/s.
+# Forward costs what its matrix products cost, backward twice that, charged as each parameter's gradient is completed.
+
+# %%
+from contextlib import nullcontext
+
+from minipar.comm import Network, run_local
+
+DEVICES, SPEED = 8, 1e12  # the model clock's default speed: operations per second
+NETWORK = Network(alpha=1e-6, beta=1 / 4e9)
+big = GPTConfig(vocab_size=256, n_positions=64, n_embd=64, n_layer=4, n_head=4)
+FORWARD = big.forward_flops(batch=8, length=64)
+
+
+def simulate(comm, bucket_sizes, trace=False):
+    """One step with one all-reduce after backward, then one for each bucket size; seconds of each, and the trace."""
+    model = GPT(big)
+    big_psi = sum(parameter.size for parameter in model.parameters())
+    for parameter in model.parameters():  # first: these hooks run before those that start the buckets
+        cost = 2 * FORWARD * parameter.size / big_psi / SPEED
+        parameter.register_post_accumulate_grad_hook(lambda leaf, cost=cost: comm.clock.advance(cost))
+    a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for 8 samples of 64 tokens
+
+    def step(bucket_bytes):
+        overlap = bucket_bytes is not None
+        size = bucket_bytes or 2**20
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=size, first_bucket_bytes=size)
+        model.zero_grad()
+        start = comm.clock.now()
+        with comm.tracer.region("forward", flops=FORWARD):
+            loss = model.loss_sum(a_few, a_few)
+        with nullcontext() if overlap else ddp.no_sync(), comm.tracer.region("backward"):
+            loss.backward(np.full_like(loss.data, 1.0))
+        if overlap:
+            ddp.synchronize()
+        else:
+            all_reduce_gradients(ddp.buffers, comm)
+        seconds = comm.clock.now() - start
+        with comm.tracer.region("optimizer", flops=12 * big_psi):
+            pass
+        ddp.detach()
+        return {"bucket_bytes": bucket_bytes, "buckets": len(ddp.buckets), "seconds": seconds}
+
+    comm.tracer.enabled = trace
+    rows = [step(bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
+    return rows, comm.tracer.chrome_events(comm.rank), big_psi
+
+
+# %% [markdown]
+# First the naive step, then a step with buckets of 128 KiB, in one picture. `run_local` runs the 8 simulated ranks as
+# threads of rank 0's process, so this picture is the same whatever `mpirun -n` says. Hatching says that an all-reduce
+# is waiting for a message; on this clock that is the time which its messages take on the wire.
+
+# %%
+COMPUTATION = 3 * FORWARD / SPEED
+if rank == 0:
+    results = run_local(DEVICES, simulate, [128 * 1024], trace=True, clock="model", network=NETWORK)
+    (after, during), _, big_psi = results[0]
+    events = [event for _, mine, _ in results for event in mine]
+    figure = plot_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
+    figure.axes[0].set_title("left: one all-reduce after backward; right: buckets of 128 KiB", loc="left", fontsize=10)
+    show(figure, "03_overlap")
+
+    message = 4 * max(stop - start for start, stop in chunk_bounds(big_psi, DEVICES))
+    predicted = COMPUTATION + 2 * (DEVICES - 1) * NETWORK.seconds(message)
+    assert abs(after["seconds"] - predicted) < 1e-12
+    assert COMPUTATION < during["seconds"] < after["seconds"]
+    hidden = (after["seconds"] - during["seconds"]) / (after["seconds"] - COMPUTATION)
+    say(f"naive:   {after['seconds'] * 1e3:.3f} ms = forward + backward {COMPUTATION * 1e3:.3f} + all-reduce")
+    say(f"         as 2(p-1)(alpha + beta n/p) predicts: {predicted * 1e3:.3f} ms")
+    say(f"buckets: {during['seconds'] * 1e3:.3f} ms with {during['buckets']} buckets: {hidden:.0%} is hidden")
+
+# %% [markdown]
+# On the right most of the purple lies under the orange. What sticks out is the *tail*: the last bucket cannot start
+# before backward ends. In GPT-2 it holds the token embedding, the first parameter and, as the output head is tied to
+# it, one that is complete only at the very end. In the real GPT-2 (124 million parameters) that is almost a third of
+# all bytes, which nothing hides.
+#
+# ### How large should a bucket be?
+#
+# With $k$ buckets of $n/k$ bytes, the ring needs in all
+#
+# $$T_{\text{comm}}(k) = 2(p-1)\left(k\,\alpha + \frac{n}{p}\,\beta\right).$$
+#
+# The bytes cost the same, the latency $k$ times as much. Many small buckets: latency wins, and communication takes
+# longer than the backward that was to hide it. One huge bucket: it starts when backward ends, and nothing is hidden. In
+# between there is a best size.
+
+# %%
+if rank == 0:
+    sizes = [1024, *(2**k for k in range(15, 21))]
+    rows, _, _ = run_local(DEVICES, simulate, sizes, clock="model", network=NETWORK)[0]
+    none, *rows = rows
+    show(plot_bucket_sizes(rows, naive=none["seconds"], computation=COMPUTATION), "03_bucket_size")
+    best = min(rows, key=lambda row: row["seconds"])
+    assert rows[0]["seconds"] > best["seconds"] < rows[-1]["seconds"]
+    assert rows[-1]["buckets"] == 1 and abs(rows[-1]["seconds"] - none["seconds"]) < 1e-12
+    say(f"best: {best['bucket_bytes'] // 1024} KiB ({best['buckets']} buckets), {best['seconds'] * 1e3:.3f} ms")
+    say(f"smallest: {rows[0]['buckets']} buckets, {rows[0]['seconds'] * 1e3:.3f} ms: latency")
+    say(f"largest: 1 bucket, {rows[-1]['seconds'] * 1e3:.3f} ms: exactly the naive form")
+
+# %% [markdown]
+# PyTorch's default is 25 MiB, and 1 MiB for the first bucket so that the wire starts early. Those sizes fit its GPUs
+# and models of hundreds of MiB; Li et al. (section 5.3) measure the same bowl. minipar has the same defaults. For a toy
+# model of 0.8 MiB they mean one bucket.
+#
+# ## 3.5 Gradient accumulation and `no_sync`
+#
+# If a shard does not fit in memory, cut it into *microbatches* and let their gradients add up locally before the ranks
+# talk. Nothing needs to travel before the last one. `no_sync` says so:
+
+# %%
+if rank == 0:
+    show_source(DistributedDataParallel.no_sync)
+
+SMALL = {"bucket_bytes": 32 * 1024, "first_bucket_bytes": 8 * 1024}
+
+
+def microbatches(r):
+    """Rank r's shard, one sample at a time."""
+    return [batches.batch(0, [sample]) for sample in range(r * SHARD, (r + 1) * SHARD)]
+
+
+def accumulated():
+    """One synchronized step over all microbatches of this rank; (gradients, bytes sent)."""
+    model = GPT(shape, dtype="float64")
+    ddp = DistributedDataParallel(model, comm, "ordered", **SMALL)
+    comm.traffic.reset()
+    *firsts, last = microbatches(rank)
+    with ddp.no_sync():
+        for inputs, targets in firsts:
+            backward(model, inputs, targets, N)
+    assert comm.traffic.bytes() == 0
+    backward(model, *last, N)
+    ddp.synchronize()
+    once = sum(wire_bytes("all_reduce", "ordered", bucket.size, 8, p, rank) for bucket in ddp.buckets)
+    assert comm.traffic.bytes("all_reduce") == once
+    return ddp.buffers.gradients, once
+
+
+def one_replica(r):
+    for inputs, targets in microbatches(r):
+        backward(model, inputs, targets, N)
+
+
+result, once = accumulated()
+model, buffers = fresh()
+accumulate_replicas(buffers, range(p), one_replica)
+assert same_bits(result, buffers.gradients)
+say(f"{SHARD} microbatches on {p} ranks = 1 device, bit for bit; {once:,} bytes sent, once per step")
+
+# %% [markdown]
+# What happens without `no_sync`? Each backward pass sends everything, so the bytes double. And here the gradient is
+# *wrong*: after the first all-reduce the buffer holds the global sum $G_1$; the second adds the local $g_2$ and reduces
+# the lot, which gives $p\,G_1 + G_2$. (PyTorch averages over ranks instead of summing, so there the same mistake costs
+# only bytes: $\frac1p(p\,G_1 + G_2^{\text{sum}})$ is right.)
+
+# %%
+model = GPT(shape, dtype="float64")
+ddp = DistributedDataParallel(model, comm, "ordered", **SMALL)
+comm.traffic.reset()
+for inputs, targets in microbatches(rank):
+    backward(model, inputs, targets, N)
+    ddp.synchronize()
+twice = comm.traffic.bytes("all_reduce")
+wrong = relative_difference(ddp.buffers.gradients, buffers.gradients)
+assert twice == SHARD * once
+if p > 1:
+    assert wrong > 0.1
+    say(f"caught: {twice:,} bytes instead of {once:,}, and the gradient is off by {wrong:.0%}")
+
+# %%
+naive_bytes = wire_bytes("all_reduce", "ring", Psi, 8, p, rank)
+if rank == 0:
+    bars = [
+        {"op": "one all-reduce", "bytes": naive_sent, "expected": naive_bytes},
+        {"op": f"{len(ddp.buckets)} buckets, {SHARD} microbatches, no_sync", "bytes": once, "expected": once},
+        {"op": "the same without no_sync", "bytes": twice, "expected": once},
+    ]
+    show(plot_bytes(bars), "03_bytes")
+
+# %% [markdown]
+# ## 3.6 Ranks with unequal counts
+#
+# Padding, documents of different length, a last batch that is not full: often the ranks do not hold equally many
+# targets. (minipar marks a target that does not count with -100, as PyTorch does.) Rank $r$ has $n_r$ of them, and the
+# sum of their losses is $s_r$. Then
+#
+# $$\frac{\sum_r s_r}{\sum_r n_r} \;\neq\; \frac1p \sum_r \frac{s_r}{n_r} \text{ unless all } n_r \text{ are equal.}$$
+#
+# The mean of means gives a token on a rank with few of them more weight than a token on a rank with many. The remedy is
+# to divide by the global count, for the price of one integer on the wire:
+
+# %%
+from minipar.parallel import global_token_count
+
+if rank == 0:
+    show_source(global_token_count)
+
+
+def unequal(r):
+    """Rank r's shard, of which only the first SHARD*T/(r+1) targets count."""
+    inputs, targets = shard(r)
+    flat = targets.copy().reshape(-1)
+    flat[SHARD * T // (r + 1) :] = -100
+    return inputs, flat.reshape(targets.shape)
+
+
+inputs, targets = unequal(rank)
+mine = int((targets != -100).sum())
+count = global_token_count(comm, targets)
+assert count == sum(SHARD * T // (r + 1) for r in range(p))
+
+everything = [np.concatenate(parts) for parts in zip(*(unequal(r) for r in range(p)), strict=True)]
+truth = gradient(*everything, count)  # one device, the whole batch at once
+
+right = comm.all_reduce(gradient(inputs, targets, count), algorithm="ordered")
+means = comm.all_reduce(gradient(inputs, targets, mine), algorithm="ordered") / p
+
+assert relative_difference(right, truth) < 1e-14
+say(f"targets per rank: {[SHARD * T // (r + 1) for r in range(p)]}, together {count}")
+say(f"sum of losses / global count: relative difference from one device {relative_difference(right, truth):.1e}")
+say(f"mean of the ranks' means:     relative difference from one device {relative_difference(means, truth):.2f}")
+
+# %% [markdown]
+# The wrong version trains. Its loss falls, its curve looks like a loss curve. It just minimizes something else. The
+# same mistake over *microbatches* stood in widely used trainers until October 2024, when its effect on fine-tuning with
+# padded batches was noticed.
+#
+# ## 3.7 The real trainer
+#
+# `minipar.train` is the command-line trainer; a script can use its parts. The configuration is parsed from the same
+# flags. `Trainer` runs the same code for one device and for many; only the mesh differs. We train in float64 with
+# `--reduction ordered`, and then let `verify` train the same steps on one device and compare every parameter, every
+# loss and every gradient norm.
+
+# %%
+from minipar.comm import DeviceMesh
+from minipar.train.config import parse, resolve
+from minipar.train.trainer import Trainer
+from minipar.train.verify import verify
+
+if rank == 0:
+    show_source(Trainer.step, Trainer._backward_replica)
+
+BATCH = p * max(1, 8 // p)  # about 8 samples, whatever p is
+FLAGS = f"--layers 2 --hidden 64 --heads 4 --seq-len 32 --global-batch {BATCH}"
+FLAGS = f"{FLAGS} --seed 3 --lr 3e-3 --dtype float64".split()
+
+
+def train(*flags, steps=30, kind=Trainer):
+    """Train with these flags on all ranks: (trainer, what each step reported)."""
+    config = resolve(parse([*FLAGS, "--steps", str(steps), *flags], rank), p)
+    trainer = kind(config, DeviceMesh(comm, dp=p), tokens)
+    return trainer, list(trainer.train())
+
+
+trainer, steps = train("--reduction", "ordered")
+verdict = verify(trainer, steps, tokens)
+assert verdict.passed
+say(verdict.line)
+
+# %% [markdown]
+# With `ring` the sums have another order. The ranks still hold the same bits as one another, and stay within the stated
+# bound of one device. (`show_source(minipar.train.verify.bound)` says where the bound comes from.)
+
+# %%
+ring_trainer, ring_steps = train("--reduction", "ring", steps=5)
+verdict = verify(ring_trainer, ring_steps, tokens)
+assert verdict.passed
+say(verdict.line)
+
+# %%
+from dataclasses import asdict
+
+frequency = np.bincount(tokens.ids, minlength=256) / len(tokens.ids)
+entropy = float(-sum(f * np.log(f) for f in frequency if f > 0))
+if rank == 0:
+    runs = {f"{p} ranks": [asdict(step) for step in steps]}
+    show(plot_loss(runs, entropy, "entropy of single bytes"), "03_loss")
+assert steps[-1].loss < steps[0].loss - 1
+say(
+    f"loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f} nats per byte in {len(steps)} steps (ln 256 = {np.log(256):.3f})"
+)
+
+# %% [markdown]
+# (We chose seed 3 for a quiet picture. Of seeds 0 to 4, two have a spike of one step, to 6.0 and to 5.2 nats, with a
+# batch of 8 samples. One device takes the same batch and has the same spike.)
+#
+# ### The timeline of the real run
+#
+# The `cpu` clock advances by each rank's own CPU time between communication calls, and messages carry their sender's
+# clock. So it shows what `p` devices of this speed would do, although they share a few cores here. Two steps, on the
+# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short beside the noise of
+# computation; most of the hatching is ranks waiting for a slower one, which no bucket can hide.
+
+# %%
+import tempfile
+from pathlib import Path
+
+from minipar.comm import Communicator, save_chrome_trace, start_trace
+
+timed = Communicator(comm.transport, clock="cpu", network=NETWORK)
+config = resolve(parse([*FLAGS, "--steps", "4"], rank), p)
+timed_trainer = Trainer(config, DeviceMesh(timed, dp=p), tokens)
+timed_trainer.step(0)  # the first step allocates
+start_trace(timed)
+for step in (1, 2):
+    timed_trainer.step(step)
+with tempfile.TemporaryDirectory() as folder:
+    path = str(Path(folder) / "trace.json")
+    save_chrome_trace(path, timed)
+    if rank == 0:
+        figure = plot_timeline(read_trace(path))
+        figure.axes[0].set_title("two steps of the real trainer", loc="left", fontsize=10)
+        show(figure, "03_timeline")
+
+# %% [markdown]
+# ### Strong and weak scaling
+#
+# *Strong scaling* keeps the global batch and adds ranks. If one device computes for $C$ seconds per step,
+#
+# $$T(p) \;\ge\; \frac{C}{p} + \text{what is not hidden of } 2(p-1)\left(\alpha + \frac{n}{p}\beta\right).$$
+#
+# The first term falls as $1/p$. The second does not fall at all: its bytes tend to $2n$, its latency grows with $p$. So
+# efficiency $C / (p\,T(p))$ must fall, and the batch per rank runs out in the end. *Weak scaling* keeps the batch per
+# rank and lets the global batch grow. Then computation stays, and data parallelism scales until the batch is larger
+# than training can use (McCandlish et al. 2018, arXiv 1812.06162). Naive all-reduce on the cluster of 3.4, a global
+# batch of 64 samples:
+
+# %%
+if rank == 0:
+    C, n = 3 * big.forward_flops(batch=64, length=64) / SPEED, 4 * big_psi
+    say("ranks  computation  all-reduce  efficiency, nothing hidden  at best (all hidden behind backward)")
+    for q in (1, 2, 4, 8, 16, 32, 64):
+        compute, reduce = C / q, 2 * (q - 1) * NETWORK.seconds(n / q)
+        best = compute / 3 + max(compute * 2 / 3, reduce)
+        efficiency = f"{C / q / (compute + reduce):>14.0%} {C / q / best:>22.0%}"
+        say(f"{q:>5}  {compute * 1e3:>8.2f} ms {reduce * 1e3:>8.2f} ms {efficiency}")
+
+# %% [markdown]
+# ## 3.8 Exercises: break it, and see what notices
+#
+# Four mistakes, all of them found in real code. Each is made here on purpose and run. We look with four instruments:
+#
+# - **loss**: is the last loss visibly different, by more than 5 %, from the correct run?
+# - **ranks**: do all ranks hold the same parameters?
+# - **bytes**: do the counted bytes equal the formula?
+# - **verify**: does one device get the same parameters, losses and gradient norms?
+#
+# Before you read on: which instrument catches which mistake?
+#
+# 1. **Drop one bucket.** Its gradients are never synchronized.
+#
+# 2. **Divide by the wrong count.** Each rank divides by its own count, then the sum is taken: $p$ times too large.
+#
+# 3. **All-reduce weights instead of gradients.** Each rank steps on its own gradient, then weights are averaged.
+#
+# 4. **Average the ranks' means** with unequal counts (3.6).
+
+
+# %%
+class DropsABucket(DistributedDataParallel):
+    """Mistake 1: the first bucket is not sent."""
+
+    def _start(self, bucket):
+        if bucket is self.buckets[0]:
+            self._works.append(self.comm.all_reduce(np.zeros(0), async_op=True))
+        else:
+            super()._start(bucket)
+
+
+class LocalCount(DistributedDataParallel):
+    """Mistake 2: as if each rank had divided its summed loss by its own count, N/p, and not by N."""
+
+    def synchronize(self):
+        super().synchronize()
+        self.buffers.gradients *= self.comm.size
+
+
+class KeepsGradients(DistributedDataParallel):
+    """For mistake 3: gradients stay where they are."""
+
+    def _on_gradient(self, leaf):
+        pass
+
+    def synchronize(self):
+        self.buffers.complete(self.buffers.members)
+
+
+FOUR_BUCKETS = {"bucket_bytes": 256 * 1024, "first_bucket_bytes": 128 * 1024}
+
+
+def with_ddp(ddp_class):
+    """A Trainer that uses `ddp_class`, with a few buckets."""
+
+    class Broken(Trainer):
+        def __init__(self, config, mesh, tokens):
+            super().__init__(config, mesh, tokens)
+            self.ddp.detach()
+            self.ddp = ddp_class(self.model, mesh.dp, config.run.reduction, **FOUR_BUCKETS)
+
+    return Broken
+
+
+class AveragesWeights(with_ddp(KeepsGradients)):
+    """Mistake 3."""
+
+    def step(self, step):
+        result = super().step(step)
+        for bucket in self.ddp.buckets:
+            weights = self.ddp.buffers.parameters[bucket.start : bucket.stop]
+            self.mesh.dp.all_reduce(weights, algorithm="ordered")
+            weights /= self.mesh.dp.size
+        return result
+
+
+# %% [markdown]
+# Trained for 5 steps each, beside the correct trainer with the same small buckets.
+
+# %%
+from minipar.train import verify as checks
+
+STEPS = 5
+
+
+def examine(name, kind):
+    """Train, then read the four instruments; the same answer on every rank."""
+    comm.traffic.reset()
+    trainer, run = train("--reduction", "ordered", steps=STEPS, kind=kind)
+    sent = comm.traffic.bytes("all_reduce", "dp")
+    per_step = sum(wire_bytes("all_reduce", "ordered", b.size, 8, p, rank) for b in trainer.ddp.buckets)
+    per_step += wire_bytes("all_reduce", "ordered", 1, 8, p, rank)  # the loss
+    seen = {
+        "loss": abs(run[-1].loss / correct - 1) > 0.05,
+        "ranks": not checks.same_on_all_ranks(trainer, comm),
+        "bytes": not everywhere(sent == STEPS * per_step),
+    }
+    verdict = verify(trainer, run, tokens)
+    seen["verify"] = not verdict.passed
+    eyes = "  ".join(f"{eye} {'CAUGHT' if caught else '-':<6}" for eye, caught in seen.items())
+    say(f"{name:<28} loss {run[-1].loss:.4f} after {STEPS} steps   {eyes}")
+    return seen, verdict.line
+
+
+correct = steps[STEPS - 1].loss  # of the right run, in 3.7
+fine, _ = examine("nothing broken", with_ddp(DistributedDataParallel))
+assert not any(fine.values())
+
+lines = {}
+for name, kind, catching in (
+    ("1. one bucket not sent", with_ddp(DropsABucket), {"ranks", "bytes", "verify"}),
+    ("2. divided by local count", with_ddp(LocalCount), {"verify"}),
+    ("3. weights, not gradients", AveragesWeights, {"verify"}),
+):
+    seen, lines[name] = examine(name, kind)
+    if p > 1:  # with one rank there is nothing to forget
+        assert catching <= {eye for eye, caught in seen.items() if caught}, (name, seen)
+
+for name, line in lines.items():
+    say(f"\n{name}\n  {'caught: ' if 'FAILED' in line else ''}{line}")
+
+# %% [markdown]
+# Three lessons.
+#
+# **The loss curve is a poor witness.** All of these runs learn.
+#
+# **Mistake 2 is nearly invisible to AdamW.** It divides each gradient by the root of its own running square, so a
+# constant factor cancels: the parameters move as they should, up to `eps`. Only the gradient *norm*, which `verify`
+# compares too, is $p$ times too large. The mistake shows when clipping is turned on, or with SGD.
+#
+# **Mistake 3 would be right with SGD.** For $\theta \leftarrow \theta - \eta\, g$ the average of the updated weights is
+# the update with the averaged gradient. AdamW is not linear in $g$: the mean of $g_r/\sqrt{v_r}$ is not
+# $\bar g/\sqrt{\bar v}$. Replicas agree, the bytes are right, the loss falls; only the comparison with one device
+# objects.
+#
+# Mistake 4 needs unequal counts to exist at all:
+
+# %%
+equal_truth = gradient(*batches.batch(0, range(p * SHARD)), N)
+equal_means = comm.all_reduce(gradient(*shard(rank), SHARD * T), algorithm="ordered") / p
+equal_difference, unequal_difference = relative_difference(equal_means, equal_truth), relative_difference(means, truth)
+assert equal_difference < 1e-14
+assert same_on_all_ranks(means)
+say(f"4. mean of means, equal counts:   {equal_difference:.1e} from one device: nothing to see")
+if p > 1:
+    assert unequal_difference > 0.01
+    say(f"4. mean of means, unequal counts: {unequal_difference:.2f} from one device")
+    say("caught: by the comparison with one device, and only because the test used unequal counts")
+
+# %% [markdown]
+# ### For you
+#
+# 1. In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete, whatever came
+# before. For this GPT nothing breaks. Which kind of model would break it, and what would you see: an error, a hang, or
+# wrong numbers?
+#
+# 2. In the picture of 3.4, which two parameters make the tail, and how would you shorten it?
+#
+# 3. Every rank holds all $\Psi$ parameters, all gradients, both AdamW moments, and after the all-reduce every rank
+# takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done
+# *between* the two, so that each rank keeps only $1/p$ of the optimizer's state, for the same bytes? (That is ZeRO
+# stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
+
+# %% tags=["active-ipynb"]
+# %autopx
+
+# %% tags=["active-ipynb"]
+# # Back in one process: stop the eight.
+# cluster.stop_cluster_sync()
