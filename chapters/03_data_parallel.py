@@ -403,8 +403,9 @@ def simulate(comm, bucket_sizes, trace=False):
 
 # %% [markdown]
 # First the naive step, then a step with buckets of 128 KiB, in one picture. `run_local` runs the 8 simulated ranks as
-# threads of rank 0's process, so this picture is the same whatever `mpirun -n` says. Hatching says that an all-reduce
-# is waiting for a message; on this clock that is the time which its messages take on the wire.
+# threads of rank 0's process, so this picture is the same whatever `mpirun -n` says. An all-reduce takes the time that
+# its messages spend on the wire; it would be hatched where it waits for a rank that has not sent yet, but here all
+# ranks compute at the same speed.
 
 # %%
 COMPUTATION = 3 * FORWARD / SPEED
@@ -647,7 +648,7 @@ say(
 # The `cpu` clock advances by each rank's own CPU time between communication calls, and messages carry their sender's
 # clock. So it shows what `p` devices of this speed would do, although they share a few cores here. Two steps, on the
 # network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short beside the noise of
-# computation; most of the hatching is ranks waiting for a slower one, which no bucket can hide.
+# computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
 
 # %%
 import tempfile
@@ -719,9 +720,7 @@ class DropsABucket(DistributedDataParallel):
     """Mistake 1: the first bucket is not sent."""
 
     def _start(self, bucket):
-        if bucket is self.buckets[0]:
-            self._works.append(self.comm.all_reduce(np.zeros(0), async_op=True))
-        else:
+        if bucket is not self.buckets[0]:
             super()._start(bucket)
 
 

@@ -104,9 +104,7 @@ class ForgottenBucket(DistributedDataParallel):
         super().__init__(*args, **kwargs, bucket_bytes=2000, first_bucket_bytes=2000)
 
     def _start(self, bucket):
-        if bucket is self.buckets[1] and self.comm.size > 1:
-            self._works.append(self.comm.all_reduce(np.zeros(0), async_op=True))
-        else:
+        if self.comm.size == 1 or bucket is not self.buckets[1]:
             super()._start(bucket)
 
 

@@ -21,7 +21,11 @@ from minipar.errors import UsageError
 
 @dataclass(frozen=True)
 class Network:
-    """A message of n bytes takes alpha + beta*n seconds. Messages do not slow one another down."""
+    """A message of n bytes takes alpha + beta*n seconds.
+
+    The messages that one operation sends leave a rank one after the other; those of different operations and ranks do
+    not slow one another down.
+    """
 
     alpha: float = 0.0  # seconds per message
     beta: float = 0.0  # seconds per byte

@@ -50,6 +50,9 @@ def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace
     from minipar.comm.mpi import MPI, abort
 
     text = "".join(traceback.format_exception(kind, error, trace))
+    if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
+        sys.stderr.write(text)
+        return
     sys.stderr.write(f"rank {MPI.COMM_WORLD.Get_rank()}:\n{text}")
     abort(1)
 

@@ -97,23 +97,23 @@ class WatchedLink(Link):
         super().__init__(comm, op, algorithm, tag, number)
         self.called = self.started = self.time = comm.clock.now()
         self.port = 0.0  # when the last message sent has left
-        self.waited = 0.0  # seconds in which this operation could not go on for want of a message
+        self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
         self.nbytes = 0  # sent
 
     def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
         clock, tracer = self.comm.clock, self.comm.tracer
-        now = self.time if clock.logical else clock.now()
+        leaves = self.time if clock.logical else clock.now()
         self.nbytes += array.nbytes
         header = None
         stamp = None
         if clock.logical:
-            leaves = max(now, self.port)
+            leaves = max(leaves, self.port)
             self.port = leaves + self.comm.network.seconds(array.nbytes)
             stamp = np.array([leaves])
             header = self.transport.isend(stamp, dest, self.tag + step, self)
         payload = super().isend(array, dest, step)
         if tracer.enabled:
-            tracer.arrow_out(self, self._arrow(self.rank, dest, step), now)
+            tracer.arrow_out(self, self._arrow(self.rank, dest, step), leaves)
         return Stamped(payload, array.nbytes, "", header, stamp)
 
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
@@ -141,14 +141,15 @@ class WatchedLink(Link):
     def settle(self, requests: Iterable[Any]) -> None:
         """These requests are done: move the stream's clock to the last arrival, and end their arrows there."""
         clock, tracer = self.comm.clock, self.comm.tracer
-        before = self.time
-        if not clock.logical:
-            self.time = clock.now()
         incoming = [request for request in requests if request.arrow]
         if clock.logical:
             for request in incoming:
-                self.time = max(self.time, float(request.stamp[0]) + self.comm.network.seconds(request.nbytes))
-        self.waited += self.time - before
+                sent = float(request.stamp[0])
+                self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
+                self.time = max(self.time, sent + self.comm.network.seconds(request.nbytes))
+        else:
+            before, self.time = self.time, clock.now()
+            self.waited += self.time - before
         if tracer.enabled:
             for request in incoming:
                 tracer.arrow_in(self, request.arrow)

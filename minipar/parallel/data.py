@@ -107,6 +107,7 @@ class DistributedDataParallel:
 
     def _reset(self) -> None:
         self._works = []
+        self._started = 0  # buckets whose all-reduce is under way: always the first ones
         self._waiting = [set(self._leaves(bucket)) for bucket in self.buckets]
 
     @contextmanager
@@ -125,8 +126,9 @@ class DistributedDataParallel:
             return
         self._waiting[self._bucket_of[leaf]].discard(leaf)
         # Buckets start strictly in order, so that all ranks issue the same collectives in the same order.
-        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
-            self._start(self.buckets[len(self._works)])
+        while self._started < len(self.buckets) and not self._waiting[self._started]:
+            self._start(self.buckets[self._started])
+            self._started += 1
         self.comm.progress()  # moves the buckets under way while backward goes on computing
 
     def _start(self, bucket: Bucket) -> None:
@@ -138,7 +140,7 @@ class DistributedDataParallel:
         """Start what backward has not started (parameters the loss did not use count as zero), then wait for all
         buckets.
         """
-        for bucket in self.buckets[len(self._works) :]:
+        for bucket in self.buckets[self._started :]:
             self._start(bucket)
         for work in self._works:
             work.wait()
