@@ -330,9 +330,12 @@ class Communicator:
             if isinstance(link, WatchedLink):
                 self.clock.resume(link.called)
             return work
-        self.engine.drive(steps)
         if isinstance(link, WatchedLink):
+            self.engine.drive(steps)
             self.clock.resume(max(link.called, link.time))
+        else:
+            link.alone = not self.engine.streams
+            self.engine.drive(steps)
         return result
 
     def _control(self, make: Callable[[Link], Steps]) -> None:

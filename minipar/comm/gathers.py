@@ -25,7 +25,7 @@ def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None, fir
     for step in range(p - 1):
         sent = x[start:stop]
         start, stop = bounds[(r - step - 1) % p]
-        yield link.irecv(x[start:stop], left, first_step + step), link.isend(sent, right, first_step + step)
+        yield link.exchange(sent, right, x[start:stop], left, first_step + step)
 
 
 def pairwise_all_gather(link: Link, x: np.ndarray, first_step: int = 0) -> Steps:
@@ -55,7 +55,7 @@ def gather_places(link: Link, x: np.ndarray, first_step: int) -> Steps:
         other = first ^ distance
         sent = x[bounds[first][0] : bounds[first + distance - 1][1]]
         received = x[bounds[other][0] : bounds[other + distance - 1][1]]
-        yield link.irecv(received, partner, step), link.isend(sent, partner, step)
+        yield link.exchange(sent, partner, received, partner, step)
         distance *= 2
         step += 1
 
@@ -108,7 +108,7 @@ def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
         dest, source = (r + step + 1) % p, (r - step - 1) % p
         start, stop = bounds[dest]
         received = out[source * own : (source + 1) * own]
-        yield link.irecv(received, source, step), link.isend(x[start:stop], dest, step)
+        yield link.exchange(x[start:stop], dest, received, source, step)
 
 
 def dissemination_barrier(link: Link) -> Steps:
@@ -117,7 +117,7 @@ def dissemination_barrier(link: Link) -> Steps:
     nothing = link.scratch(0, np.dtype(np.uint8))
     step = 0
     while (distance := 1 << step) < p:
-        yield link.irecv(nothing, (r - distance) % p, step), link.isend(nothing, (r + distance) % p, step)
+        yield link.exchange(nothing, (r + distance) % p, nothing, (r - distance) % p, step)
         step += 1
 
 

@@ -23,7 +23,7 @@ Steps = Generator[Iterable[Request], None, None]
 class Link:
     """The messages of one operation on one communicator."""
 
-    __slots__ = ("algorithm", "comm", "count", "number", "op", "rank", "size", "tag", "transport")
+    __slots__ = ("algorithm", "alone", "comm", "count", "number", "op", "rank", "size", "tag", "transport")
 
     def __init__(self, comm: Communicator, op: str, algorithm: str, tag: int, number: int) -> None:
         self.comm = comm
@@ -35,6 +35,7 @@ class Link:
         self.size = comm.size
         self.transport: Transport = comm.transport
         self.count = comm.traffic.counter(op, comm.axis)
+        self.alone = False  # a blocking call, and no other work of this rank is under way
 
     def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
         """Start to send to a rank of the group; counted."""
@@ -46,6 +47,22 @@ class Link:
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
         """Start to receive from a rank of the group."""
         return self.transport.irecv(array, source, self.tag + step, self)
+
+    def exchange(
+        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, step: int
+    ) -> tuple[Request, ...]:
+        """`isend` and `irecv` together: what most steps of most algorithms are. Returns what is still to be done.
+
+        When the rank has nothing else to do the transport may linger here: waiting in one short loop instead of through
+        generator and engine halves the time of a small all-reduce.
+        """
+        if self.alone:
+            count = self.count
+            count[0] += 1
+            count[1] += sent.nbytes
+            return self.transport.exchange(sent, dest, received, source, self.tag + step, self)
+        outgoing = self.isend(sent, dest, step)
+        return self.irecv(received, source, step), outgoing
 
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Room for `count` elements, reused by the next operation on this communicator."""

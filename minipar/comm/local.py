@@ -164,6 +164,12 @@ class LocalTransport:
         self.world.post((self.name, self.ranks[source], me, tag), message)
         return message
 
+    def exchange(
+        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, tag: int, owner: Owner
+    ) -> tuple[Request, ...]:
+        outgoing = self.isend(sent, dest, tag, owner)
+        return self.irecv(received, source, tag, owner), outgoing
+
     def pause(self, attempt: int, waiting_for: Waitable) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)
 

@@ -95,25 +95,25 @@ class _Receive:
             if not self.handle.Test(STATUS):
                 return False
         except MPI.Exception as error:
-            raise self._failure(error) from None
-        return self._check()
+            raise self.failure(error) from None
+        return self.check()
 
     def linger(self) -> bool:
         try:
             if not _linger(self.handle.Test, STATUS):
                 return False
         except MPI.Exception as error:
-            raise self._failure(error) from None
-        return self._check()
+            raise self.failure(error) from None
+        return self.check()
 
-    def _check(self) -> bool:
+    def check(self) -> bool:
         arrived = STATUS.Get_count(BYTE)
         if arrived != self.nbytes:
             raise self._wrong_size(str(arrived))
         self.done = True
         return True
 
-    def _failure(self, error: MPI.Exception) -> CommunicationError:
+    def failure(self, error: MPI.Exception) -> CommunicationError:
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return self._wrong_size("more")
         return CommunicationError(f"{self.describe()}: {error}")
@@ -164,6 +164,26 @@ class MPITransport:
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
         nbytes = array.nbytes
         return _Receive(self._irecv([array, nbytes, BYTE], source, tag), nbytes, source, tag, owner)
+
+    def exchange(
+        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, tag: int, owner: Owner
+    ) -> tuple[Request, ...]:
+        # The sending half first, so that it travels while the other is posted. Then the loop of `_linger`, written out.
+        nbytes = received.nbytes
+        outgoing = self._isend([sent, sent.nbytes, BYTE], dest, tag)
+        incoming = self._irecv([received, nbytes, BYTE], source, tag)
+        test, sched_yield = incoming.Test, os.sched_yield
+        try:
+            for _ in range(YIELD_TESTS):
+                if test(STATUS):
+                    if STATUS.Get_count(BYTE) != nbytes:
+                        _Receive(incoming, nbytes, source, tag, owner).check()
+                    return () if outgoing.Test() else (_Send(outgoing, sent.nbytes, dest, tag, owner),)
+                sched_yield()
+        except MPI.Exception as error:
+            raise _Receive(incoming, nbytes, source, tag, owner).failure(error) from None
+        send = _Send(outgoing, sent.nbytes, dest, tag, owner)
+        return _Receive(incoming, nbytes, source, tag, owner), send
 
     def pause(self, attempt: int, waiting_for: Waitable) -> None:
         if attempt < YIELD_TESTS:

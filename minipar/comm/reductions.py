@@ -38,7 +38,7 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     for step in range(p - 1):
         start, stop = bounds[(r - step - 2) % p]
         received = incoming[: stop - start]
-        yield link.irecv(received, left, step), link.isend(travelling, right, step)
+        yield link.exchange(travelling, right, received, left, step)
         travelling = out if step == p - 2 else received
         combine(received, x[start:stop], out=travelling)
         incoming, outgoing = outgoing, incoming
@@ -73,8 +73,7 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     step, distance = 2, 1
     while distance < q:
         partner = at_place(place ^ distance, extras)
-        sent = link.isend(x, partner, step)  # first, so that it travels while the receive is posted
-        yield link.irecv(received, partner, step), sent
+        yield link.exchange(x, partner, received, partner, step)
         combine(x, received, out=x)
         distance *= 2
         step += 1
@@ -106,7 +105,7 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
         mine, theirs = (low, high) if place < middle else (high, low)
         kept = x[bounds[mine[0]][0] : bounds[mine[1] - 1][1]]
         sent = x[bounds[theirs[0]][0] : bounds[theirs[1] - 1][1]]
-        yield link.irecv(received[: kept.size], partner, step), link.isend(sent, partner, step)
+        yield link.exchange(sent, partner, received[: kept.size], partner, step)
         combine(kept, received[: kept.size], out=kept)
         first, last = mine
         step += 1

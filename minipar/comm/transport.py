@@ -59,6 +59,11 @@ class Transport(Protocol):
         Messages between the same two ranks with the same tag arrive in the order they were sent.
         """
 
+    def exchange(
+        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, tag: int, owner: Owner
+    ) -> tuple[Request, ...]:
+        """isend and irecv in one call, which may wait a moment for both; the requests that are not done by then."""
+
     def pause(self, attempt: int, waiting_for: Waitable) -> None:
         """Let others run: called between two tests, the `attempt`-th time in a row without success."""
 
