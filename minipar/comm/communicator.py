@@ -1,4 +1,4 @@
-"""Communicator: a rank's place in a group, and what the group can do together."""
+"""Communicator: what the ranks of a group can do together."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from minipar import backend
 from minipar.backend import Array
 from minipar.comm import gathers, reductions
 from minipar.comm.chunks import chunk_bounds
-from minipar.comm.clock import Clock, Network, make_clock
-from minipar.comm.engine import Engine, Finished, Stream, Work, then
-from minipar.comm.link import Link, Steps, WatchedLink
+from minipar.comm.engine import Finished
+from minipar.comm.group import USER_TAGS, Group, Result, assign, copy_back, nothing
+from minipar.comm.link import Steps
 from minipar.comm.messages import Message
 from minipar.comm.selection import choose
-from minipar.comm.trace import Tracer
-from minipar.comm.traffic import Traffic
-from minipar.comm.transport import Transport
 from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
@@ -40,15 +36,8 @@ ALL_GATHER = {
     "pairwise": gathers.pairwise_all_gather,
 }
 
-# Tags. The user's are 0..USER_TAGS-1. Each operation takes a run of tags of its own, one per step; after TAGS of them
-# the numbers come round again, long after the messages that used them have arrived.
-USER_TAGS = 1 << 16
-TAGS = 1 << 20
 
-Result = Any  # the array, or with async_op the Work whose wait() returns it
-
-
-class Communicator:
+class Communicator(Group):
     """The ranks of one mesh axis (or of the whole world), seen from one of them.
 
     rank, size       this rank and their number, inside the group
@@ -60,44 +49,6 @@ class Communicator:
     on contiguous arrays of any dtype that NumPy can add, on the host; arrays of another module are staged through
     host memory. With `async_op=True` they return a Work at once; its arrays must be left alone until `work.wait()`.
     """
-
-    def __init__(
-        self,
-        transport: Transport,
-        axis: str = "world",
-        *,
-        clock: str | Clock | None = None,
-        network: Network | None = None,
-        parent: Communicator | None = None,
-        ranks: list[int] | None = None,
-        name: str = "world",
-    ) -> None:
-        self.transport = transport
-        self.rank = transport.rank
-        self.size = transport.size
-        self.axis = axis
-        self.name = name  # the same on every member, and no other group's
-        self.ranks = list(range(self.size)) if ranks is None else ranks
-        if parent is None:
-            self.engine = Engine(transport)
-            self.clock: Clock = make_clock(clock)
-            self.network = network or Network()
-            self.traffic = Traffic()
-            self.tracer = Tracer(self.clock)
-        else:
-            self.engine = parent.engine
-            self.clock = parent.clock
-            self.network = parent.network
-            self.traffic = parent.traffic
-            self.tracer = parent.tracer
-        self.stream_time = 0.0  # when the last operation here ended, on a logical clock
-        self.message_numbers: dict[tuple[int, int, int], int] = {}  # for the arrows of a trace
-        self._stream = Stream(self.engine)
-        self._operations = 0
-        self._steps_per_operation = 2 * self.size + 8
-        self._splits = 0
-        self._room = np.empty(0, np.uint8)
-        self._scratch: dict[tuple[int, np.dtype], np.ndarray] = {}
 
     # -- two verbs ------------------------------------------------------------------------------------------------
 
@@ -140,7 +91,7 @@ class Communicator:
         else:
             steps = ALL_REDUCE[algorithm](link, flat, combine)
         if type(x) is not np.ndarray:
-            steps = _copy_back(steps, flat, x)
+            steps = copy_back(steps, flat, x)
         return self._run(link, steps, x, async_op)
 
     def reduce_scatter(
@@ -158,12 +109,12 @@ class Communicator:
         out, host_out = self._output("reduce_scatter", x, out, stop - start)
         link = self._link("reduce_scatter", algorithm)
         if self.size == 1:
-            steps = _assign(host_out, flat)
+            steps = assign(host_out, flat)
         elif algorithm == "mpi":
             steps = self._native(link, flat, host_out, [b - a for a, b in bounds], op)
         else:
             steps = REDUCE_SCATTER[algorithm](link, flat, host_out, combine)
-        return self._run(link, _copy_back(steps, host_out, out), out, async_op)
+        return self._run(link, copy_back(steps, host_out, out), out, async_op)
 
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
@@ -189,12 +140,12 @@ class Communicator:
         link = self._link("all_gather", algorithm)
         steps: Steps
         if self.size == 1:
-            steps = _nothing()
+            steps = nothing()
         elif algorithm == "mpi":
             steps = self._native(link, host_out, [b - a for a, b in bounds])
         else:
             steps = ALL_GATHER[algorithm](link, host_out)
-        return self._run(link, _copy_back(steps, host_out, out), out, async_op)
+        return self._run(link, copy_back(steps, host_out, out), out, async_op)
 
     def all_to_all(self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False) -> Result:
         """Chunk j of x goes to rank j; out holds in rank order what each rank sent here: p chunks of this rank's size.
@@ -208,12 +159,12 @@ class Communicator:
         out, host_out = self._output("all_to_all", x, out, self.size * own)
         link = self._link("all_to_all", algorithm)
         if self.size == 1:
-            steps = _assign(host_out, flat)
+            steps = assign(host_out, flat)
         elif algorithm == "mpi":
             steps = self._native(link, flat, [b - a for a, b in bounds], host_out, own)
         else:
             steps = gathers.pairwise_all_to_all(link, flat, host_out)
-        return self._run(link, _copy_back(steps, host_out, out), out, async_op)
+        return self._run(link, copy_back(steps, host_out, out), out, async_op)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
         """x of `root` to every rank, in place. Sent: up to lg p times n bytes by the root, n(p-1) in all."""
@@ -228,7 +179,7 @@ class Communicator:
             steps = self._native(link, flat, root)
         else:
             steps = gathers.binomial_broadcast(link, flat, root)
-        return self._run(link, _copy_back(steps, flat, x), x, async_op)
+        return self._run(link, copy_back(steps, flat, x), x, async_op)
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has come here. ceil(lg p) empty messages."""
@@ -281,122 +232,8 @@ class Communicator:
         ranks = [self.ranks[rank] for rank in members]
         return Communicator(self.transport.group(members, name), axis, parent=self, ranks=ranks, name=name)
 
-    def progress(self) -> None:
-        """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
-        if self.engine.streams:
-            now = self.clock.now()
-            self.engine.progress()
-            self.clock.resume(now)
-
-    def abort(self, code: int = 1) -> None:
-        """End every rank of the job now."""
-        self.transport.abort(code)
-
-    # -- machinery ------------------------------------------------------------------------------------------------
-
-    def title(self) -> str:
-        """This rank, for error messages."""
-        if self.axis == "world":
-            return f"rank {self.rank}"
-        return f"rank {self.rank} of axis {self.axis} (world rank {self.ranks[self.rank]})"
-
-    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Room for `count` elements. There is one such room: operations on a communicator run one after the other."""
-        key = (count, dtype)
-        found = self._scratch.get(key)
-        if found is None:
-            nbytes = count * dtype.itemsize
-            if nbytes > self._room.nbytes or len(self._scratch) >= 64:
-                self._room = np.empty(max(nbytes, self._room.nbytes), np.uint8)
-                self._scratch.clear()
-            found = self._scratch[key] = self._room[:nbytes].view(dtype)
-        return found
-
-    def _link(self, op: str, algorithm: str) -> Link:
-        self._operations = number = self._operations + 1
-        tag = USER_TAGS + number * self._steps_per_operation % TAGS
-        if self.clock.logical or self.tracer.enabled:
-            return WatchedLink(self, op, algorithm, tag, number)
-        return Link(self, op, algorithm, tag, number)
-
-    def _run(self, link: Link, steps: Steps, result: Any, async_op: bool) -> Result:
-        if isinstance(link, WatchedLink):
-            steps = link.follow(steps)
-        if async_op or self._stream.queue:
-            work = Work(self._stream, link, steps, result)
-            self._stream.add(work)
-            if not async_op:
-                return work.wait()
-            if isinstance(link, WatchedLink):
-                self.clock.resume(link.called)
-            return work
-        if isinstance(link, WatchedLink):
-            self.engine.drive(steps)
-            self.clock.resume(max(link.called, link.time))
-        else:
-            link.alone = not self.engine.streams
-            self.engine.drive(steps)
-        return result
-
-    def _control(self, make: Callable[[Link], Steps]) -> None:
-        """Run steps that no clock and no trace sees."""
-        if self.size == 1:
-            return
-        now = self.clock.now()
-        self._operations = number = self._operations + 1
-        tag = USER_TAGS + number * self._steps_per_operation % TAGS
-        link = Link(self, "control", "ring", tag, number)
-        work = Work(self._stream, link, make(link), None)
-        self._stream.add(work)
-        work.wait()
-        self.clock.resume(now)
-
-    def _native(self, link: Link, *arguments: Any) -> Steps:
-        """The library's own collective as an algorithm of one step."""
-        request = self.transport.native(link.op, link, *arguments)
-        yield (request,)
-
-    def _flat(self, x: Array, op: str) -> np.ndarray:
-        """The numbers of x as a flat host array: x's own memory, or for a device array a copy."""
-        if type(x) is np.ndarray:
-            if not x.flags.c_contiguous:
-                raise ValueError(f"{self.title()}, {op}: an array of shape {x.shape} is not contiguous; send a copy")
-            return x.reshape(-1)
-        return np.ascontiguousarray(backend.to_host(x)).reshape(-1)
-
-    def _output(self, op: str, x: Array, out: Array | None, size: int | None) -> tuple[Array, np.ndarray]:
-        """The array for a result and the flat host array behind it; `size` elements are expected (None: any number)."""
-        if out is None:
-            assert size is not None
-            out = np.empty(size, x.dtype) if backend.is_host(x) else backend.xp.empty(size, dtype=x.dtype)
-        elif (size is not None and out.size != size) or out.dtype != x.dtype:
-            raise CommunicationError(
-                f"{self.title()}, {op}: out has {out.size} elements of {out.dtype}, expected {size} of {x.dtype}"
-            )
-        return out, self._flat(out, op)
-
 
 def _combine(op: str) -> Callable[..., Any]:
     if op not in COMBINE:
         raise UsageError(f'reduction "{op}": expected one of {", ".join(COMBINE)}')
     return COMBINE[op]
-
-
-def _copy_back(steps: Steps, host: np.ndarray, x: Array) -> Steps:
-    """`steps` on the staged copy, then the copy back to the device; `steps` alone when x is a host array."""
-    if backend.is_host(x):
-        return steps
-
-    def copy() -> None:
-        x[...] = backend.from_host(host.reshape(x.shape))
-
-    return then(steps, copy)
-
-
-def _nothing() -> Steps:
-    yield ()
-
-
-def _assign(out: np.ndarray, x: np.ndarray) -> Steps:
-    out[...] = x
-    yield ()

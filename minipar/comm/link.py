@@ -14,7 +14,7 @@ import numpy as np
 from minipar.comm.transport import Owner, Request, Transport
 
 if TYPE_CHECKING:
-    from minipar.comm.communicator import Communicator
+    from minipar.comm.group import Group
 
 # What an algorithm is: it yields the requests that must be done before it continues.
 Steps = Generator[Iterable[Request], None, None]
@@ -25,7 +25,7 @@ class Link:
 
     __slots__ = ("algorithm", "alone", "comm", "count", "number", "op", "rank", "size", "tag", "transport")
 
-    def __init__(self, comm: Communicator, op: str, algorithm: str, tag: int, number: int) -> None:
+    def __init__(self, comm: Group, op: str, algorithm: str, tag: int, number: int) -> None:
         self.comm = comm
         self.op = op
         self.algorithm = algorithm
@@ -110,7 +110,7 @@ class WatchedLink(Link):
 
     __slots__ = ("called", "nbytes", "port", "started", "time", "waited")
 
-    def __init__(self, comm: Communicator, op: str, algorithm: str, tag: int, number: int) -> None:
+    def __init__(self, comm: Group, op: str, algorithm: str, tag: int, number: int) -> None:
         super().__init__(comm, op, algorithm, tag, number)
         self.called = self.started = self.time = comm.clock.now()
         self.port = 0.0  # when the last message sent has left

@@ -12,7 +12,7 @@ from minipar.comm.link import Link, WatchedLink
 from minipar.comm.transport import Request
 
 if TYPE_CHECKING:
-    from minipar.comm.communicator import Communicator
+    from minipar.comm.group import Group
 
 
 class Message:
@@ -28,7 +28,7 @@ class Message:
         self.done = False
 
     @classmethod
-    def send(cls, comm: Communicator, host: np.ndarray, dest: int, tag: int) -> Message:
+    def send(cls, comm: Group, host: np.ndarray, dest: int, tag: int) -> Message:
         link = cls._link(comm, "send", comm.rank, dest, tag)
         request = link.isend(host, dest, 0)
         if isinstance(link, WatchedLink):
@@ -38,7 +38,7 @@ class Message:
         return cls(link, request, host, None)
 
     @classmethod
-    def receive(cls, comm: Communicator, host: np.ndarray, source: int, tag: int, array: Array) -> Message:
+    def receive(cls, comm: Group, host: np.ndarray, source: int, tag: int, array: Array) -> Message:
         link = cls._link(comm, "recv", source, comm.rank, tag)
         request = link.irecv(host, source, 0)
         if isinstance(link, WatchedLink):
@@ -46,7 +46,7 @@ class Message:
         return cls(link, request, host, array)
 
     @staticmethod
-    def _link(comm: Communicator, op: str, source: int, dest: int, tag: int) -> Link:
+    def _link(comm: Group, op: str, source: int, dest: int, tag: int) -> Link:
         if not (comm.clock.logical or comm.tracer.enabled):
             return Link(comm, op, "", tag, 0)
         key = (source, dest, tag)
