@@ -37,20 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """One row for each hidden size. Runs on one rank."""
-    if comm.size > 1:
-        raise UsageError(f"bench step compares one device with PyTorch, but mpirun started {comm.size} ranks")
+    """One row for each hidden size, measured on rank 0; other ranks only wait, politely."""
     if args.repeat < 1 or args.batch < 1:
         raise UsageError(f"--repeat {args.repeat} --batch {args.batch}: expected at least 1 of each")
-    rows = []
+    configs = []
     for text in args.hidden.split(","):
         if not text.isdigit():
             raise UsageError(f"--hidden {args.hidden}: expected sizes separated by commas")
         try:
-            config = GPTConfig(args.vocab_size, args.seq_len, int(text), args.layers, args.heads)
+            configs.append(GPTConfig(args.vocab_size, args.seq_len, int(text), args.layers, args.heads))
         except ValueError as error:
             raise UsageError(str(error)) from None
-        rows.append(measure(config, args.batch, args.dtype, args.repeat))
+    rows = []
+    if comm.rank == 0:
+        rows = [measure(config, args.batch, args.dtype, args.repeat) for config in configs]
     publish(comm, rows, COLUMNS, args.json)
 
 
@@ -59,10 +59,11 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
     random = np.random.Generator(np.random.Philox(0))
     inputs, targets = random.integers(0, config.vocab_size, (2, batch, config.n_positions))
     model = GPT(config, dtype=dtype)
-    calls = {"seconds": _our_step(model, inputs, targets), "gemm_seconds": _matrix_products(config, batch, dtype)}
-    torch_step = _torch_step(model, inputs, targets)
-    if torch_step is not None:
-        calls["torch_seconds"] = torch_step
+    calls: dict[str, Callable[[], object]] = {"gemm_seconds": _matrix_products(config, batch, dtype)}
+    theirs = torch_step(model, inputs, targets)
+    if theirs is not None:
+        calls["torch_seconds"] = theirs
+    calls["seconds"] = our_step(model, inputs, targets)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(WARMUP + repeat):
         for name, call in calls.items():
@@ -86,15 +87,18 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
     }
 
 
-def _our_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], object]:
+def our_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
+    """A step of this project's model; each call trains on and returns the loss."""
     ddp = DistributedDataParallel(model, serial())  # flat buffers, as in every training run
     optimizer = AdamW(model.parameters())
 
-    def step() -> None:
+    def step() -> float:
         model.zero_grad()
-        model.loss(inputs, targets).backward()
+        loss = model.loss(inputs, targets)
+        loss.backward()
         ddp.synchronize()
         optimizer.step()
+        return loss.item()
 
     return step
 
@@ -130,7 +134,7 @@ def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], 
     return products
 
 
-def _torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], object] | None:
+def torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float] | None:
     """The same model in PyTorch eager, from the same weights, with torch.optim.AdamW; None without torch."""
     try:
         import torch
@@ -160,7 +164,7 @@ def _torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return linear(f"{name}.c_proj", out.transpose(1, 2).reshape(batch, length, h))
 
-    def step() -> None:
+    def step() -> float:
         optimizer.zero_grad()
         x = p["wte.weight"][tokens] + p["wpe.weight"]
         for i in range(config.n_layer):
@@ -168,7 +172,9 @@ def _torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable
             inner = functional.gelu(linear(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x)), approximate="tanh")
             x = x + linear(f"h.{i}.mlp.c_proj", inner)
         logits = norm("ln_f", x) @ p["wte.weight"].T
-        functional.cross_entropy(logits.view(-1, config.vocab_size), labels.view(-1)).backward()
+        loss = functional.cross_entropy(logits.view(-1, config.vocab_size), labels.view(-1))
+        loss.backward()
         optimizer.step()
+        return loss.item()
 
     return step

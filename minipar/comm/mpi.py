@@ -53,10 +53,10 @@ def _linger(test: Callable[[MPI.Status | None], bool], status: MPI.Status | None
     return False
 
 
-class _Send:
-    """A message going out."""
+class _Message:
+    """A message that MPI carries."""
 
-    __slots__ = ("handle", "nbytes", "owner", "peer", "tag")
+    __slots__ = ("done", "handle", "nbytes", "owner", "peer", "tag")
 
     def __init__(self, handle: MPI.Request, nbytes: int, peer: int, tag: int, owner: Owner) -> None:
         self.handle = handle
@@ -64,6 +64,13 @@ class _Send:
         self.peer = peer
         self.tag = tag
         self.owner = owner
+        self.done = False
+
+
+class _Send(_Message):
+    """A message going out."""
+
+    __slots__ = ()
 
     def test(self) -> bool:
         return self.handle.Test()
@@ -75,18 +82,10 @@ class _Send:
         return f"{self.owner.title()}: send of {self.nbytes} bytes to rank {self.peer} (tag {self.tag})"
 
 
-class _Receive:
+class _Receive(_Message):
     """A message coming in. MPI delivers a shorter message silently, so the count that arrived is checked."""
 
-    __slots__ = ("done", "handle", "nbytes", "owner", "peer", "tag")
-
-    def __init__(self, handle: MPI.Request, nbytes: int, peer: int, tag: int, owner: Owner) -> None:
-        self.handle = handle
-        self.nbytes = nbytes
-        self.peer = peer
-        self.tag = tag
-        self.owner = owner
-        self.done = False
+    __slots__ = ()
 
     def test(self) -> bool:
         if self.done:
