@@ -241,6 +241,10 @@ class Wire:
     def irecv(self, array, source, step):
         return self.comm.irecv(array, source, tag=step)
 
+    def exchange(self, sent, dest, received, source, step):
+        outgoing = self.isend(sent, dest, step)
+        return self.irecv(received, source, step), outgoing
+
     def scratch(self, count, dtype):
         return np.empty(count, dtype)
 

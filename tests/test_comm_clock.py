@@ -144,5 +144,5 @@ def test_the_cpu_clock_counts_work_but_neither_sleep_nor_waiting():
 
 
 def test_an_unknown_clock_names_the_known_ones():
-    with pytest.raises(UsageError, match="--clock sun: expected one of wall, cpu, model"):
+    with pytest.raises(UsageError, match='clock "sun": expected one of wall, cpu, model'):
         run_local(1, lambda comm: None, clock="sun")

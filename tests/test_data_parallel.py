@@ -222,6 +222,12 @@ def test_parameters_and_gradients_are_views_of_the_flat_arrays():
         FlatBuffers([*model.parameters(), *GPT(CONFIG).parameters()])
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "tree"])
+def test_an_algorithm_whose_bits_depend_on_the_size_is_refused(algorithm):
+    with pytest.raises(ValueError, match="expected ring or ordered"):
+        run_local(2, lambda comm: DistributedDataParallel(make(), comm, algorithm=algorithm))
+
+
 def test_detached_hooks_send_nothing():
     def rank(comm):
         model = make()

@@ -105,6 +105,19 @@ def test_a_long_trace_is_shown_by_steps(steps, seconds, title):
     assert axes.get_xlim() == pytest.approx((0, seconds)) and axes.get_title(loc="left") == title
 
 
+def test_an_optimizer_that_takes_no_time_still_ends_its_step():
+    """As on a model clock: the next forward begins at the very moment of the optimizer's slice."""
+    data = chrome(ranks=1, steps=0)
+    for s in range(3):
+        forward, optimizer = (
+            slice_event("forward", 0, 0, 10.0 * s, 10),
+            slice_event("optimizer", 0, 0, 10.0 * s + 10, 0),
+        )
+        data["traceEvents"] += [optimizer, forward]
+    axes = plot_timeline(parse_trace(data)).axes[0]
+    assert axes.get_title(loc="left") == "steps 1 to 2 of 0 to 2" and axes.get_xlim() == pytest.approx((0, 20))
+
+
 def test_steps_that_are_not_there_are_refused():
     with pytest.raises(UsageError, match=r"chooses none of the trace's 3 steps \(0 to 2\)"):
         plot_timeline(parse_trace(chrome()), slice(3, None))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from minipar.errors import UsageError
 from visualize.style import BLUE, GREY, INK, LINES, Picture, byte_label, picture, read_json, save, tidy
@@ -36,6 +36,7 @@ def plot_bytes(rows: Sequence[Row], path: str | None = None) -> Picture:
     axes.set_yticks(places, [f"{row['op']} ({row['axis']})" if row.get("axis") else row["op"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22 * max([*ends, 1]))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(EngFormatter("B"))
     axes.set_xlabel("bytes sent")
     tidy(axes)

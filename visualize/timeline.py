@@ -82,7 +82,8 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
         raise UsageError(f"{name} has no computation or communication track: not a trace of minipar")
     for rank in ranks.values():
         for slices in rank.values():
-            slices.sort(key=lambda one: (one.start, -one.end))
+            # Outer before inner; but what took no time (on a model clock) came before what starts at the same moment.
+            slices.sort(key=lambda one: (one.start, one.end > one.start, -one.end))
     messages = [(*ends["s"][key], *ends["f"][key]) for key in ends["s"] if key in ends["f"]]
     clock = data.get("otherData", {}).get("clock", "") if isinstance(data, dict) else ""
     return Trace({rank: dict(ranks[rank]) for rank in sorted(ranks)}, messages, clock)

@@ -108,8 +108,8 @@ class Tensor:
         return Tensor(self.data)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Call `hook(self)` in each backward pass, once, when this leaf's gradient is complete (all its uses have been
-        counted).
+        """Call `hook(self)` in each backward pass through operations that use this leaf, once, when its gradient is
+        complete (all its uses have been counted).
 
         Returns a function that removes the hook. PyTorch's name; there it fires after each accumulation.
         """
@@ -234,6 +234,11 @@ def _reachable(root: Function) -> tuple[list[Function], dict[Tensor, int]]:
 
 
 def _run_backward(root: Function, gradient: Array) -> None:
+    """Send `gradient` down from `root`.
+
+    `uses` counts the edges to each leaf that are still to come (modes.close_use runs the hooks at zero); `queue` takes
+    the weight gradients when they are to wait (modes.defer_weight_gradients).
+    """
     nodes, found = _reachable(root)
     # A backward inside a backward (recompute) adds its uses to the outer pass's count, which already holds the
     # checkpointed call's own use of each parameter: so a parameter is complete, and its hooks fire, only when every use

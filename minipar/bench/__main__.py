@@ -11,7 +11,11 @@ SUBCOMMANDS = {"collectives": collectives, "step": step, "overlap": overlap}
 def bench(comm: Communicator) -> None:
     """Read the command line and run the subcommand on every rank."""
     talks = comm.rank == 0
-    parser = Parser(prog="minipar.bench", description=__doc__, talks=talks)
+    parser = Parser(
+        prog="minipar.bench",
+        description="Measure this machine and this project, each beside a baseline in the same run.",
+        talks=talks,
+    )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     for name, module in SUBCOMMANDS.items():
         module.add_arguments(subparsers.add_parser(name, help=module.HELP, talks=talks))

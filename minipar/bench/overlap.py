@@ -29,10 +29,10 @@ WARMUP = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench overlap`."""
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (4)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
+    parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample (128)")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank")
     parser.add_argument("--repeat", type=int, default=7, help="steps measured of each kind")
 

@@ -18,7 +18,7 @@ from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig
 from minipar.parallel import DistributedDataParallel
 
-HELP = "one device's training step beside PyTorch's, and the time of its matrix products alone"
+HELP = "one device's training step beside PyTorch's (where torch is installed), and its matrix products alone"
 COLUMNS = ("layers", "hidden", "heads", "seq_len", "batch", "seconds", "torch_seconds", "ratio", "gemm_seconds")
 WARMUP = 2
 
@@ -26,12 +26,12 @@ WARMUP = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench step`."""
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (4)")
     parser.add_argument("--hidden", default="256,512", help="hidden sizes, one row each")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--vocab-size", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample (128)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per step (8)")
+    parser.add_argument("--vocab-size", type=int, default=256, help="tokens that exist (256)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--repeat", type=int, default=11, help="steps measured")
 

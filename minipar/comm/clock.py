@@ -115,6 +115,6 @@ def make_clock(clock: str | Clock | None) -> Clock:
         return WallClock()
     if isinstance(clock, str):
         if clock not in CLOCKS:
-            raise UsageError(f"--clock {clock}: expected one of {', '.join(CLOCKS)}")
+            raise UsageError(f'clock "{clock}": expected one of {", ".join(CLOCKS)}')
         return CLOCKS[clock]()
     return clock

@@ -18,7 +18,7 @@ from minipar.comm.link import Link, Steps, WatchedLink
 from minipar.comm.trace import Tracer
 from minipar.comm.traffic import Traffic
 from minipar.comm.transport import Transport
-from minipar.errors import CommunicationError
+from minipar.errors import CommunicationError, UsageError
 
 # Tags. The user's are 0..USER_TAGS-1. Each operation takes a run of tags of its own, one per step; after TAGS of them
 # the numbers come round again, long after the messages that used them have arrived.
@@ -51,6 +51,8 @@ class Group:
         if parent is None:
             self.engine = Engine(transport)
             self.clock: Clock = make_clock(clock)
+            if network is not None and not self.clock.logical:
+                raise UsageError("a network prices messages on the clocks cpu and model; give one of them")
             self.network = network or Network()
             self.traffic = Traffic()
             self.tracer = Tracer(self.clock)

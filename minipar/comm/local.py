@@ -136,7 +136,7 @@ class _World:
         lines = ["every rank waits and no message is on its way:"]
         for other in range(self.size):
             what = waiting_for if other == rank else self.waiting[other]
-            lines.append(f"  rank {other}: " + ("has returned" if what is None else f"waits for {what.describe()}"))
+            lines.append(f"  rank {other} has returned" if what is None else f"  {what.describe()}")
         return "\n".join(lines)
 
 

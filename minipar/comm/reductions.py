@@ -1,9 +1,13 @@
 """all_reduce and reduce_scatter, each algorithm a generator.
 
-A generator posts messages with `link.isend` and `link.irecv` and yields the requests it needs done before it goes on.
-Whoever drives it decides how to wait, so the same lines serve the blocking call and the asynchronous one. Arrays are
-flat. p ranks, n bytes, chunk r = `chunk_bounds(n, p)[r]`; alpha per message, beta per byte, gamma per byte added.
-The third argument of isend and irecv is the step: it makes the tag of every message of one operation its own.
+A generator posts messages with `link.isend` and `link.irecv` (`link.exchange(sent, dest, received, source, step)` is
+one of each) and yields the requests it needs done before it goes on. Whoever drives it decides how to wait, so the same
+lines serve the blocking call and the asynchronous one. The last argument of the three is the step: it makes the tag of
+every message of one operation its own.
+
+Arrays are flat. p ranks, n bytes, chunk r = `chunk_bounds(n, p)[r]`; alpha per message, beta per byte, gamma per byte
+added. Algorithms for a power of two *fold* the extra ranks first (chunks.py): of q places each is held by one rank; a
+rank without a place (place < 0) hands its data to a neighbour, rests, and gets the result back.
 
 NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
 """
@@ -50,6 +54,7 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
     """
     start, stop = chunk_bounds(x.size, link.size)[link.rank]
+    # The result may overwrite this rank's own chunk: the reduce-scatter reads that chunk last, when it writes it.
     yield from ring_reduce_scatter(link, x, x[start:stop], combine)
     yield from ring_all_gather(link, x, first_step=link.size - 1)
 

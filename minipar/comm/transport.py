@@ -1,5 +1,7 @@
 """What a rank can do: two verbs. Everything else in this package is written from them.
 
+(`Transport.exchange` is the two in one call, so that a transport can wait for both where that is fastest.)
+
 A transport carries bytes between the ranks of one group. `minipar.comm.mpi` does it between processes,
 `minipar.comm.local` between threads; no collective knows which one it runs on.
 """

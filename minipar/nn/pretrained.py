@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
@@ -97,7 +97,7 @@ def export_gpt2(model: GPT, directory: str | Path) -> None:
         "n_inner": None,
     }
     weights = directory / "model.safetensors"
-    save_file(model.state_dict(), f"{weights}.partial", metadata={"format": "pt"})
+    Path(f"{weights}.partial").write_bytes(save(model.state_dict(), metadata={"format": "pt"}))
     os.replace(f"{weights}.partial", weights)
     text = directory / "config.json"
     Path(f"{text}.partial").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

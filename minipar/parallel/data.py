@@ -67,7 +67,7 @@ class DistributedDataParallel:
     behind the rest of backward.
 
     `algorithm` is "ring", or "ordered" to sum contributions in rank order, which makes the result bit for bit that of
-    one device accumulating the ranks' shards in order. Use:
+    one device accumulating the ranks' shards in order; ValueError for another. Use:
 
         ddp = DistributedDataParallel(model, comm)
         with ddp.no_sync():                    # microbatches before the last only accumulate
@@ -75,8 +75,8 @@ class DistributedDataParallel:
         loss_of_second_half.backward()         # buckets start travelling in here
         ddp.synchronize()                      # wait for them; every p.grad is now the sum over ranks
 
-    On the wire per synchronized step: 2 Psi (p-1)/p elements per rank, exactly, as the naive form; no more for many
-    microbatches.
+    On the wire per synchronized step: 2 Psi (p-1)/p elements per rank, as the naive form, and no more for many
+    microbatches. (Exactly that where p divides every bucket; else the sum of `comm.wire_bytes` over the buckets.)
     """
 
     def __init__(
@@ -87,6 +87,8 @@ class DistributedDataParallel:
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     ) -> None:
+        if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
+            raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.comm, self.algorithm = comm, algorithm
         self.buffers = FlatBuffers(model.parameters())
         self.buckets = self.buffers.buckets(bucket_bytes, first_bucket_bytes)
@@ -103,6 +105,8 @@ class DistributedDataParallel:
 
     @staticmethod
     def _leaves(bucket: Bucket) -> list[Tensor]:
+        """What must be complete before the bucket may go: its parameters, and the leaves tied to them (the output head
+        reads the token embedding's numbers but collects a gradient of its own; `buffers.complete` adds the two)."""
         return [leaf for parameter in bucket.parameters for leaf in (parameter, *parameter.ties)]
 
     def _reset(self) -> None:

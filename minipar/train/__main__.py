@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
+import numpy as np
+
 from minipar import backend
-from minipar.comm import Communicator, DeviceMesh, main, save_chrome_trace, start_trace
+from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from minipar.nn.pretrained import export_gpt2, load_config
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
@@ -18,7 +21,8 @@ from minipar.train.verify import verify
 def run(comm: Communicator) -> int:
     """The whole job on every rank; returns the exit code."""
     config = parse(sys.argv[1:], rank=comm.rank)
-    comm = Communicator(comm.transport, clock=config.run.clock)
+    network = Network(*config.run.network) if any(config.run.network) else None
+    comm = Communicator(comm.transport, clock=config.run.clock, network=network)
     config, tokens = prepare(config, comm)
     mesh = DeviceMesh(comm, dp=config.mesh.dp)
     trainer = build(config, mesh, tokens)
@@ -32,10 +36,16 @@ def run(comm: Communicator) -> int:
     if config.run.trace is not None:
         start_trace(comm)
     results = []
+    np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
         results.append(result)
         metrics.write(result)
         progress(result)
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise UsageError(
+                f"training has diverged: loss {result.loss} and gradient norm {result.grad_norm} in step "
+                f"{result.step + 1}; try a smaller --lr than {config.optimizer.lr:g}, --warmup-steps or --clip-grad"
+            )
     metrics.close()
     if config.run.trace is not None:
         save_chrome_trace(config.run.trace, comm)

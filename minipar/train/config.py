@@ -32,7 +32,7 @@ class MeshConfig:
     """mesh: how many ranks each parallelism takes"""
 
     dp: int | None = option(None, int, within=COUNT, metavar="N",
-        help="data-parallel replicas (default: dp takes what tp*pp leaves)")
+        help="data-parallel replicas (default: as many as there are ranks)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class ModelConfig:
     layers: int = option(2, int, within=COUNT, metavar="L", help="Transformer layers")
     hidden: int = option(128, int, within=COUNT, metavar="H", help="hidden size: elements per token between layers")
     heads: int = option(4, int, within=COUNT, metavar="A", help="attention heads; they must divide hidden")
-    seq_len: int = option(64, int, within=COUNT, metavar="T", help="sequence length: tokens per sample")
+    seq_len: int = option(64, int, within=COUNT, metavar="T",
+        help="sequence length: tokens per sample; without --init-from also the learned positions")
     vocab_size: int = option(256, int, within=COUNT, metavar="V", help="vocabulary: token ids are 0 to V-1")
     init_from: str | None = option(None, str, metavar="DIR",
         help="start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape")
@@ -69,9 +70,9 @@ class OptimizerConfig:
     steps: int = option(300, int, within=COUNT, metavar="S", help="optimizer steps")
     lr: float = option(1e-3, float, within="(0, inf)", metavar="LR", help="learning rate after warm-up")
     lr_schedule: str = option("constant", str, choices=("constant", "cosine"),
-        help="after warm-up the learning rate stays, or falls along half a cosine")
+        help="after warm-up the learning rate stays, or falls along half a cosine to a tenth in the last step")
     warmup_steps: int = option(0, int, within="[0, inf)", metavar="W",
-        help="steps in which the learning rate rises linearly to its full value")
+        help="steps in which the learning rate rises linearly: LR*(step+1)/(W+1) in step 0, 1, ...")
     betas: tuple[float, float] = option((0.9, 0.999), float, within="[0, 1)", metavar=("B1", "B2"),
         help="decay per step of the running means of gradient and squared gradient")
     eps: float = option(1e-8, float, within="(0, inf)", metavar="E", help="added to the root of the squared mean")
@@ -100,6 +101,8 @@ class RunConfig:
         help="Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
     clock: str = option("wall", str, choices=("wall", "cpu", "model"),
         help="time in the trace: wall; cpu: each rank's own CPU time; model: a cost model")
+    network: tuple[float, float] = option((0.0, 0.0), float, within="[0, inf)", metavar=("ALPHA", "BETA"),
+        help="what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
     export: str | None = option(None, str, metavar="DIR", help="write the trained model as a GPT-2 directory")
     verify: bool = option(False, bool,
         help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
@@ -149,6 +152,10 @@ def check(config: TrainConfig) -> None:
     check_options(config)
     if config.model.init_from is None:
         check_heads(config.model)
+    if config.run.clock != "wall" and config.run.trace is None:
+        raise UsageError(f"--clock {config.run.clock} is the time of a trace; give --trace FILE.json too")
+    if any(config.run.network) and config.run.clock == "wall":
+        raise UsageError("--network prices messages on the clocks cpu and model; the wall clock takes what they take")
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(
@@ -170,7 +177,10 @@ def with_shape(
     model = dataclasses.replace(config.model, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size)
     check_heads(model)
     if model.seq_len > positions:
-        raise UsageError(f"seq-len {model.seq_len} is longer than the {positions} positions of {model.init_from}")
+        raise UsageError(
+            f"seq-len {model.seq_len} is longer than the {positions} positions of {model.init_from}; "
+            f"give --seq-len {positions} or less"
+        )
     return dataclasses.replace(config, model=model)
 
 

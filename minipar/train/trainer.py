@@ -53,8 +53,8 @@ def make_model(config: TrainConfig) -> GPT:
 class Trainer:
     """Trains `config` on `mesh`, whose dp size is config.mesh.dp or 1.
 
-    On the wire per step and rank: 2 Psi (dp-1)/dp gradient elements (parallel/data.py), and one float64 all-reduced for
-    the loss.
+    On the wire per step and rank: what DistributedDataParallel sends, about 2 Psi (dp-1)/dp elements, and one float64
+    all-reduced for the loss.
     """
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
