@@ -146,3 +146,8 @@ def test_the_cpu_clock_counts_work_but_neither_sleep_nor_waiting():
 def test_an_unknown_clock_names_the_known_ones():
     with pytest.raises(UsageError, match='clock "sun": expected one of wall, cpu, model'):
         run_local(1, lambda comm: None, clock="sun")
+
+
+def test_a_network_needs_a_clock_that_it_can_price():
+    with pytest.raises(UsageError, match="a network prices messages on the clocks cpu and model"):
+        run_local(2, lambda comm: None, network=Network(1e-6, 1e-9))

@@ -34,7 +34,8 @@ def program(comm, path):
 @pytest.fixture(params=["wall", "cpu", "model"])
 def trace(request, tmp_path):
     path = tmp_path / "trace.json"
-    run_local(4, program, str(path), clock=request.param, network=Network(1e-5, 1e-9))
+    network = None if request.param == "wall" else Network(1e-5, 1e-9)
+    run_local(4, program, str(path), clock=request.param, network=network)
     return json.loads(path.read_text())
 
 
