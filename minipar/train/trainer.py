@@ -96,12 +96,12 @@ class Trainer:
         def backward(replica: int) -> None:
             losses.append(self._backward_replica(step, replica))
 
-        if self.mesh.dp.size == 1:
+        if len(self.replicas) > 1:  # one device in the place of several ranks
             with self.ddp.no_sync():
                 accumulate_replicas(self.ddp.buffers, self.replicas, backward)
         else:
             self.model.zero_grad()
-            backward(self.mesh.dp.rank)
+            backward(self.replicas[0])
             self.ddp.synchronize()
         loss = self._sum_over_replicas(losses) / self.tokens_per_step
 

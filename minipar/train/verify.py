@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minipar.backend import to_host
 from minipar.comm import Communicator, DeviceMesh, serial
 from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
@@ -86,10 +87,8 @@ def compare(
 
 def same_on_all_ranks(trainer: Trainer, comm: Communicator) -> bool:
     """Whether every rank holds the same bits (ranks of one dp axis must)."""
-    digest = hashlib.sha256()
-    for array in trainer.model.state_dict().values():
-        digest.update(array.tobytes())
-    return len(set(comm.all_gather_bytes(digest.digest()))) == 1
+    digest = hashlib.sha256(to_host(trainer.ddp.buffers.parameters).data).digest()
+    return len(set(comm.all_gather_bytes(digest))) == 1
 
 
 def verify(
