@@ -318,7 +318,7 @@ if p > 1:
 # 4. After backward, `synchronize` waits for what is still under way.
 
 # %%
-from minipar.parallel import DistributedDataParallel
+from minipar.parallel import DistributedDataParallel, units
 
 if rank == 0:
     show_source(FlatBuffers.buckets, DistributedDataParallel)
@@ -597,7 +597,7 @@ from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
 if rank == 0:
-    show_source(Trainer.step, Trainer._backward_replica)
+    show_source(Trainer.step, Trainer._accumulate_own, Trainer._backward_microbatch)
 
 BATCH = p * max(1, 8 // p)  # about 8 samples, whatever p is
 FLAGS = f"--layers 2 --hidden 64 --heads 4 --seq-len 32 --global-batch {BATCH}"
@@ -742,17 +742,14 @@ class KeepsGradients(DistributedDataParallel):
         self.buffers.complete(self.buffers.members)
 
 
-FOUR_BUCKETS = {"bucket_bytes": 256 * 1024, "first_bucket_bytes": 128 * 1024}
-
-
 def with_ddp(ddp_class):
-    """A Trainer that uses `ddp_class`, with a few buckets."""
+    """A Trainer that uses `ddp_class`, with the trainer's own buckets: one for each block, one for the rest."""
 
     class Broken(Trainer):
         def __init__(self, config, mesh, tokens):
             super().__init__(config, mesh, tokens)
             self.ddp.detach()
-            self.ddp = ddp_class(self.model, mesh.dp, config.run.reduction, **FOUR_BUCKETS)
+            self.ddp = ddp_class(self.model, mesh.dp, config.run.reduction, groups=units(self.model))
 
     return Broken
 
@@ -770,7 +767,7 @@ class AveragesWeights(with_ddp(KeepsGradients)):
 
 
 # %% [markdown]
-# Trained for 5 steps each, beside the correct trainer with the same small buckets.
+# Trained for 5 steps each, beside the correct trainer.
 
 # %%
 from minipar.train import verify as checks

@@ -20,6 +20,15 @@ def test_step_compares_a_row_for_each_hidden_size():
         assert (row["torch_seconds"] is None) == (row["ratio"] is None)  # None where torch is not installed
 
 
+def test_step_on_several_ranks_compares_the_zero_stages():
+    rows = bench(3, *"step --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
+    assert [(row["zero_stage"], row["prefetch"]) for row in rows] == [
+        (0, None), (1, None), (2, None), (3, True), (3, False),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["ranks"] == 3 and row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
+
+
 def test_overlap_compares_both_ways_to_synchronize_with_the_computation():
     rows = bench(3, *"overlap --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 1 --repeat 2".split())
     assert [row["sync"] for row in rows] == ["naive", "buckets"]

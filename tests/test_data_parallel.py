@@ -204,7 +204,7 @@ def test_every_element_is_in_exactly_one_bucket_and_buckets_go_backwards():
     buckets = buffers.buckets(**SMALL_BUCKETS)
     assert buckets[0].stop == buffers.size and buckets[-1].start == 0
     assert all(a.start == b.stop for a, b in zip(buckets, buckets[1:], strict=False))
-    members = [p for bucket in buckets for p in bucket.parameters]
+    members = [p for bucket in buckets for p in reversed(bucket.parameters)]
     assert members == list(reversed(buffers.members))
     assert all(sum(p.size for p in b.parameters) == b.size for b in buckets)
 

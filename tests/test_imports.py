@@ -12,13 +12,14 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "minipar.errors": set(),
     "minipar.backend": {"errors"},
-    "minipar.autograd": {"errors", "backend"},
-    "minipar.nn": {"errors", "backend", "autograd"},
-    "minipar.comm": {"errors", "backend"},
-    "minipar.parallel": {"errors", "backend", "autograd", "nn", "comm"},
-    "minipar.train": {"errors", "backend", "autograd", "nn", "comm", "parallel"},
+    "minipar.memory": {"backend"},
+    "minipar.autograd": {"errors", "backend", "memory"},
+    "minipar.nn": {"errors", "backend", "memory", "autograd"},
+    "minipar.comm": {"errors", "backend", "memory"},
+    "minipar.parallel": {"errors", "backend", "memory", "autograd", "nn", "comm"},
+    "minipar.train": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel"},
     "minipar.plan": {"errors", "nn", "parallel"},
-    "minipar.bench": {"errors", "backend", "autograd", "nn", "comm", "parallel", "train"},
+    "minipar.bench": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "train"},
     "visualize": {"errors", "parallel"},
 }
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import DeviceMesh, Network, run_local
-from minipar.parallel import DistributedDataParallel
+from minipar.parallel import DistributedDataParallel, fully_sharded
 from minipar.train import trainer as trainer_module
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
@@ -86,26 +86,15 @@ def test_two_runs_of_anything_are_the_same_bits():
 class WrongCount(Trainer):
     """Divides each rank's loss by its own tokens: the gradients' sum is then `dp` times too large."""
 
-    def _backward_replica(self, step, replica):
+    def _backward_microbatch(self, step, replica, microbatch):
         self.tokens_per_step //= self.mesh.dp.size
         try:
-            return super()._backward_replica(step, replica)
+            return super()._backward_microbatch(step, replica, microbatch)
         finally:
             self.tokens_per_step *= self.mesh.dp.size
 
 
-class NoSync(Trainer):
-    """Never synchronizes: each rank trains alone."""
-
-    def step(self, step):
-        with self.ddp.no_sync():
-            return super().step(step)
-
-
 class ForgottenBucket(DistributedDataParallel):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs, bucket_bytes=2000, first_bucket_bytes=2000)
-
     def _start(self, bucket):
         if self.comm.size == 1 or bucket is not self.buckets[1]:
             super()._start(bucket)
@@ -119,7 +108,7 @@ def test_verify_catches_a_wrong_count(reduction):
 
 
 def test_verify_catches_a_bucket_that_is_never_sent(monkeypatch):
-    monkeypatch.setattr(trainer_module, "DistributedDataParallel", ForgottenBucket)
+    monkeypatch.setattr(fully_sharded, "DistributedDataParallel", ForgottenBucket)
     for *_, verdict in train(2, "--global-batch 4"):
         assert not verdict.passed and "do not hold the same parameters" in verdict.line
 
@@ -171,10 +160,10 @@ def test_the_bound_is_the_designs():
 def seconds_on_the_model_clock(monkeypatch, bucket_bytes):
     """When each rank's three steps end on a network that takes about as long as backward."""
 
-    def small_buckets(*args, **kwargs):
-        return DistributedDataParallel(*args, **kwargs, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    def other_buckets(model, comm, stage, algorithm, replicas):
+        return DistributedDataParallel(model, comm, algorithm, bucket_bytes, first_bucket_bytes=bucket_bytes)
 
-    monkeypatch.setattr(trainer_module, "DistributedDataParallel", small_buckets)
+    monkeypatch.setattr(trainer_module, "shard", other_buckets)
     config = config_for("--global-batch 8", 4)
 
     def rank(comm):

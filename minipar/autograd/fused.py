@@ -20,16 +20,19 @@ GELU_CUBIC = 0.044715
 class _Linear(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
         self.transposed, self.shape = transposed, x.shape
-        self.matrix = weight.T if transposed else weight  # (in, out)
+        self.matrix = self.at_backward(1, weight)  # (in, out), or (out, in) if transposed
         self.x = x.reshape(-1, x.shape[-1])  # (N, in)
-        y = xp.matmul(self.x, self.matrix)  # (N, out)
+        y = xp.matmul(self.x, weight.T if transposed else weight)  # (N, out)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def backward(self, grad: Array) -> Any:
         x, g = self.x, grad.reshape(-1, grad.shape[-1])  # (N, in), (N, out)
-        dx = xp.matmul(g, self.matrix.T).reshape(self.shape) if self.needs[0] else None
+        dx = None
+        if self.needs[0]:
+            w = self.matrix()
+            dx = xp.matmul(g, w if self.transposed else w.T).reshape(self.shape)
         left, right = (g, x) if self.transposed else (x, g)
         dweight = LazyGradient(lambda out: xp.matmul(left.T, right, out=out)) if self.needs[1] else None
         dbias = LazyGradient(lambda out: g.sum(axis=0, out=out)) if self.needs[2] else None
@@ -76,7 +79,7 @@ def embedding(weight: Tensor, index: Array) -> Tensor:
 
 class _LayerNorm(Function):
     def forward(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
-        self.weight = weight
+        self.gain = self.at_backward(1, weight)
         centered = x - x.mean(axis=-1, keepdims=True)
         variance = xp.einsum("...i,...i->...", centered, centered)[..., None] / x.shape[-1]  # (..., 1)
         self.rstd = 1 / xp.sqrt(variance + eps)
@@ -88,12 +91,12 @@ class _LayerNorm(Function):
 
     def backward(self, grad: Array) -> Any:
         # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means over the last dim.
-        xhat, rows = self.xhat, tuple(range(grad.ndim - 1))
+        xhat, gain, rows = self.xhat, self.gain(), tuple(range(grad.ndim - 1))
         product = grad * xhat
         dweight = product.sum(axis=rows)
-        product *= self.weight
+        product *= gain
         mean_gx = product.mean(axis=-1, keepdims=True)
-        dx = grad * self.weight
+        dx = grad * gain
         dx -= dx.mean(axis=-1, keepdims=True)
         xp.multiply(xhat, mean_gx, out=product)
         dx -= product
@@ -124,17 +127,17 @@ class _Gelu(Function):
         return y
 
     def backward(self, grad: Array) -> Array:
-        # d gelu / dx = (1 + t)/2 + x (1 - t^2) s (1 + 3 c x^2) / 2
+        # d gelu / dx = (1 + t)/2 + x (1 - t^2) s (1 + 3 c x^2) / 2 = (1 + t) (1 + (1 - t) x s (1 + 3 c x^2)) / 2
         x, t = self.x, self.t
         inner = x * x
         inner *= 3 * GELU_CUBIC * GELU_SCALE
         inner += GELU_SCALE
         inner *= x
-        slope = t * t
-        xp.subtract(1, slope, out=slope)
-        inner *= slope
-        inner += t
+        xp.subtract(1, t, out=t)  # overwritten: nobody else holds it and backward runs once
+        inner *= t
         inner += 1
+        xp.subtract(2, t, out=t)
+        inner *= t
         inner *= 0.5
         inner *= grad
         return inner

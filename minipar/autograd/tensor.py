@@ -16,6 +16,7 @@ import numpy as np
 
 from minipar.autograd.modes import LazyGradient, close_use, deferral, grad_enabled, open_uses
 from minipar.backend import Array, xp
+from minipar.memory import hold, is_recording
 
 _number = itertools.count()
 
@@ -39,19 +40,30 @@ class Function:
     def backward(self, grad: Array) -> Any:
         raise TypeError(f"{type(self).__name__} does not define backward")
 
+    def at_backward(self, i: int, array: Array) -> Callable[[], Array]:
+        """For `forward` to keep instead of `array`, its input i, when that may be a parameter: asks the leaf for its
+        numbers when backward needs them.
+
+        Between forward and backward a parameter may be freed and come back elsewhere (ZeRO stage 3, FSDP): a node that
+        kept the array would keep its memory too.
+        """
+        edge = self.edges[i]
+        return (lambda: edge.data) if isinstance(edge, Tensor) else (lambda: array)
+
     @classmethod
     def apply(cls, *inputs: Any) -> Tensor:
         """Compute forward; record a node unless gradients are off or no input needs one."""
         node = cls()
         recording = grad_enabled.get()
         node.needs = tuple(recording and isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        # An edge leads to the producer of an input, not to the input: its data may be freed as soon as nobody saved it.
+        node.edges = tuple(
+            (x if x.node is None else x.node) if need else None for x, need in zip(inputs, node.needs, strict=True)
+        )
         output = Tensor(node.forward(*(x.data if isinstance(x, Tensor) else x for x in inputs)))
+        if is_recording():
+            hold("activations", output.data, *vars(node).values())
         if any(node.needs):
-            # An edge leads to the producer of an input, not to the input: its data may be freed as soon as nobody saved
-            # it.
-            node.edges = tuple(
-                (x if x.node is None else x.node) if need else None for x, need in zip(inputs, node.needs, strict=True)
-            )
             node.number = next(_number)
             output.node = node
             output.requires_grad = True
@@ -149,6 +161,7 @@ class Tensor:
             self.grad = self.grad_buffer
         else:
             self.grad = xp.array(contribution)  # a copy: other edges may hold the same array
+        hold("buffers", self.grad)  # flat gradient storage has been named already; this is a gradient outside it
 
     # Arithmetic: one line each, the operation itself is in ops.py.
     def __add__(self, other: Any) -> Tensor:
@@ -262,6 +275,8 @@ def _run_backward(root: Function, gradient: Array) -> None:
             if grad is not None:
                 returned = node.backward(grad)
                 results = returned if isinstance(returned, tuple) else (returned,)
+                if is_recording():
+                    hold("activations", *results)
             edges = node.edges
             vars(node).clear()  # frees what forward saved
             for edge, result in zip(edges, results, strict=True):

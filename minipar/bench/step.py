@@ -1,6 +1,7 @@
-"""A training step beside PyTorch's, on one thread: the same GPT, the same weights, the same batch, in one run.
+"""A training step beside PyTorch's, on one thread: the same GPT, the same weights, the same batch, in one run. On
+several ranks: the ZeRO stages beside one another (stages.py).
 
-The two take turns, step by step, so that whatever else the machine does happens to both; times are medians.
+They take turns, step by step, so that whatever else the machine does happens to all; times are medians.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from minipar.bench import stages
 from minipar.bench.report import publish
 from minipar.comm import Communicator, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig
 from minipar.parallel import DistributedDataParallel
 
-HELP = "one device's training step beside PyTorch's (where torch is installed), and its matrix products alone"
+HELP = (
+    "on one rank: a training step beside PyTorch's (where torch is installed), and its matrix products alone; on "
+    "several: the ZeRO stages beside one another"
+)
 COLUMNS = ("layers", "hidden", "heads", "seq_len", "batch", "seconds", "torch_seconds", "ratio", "gemm_seconds")
 WARMUP = 2
 
@@ -30,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", default="256,512", help="hidden sizes, one row each")
     parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample (128)")
-    parser.add_argument("--batch", type=int, default=8, help="samples per step (8)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per step and rank (8)")
     parser.add_argument("--vocab-size", type=int, default=256, help="tokens that exist (256)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--repeat", type=int, default=11, help="steps measured")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """One row for each hidden size, measured on rank 0; other ranks only wait, politely."""
+    """One row for each hidden size; on several ranks one for each hidden size and ZeRO stage."""
     if args.repeat < 1 or args.batch < 1:
         raise UsageError(f"--repeat {args.repeat} --batch {args.batch}: expected at least 1 of each")
     configs = []
@@ -48,10 +53,12 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
             configs.append(GPTConfig(args.vocab_size, args.seq_len, int(text), args.layers, args.heads))
         except ValueError as error:
             raise UsageError(str(error)) from None
-    rows = []
-    if comm.rank == 0:
-        rows = [measure(config, args.batch, args.dtype, args.repeat) for config in configs]
-    publish(comm, rows, COLUMNS, args.json)
+    if comm.size > 1:
+        publish(
+            comm, [row for config in configs for row in stages.measure(comm, config, args)], stages.COLUMNS, args.json
+        )
+    else:
+        publish(comm, [measure(config, args.batch, args.dtype, args.repeat) for config in configs], COLUMNS, args.json)
 
 
 def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from minipar.comm.trace import Tracer
 from minipar.comm.traffic import Traffic
 from minipar.comm.transport import Transport
 from minipar.errors import CommunicationError, UsageError
+from minipar.memory import hold
 
 # Tags. The user's are 0..USER_TAGS-1. Each operation takes a run of tags of its own, one per step; after TAGS of them
 # the numbers come round again, long after the messages that used them have arrived.
@@ -96,6 +97,7 @@ class Group:
             nbytes = count * dtype.itemsize
             if nbytes > self._room.nbytes or len(self._scratch) >= 64:
                 self._room = np.empty(max(nbytes, self._room.nbytes), np.uint8)
+                hold("buffers", self._room)
                 self._scratch.clear()
             found = self._scratch[key] = self._room[:nbytes].view(dtype)
         return found

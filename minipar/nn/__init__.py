@@ -1,20 +1,24 @@
 """The serial model: modules, GPT-2, optimizers. Nothing here knows of ranks."""
 
-from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.gpt import GPT, GPTConfig, Part
 from minipar.nn.layers import Embedding, LayerNorm, Linear
-from minipar.nn.module import Module, Parameter
-from minipar.nn.optim import SGD, AdamW, clip_grad_norm, learning_rate
+from minipar.nn.module import Deferred, Module, Parameter, stand_in
+from minipar.nn.optim import SGD, AdamW, clip_grad_norm, learning_rate, squared_norm
 
 __all__ = [
     "GPT",
     "SGD",
     "AdamW",
+    "Deferred",
     "Embedding",
     "GPTConfig",
     "LayerNorm",
     "Linear",
     "Module",
     "Parameter",
+    "Part",
     "clip_grad_norm",
     "learning_rate",
+    "squared_norm",
+    "stand_in",
 ]

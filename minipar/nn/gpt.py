@@ -7,7 +7,10 @@ embedding. Shapes: B batch, T sequence, h hidden, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +18,7 @@ from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy
 from minipar.backend import Array, from_host, xp
 from minipar.nn import init
 from minipar.nn.layers import Embedding, LayerNorm, Linear
-from minipar.nn.module import Module
+from minipar.nn.module import Deferred, Module, Parameter
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,30 @@ class GPTConfig:
 
 
 class _Init:
-    """Makes initial arrays by name: N(0, std) for matrices, ones and zeros for the rest (GPT-2 paper, section 2.3)."""
+    """Initial numbers by name, not made yet: N(0, std) for matrices, ones and zeros for the rest (GPT-2 paper, section
+    2.3).
+    """
 
     def __init__(self, config: GPTConfig, seed: int, dtype: str) -> None:
         self.config, self.seed, self.dtype = config, seed, np.dtype(dtype)
 
-    def normal(self, name: str, *shape: int, std: float | None = None) -> Array:
-        std = self.config.initializer_range if std is None else std
-        return from_host(init.normal(self.seed, name, shape, std).astype(self.dtype))
+    def normal(self, name: str, *shape: int, std: float | None = None) -> Deferred:
+        scale = self.config.initializer_range if std is None else std
+
+        def make() -> Array:
+            return from_host(init.normal(self.seed, name, shape, scale).astype(self.dtype))
+
+        return Deferred(shape, self.dtype, make)
+
+    def constant(self, value: float, size: int) -> Deferred:
+        return Deferred((size,), self.dtype, lambda: xp.full(size, value, dtype=self.dtype))
 
     def linear(self, name: str, n_in: int, n_out: int, std: float | None = None) -> Linear:
-        return Linear(self.normal(f"{name}.weight", n_in, n_out, std=std), xp.zeros(n_out, dtype=self.dtype))
+        return Linear(self.normal(f"{name}.weight", n_in, n_out, std=std), self.constant(0, n_out))
 
     def layer_norm(self) -> LayerNorm:
         h = self.config.n_embd
-        return LayerNorm(xp.ones(h, dtype=self.dtype), xp.zeros(h, dtype=self.dtype), self.config.layer_norm_epsilon)
+        return LayerNorm(self.constant(1, h), self.constant(0, h), self.config.layer_norm_epsilon)
 
 
 class Attention(Module):
@@ -108,14 +120,34 @@ class Block(Module):
         return x + self.mlp(self.ln_2(x))
 
 
+@dataclass
+class Part:
+    """A stop on the way through the model: the embedding, a block, the head. A strategy may wrap `run`.
+
+    `parameters` are those that `run` reads. Pipelines cut the model between parts; ZeRO stage 3 gathers one at a time.
+    """
+
+    name: str
+    run: Callable[[Any], Tensor]
+    parameters: list[Parameter]
+
+
 class GPT(Module):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
     `seed` and the parameters' names fix the initial weights (see init.py). `recompute=True` keeps only each block's
-    input and runs the block again in backward. Raises ValueError for a sequence longer than `n_positions`.
+    input and runs the block again in backward. With `deferred=True` the parameters have no numbers yet (see Deferred).
+    Raises ValueError for a sequence longer than `n_positions`.
     """
 
-    def __init__(self, config: GPTConfig, seed: int = 0, dtype: str = "float32", recompute: bool = False) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        seed: int = 0,
+        dtype: str = "float32",
+        recompute: bool = False,
+        deferred: bool = False,
+    ) -> None:
         make = _Init(config, seed, dtype)
         self.config = config
         self.recompute = recompute
@@ -124,6 +156,14 @@ class GPT(Module):
         self.h = [Block(make, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = make.layer_norm()
         self.head_weight = self.wte.weight.tie()
+        self.parts = [
+            Part("embedding", self.embed, [self.wte.weight, self.wpe.weight]),
+            *(Part(f"h.{i}", partial(self.run_block, block), block.parameters()) for i, block in enumerate(self.h)),
+            Part("head", self.head, [self.wte.weight, *self.ln_f.parameters()]),
+        ]
+        if not deferred:
+            for parameter in self.parameters():
+                parameter.materialize()
 
     def embed(self, tokens: Array) -> Tensor:
         """(B, T) integers -> (B, T, h): token plus position."""
@@ -142,10 +182,10 @@ class GPT(Module):
         return linear(self.ln_f(x), self.head_weight, transposed=True)
 
     def forward(self, tokens: Array) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.h:
-            x = self.run_block(block, x)
-        return self.head(x)
+        x: Any = tokens
+        for part in self.parts:
+            x = part.run(x)
+        return x
 
     def loss(self, tokens: Array, targets: Array) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not -100."""

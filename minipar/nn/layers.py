@@ -1,12 +1,12 @@
-"""Linear, Embedding, LayerNorm: parameters and one call each. Weights come in as arrays; gpt.py decides their initial
-values.
+"""Linear, Embedding, LayerNorm: parameters and one call each. Weights come in as arrays or as Deferred numbers;
+gpt.py decides which numbers they start with.
 """
 
 from __future__ import annotations
 
 from minipar.autograd import Tensor, embedding, layer_norm, linear
 from minipar.backend import Array
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Deferred, Module, Parameter
 
 
 class Linear(Module):
@@ -16,7 +16,7 @@ class Linear(Module):
     (out, in).
     """
 
-    def __init__(self, weight: Array, bias: Array) -> None:
+    def __init__(self, weight: Array | Deferred, bias: Array | Deferred) -> None:
         self.weight = Parameter(weight)
         self.bias = Parameter(bias)
 
@@ -27,7 +27,7 @@ class Linear(Module):
 class Embedding(Module):
     """Rows of weight (V, h) by token: integers (...,) -> (..., h)."""
 
-    def __init__(self, weight: Array) -> None:
+    def __init__(self, weight: Array | Deferred) -> None:
         self.weight = Parameter(weight)
 
     def forward(self, index: Array) -> Tensor:
@@ -37,7 +37,7 @@ class Embedding(Module):
 class LayerNorm(Module):
     """LayerNorm over the last dim with a gain and a bias: (..., h) -> (..., h)."""
 
-    def __init__(self, weight: Array, bias: Array, eps: float = 1e-5) -> None:
+    def __init__(self, weight: Array | Deferred, bias: Array | Deferred, eps: float = 1e-5) -> None:
         self.weight = Parameter(weight)
         self.bias = Parameter(bias)
         self.eps = eps

@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minipar.autograd import Tensor
-from minipar.backend import Array, from_host, to_host
+from minipar.backend import Array, from_host, to_host, xp
+
+
+def stand_in(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array of this shape that holds a single number, seen at every place: NaN, so that using it shows.
+
+    What a parameter has for data while its numbers are elsewhere, or not made yet.
+    """
+    return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Numbers that are not made yet: what they will look like, and how to make them.
+
+    NB: PyTorch's "meta" device. A model larger than one rank's memory is made this way and then filled piece by piece.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], Array]
 
 
 class Parameter(Tensor):
     """A leaf that is trained.
+
+    Made from an array, or from Deferred numbers, which `materialize` or `move_to` makes. `decays` says whether weight
+    decay applies: to parameters of two or more dims.
 
     `ties` are leaves that read the same numbers but collect a gradient of their own, as GPT-2's output head does with
     `wte`: in a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
     too, and the bits agree.
     """
 
-    __slots__ = ("ties",)
+    __slots__ = ("decays", "deferred", "ties")
 
-    def __init__(self, data: Array) -> None:
-        super().__init__(data, requires_grad=True)
+    def __init__(self, data: Array | Deferred) -> None:
+        self.deferred = data if isinstance(data, Deferred) else None
+        super().__init__(stand_in(data.shape, data.dtype) if isinstance(data, Deferred) else data, requires_grad=True)
+        self.decays = self.ndim >= 2
         self.ties: list[Tensor] = []
+
+    def materialize(self) -> None:
+        """Make numbers that were put off, in an array of their own."""
+        if self.deferred is not None:
+            self.data, self.deferred = self.deferred.make(), None
+
+    def move_to(self, place: Array) -> None:
+        """Keep the numbers in `place`, an array of this shape, from now on; those that were put off are made there."""
+        place[...] = self.data if self.deferred is None else self.deferred.make()
+        self.data, self.deferred = place, None
 
     def tie(self) -> Tensor:
         """A new leaf with this parameter's numbers and a gradient of its own."""
@@ -83,14 +119,19 @@ class Module:
         """Copy `state` into the parameters, in their dtype and place. Names and shapes must match exactly, else
         ValueError naming every difference, with nothing changed."""
         own = dict(self.named_parameters())
-        problems = [f"missing {name}" for name in own if name not in state]
-        problems += [f"unexpected {name}" for name in state if name not in own]
+        self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
+        for name, parameter in own.items():
+            parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """ValueError naming every difference between these names and shapes and the parameters'."""
+        own = dict(self.named_parameters())
+        problems = [f"missing {name}" for name in own if name not in shapes]
+        problems += [f"unexpected {name}" for name in shapes if name not in own]
         problems += [
-            f"{name} has shape {tuple(state[name].shape)}, expected {p.shape}"
+            f"{name} has shape {shapes[name]}, expected {p.shape}"
             for name, p in own.items()
-            if name in state and tuple(state[name].shape) != p.shape
+            if name in shapes and shapes[name] != p.shape
         ]
         if problems:
             raise ValueError("; ".join(problems))
-        for name, parameter in own.items():
-            parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from minipar.backend import Array, is_host, xp
+from minipar.memory import hold
 from minipar.nn.module import Parameter
 
 BLOCK = 1 << 15  # elements: a block of parameter, gradient, two moments and two scratch arrays stays in a core's cache
@@ -27,10 +28,6 @@ def _blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
         yield tuple(array[start : start + step] for array in flat)
 
 
-def _decays(parameter: Parameter) -> bool:
-    return parameter.ndim >= 2
-
-
 class SGD:
     """torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p.
 
@@ -43,6 +40,7 @@ class SGD:
         self.parameters = list(parameters)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.velocity: list[Array] = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
+        hold("optimizer", *self.velocity)
 
     def step(self) -> None:
         for i, parameter in enumerate(self.parameters):
@@ -50,7 +48,7 @@ class SGD:
             if parameter.grad is None:
                 continue
             update: Array = parameter.grad
-            if self.weight_decay and _decays(parameter):
+            if self.weight_decay and parameter.decays:
                 update = update + self.weight_decay * parameter.data
             if self.momentum:
                 self.velocity[i] *= self.momentum
@@ -79,6 +77,7 @@ class AdamW:
         self.steps = 0
         self.exp_avg = [xp.zeros_like(p.data) for p in self.parameters]
         self.exp_avg_sq = [xp.zeros_like(p.data) for p in self.parameters]
+        hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
 
     def step(self) -> None:
         self.steps += 1
@@ -89,7 +88,7 @@ class AdamW:
             parameter.fold_tied_gradients()
             if parameter.grad is None:
                 continue
-            shrink = 1 - self.lr * self.weight_decay if _decays(parameter) else 1.0
+            shrink = 1 - self.lr * self.weight_decay if parameter.decays else 1.0
             scratch = xp.empty(
                 min(parameter.size, BLOCK) if is_host(parameter.data) else parameter.size, parameter.dtype
             )
@@ -112,23 +111,33 @@ class AdamW:
                 p -= s
 
 
-def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None) -> float:
+def squared_norm(arrays: Iterable[Array]) -> float:
+    """The sum of all squares, in float64, array after array and block after block in order.
+
+    The order is part of the contract: ranks that hold a chunk each, and one device that goes through the same chunks,
+    get the same bits.
+    """
+    total = 0.0
+    for array in arrays:
+        for (block,) in _blocks(array):
+            total += float((block * block).sum(dtype="float64"))
+    return total
+
+
+def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None) -> float:
     """The 2-norm of all gradients together; if `max_norm` is given and smaller, gradients are scaled by max_norm /
     (norm + 1e-6).
 
-    torch.nn.utils.clip_grad_norm_. Squares are summed in float64, parameter by parameter in order. Returns the norm
-    before clipping.
+    torch.nn.utils.clip_grad_norm_. Returns the norm before clipping. `norm`, where it is known already: a rank that
+    holds a shard of the gradients cannot find it alone.
     """
     gradients = []
     for parameter in parameters:
         parameter.fold_tied_gradients()
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-    total = 0.0
-    for gradient in gradients:
-        flat = gradient.reshape(-1)
-        total += float((flat * flat).sum(dtype="float64"))
-    norm = math.sqrt(total)
+    if norm is None:
+        norm = math.sqrt(squared_norm(gradients))
     if max_norm is not None and norm > max_norm:
         for gradient in gradients:
             gradient *= max_norm / (norm + 1e-6)

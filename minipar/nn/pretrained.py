@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
+from minipar.backend import Array, from_host
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.module import Deferred
 
 PREFIX = "transformer."  # GPT2LMHeadModel's files carry it, GPT2Model's do not
 # What else such files hold: the head (the token embedding once more) and the causal masks of old versions.
-_NOT_PARAMETERS = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")
+HEAD = "lm_head.weight"
+_NOT_PARAMETERS = (HEAD, ".attn.bias", ".attn.masked_bias")
+_READABLE = ("F64", "F32", "F16")  # safetensors' names of the dtypes that NumPy has too
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _OPTIONAL = ("layer_norm_epsilon", "initializer_range")
 # Settings with which GPT-2 would be another function than the one implemented here.
@@ -56,33 +61,51 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise UsageError(f"{path}: {error}") from None
 
 
-def load_gpt2(directory: str | Path, dtype: str = "float32", recompute: bool = False) -> GPT:
-    """The model in a GPT-2 directory, converted to `dtype`.
+def load_gpt2(directory: str | Path, dtype: str = "float32", recompute: bool = False, deferred: bool = False) -> GPT:
+    """The model in a GPT-2 directory, converted to `dtype`; with `deferred=True` each tensor is read only when asked
+    for.
 
     UsageError names the file and every missing, unexpected or misshapen tensor.
     """
-    model = GPT(load_config(directory), dtype=dtype, recompute=recompute)
+    model = GPT(load_config(directory), dtype=dtype, recompute=recompute, deferred=True)
     path = Path(directory) / "model.safetensors"
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        tensors = load_file(path)
+        with safe_open(path, "np") as file:
+            stored = {name.removeprefix(PREFIX): name for name in file.keys() if not name.endswith(_NOT_PARAMETERS)}
+            shapes = {name: tuple(file.get_slice(key).get_shape()) for name, key in stored.items()}
+            kinds = {key: file.get_slice(key).get_dtype() for key in stored.values()}
+            head = file.get_tensor(HEAD) if HEAD in file.keys() else None
+            if head is not None and "wte.weight" in stored:
+                tied = np.array_equal(head, file.get_tensor(stored["wte.weight"]))
     except (SafetensorError, OSError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
-    state = {name.removeprefix(PREFIX): x for name, x in tensors.items() if not name.endswith(_NOT_PARAMETERS)}
-    head = tensors.get("lm_head.weight")
-    if head is not None and "wte.weight" in state and not np.array_equal(head, state["wte.weight"]):
+    if head is not None and "wte.weight" in stored and not tied:
         raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
     try:
-        model.load_state_dict(state)
+        model.check_shapes(shapes)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
+    for key, kind in kinds.items():
+        if kind not in _READABLE:
+            raise UsageError(f"{path}: {key} is stored as {kind}; expected one of {', '.join(_READABLE)}")
+    for name, parameter in model.named_parameters():
+        parameter.deferred = Deferred(parameter.shape, parameter.dtype, partial(_read, path, stored[name], dtype))
+        if not deferred:
+            parameter.materialize()
     return model
 
 
-def export_gpt2(model: GPT, directory: str | Path) -> None:
+def _read(path: Path, key: str, dtype: str) -> Array:
+    with safe_open(path, "np") as file:
+        return from_host(np.ascontiguousarray(file.get_tensor(key), dtype=dtype))
+
+
+def export_gpt2(model: GPT, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
     """Write `directory`/config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
+    `state`: the parameters, when the model itself does not hold them all (ZeRO stage 3).
     The directory is made if need be; each file is written beside its place and moved there, so a reader never sees half
     of one.
     """
@@ -97,7 +120,9 @@ def export_gpt2(model: GPT, directory: str | Path) -> None:
         "n_inner": None,
     }
     weights = directory / "model.safetensors"
-    Path(f"{weights}.partial").write_bytes(save(model.state_dict(), metadata={"format": "pt"}))
+    Path(f"{weights}.partial").write_bytes(
+        save(model.state_dict() if state is None else state, metadata={"format": "pt"})
+    )
     os.replace(f"{weights}.partial", weights)
     text = directory / "config.json"
     Path(f"{text}.partial").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

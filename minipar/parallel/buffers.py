@@ -2,16 +2,18 @@
 both.
 
 A message then needs no packing: a bucket of gradients is contiguous memory that the collective reduces where it lies,
-and backward wrote it there in the first place. ZeRO cuts the same arrays into one chunk per rank.
+and backward wrote it there in the first place. ZeRO cuts each bucket into one chunk per rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from minipar.backend import Array, xp
-from minipar.nn import Parameter
+from minipar.comm.chunks import chunk_bounds
+from minipar.memory import hold
+from minipar.nn import GPT, Parameter
 
 # PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication starts early in
 # backward.
@@ -19,9 +21,9 @@ BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
-    """Neighbouring parameters whose gradients travel together: elements start:stop of the flat arrays."""
+    """Neighbouring parameters that travel together: elements start:stop of the flat order."""
 
     parameters: tuple[Parameter, ...]
     start: int
@@ -31,36 +33,35 @@ class Bucket:
     def size(self) -> int:
         return self.stop - self.start
 
+    def views(self, array: Array) -> Iterator[tuple[Parameter, Array]]:
+        """Each parameter with its place, in its shape, in an array of the bucket's elements."""
+        offset = 0
+        for p in self.parameters:
+            yield p, array[offset : offset + p.size].reshape(p.shape)
+            offset += p.size
 
-class FlatBuffers:
-    """Moves `parameters` (of one dtype) into one flat array, in order, and gives each a place in a flat gradient array.
+    def chunk(self, rank: int, ranks: int) -> tuple[int, int]:
+        """(start, stop), counted from the bucket's start, of the part that belongs to `rank`."""
+        return chunk_bounds(self.size, ranks)[rank]
 
-    `.parameters` and `.gradients` are the flat arrays, of `.size` elements, without padding.
-    """
+
+class FlatOrder:
+    """Parameters of one dtype one after another: `.size` elements in all, without padding. Holds no numbers."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         dtypes = {str(p.dtype) for p in parameters}
         if len(dtypes) != 1:
             raise ValueError(f"flat storage needs parameters of one dtype, found {sorted(dtypes) or 'no parameters'}")
         self.members = list(parameters)
-        self.size = sum(p.size for p in self.members)
-        self.parameters: Array = xp.empty(self.size, dtype=self.members[0].dtype)
-        self.gradients: Array = xp.zeros(self.size, dtype=self.members[0].dtype)
+        self.dtype = self.members[0].dtype
         self.offsets: list[int] = []
-        offset = 0
+        self.size = 0
         for p in self.members:
-            view = self.parameters[offset : offset + p.size].reshape(p.shape)
-            view[...] = p.data
-            p.data = view
-            p.grad = None
-            p.grad_buffer = self.gradients[offset : offset + p.size].reshape(p.shape)
-            self.offsets.append(offset)
-            offset += p.size
+            self.offsets.append(self.size)
+            self.size += p.size
 
     def complete(self, parameters: Sequence[Parameter]) -> None:
-        """Make the flat gradient array valid for `parameters`: ties folded in, zeros where backward left no
-        gradient.
-        """
+        """Make the gradient storage valid for `parameters`: ties folded in, zeros where backward left no gradient."""
         for p in parameters:
             p.fold_tied_gradients()
             if p.grad is None and p.grad_buffer is not None:
@@ -73,14 +74,62 @@ class FlatBuffers:
         A bucket is closed once it holds `bucket_bytes` (the first: `first_bucket_bytes`) or more. Every parameter is in
         exactly one.
         """
-        itemsize = self.parameters.dtype.itemsize
+        groups: list[list[Parameter]] = []
+        held = 0
+        for p in reversed(self.members):
+            if held == 0:
+                groups.append([])
+            groups[-1].insert(0, p)
+            held += p.size * self.dtype.itemsize
+            if held >= (bucket_bytes if len(groups) > 1 else first_bucket_bytes):
+                held = 0
+        return self.buckets_of(groups[::-1])
+
+    def buckets_of(self, groups: Sequence[Sequence[Parameter]]) -> list[Bucket]:
+        """A bucket for each group, last group first; the groups, one after another, are this order's parameters."""
         buckets: list[Bucket] = []
-        stop, group = self.size, []
-        for p, offset in zip(reversed(self.members), reversed(self.offsets), strict=True):
-            group.append(p)
-            if (stop - offset) * itemsize >= (bucket_bytes if buckets else first_bucket_bytes):
-                buckets.append(Bucket(tuple(group), offset, stop))
-                stop, group = offset, []
-        if group:
-            buckets.append(Bucket(tuple(group), 0, stop))
+        start = 0
+        for group in groups:
+            stop = start + sum(p.size for p in group)
+            buckets.insert(0, Bucket(tuple(group), start, stop))
+            start = stop
         return buckets
+
+
+class FlatBuffers(FlatOrder):
+    """Moves `parameters` into one flat array, in order, and gives each a place in a flat gradient array.
+
+    `.parameters` and `.gradients` are the flat arrays. With `gradients=False` there is no array for them: whoever asks
+    for this gives the parameters their places when backward comes.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], gradients: bool = True) -> None:
+        super().__init__(parameters)
+        self.parameters: Array = xp.empty(self.size, dtype=self.dtype)
+        self.gradients: Array = xp.zeros(self.size, dtype=self.dtype) if gradients else None
+        hold("parameters", self.parameters)
+        hold("gradients", self.gradients)
+        whole = Bucket(tuple(self.members), 0, self.size)
+        for p, place in whole.views(self.parameters):
+            p.move_to(place)
+            p.grad = None
+        if gradients:
+            for p, place in whole.views(self.gradients):
+                p.grad_buffer = place
+
+
+def units(model: GPT) -> list[list[Parameter]]:
+    """The model's parameters by what runs at one time: a group for each block, and one, the first, for the embedding
+    and the head, which share the token embedding.
+
+    The unit in which FSDP gathers, and the bucket of every ZeRO stage: with the same buckets all stages add the same
+    numbers in the same order.
+    """
+    groups: list[list[Parameter]] = []
+    for part in model.parts:
+        shared = [group for group in groups if not set(part.parameters).isdisjoint(group)]
+        if shared:
+            shared[0] += [p for p in part.parameters if p not in set(shared[0])]
+        else:
+            groups.append(list(part.parameters))
+    return groups

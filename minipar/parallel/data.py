@@ -7,15 +7,18 @@ still runs. Both give each rank the gradient of the whole batch, because the los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
 from minipar.autograd import IGNORE_INDEX, Tensor
-from minipar.backend import Array
+from minipar.backend import Array, to_host
 from minipar.comm import Communicator, Work
-from minipar.nn import Module
+from minipar.memory import hold
+from minipar.nn import Module, Parameter, clip_grad_norm, squared_norm
 from minipar.parallel.buffers import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers
 
 
@@ -53,6 +56,7 @@ def accumulate_replicas(buffers: FlatBuffers, replicas: Iterable[int], backward:
         buffers.complete(buffers.members)
         if total is None:
             total = buffers.gradients.copy()
+            hold("buffers", total)
         else:
             total += buffers.gradients
     if total is not None:
@@ -70,14 +74,26 @@ class DistributedDataParallel:
     one device accumulating the ranks' shards in order; ValueError for another. Use:
 
         ddp = DistributedDataParallel(model, comm)
+        optimizer = AdamW(ddp.optimized)
+
+        ddp.zero_grad()
         with ddp.no_sync():                    # microbatches before the last only accumulate
             loss_of_first_half.backward()
         loss_of_second_half.backward()         # buckets start travelling in here
         ddp.synchronize()                      # wait for them; every p.grad is now the sum over ranks
+        ddp.clip_grad_norm(1.0)
+        optimizer.step()
+        ddp.refresh_parameters()
+
+    Buckets hold `bucket_bytes`, or with `groups` the parameters of one group each (`buffers.units`); the groups must
+    then list all parameters. `replicas` is the number of chunks in which the gradient norm is summed, the number of
+    ranks unless this is one device in the place of several.
 
     On the wire per synchronized step: 2 Psi (p-1)/p elements per rank, as the naive form, and no more for many
     microbatches. (Exactly that where p divides every bucket; else the sum of `comm.wire_bytes` over the buckets.)
     """
+
+    stage = 0  # of ZeRO: everything is on every rank
 
     def __init__(
         self,
@@ -86,12 +102,20 @@ class DistributedDataParallel:
         algorithm: str = "ring",
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        *,
+        groups: Sequence[Sequence[Parameter]] | None = None,
+        replicas: int | None = None,
     ) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
-        self.comm, self.algorithm = comm, algorithm
-        self.buffers = FlatBuffers(model.parameters())
-        self.buckets = self.buffers.buckets(bucket_bytes, first_bucket_bytes)
+        self.model, self.comm, self.algorithm = model, comm, algorithm
+        self.replicas = comm.size if replicas is None else replicas
+        parameters = model.parameters() if groups is None else [p for group in groups for p in group]
+        self.buffers = self._store(parameters)
+        if groups is None:
+            self.buckets = self.buffers.buckets(bucket_bytes, first_bucket_bytes)
+        else:
+            self.buckets = self.buffers.buckets_of(groups)
         self._syncing = True
         self._works: list[Work] = []
         self._waiting: list[set[Tensor]] = []  # for each bucket, the leaves whose gradient is not complete yet
@@ -102,6 +126,19 @@ class DistributedDataParallel:
                 self._bucket_of[leaf] = i
                 self._remove_hooks.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
         self._reset()
+
+    def _store(self, parameters: Sequence[Parameter]) -> Any:
+        """Where parameters and gradients live: FlatBuffers, or what a ZeRO stage has in their place."""
+        return FlatBuffers(parameters)
+
+    @property
+    def optimized(self) -> list[Parameter]:
+        """What this rank's optimizer updates: here every parameter."""
+        return self.model.parameters()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        self.model.zero_grad()
 
     @staticmethod
     def _leaves(bucket: Bucket) -> list[Tensor]:
@@ -149,6 +186,48 @@ class DistributedDataParallel:
         for work in self._works:
             work.wait()
         self._reset()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """After `synchronize`: the 2-norm of the whole gradient, the same on every rank; clips as
+        `nn.clip_grad_norm` does.
+
+        Squares are summed chunk by chunk: those of rank 0's chunks (one in each bucket), of rank 1's, ..., and then
+        over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits are the same.
+        """
+        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._squared_norm()))
+
+    def _squared_norm(self) -> float:
+        total = 0.0
+        for replica in range(self.replicas):
+            total += squared_norm(self._gradient_chunks(replica))
+        return total
+
+    def _gradient_chunks(self, rank: int) -> Iterator[Array]:
+        for bucket in reversed(self.buckets):
+            start, stop = bucket.chunk(rank, self.replicas)
+            yield self.buffers.gradients[bucket.start + start : bucket.start + stop]
+
+    def refresh_parameters(self) -> None:
+        """After the optimizer's step: make this rank's parameters what all ranks' optimizers made of them. Here they
+        are already."""
+
+    def whole_parameters(self) -> Iterator[tuple[Bucket, Array]]:
+        """Each bucket with all its numbers, one at a time; every rank calls it. The arrays are not to be kept."""
+        for bucket in self.buckets:
+            yield bucket, self.buffers.parameters[bucket.start : bucket.stop]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collective: the model's parameters by name as host arrays, on rank 0; empty on the others.
+
+        On the wire: what `whole_parameters` sends (nothing unless parameters are sharded).
+        """
+        names = {p: name for name, p in self.model.named_parameters()}
+        state = {}
+        for bucket, numbers in self.whole_parameters():
+            if self.comm.rank == 0:
+                for p, place in bucket.views(numbers):
+                    state[names[p]] = np.array(to_host(place), order="C")
+        return {name: state[name] for name in names.values() if name in state}
 
     def detach(self) -> None:
         """Remove the hooks from the model; the flat buffers stay."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 
 from minipar import backend
 from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
 from minipar.errors import UsageError
+from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import export_gpt2, load_config
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.progress import Metrics, Progress, describe
-from minipar.train.trainer import Trainer
+from minipar.train.progress import Metrics, Progress, describe, save_ledgers
+from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
 
 
@@ -25,11 +27,31 @@ def run(comm: Communicator) -> int:
     comm = Communicator(comm.transport, clock=config.run.clock, network=network)
     config, tokens = prepare(config, comm)
     mesh = DeviceMesh(comm, dp=config.mesh.dp)
-    trainer = build(config, mesh, tokens)
+    ledger = MemoryLedger() if config.run.memory is not None else None
+    with ledger.recording() if ledger is not None else nullcontext():
+        trainer = build(config, mesh, tokens)
+        results = train(config, trainer, tokens)
+    if ledger is not None and config.run.memory is not None:
+        save_ledgers(config.run.memory, ledger, comm)
+    if config.run.export is not None:
+        state = trainer.ddp.state_dict()
+        if comm.rank == 0:
+            export_gpt2(trainer.model, config.run.export, state)
+    if not config.run.verify:
+        return 0
+    out = progress_stream(config) if comm.rank == 0 else None
+    verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
+    if out is not None:
+        print(verdict.line, file=out, flush=True)
+    return 0 if verdict.passed else 1
+
+
+def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepResult]:
+    """All steps, reported on rank 0 and traced where asked for; UsageError when the loss is not finite any more."""
+    comm = trainer.mesh.world
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
-        size = trainer.ddp.buffers.size
-        print(describe(config, comm.size, size, len(tokens.ids), tokens.name), file=out, flush=True)
+        print(describe(config, comm.size, trainer.ddp.buffers.size, len(tokens.ids), tokens.name), file=out, flush=True)
 
     metrics = Metrics(config.run.metrics if comm.rank == 0 else None)
     progress = Progress("step", config.optimizer.steps, out)
@@ -49,14 +71,7 @@ def run(comm: Communicator) -> int:
     metrics.close()
     if config.run.trace is not None:
         save_chrome_trace(config.run.trace, comm)
-    if config.run.export is not None and comm.rank == 0:
-        export_gpt2(trainer.model, config.run.export)
-    if not config.run.verify:
-        return 0
-    verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
-    if out is not None:
-        print(verdict.line, file=out, flush=True)
-    return 0 if verdict.passed else 1
+    return results
 
 
 def prepare(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Tokens]:

@@ -10,6 +10,7 @@ Whatever is wrong with the input raises `UsageError` with the equation and the n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from minipar.errors import UsageError
-from minipar.train.options import check_options, option, parse_into
+from minipar.train.options import byte_count, check_options, option, parse_into
 
 COUNT = "[1, inf)"
 
@@ -29,10 +30,19 @@ COUNT = "[1, inf)"
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """mesh: how many ranks each parallelism takes"""
+    """mesh: how many ranks each parallelism takes, and what they share out"""
 
     dp: int | None = option(None, int, within=COUNT, metavar="N",
         help="data-parallel replicas (default: as many as there are ranks)")
+    zero_stage: int = option(0, int, within="[0, 3]", metavar="K",
+        help="what data-parallel ranks share out instead of each holding it whole: 0 nothing; 1 optimizer state; "
+             "2 gradients too; 3 parameters too")
+    sync_every_microbatch: bool = option(False, bool,
+        help="with --zero-stage 2 or 3: reduce-scatter after every microbatch, which keeps gradients sharded and sends "
+             "them M times; without it microbatches add up in whole gradients, sent once")
+    memory_limit: int | None = option(None, byte_count, metavar="BYTES",
+        help="refuse to start if parameters, gradients and optimizer state take more than this on a rank; KB, MB, GB, "
+             "KiB, MiB, GiB may follow the number")
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,9 @@ class RunConfig:
         help="Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
     clock: str = option("wall", str, choices=("wall", "cpu", "model"),
         help="time in the trace: wall; cpu: each rank's own CPU time; model: a cost model")
+    memory: str | None = option(None, str, metavar="FILE.json",
+        help="the memory ledger of every rank: bytes by kind at each moment of the last step, and at the peak; for "
+             "`python -m visualize memory`")
     network: tuple[float, float] = option((0.0, 0.0), float, within="[0, inf)", metavar=("ALPHA", "BETA"),
         help="what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
     export: str | None = option(None, str, metavar="DIR", help="write the trained model as a GPT-2 directory")
@@ -156,6 +169,11 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--clock {config.run.clock} is the time of a trace; give --trace FILE.json too")
     if any(config.run.network) and config.run.clock == "wall":
         raise UsageError("--network prices messages on the clocks cpu and model; the wall clock takes what they take")
+    if config.mesh.sync_every_microbatch and config.mesh.zero_stage < 2:
+        raise UsageError(
+            f"--sync-every-microbatch keeps gradients sharded between microbatches, but with --zero-stage "
+            f"{config.mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
+        )
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(
@@ -207,10 +225,11 @@ def prepare_outputs(config: TrainConfig) -> None:
     For the rank that writes. Raises UsageError naming the flag and the path.
     """
     run = config.run
-    files = [("--metrics", run.metrics), ("--trace", run.trace)]
+    files = [("--metrics", run.metrics), ("--trace", run.trace), ("--memory", run.memory)]
     written = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
-    if len(written) == 2 and Path(written[0][1]).resolve() == Path(written[1][1]).resolve():
-        raise UsageError(f"--metrics and --trace would both write {written[0][1]}")
+    for (flag, path), (other, same) in itertools.combinations(written, 2):
+        if Path(path).resolve() == Path(same).resolve():
+            raise UsageError(f"{flag} and {other} would both write {path}")
     for flag, path in written:
         if os.path.isdir(path):
             raise UsageError(f"{flag} {path} is a directory; expected a file")

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from minipar.comm.launch import Parser
@@ -30,7 +31,7 @@ Config = TypeVar("Config")
 
 def option(
     default: Any,
-    kind: type,
+    kind: Callable[[str], Any],
     help: str,
     *,
     within: str | None = None,
@@ -40,11 +41,29 @@ def option(
 ) -> Any:
     """A dataclass field that is also a flag.
 
-    `kind` is int, float, str or bool (a switch); `within` an interval as mathematics writes it, "[0, 1)"; `flag` the
-    long name when it is not the field's own name with dashes. A tuple default takes as many values as it has.
+    `kind` is int, float, str, bool (a switch), or a function that makes the value of a text; `within` an interval as
+    mathematics writes it, "[0, 1)"; `flag` the long name when it is not the field's own name with dashes. A tuple
+    default takes as many values as it has.
     """
     metadata = {"kind": kind, "help": help, "within": within, "choices": choices, "metavar": metavar, "flag": flag}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def byte_count(text: str) -> int:
+    """A kind of option: "1500000", "1.5MB", "512KiB" -> bytes, above 0."""
+    number = text.rstrip("KMGiB ")
+    try:
+        count = float(number) * UNITS[text[len(number) :].strip()]
+        if not 0 < count < math.inf:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB"
+        ) from None
+    return int(count)
 
 
 def flags(config: Any) -> Iterator[tuple[str, dataclasses.Field[Any], str, Any]]:

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import TextIO
 
+from minipar.comm import Communicator
+from minipar.memory import KINDS, MemoryLedger
 from minipar.train.config import TrainConfig
 from minipar.train.trainer import StepResult
 
@@ -58,13 +60,32 @@ class Metrics:
             self.file.close()
 
 
+def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
+    """Collective: rank 0 writes all ranks' ledgers to `path`.
+
+    {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each kind]], ...]}, ...]}
+    """
+    account = {"peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
+    gathered = comm.gather_bytes(json.dumps(account).encode())
+    error = None
+    if gathered is not None:
+        ranks = [{"rank": rank, **json.loads(data)} for rank, data in enumerate(gathered)]
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"kinds": KINDS, "ranks": ranks}, file)
+        except OSError as problem:
+            error = f"--memory {path}: {problem.strerror}"
+    comm.agree(error)
+
+
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
     """The first line of a run: what is trained, on what, on how many ranks."""
     model, data = config.model, config.data
     return (
         f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {source}\n"
-        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, dp={config.mesh.dp}, global batch {data.global_batch} x "
+        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, dp={config.mesh.dp}, ZeRO stage {config.mesh.zero_stage}, "
+        f"global batch {data.global_batch} x "
         f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
         f"{config.run.reduction} reduction"
     )

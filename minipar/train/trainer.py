@@ -8,8 +8,8 @@ one, the single device computes all of them, one after another, and adds their g
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,13 @@ import numpy as np
 from minipar import backend
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
-from minipar.nn import GPT, AdamW, GPTConfig, clip_grad_norm, learning_rate
+from minipar.memory import enter
+from minipar.nn import GPT, AdamW, GPTConfig, learning_rate
 from minipar.nn.pretrained import load_gpt2
-from minipar.parallel.data import DistributedDataParallel, accumulate_replicas
+from minipar.parallel.buffers import units
+from minipar.parallel.data import accumulate_replicas
+from minipar.parallel.fully_sharded import shard
+from minipar.parallel.model_state import OF_DTYPE, check_limit
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
 
@@ -36,10 +40,10 @@ class StepResult:
 
 
 def make_model(config: TrainConfig) -> GPT:
-    """The serial model that the configuration describes, or the one in `--init-from`."""
+    """The serial model that the configuration describes, or the one in `--init-from`; its numbers are not made yet."""
     recompute = config.run.recompute == "full"
     if config.model.init_from is not None:
-        return load_gpt2(config.model.init_from, config.run.dtype, recompute)
+        return load_gpt2(config.model.init_from, config.run.dtype, recompute, deferred=True)
     shape = GPTConfig(
         vocab_size=config.model.vocab_size,
         n_positions=config.model.seq_len,
@@ -47,29 +51,37 @@ def make_model(config: TrainConfig) -> GPT:
         n_layer=config.model.layers,
         n_head=config.model.heads,
     )
-    return GPT(shape, seed=config.run.seed, dtype=config.run.dtype, recompute=recompute)
+    return GPT(shape, seed=config.run.seed, dtype=config.run.dtype, recompute=recompute, deferred=True)
 
 
 class Trainer:
     """Trains `config` on `mesh`, whose dp size is config.mesh.dp or 1.
 
-    On the wire per step and rank: what DistributedDataParallel sends, about 2 Psi (dp-1)/dp elements, and one float64
-    all-reduced for the loss.
+    On the wire per step and rank: what the ZeRO stage sends (parallel/data.py, parallel/zero.py), and one float64
+    all-reduced for the loss. UsageError if the model state does not fit `--memory-limit`.
     """
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
-        dp = config.mesh.dp
+        dp, stage = config.mesh.dp, config.mesh.zero_stage
         assert dp is not None and mesh.dp.size in (1, dp)
         self.config, self.mesh = config, mesh
         self.replicas = range(dp) if mesh.dp.size == 1 else range(mesh.dp.rank, mesh.dp.rank + 1)
         self.model = make_model(config)
+        if config.mesh.memory_limit is not None:
+            check_limit(
+                config.mesh.memory_limit,
+                [sum(p.size for p in unit) for unit in units(self.model)],
+                mesh.dp.size,
+                stage,
+                OF_DTYPE[config.run.dtype],
+                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
+            )
         self.samples_per_microbatch = config.data.global_batch // (dp * config.data.microbatches)
         if isinstance(mesh.world.clock, ModelClock):
             self._charge_backward(mesh.world.clock)
-        self.ddp = DistributedDataParallel(self.model, mesh.dp, algorithm=config.run.reduction)
-        self.parameters = self.model.parameters()
+        self.ddp = shard(self.model, mesh.dp, stage, algorithm=config.run.reduction, replicas=dp)
         self.optimizer = AdamW(
-            self.parameters,
+            self.ddp.optimized,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
@@ -91,23 +103,22 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """One optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
         start = time.perf_counter()
-        losses: list[float] = []
+        enter("forward", restart=True)
+        losses = dict.fromkeys(self.replicas, 0.0)
 
-        def backward(replica: int) -> None:
-            losses.append(self._backward_replica(step, replica))
+        def backward(replica: int, microbatch: int) -> None:
+            losses[replica] += self._backward_microbatch(step, replica, microbatch)
 
-        if len(self.replicas) > 1:  # one device in the place of several ranks
-            with self.ddp.no_sync():
-                accumulate_replicas(self.ddp.buffers, self.replicas, backward)
+        self.ddp.zero_grad()
+        if len(self.replicas) > 1 or (self.ddp.stage == 0 and self.config.mesh.sync_every_microbatch):
+            self._accumulate_all(backward)
         else:
-            self.model.zero_grad()
-            backward(self.replicas[0])
-            self.ddp.synchronize()
-        loss = self._sum_over_replicas(losses) / self.tokens_per_step
+            self._accumulate_own(backward)
+        loss = self._sum_over_replicas(list(losses.values())) / self.tokens_per_step
 
         optimizer = self.config.optimizer
-        with self.mesh.world.tracer.region("optimizer"):
-            grad_norm = clip_grad_norm(self.parameters, optimizer.clip_grad or None)
+        with self._region("optimizer"):
+            grad_norm = self.ddp.clip_grad_norm(optimizer.clip_grad or None)
             self.optimizer.lr = learning_rate(
                 step,
                 lr=optimizer.lr,
@@ -116,30 +127,60 @@ class Trainer:
                 total_steps=optimizer.steps,
             )
             self.optimizer.step()
+            self.ddp.refresh_parameters()
             backend.synchronize()
         seconds = time.perf_counter() - start
         return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds)
 
-    def _backward_replica(self, step: int, replica: int) -> float:
-        """Forward and backward of one replica's microbatches; returns its summed loss. Gradients accumulate in the
-        buffers.
+    def _accumulate_own(self, backward: Callable[[int, int], None]) -> None:
+        """This rank's replica: microbatches add up, and the sum over ranks is taken once, or after each of them."""
+        last = self.config.data.microbatches - 1
+        for microbatch in range(last + 1):
+            if microbatch == last or self.config.mesh.sync_every_microbatch:
+                backward(self.replicas[0], microbatch)
+                self.ddp.synchronize()
+            else:
+                with self.ddp.no_sync():
+                    backward(self.replicas[0], microbatch)
+
+    def _accumulate_all(self, backward: Callable[[int, int], None]) -> None:
+        """One device that keeps nothing sharded, in the place of the ranks: the same sums in the same order."""
+        microbatches, buffers = range(self.config.data.microbatches), self.ddp.buffers
+
+        def replica(r: int) -> None:
+            for microbatch in microbatches:
+                backward(r, microbatch)
+
+        def microbatch(m: int) -> None:
+            accumulate_replicas(buffers, self.replicas, lambda r: backward(r, m))
+
+        with self.ddp.no_sync():
+            if self.config.mesh.sync_every_microbatch:
+                accumulate_replicas(buffers, microbatches, microbatch)
+            else:
+                accumulate_replicas(buffers, self.replicas, replica)
+
+    def _backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
+        """Forward and backward of one microbatch; returns its summed loss. Gradients accumulate in the buffers.
 
         The loss of each microbatch is a sum over tokens, and its gradient is scaled by 1 / tokens of the *global*
         batch: contributions then simply add up, over microbatches and over ranks.
         """
-        tracer, microbatches = self.mesh.world.tracer, self.config.data.microbatches
         flops = self.model.config.forward_flops(self.samples_per_microbatch, self.config.model.seq_len)
-        total = 0.0
-        for microbatch in range(microbatches):
-            first = (replica * microbatches + microbatch) * self.samples_per_microbatch
-            inputs, targets = self.batches.batch(step, range(first, first + self.samples_per_microbatch))
-            with tracer.region("forward", flops=flops):
-                loss = self.model.loss_sum(from_host(inputs), from_host(targets))
-            last = microbatch == microbatches - 1
-            with nullcontext() if last else self.ddp.no_sync(), tracer.region("backward"):
-                loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
-            total += loss.item()
-        return total
+        first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
+        inputs, targets = self.batches.batch(step, range(first, first + self.samples_per_microbatch))
+        with self._region("forward", flops):
+            loss = self.model.loss_sum(from_host(inputs), from_host(targets))
+        with self._region("backward"):
+            loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
+        return loss.item()
+
+    @contextmanager
+    def _region(self, name: str, flops: float = 0.0) -> Iterator[None]:
+        """A phase of the step, for the trace and for the memory ledger."""
+        enter(name)
+        with self.mesh.world.tracer.region(name, flops):
+            yield
 
     def _charge_backward(self, clock: ModelClock) -> None:
         """On a model clock backward takes twice forward's operations, spread over the parameters as they are completed:

@@ -6,6 +6,7 @@ order, so they agree up to rounding, and the bound below says how far rounding m
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,8 +88,10 @@ def compare(
 
 def same_on_all_ranks(trainer: Trainer, comm: Communicator) -> bool:
     """Whether every rank holds the same bits (ranks of one dp axis must)."""
-    digest = hashlib.sha256(to_host(trainer.ddp.buffers.parameters).data).digest()
-    return len(set(comm.all_gather_bytes(digest))) == 1
+    digest = hashlib.sha256()
+    for _, numbers in trainer.ddp.whole_parameters():
+        digest.update(to_host(numbers).data)
+    return len(set(comm.all_gather_bytes(digest.digest()))) == 1
 
 
 def verify(
@@ -105,10 +108,11 @@ def verify(
     if not same_on_all_ranks(trainer, comm):
         return Verdict(False, "verify: FAILED: the ranks do not hold the same parameters as one another")
     line = b""
+    parameters = trainer.ddp.state_dict()
     if comm.rank == 0:
         single, single_results = train_on_one_device(trainer.config, tokens, on_step)
         verdict = compare(
-            trainer.model.state_dict(),
+            parameters,
             single,
             results,
             single_results,
@@ -124,11 +128,11 @@ def verify(
 def train_on_one_device(
     config: TrainConfig, tokens: Tokens, on_step: Callable[[StepResult], None] = lambda result: None
 ) -> tuple[dict[str, np.ndarray], list[StepResult]]:
-    """The same steps on a mesh of one; returns the parameters and what each step reported."""
-
-    single = Trainer(config, DeviceMesh(serial()), tokens)
+    """The same steps on a mesh of one, nothing sharded; returns the parameters and what each step reported."""
+    whole = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, zero_stage=0, memory_limit=None))
+    single = Trainer(whole, DeviceMesh(serial()), tokens)
     results = []
     for result in single.train():
         results.append(result)
         on_step(result)
-    return single.model.state_dict(), results
+    return single.ddp.state_dict(), results

@@ -1,0 +1,106 @@
+"""Model state in closed form: what parameters, gradients and optimizer state take on a rank at each ZeRO stage.
+
+Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi parameters on N ranks, in bytes of 16-bit
+training with Adam: 16 Psi, then 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N, 16 Psi/N for stages 1, 2, 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from minipar.comm.chunks import chunk_bounds
+from minipar.errors import UsageError
+
+STAGES = (0, 1, 2, 3)
+Count = int | Fraction  # elements or bytes; a fraction where Psi/N is taken as it stands
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes for each element of parameters, gradients and optimizer state."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+# Two fp16 copies, and in fp32 the optimizer's own parameters, mean and variance (section 3.1).
+MIXED = Precision(2, 2, 12)
+# As minipar trains: one copy of each in the dtype of the run, and AdamW's two means.
+FLOAT32, FLOAT64 = Precision(4, 4, 8), Precision(8, 8, 16)
+OF_DTYPE = {"float32": FLOAT32, "float64": FLOAT64}
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes on one rank."""
+
+    parameters: Count
+    gradients: Count
+    optimizer: Count
+
+    @property
+    def total(self) -> Count:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) -> tuple[Count, Count, Count]:
+    """How many elements of (parameters, gradients, optimizer state) a rank keeps whose share of the psi is `own`.
+
+    `accumulating`: microbatches add up in full gradients before these are reduced (`no_sync`), at any stage.
+    """
+    return (
+        own if stage >= 3 else psi,
+        own if stage >= 2 and not accumulating else psi,
+        own if stage >= 1 else psi,
+    )
+
+
+def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
+    """Bytes on a rank. The paper's figures: own = Fraction(psi, N); a run's, exactly: own = own_elements(...)."""
+    parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
+    return ModelState(
+        parameters * precision.parameters, gradients * precision.gradients, optimizer * precision.optimizer
+    )
+
+
+def own_elements(buckets: Sequence[int], ranks: int, rank: int) -> int:
+    """What a rank holds of buckets of these sizes: chunk `rank` of each. Rank 0 has the most.
+
+    NB: nothing is padded here; where N does not divide a bucket, the first ranks hold one element more. (Frameworks pad
+    every rank to the longest.)
+    """
+    bounds = (chunk_bounds(size, ranks)[rank] for size in buckets)
+    return sum(stop - start for start, stop in bounds)
+
+
+def check_limit(
+    limit: int, buckets: Sequence[int], ranks: int, stage: int, precision: Precision, accumulating: bool
+) -> None:
+    """UsageError if the model state of the fullest rank is above `limit` bytes; it names the first stage that fits."""
+    psi = sum(buckets)
+    own = own_elements(buckets, ranks, rank=0)
+
+    def arithmetic(stage: int) -> str:
+        counts = elements_held(psi, own, stage, accumulating)
+        widths = (precision.parameters, precision.gradients, precision.optimizer)
+        terms = zip(widths, counts, ("parameters", "gradients", "optimizer"), strict=True)
+        total = model_state(psi, own, stage, precision, accumulating).total
+        return " + ".join(f"{width}*{count:,} ({what})" for width, count, what in terms) + f" = {total:,} bytes"
+
+    if model_state(psi, own, stage, precision, accumulating).total <= limit:
+        return
+    fitting = [s for s in STAGES if model_state(psi, own, s, precision, accumulating).total <= limit]
+    message = (
+        f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} data-parallel "
+    )
+    message += f"rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
+    if fitting:
+        raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}")
+    if accumulating:
+        message += ", gradients whole while microbatches accumulate"
+    if stage != 3:
+        message += f", and even --zero-stage 3 holds {arithmetic(3)}"
+    raise UsageError(f"{message}; no stage fits")

@@ -1,0 +1,223 @@
+"""ZeRO: data parallelism without the redundancy (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+Plain data parallelism keeps everything on every rank: parameters, gradients, optimizer state. Each stage cuts one more
+of them into one chunk per rank, and each is the class before it with one thing changed:
+
+    stage 1   optimizer state: each rank updates its own chunk of the parameters, then all gather the updated chunks
+    stage 2   gradients: a bucket's full gradient lives from backward's arrival in it until it is reduce-scattered
+    stage 3   parameters: a unit's full parameters live from just before they are used until just after
+              (fully_sharded.py)
+
+A bucket is a unit (`buffers.units`) in every stage, chunk r of each belongs to rank r, and an all-reduce is a
+reduce-scatter and an all-gather: so all stages add the same numbers in the same order and end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Function, Tensor
+from minipar.backend import Array, xp
+from minipar.comm import Communicator
+from minipar.memory import hold
+from minipar.nn import GPT, Parameter, squared_norm
+from minipar.parallel.buffers import Bucket, FlatBuffers, units
+from minipar.parallel.data import DistributedDataParallel
+
+
+class Chunk:
+    """This rank's part of a bucket: flat arrays, and as `shards` the pieces of parameters that they hold.
+
+    A shard is a Parameter for the optimizer's eyes: one-dimensional, but decaying as the whole parameter does. `summed`
+    says whether `gradient` holds a sum over the ranks already, of an earlier microbatch.
+    """
+
+    def __init__(self, bucket: Bucket, start: int, stop: int, data: Array, gradient: Array) -> None:
+        self.data, self.gradient, self.summed = data, gradient, False
+        self.shards: list[Parameter] = []
+        offset = 0
+        for p in bucket.parameters:
+            first, last = max(start, offset), min(stop, offset + p.size)
+            if first < last:
+                shard = Parameter(data[first - start : last - start])
+                shard.grad_buffer = gradient[first - start : last - start]
+                shard.decays = p.decays
+                self.shards.append(shard)
+            offset += p.size
+
+
+class ZeroStage1(DistributedDataParallel):
+    """Optimizer state sharded: used as DistributedDataParallel is, for a GPT.
+
+    On the wire per synchronized step: Psi (p-1)/p elements per rank to reduce-scatter the gradients and as many to
+    gather the updated parameters; 2 Psi in all, what an all-reduce costs. And one float64 all-reduced for the norm.
+    """
+
+    stage = 1
+    model: GPT
+
+    def __init__(self, model: GPT, comm: Communicator, algorithm: str = "ring") -> None:
+        super().__init__(model, comm, algorithm, groups=units(model))
+        self.chunks: dict[Bucket, Chunk] = {}
+        for bucket in reversed(self.buckets):  # in the order of the model
+            start, stop = bucket.chunk(comm.rank, comm.size)
+            self.chunks[bucket] = Chunk(bucket, start, stop, *self._cut(bucket, start, stop))
+
+    def _cut(self, bucket: Bucket, start: int, stop: int) -> tuple[Array, Array]:
+        """The arrays of this rank's chunk: parameters and gradients."""
+        own = slice(bucket.start + start, bucket.start + stop)
+        return self.buffers.parameters[own], self.buffers.gradients[own]
+
+    @property
+    def optimized(self) -> list[Parameter]:
+        """The shards: all that this rank's optimizer knows."""
+        return [shard for chunk in self.chunks.values() for shard in chunk.shards]
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for chunk in self.chunks.values():
+            chunk.summed = False
+            for shard in chunk.shards:
+                shard.grad = None
+
+    def _start(self, bucket: Bucket) -> None:
+        self.buffers.complete(bucket.parameters)
+        # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
+        self._reduce_scatter(self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient)
+
+    def _reduce_scatter(self, full: Array, out: Array) -> None:
+        self._works.append(self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True))
+
+    def synchronize(self) -> None:
+        """Start what backward has not started, then wait: every shard's gradient is now the sum over ranks."""
+        super().synchronize()
+        for chunk in self.chunks.values():
+            chunk.summed = True
+            for shard in chunk.shards:
+                shard.grad = shard.grad_buffer
+
+    def _squared_norm(self) -> float:
+        """This rank's chunks, then the sum over the ranks in order: every element once. On the wire: one float64."""
+        total = np.array([squared_norm(chunk.gradient for chunk in self.chunks.values())])
+        self.comm.all_reduce(total, algorithm="ordered")
+        return float(total[0])
+
+    def refresh_parameters(self) -> None:
+        """Gather what every rank's optimizer made of its chunks. On the wire: Psi (p-1)/p elements per rank."""
+        works = []
+        for bucket, chunk in self.chunks.items():
+            out = self.buffers.parameters[bucket.start : bucket.stop]
+            works.append(self.comm.all_gather(chunk.data, out=out, algorithm="pairwise", async_op=True))
+        for work in works:
+            work.wait()
+
+
+class _OnBackward(Function):
+    """The identity; `call()` when backward passes through."""
+
+    def forward(self, x: Array, call: Callable[[], None]) -> Array:
+        self.call = call
+        return x
+
+    def backward(self, grad: Array) -> Any:
+        self.call()
+        return grad, None
+
+
+class ZeroStage2(ZeroStage1):
+    """Optimizer state and gradients sharded.
+
+    A bucket's full gradient is made when backward comes to its unit, reduce-scattered when it is complete, and freed:
+    there are never more than two of them. (Microbatches that accumulate under `no_sync` keep all of them, as in FSDP;
+    `backward` and `synchronize` for each microbatch keep gradients sharded, and send them as many times.)
+
+    On the wire: as stage 1.
+    """
+
+    stage = 2
+
+    def __init__(self, model: GPT, comm: Communicator, algorithm: str = "ring") -> None:
+        super().__init__(model, comm, algorithm)
+        self._full: dict[Bucket, Array] = {}  # the full gradients that exist
+        self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
+        home = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._buckets_of_parts = [home[part.parameters[0]] for part in model.parts]
+        for i, part in enumerate(model.parts):
+            self._remove_hooks.append(partial(setattr, part, "run", part.run))
+            part.run = self._around(i, part.run)
+
+    def _store(self, parameters: Sequence[Parameter]) -> Any:
+        return FlatBuffers(parameters, gradients=False)
+
+    def _cut(self, bucket: Bucket, start: int, stop: int) -> tuple[Array, Array]:
+        gradient = xp.empty(stop - start, dtype=self.buffers.dtype)
+        hold("gradients", gradient)
+        return self.buffers.parameters[bucket.start + start : bucket.start + stop], gradient
+
+    def _around(self, i: int, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Part i of the model with something to do before and after its forward and its backward.
+
+        Backward goes through an operation's output first and its input last, so identities at these two places tell.
+        """
+
+        def around(x: Any) -> Tensor:
+            self._before_forward(i)
+            if isinstance(x, Tensor):
+                x = _OnBackward.apply(x, partial(self._after_backward, i))
+            y = run(x)
+            self._after_forward(i)
+            return _OnBackward.apply(y, partial(self._before_backward, i))
+
+        return around
+
+    def _before_forward(self, i: int) -> None:
+        pass
+
+    def _after_forward(self, i: int) -> None:
+        pass
+
+    def _before_backward(self, i: int) -> None:
+        bucket = self._buckets_of_parts[i]
+        if self._buckets_of_parts.index(bucket) == i:  # the last of its parts that backward comes to
+            self._open(bucket)
+
+    def _after_backward(self, i: int) -> None:
+        pass
+
+    def _open(self, bucket: Bucket) -> None:
+        """Room for the bucket's full gradient, in which backward writes. What has come already moves in."""
+        if bucket in self._full:
+            return
+        if self._syncing:
+            for work in self._works[: max(0, len(self._works) - 1)]:  # one may still travel; the others are freed
+                work.wait()
+        full = self._full[bucket] = xp.empty(bucket.size, dtype=self.buffers.dtype)
+        hold("buffers" if self._syncing else "gradients", full)
+        for p, place in bucket.views(full):
+            if p.grad is not None:
+                place[...] = p.grad
+                p.grad = place
+            p.grad_buffer = place
+
+    def _start(self, bucket: Bucket) -> None:
+        self._open(bucket)  # if backward has not come there: parameters that the loss does not use
+        self.buffers.complete(bucket.parameters)
+        chunk = self.chunks[bucket]
+        out = chunk.gradient
+        if chunk.summed:
+            out = xp.empty_like(out)
+            hold("buffers", out)
+            self._late.append((chunk, out))
+        self._reduce_scatter(self._full.pop(bucket), out)
+        for p in bucket.parameters:
+            p.grad = p.grad_buffer = None  # the message alone holds the full gradient now, and frees it
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        for chunk, gradient in self._late:
+            chunk.gradient += gradient
+        self._late = []
