@@ -14,6 +14,11 @@ TRAIN = ["-m", "minipar.train"]
 PROOF = (
     "--layers 2 --hidden 64 --heads 4 --seq-len 64 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8"
 ).split()
+# Buckets of 2,197 and 3,562 elements, which 8 ranks do not divide.
+ZERO = (
+    "--layers 2 --hidden 13 --heads 1 --seq-len 16 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8 "
+    "--clip-grad 1 --reduction ordered"
+).split()
 TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()
 
 
@@ -22,6 +27,17 @@ def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order():
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (120,576 numbers), losses and")
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_8_ranks_that_share_out_model_state_equal_one_device_bit_for_bit(stage):
+    result = run_mpi(8, [*TRAIN, *ZERO, "--zero-stage", stage], timeout=60)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert f"minipar: 8 ranks, dp=8, ZeRO stage {stage}, " in lines[1]
+    assert lines[-1] == (
+        "verify: 8 ranks = 1 device, bit for bit: 28 parameters (7,956 numbers), losses and gradient norms of 20 steps"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
@@ -69,14 +85,31 @@ def test_metrics_on_standard_output_stand_there_alone():
     assert "verify: 2 ranks = 1 device" in result.stderr
 
 
-def test_a_gpt2_directory_trains_on_from_its_weights(tmp_path):
+def test_a_model_too_large_for_one_rank_is_refused_with_the_stage_that_fits_and_trains_at_that_stage():
+    """A block of 3,280 and the rest, 4,384 parameters, of which rank 0 of 3 has 1,094 and 1,462."""
+    flags = [*TINY, "--memory-limit", "50KB", "--verify", "--reduction", "ordered"]
+    refused = run_mpi(3, [*TRAIN, *flags], timeout=30)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr == (
+        "minipar: error: --memory-limit 50,000 bytes of model state per rank, but --zero-stage 0 on 3 data-parallel "
+        "ranks holds 4*7,664 (parameters) + 4*7,664 (gradients) + 8*7,664 (optimizer) = 122,624 bytes; "
+        "--zero-stage 3 fits: 4*2,556 (parameters) + 4*2,556 (gradients) + 8*2,556 (optimizer) = 40,896 bytes\n"
+    )
+    trained = run_mpi(3, [*TRAIN, *flags, "--zero-stage", "3"], timeout=30)
+    assert trained.returncode == 0, trained.stderr
+    assert "verify: 3 ranks = 1 device, bit for bit" in trained.stdout
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_a_gpt2_directory_trains_on_from_its_weights(stage, tmp_path):
     model = GPT(GPTConfig(300, 32, 16, 2, 4), seed=9, dtype="float64")
     export_gpt2(model, tmp_path / "start")
     np.random.Generator(np.random.Philox(1)).integers(0, 300, 2000).astype("<u2").tofile(tmp_path / "tokens.bin")
     flags = f"--init-from {tmp_path}/start --data {tmp_path}/tokens.bin --seq-len 16 --global-batch 4 --steps 2"
-    flags += f" --lr 1e-9 --dtype float64 --reduction ordered --verify --export {tmp_path}/end"
+    flags += f" --lr 1e-9 --dtype float64 --reduction ordered --verify --export {tmp_path}/end --zero-stage {stage}"
     result = run_mpi(2, [*TRAIN, *flags.split()], timeout=60)
     assert result.returncode == 0, result.stderr
+    assert "verify: 2 ranks = 1 device, bit for bit" in result.stdout
     end = load_gpt2(tmp_path / "end", dtype="float64")
     assert end.config == model.config
     for name, x in model.state_dict().items():
@@ -107,6 +140,15 @@ BAD_INPUT = {
     "a network without a logical clock": (2, "--network 1e-6 1e-9", "--network prices messages"),
     "a rate at which training diverges": (2, "--lr 1e30 --steps 5 --layers 1 --hidden 16 --heads 2",
         "training has diverged"),
+    "a ZeRO stage that does not exist": (2, "--zero-stage 4", "--zero-stage 4 is outside [0, 3]"),
+    "a negative ZeRO stage": (2, "--zero-stage -1", "--zero-stage -1 is outside [0, 3]"),
+    "a limit of nothing": (2, "--memory-limit 0", "'0' is not a number of bytes"),
+    "a limit that is no number": (2, "--memory-limit x", "'x' is not a number of bytes such as 1500000, 1.5MB or 512"),
+    "a limit too small for any stage": (2, "--memory-limit 1MB --layers 1 --hidden 256 --zero-stage 1",
+        "8*436,096 (optimizer) = 10,466,304 bytes; the least, --zero-stage 3, holds 4*436,096 (parameters)"),
+    "gradients kept sharded at stage 1": (2, "--sync-every-microbatch --zero-stage 1",
+        "with --zero-stage 1 every rank has them whole; it needs stage 2 or 3"),
+    "gradients kept sharded without a stage": (2, "--sync-every-microbatch", "with --zero-stage 0 every rank has them"),
     "no such device": (2, "--device tpu", "tpu"),
 }  # fmt: skip
 

@@ -71,25 +71,40 @@ def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
-def data_parallel_training(comm, reduction):
+def data_parallel_training(comm, flags):
     config = parse(
         "--layers 1 --hidden 16 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --microbatches 2 --dtype float64 "
-        f"--clip-grad 1 --reduction {reduction}".split()
+        f"--clip-grad 1 {flags}".split()
     )
     tokens = load_tokens(None, vocab_size=256, seq_len=8)
     trainer = Trainer(resolve(config, comm.size), DeviceMesh(comm), tokens)
-    return [r.loss for r in trainer.train()], trainer.model.state_dict()
+    return [r.loss for r in trainer.train()], trainer.ddp.state_dict()
 
 
-@pytest.mark.parametrize("reduction", ["ring", "ordered"])
-def test_two_data_parallel_ranks_train_on_a_device(device, reduction):
-    results = run_local(2, data_parallel_training, reduction)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--reduction ring",
+        "--reduction ordered",
+        "--zero-stage 1",
+        "--zero-stage 2 --reduction ordered",
+        "--zero-stage 2 --sync-every-microbatch",
+        "--zero-stage 3 --recompute full",
+        "--zero-stage 3 --reduction ordered --sync-every-microbatch",
+    ],
+)
+def test_two_data_parallel_ranks_train_on_a_device(device, flags):
+    results = run_local(2, data_parallel_training, flags)
     with backend.using(np):
-        expected_losses, expected = run_local(2, data_parallel_training, reduction)[0]
-    for losses, state in results:
+        expected_losses, expected = run_local(2, data_parallel_training, flags)[0]
+    assert len(expected) == 16
+    for rank, (losses, state) in enumerate(results):
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        for name in expected:
-            np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
+        assert list(state) == (list(expected) if rank == 0 else [])
+    state = results[0][1]
+    for name in expected:
+        assert type(state[name]) is np.ndarray
+        np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
 def test_the_stand_in_would_catch_a_forgotten_crossing():

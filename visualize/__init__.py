@@ -5,7 +5,7 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 
 from visualize.communication import plot_bench, plot_bytes
 from visualize.loss import plot_loss, read_metrics
-from visualize.memory import plot_memory
+from visualize.memory import plot_ledger, plot_memory, read_ledger
 from visualize.model import plot_graph, plot_shares
 from visualize.overlap import plot_bucket_sizes
 from visualize.show import show, show_source
@@ -21,10 +21,12 @@ __all__ = [
     "plot_bucket_sizes",
     "plot_bytes",
     "plot_graph",
+    "plot_ledger",
     "plot_loss",
     "plot_memory",
     "plot_shares",
     "plot_timeline",
+    "read_ledger",
     "read_metrics",
     "read_trace",
     "save",

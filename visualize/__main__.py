@@ -1,4 +1,4 @@
-"""python -m visualize trace|loss|traffic FILE --out FIGURE"""
+"""python -m visualize trace|loss|traffic|memory FILE --out FIGURE"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from minipar.errors import UsageError
-from visualize import communication, loss, style, timeline
+from visualize import communication, loss, memory, style, timeline
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,7 +31,7 @@ _steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
 def main(argv: Sequence[str]) -> int:
     """Draw one picture. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
     parser = _Parser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="trace|loss|traffic")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="trace|loss|traffic|memory")
     every = _Parser(add_help=False)
     every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
 
@@ -53,6 +53,10 @@ def main(argv: Sequence[str]) -> int:
     traffic = commands.add_parser("traffic", parents=[every], help="time and bytes, from minipar.bench collectives")
     traffic.add_argument("file", metavar="FILE.json", help="rows of the benchmark")
 
+    held = commands.add_parser("memory", parents=[every], help="memory over a step, from minipar.train --memory")
+    held.add_argument("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
+    held.add_argument("--rank", type=int, default=0, metavar="R", help="whose memory (default: 0)")
+
     try:
         told = parser.parse_args(argv)
         if told.command == "trace":
@@ -60,6 +64,12 @@ def main(argv: Sequence[str]) -> int:
         elif told.command == "loss":
             runs = {Path(file).stem: loss.read_metrics(file) for file in told.files}
             figure = loss.plot_loss(runs, told.reference, told.reference_label)
+        elif told.command == "memory":
+            names = [Path(file).stem for file in told.files]
+            names = names if len(set(names)) == len(names) else told.files  # files of one name in several directories
+            ledgers = [memory.read_ledger(file, told.rank) for file in told.files]
+            titles = [f"{name}, rank {told.rank}" for name in names]
+            figure = memory.plot_ledger(dict(zip(titles, ledgers, strict=True)))
         else:
             figure = communication.plot_bench(communication.read_bench(told.file))
         style.save(figure, told.out)

@@ -16,6 +16,7 @@ from minipar.errors import UsageError
 # Okabe and Ito's eight colours ("Color Universal Design", 2008), without black.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#999999"
+DARK = "#3A3A3A"
 LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 INK, PAPER = "#222222", "#ECECEC"
 
@@ -33,6 +34,11 @@ COLOURS = {
     "barrier": INK,
     "send": BLUE,
     "recv": ORANGE,
+    # What memory holds; with the optimizer's green five lightnesses that grey print tells apart.
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "activations": YELLOW,
+    "buffers": DARK,
 }
 FORMATS = (".png", ".svg", ".pdf")
 

@@ -73,23 +73,23 @@ def load_gpt2(directory: str | Path, dtype: str = "float32", recompute: bool = F
         raise UsageError(f"{path}: no such file")
     try:
         with safe_open(path, "np") as file:
-            stored = {name.removeprefix(PREFIX): name for name in file.keys() if not name.endswith(_NOT_PARAMETERS)}
-            shapes = {name: tuple(file.get_slice(key).get_shape()) for name, key in stored.items()}
-            kinds = {key: file.get_slice(key).get_dtype() for key in stored.values()}
-            head = file.get_tensor(HEAD) if HEAD in file.keys() else None
-            if head is not None and "wte.weight" in stored:
-                tied = np.array_equal(head, file.get_tensor(stored["wte.weight"]))
+            names = list(file.keys())
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            kinds = {name: file.get_slice(name).get_dtype() for name in names}
     except (SafetensorError, OSError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
-    if head is not None and "wte.weight" in stored and not tied:
-        raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
+    stored = {name.removeprefix(PREFIX): name for name in names if not name.endswith(_NOT_PARAMETERS)}
     try:
-        model.check_shapes(shapes)
+        model.check_shapes({name: shapes[key] for name, key in stored.items()})
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    for key, kind in kinds.items():
-        if kind not in _READABLE:
-            raise UsageError(f"{path}: {key} is stored as {kind}; expected one of {', '.join(_READABLE)}")
+    for key in [*stored.values(), *(name for name in names if name == HEAD)]:
+        if kinds[key] not in _READABLE:
+            raise UsageError(f"{path}: {key} is stored as {kinds[key]}; expected one of {', '.join(_READABLE)}")
+    if HEAD in names:
+        with safe_open(path, "np") as file:
+            if not np.array_equal(file.get_tensor(HEAD), file.get_tensor(stored["wte.weight"])):
+                raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
     for name, parameter in model.named_parameters():
         parameter.deferred = Deferred(parameter.shape, parameter.dtype, partial(_read, path, stored[name], dtype))
         if not deferred:

@@ -179,7 +179,7 @@ class DistributedDataParallel:
 
     def synchronize(self) -> None:
         """Start what backward has not started (parameters the loss did not use count as zero), then wait for all
-        buckets.
+        buckets. Once per `zero_grad`: what is summed already would be summed again (from ZeRO stage 2 on it is not).
         """
         for bucket in self.buckets[self._started :]:
             self._start(bucket)

@@ -49,11 +49,12 @@ class ModelState:
 def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) -> tuple[Count, Count, Count]:
     """How many elements of (parameters, gradients, optimizer state) a rank keeps whose share of the psi is `own`.
 
-    `accumulating`: microbatches add up in full gradients before these are reduced (`no_sync`), at any stage.
+    `accumulating`: microbatches add up in full gradients before these are reduced (`no_sync`). From stage 2 on these
+    are held beside the rank's chunk of the sum.
     """
     return (
         own if stage >= 3 else psi,
-        own if stage >= 2 and not accumulating else psi,
+        psi if stage < 2 else own + psi if accumulating else own,
         own if stage >= 1 else psi,
     )
 
@@ -100,7 +101,8 @@ def check_limit(
     if fitting:
         raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}")
     if accumulating:
-        message += ", gradients whole while microbatches accumulate"
-    if stage != 3:
-        message += f", and even --zero-stage 3 holds {arithmetic(3)}"
+        message += ", with whole gradients while microbatches accumulate"
+    least = min(STAGES, key=lambda s: model_state(psi, own, s, precision, accumulating).total)
+    if stage != least:
+        message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}"
     raise UsageError(f"{message}; no stage fits")

@@ -53,11 +53,11 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**2
 
 
 def byte_count(text: str) -> int:
-    """A kind of option: "1500000", "1.5MB", "512KiB" -> bytes, above 0."""
+    """A kind of option: "1500000", "1.5MB", "512KiB" -> bytes, at least 1."""
     number = text.rstrip("KMGiB ")
     try:
         count = float(number) * UNITS[text[len(number) :].strip()]
-        if not 0 < count < math.inf:
+        if not 1 <= count < math.inf:
             raise ValueError
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(

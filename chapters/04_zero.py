@@ -1,0 +1,848 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4. ZeRO
+#
+# **Data parallelism keeps $N$ copies of everything. Which of them does it need?**
+#
+# Chapter 3 ended with $N$ ranks that hold the same parameters, the same gradients and the same optimizer state, and
+# that all take the same optimizer step. ZeRO, the "zero redundancy optimizer" (Rajbhandari et al. 2020, arXiv
+# 1910.02054), removes the copies in three stages, without changing a bit of the result:
+#
+# - stage 1 cuts the **optimizer state** into one chunk per rank,
+#
+# - stage 2 the **gradients** too,
+#
+# - stage 3 the **parameters** too. PyTorch calls this stage FSDP, fully sharded data parallelism.
+#
+# This chapter derives each stage, runs it, proves it equal to stage 0 (plain data parallelism) and to one device, and
+# counts what it holds and what it sends. Then it asks what stage 3 costs, what no stage can divide, and why stages 2
+# and 3 do not like pipelines.
+#
+# Run it as `mpirun -n 8 python chapters/04_zero.py`, with any number of ranks. With one rank there is nothing to share
+# out: all stages hold the same, and the claims say little.
+
+# %% tags=["active-ipynb"]
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
+# # instead.
+# import ipyparallel as ipp
+#
+# import minipar  # sets one BLAS thread for each engine, which inherits it
+#
+# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
+# cluster.start_cluster_sync()
+# client = cluster.connect_client_sync()
+# client.wait_for_engines(8, interactive=False)
+# view = client[:]
+# view.block = True
+# view.activate()
+# %pxconfig --progress-after 600
+# %autopx
+
+# %%
+from minipar.comm import world
+
+comm = world()
+rank, N = comm.rank, comm.size
+say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+if rank == 0:
+    from visualize import parse_trace, plot_bytes, plot_ledger, plot_timeline, show, show_source
+say(f"{N} rank{'s' if N > 1 else ''}")
+
+# %% [markdown]
+# ## 4.1 Sixteen bytes per parameter
+#
+# A model of 7.5 billion parameters in 16-bit numbers takes 15 GB. It fits into a GPU of 32 GB, but it cannot be trained
+# there. Training keeps more than the parameters. For each of them, in mixed precision with Adam (section 3.1 of the
+# paper):
+#
+# | what | type | bytes |
+# | --- | --- | --- |
+# | parameter, as forward and backward use it | fp16 | 2 |
+# | gradient | fp16 | 2 |
+# | parameter, as the optimizer updates it | fp32 | 4 |
+# | mean of the gradient (momentum) | fp32 | 4 |
+# | mean of the squared gradient (variance) | fp32 | 4 |
+# | | | **16** |
+#
+# Why an fp32 copy of the parameters? An update is often smaller than $2^{-11}$ of its parameter, half the distance to
+# the next fp16 number, and would be rounded away. The three fp32 rows are the *optimizer state*, 12 bytes. Without
+# mixed precision there is no second copy: parameter, gradient and two means are $4 + 4 + 8 = 16$ bytes in fp32, and
+# $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
+#
+# Parameters, gradients and optimizer state together are the **model state**. With $\Psi$ parameters and $N$ ranks:
+#
+# | stage | parameters | gradients | optimizer | bytes per rank, mixed precision |
+# | --- | --- | --- | --- | --- |
+# | 0 | $\Psi$ | $\Psi$ | $\Psi$ | $16\Psi$ |
+# | 1 | $\Psi$ | $\Psi$ | $\Psi/N$ | $4\Psi + 12\Psi/N$ |
+# | 2 | $\Psi$ | $\Psi/N$ | $\Psi/N$ | $2\Psi + 14\Psi/N$ |
+# | 3 | $\Psi/N$ | $\Psi/N$ | $\Psi/N$ | $16\Psi/N$ |
+
+# %%
+from minipar.parallel.model_state import MIXED, elements_held, model_state
+
+if rank == 0:
+    show_source(elements_held, model_state)
+
+# %% [markdown]
+# The paper's Table 1 for 7.5 billion parameters, from this formula, in GB ($10^9$ bytes); the paper's own figures in
+# brackets:
+
+# %%
+from fractions import Fraction
+
+PAPER = {
+    4: (52.5, 41.3, 30.0),
+    16: (35.6, 21.6, 7.5),
+    64: (31.4, 16.6, 1.88),
+    256: (30.4, 15.4, 0.47),
+    1024: (30.1, 15.1, 0.12),
+}
+psi = 7_500_000_000
+say("ranks   stage 0          stage 1          stage 2          stage 3")
+for ranks, printed in PAPER.items():
+    ours = [float(model_state(psi, Fraction(psi, ranks), stage, MIXED).total) / 1e9 for stage in (0, 1, 2, 3)]
+    assert ours[0] == 120
+    assert all(abs(a - b) < 1 for a, b in zip(ours[1:], printed, strict=True))
+    pairs = "  ".join(f"{a:>7.2f} ({b:>5})" for a, b in zip(ours[1:], printed, strict=True))
+    say(f"{ranks:>5}  {ours[0]:>8.2f}  {pairs}")
+say("every figure within 1 GB of the paper's: they differ by rounding")
+
+# %% [markdown]
+# With many ranks stage 1 alone takes three quarters away, and stage 2 seven eighths. Both stop at a floor, $4\Psi$ and
+# $2\Psi$. Only stage 3 falls as $1/N$, so only stage 3 lets a model grow with the number of ranks.
+#
+# ## 4.2 What is redundant?
+#
+# Two facts from chapter 3 make the stages possible.
+#
+# **An all-reduce is a reduce-scatter and an all-gather.** The first leaves rank $r$ with chunk $r$ of the sum, the
+# second hands all chunks to all. Each sends $\Psi\frac{N-1}{N}$ elements per rank. Something can be done in between.
+#
+# **AdamW works element by element.** The new value of element $i$ depends on the history of element $i$ alone. So the
+# rank that has chunk $r$ of the gradient sum can update chunk $r$ of the parameters, with chunk $r$ of the means, and
+# nobody else needs them.
+#
+# So instead of *reduce-scatter, all-gather the gradients, then everybody updates everything*, do *reduce-scatter,
+# update the own chunk, all-gather the parameters*. Here are both, on bare arrays:
+
+# %%
+import numpy as np
+
+from minipar.comm import chunk_bounds
+from minipar.nn import AdamW, Parameter
+
+
+def same_bits(a, b):
+    return a.tobytes() == b.tobytes()
+
+
+n = 1003
+start, stop = chunk_bounds(n, N)[rank]
+theta = np.linspace(-1, 1, n)
+replica, chunk = Parameter(theta.copy()), Parameter(theta[start:stop].copy())
+adam_of_all, adam_of_chunk = AdamW([replica]), AdamW([chunk])
+gathered = np.empty(n)
+for step in range(3):
+    g = np.random.default_rng([step, rank]).normal(size=n)  # this rank's own gradient
+    comm.traffic.reset()
+
+    replica.grad = comm.all_reduce(g.copy(), algorithm="ordered")
+    adam_of_all.step()
+
+    chunk.grad = comm.reduce_scatter(g, algorithm="ordered")
+    adam_of_chunk.step()
+    comm.all_gather(chunk.data, out=gathered, algorithm="pairwise")
+
+    assert same_bits(gathered, replica.data)
+    in_one, in_two = comm.traffic.bytes("all_reduce"), comm.traffic.bytes() - comm.traffic.bytes("all_reduce")
+    assert in_one == in_two
+state = [sum(a.nbytes for a in (*adam.exp_avg, *adam.exp_avg_sq)) for adam in (adam_of_all, adam_of_chunk)]
+assert state == [16 * n, 16 * (stop - start)]
+say(f"three steps, {n} parameters: the same bits")
+say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chunk")
+say(f"sent by rank 0 per step: {in_one:,} bytes with an all-reduce, {in_two:,} with its two halves")
+
+# %% [markdown]
+# That is stage 1. The rest of this chapter is this idea in a real model, and its consequences.
+#
+# ### The instruments
+#
+# **A ledger of memory.** Every array that outlives the call that made it is announced: `hold("gradients", array)`. The
+# ledger adds its bytes, and takes them off when the array is *really* freed, which a weak reference tells. A reference
+# that somebody forgot shows as memory. There are five kinds: parameters, gradients and optimizer are the model state;
+# *activations* are what forward keeps for backward; *buffers* are copies that live briefly, such as gathered parameters
+# and room for messages.
+
+# %%
+from minipar.memory import MemoryLedger
+
+if rank == 0:
+    show_source(MemoryLedger.hold, MemoryLedger._freed)
+
+# %% [markdown]
+# **A counter of bytes sent**, by operation (chapter 2). **The bits** of all parameters, and of every step's loss and
+# gradient norm.
+#
+# The model is a GPT-2 of toy size in float64, one sample per rank, with gradients clipped so that the norm matters. We
+# use the real trainer, `minipar.train`, with `--reduction ordered`, so that one device can be asked for the same bits.
+
+# %%
+from contextlib import nullcontext
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from minipar.comm import DeviceMesh
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.trainer import Trainer
+
+T, STEPS, CLIP = 32, 3, 0.5
+tokens = load_tokens(None, vocab_size=256, seq_len=T)
+FLAGS = f"--layers 4 --hidden 64 --heads 4 --seq-len {T} --global-batch {N} --dtype float64 --reduction ordered"
+FLAGS = f"{FLAGS} --lr 3e-3 --clip-grad {CLIP}".split()
+
+
+@dataclass
+class Run:
+    stage: int
+    trainer: Trainer
+    steps: list  # what each step reported
+    ledger: MemoryLedger  # its moments are those of the last step
+    sent: dict  # bytes of the last step, by operation
+
+    def bits(self):
+        """All parameters, losses and gradient norms in one array. (Every rank calls it: stage 3 must gather.)"""
+        parameters = [numbers.copy() for _, numbers in self.trainer.ddp.whole_parameters()]
+        return np.concatenate([*parameters, [s.loss for s in self.steps], [s.grad_norm for s in self.steps]])
+
+
+def train(stage, *flags, steps=STEPS, kind=None):
+    """Train at a ZeRO stage on all ranks. `kind`: a class to use in the stage's place (for the exercises)."""
+    config = resolve(parse([*FLAGS, "--zero-stage", str(stage), "--steps", str(steps), *flags], rank), N)
+    broken = patch(
+        "minipar.train.trainer.shard", lambda model, dp, stage, algorithm, replicas: kind(model, dp, algorithm)
+    )
+    ledger = MemoryLedger()
+    with ledger.recording(), broken if kind else nullcontext():
+        trainer = Trainer(config, DeviceMesh(comm, dp=N), tokens)
+        results = [trainer.step(step) for step in range(steps - 1)]
+        comm.traffic.reset()
+        results.append(trainer.step(steps - 1))
+    sent = {op: counted["bytes"] for op, counted in comm.traffic.as_dict().get("dp", {}).items()}
+    return Run(stage, trainer, results, ledger, sent)
+
+
+plain = train(0)
+Psi = plain.trainer.ddp.buffers.size
+BUCKETS = [bucket.size for bucket in plain.trainer.ddp.buckets]
+say(f"{Psi:,} parameters in {len(BUCKETS)} buckets of {BUCKETS} elements")
+
+# %% [markdown]
+# In every stage a bucket is a *unit*: the parameters of one block, or those of the embedding and the head, which share
+# a matrix. FSDP gathers in such units. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean
+# that the same numbers are added in the same order.
+#
+# What must hold after every run, whatever the stage:
+#
+# 1. The model state in the ledger **is** the formula's, to the byte. Where $N$ does not divide a bucket, the first
+# ranks have one element more, which `own_elements` counts. (Frameworks pad instead.)
+#
+# 2. The bytes sent **are** the closed form's. Beside the large arrays, each step sums a float64 for the loss, and
+# stages 1 to 3 another one for the norm.
+#
+# 3. Parameters, losses and norms have stage 0's bits.
+
+# %%
+from minipar.comm import wire_bytes
+from minipar.parallel.model_state import FLOAT64, own_elements
+
+OWN = own_elements(BUCKETS, N, rank)
+ONE_NUMBER = wire_bytes("all_reduce", "ordered", 1, 8, N, rank)
+
+
+def over_buckets(op, algorithm):
+    return sum(wire_bytes(op, algorithm, size, 8, N, rank) for size in BUCKETS)
+
+
+def expected_bytes(stage, reductions=1, gathers=None):
+    """Bytes that this rank sends in a step, by operation. `gathers`: how often all parameters are gathered."""
+    if stage == 0:
+        return {"all_reduce": over_buckets("all_reduce", "ordered") + ONE_NUMBER}
+    gathers = gathers or (2 if stage == 3 else 1)
+    return {
+        "reduce_scatter": reductions * over_buckets("reduce_scatter", "ordered"),
+        "all_gather": gathers * over_buckets("all_gather", "pairwise"),
+        "all_reduce": 2 * ONE_NUMBER,
+    }
+
+
+def nonzero(sent):
+    """With one rank an operation that sends nothing may be counted or not."""
+    return {op: nbytes for op, nbytes in sent.items() if nbytes}
+
+
+def state_held(run):
+    return tuple(run.ledger.held[kind] for kind in ("parameters", "gradients", "optimizer"))
+
+
+def formula(stage):
+    state = model_state(Psi, OWN, stage, FLOAT64)
+    return state.parameters, state.gradients, state.optimizer
+
+
+def prove(run):
+    held, sent = state_held(run), nonzero(run.sent)
+    assert held == formula(run.stage)
+    assert sent == nonzero(expected_bytes(run.stage))
+    assert same_bits(run.bits(), plain.bits())
+    travels, single_numbers = (3 if run.stage == 3 else 2), (1 if run.stage == 0 else 2)
+    together = int(comm.all_reduce(np.array([sum(sent.values()) - single_numbers * ONE_NUMBER]))[0]) // 8
+    assert together == travels * Psi * (N - 1)  # over all ranks, exactly; per rank (N-1)/N of it, up to uneven chunks
+    whose = "the bits of stage 0" if run.stage else "the bits to compare with"
+    say(f"stage {run.stage}: {whose} after {STEPS} steps: parameters, losses, norms")
+    terms = " + ".join(f"{nbytes:,}" for nbytes in held)
+    say(f"         holds {terms} = {sum(held):,} bytes of model state: the formula's")
+    terms = " + ".join(f"{op} {nbytes:,}" for op, nbytes in sent.items())
+    say(f"         sends {terms or 'nothing'} bytes: the closed form's")
+    say(f"         all ranks together send {travels} Psi (N-1) = {together:,} elements of 8 bytes")
+
+
+prove(plain)
+
+# %% [markdown]
+# Is stage 0 right? That is chapter 3's claim, proved again here: one device that takes the ranks' shards in order gets
+# the same bits. Then whatever has stage 0's bits has one device's.
+
+# %%
+from minipar.train.verify import train_on_one_device
+
+state = plain.trainer.ddp.state_dict()  # by name, on rank 0
+if rank == 0:
+    single, single_steps = train_on_one_device(plain.trainer.config, tokens)
+    assert all(same_bits(state[name], single[name]) for name in single)
+    assert [s.loss for s in plain.steps] == [s.loss for s in single_steps]
+    assert [s.grad_norm for s in plain.steps] == [s.grad_norm for s in single_steps]
+    assert min(s.grad_norm for s in single_steps) > CLIP, "clipping is at work in every step"
+    say(f"stage 0 on {N} ranks = 1 device, bit for bit, {STEPS} steps, every one of them clipped")
+
+# %% [markdown]
+# ## 4.3 Stage 1: shard the optimizer state
+#
+# Buckets are reduce-scattered during backward, as their gradients become complete. The optimizer sees only *shards*:
+# the pieces of parameters that lie in this rank's chunks. After its step, `refresh_parameters` gathers what the others
+# made of theirs.
+#
+# A shard is one-dimensional. So it must remember whether its whole parameter was a matrix: AdamW here decays matrices
+# and leaves biases alone.
+
+# %%
+from minipar.parallel import ZeroStage1, ZeroStage2, ZeroStage3
+from minipar.parallel.zero import Chunk
+
+if rank == 0:
+    show_source(Chunk, ZeroStage1)
+
+# %% [markdown]
+# **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
+# disjoint and complete, so
+#
+# $$\lVert g \rVert^2 = \sum_{r=0}^{N-1} \; \sum_{i \,\in\, \text{chunks of } r} g_i^2 ,$$
+#
+# the inner sum on each rank, the outer one an all-reduce of a single number. Every element counts once. To get the same
+# bits, stage 0 sums in this order too, although it could go through its flat array from front to back.
+
+# %%
+one = train(1)
+prove(one)
+
+# %% [markdown]
+# $2\Psi$ on the wire, as before. For mixed precision and large $N$ the model state falls from $16\Psi$ to $4\Psi$. It
+# costs no more bytes and one tiny all-reduce; 4.7 shows the one disadvantage.
+#
+# ## 4.4 Stage 2: shard the gradients
+#
+# After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient of the bucket must
+# exist, for backward writes into it. The trick is to have it only then: *open* a bucket when backward arrives at its
+# unit, reduce-scatter it when it is complete, and free it. `_open` waits until at most one older bucket still travels,
+# so there are never more than two full buckets.
+#
+# Who tells that backward arrives? Backward goes through the operations in reverse. An identity applied to a unit's
+# *output* is passed just before the unit's backward, one applied to its *input* just after.
+
+# %%
+if rank == 0:
+    show_source(ZeroStage2._around, ZeroStage2._before_backward, ZeroStage2._open, ZeroStage2._start)
+
+# %%
+two = train(2)
+prove(two)
+
+# %% [markdown]
+# The same bytes on the wire again. Stage 2 is free, as long as every step has a single backward; 4.10 has another case.
+#
+# ## 4.5 Stage 3: shard the parameters
+#
+# A block's parameters are needed in the block's forward and in its backward. In between they can live elsewhere. So:
+# gather a unit just before its forward, drop it after; gather it again just before its backward, drop it for good.
+# After the optimizer's step nothing needs to be gathered at all: the next forward does that.
+#
+# $$\underbrace{\Psi}_{\text{gather for forward}} + \underbrace{\Psi}_{\text{gather for backward}} +
+# \underbrace{\Psi}_{\text{reduce-scatter}} = 3\Psi, \text{ each times } \tfrac{N-1}{N} .$$
+#
+# To drop a unit really frees its memory only if nobody else refers to it. Backward's saved arrays are such references:
+# a matrix product needs its weight again. So a node of the graph keeps the *parameter*, not its numbers, and asks for
+# them when backward comes. While a unit is away its parameters hold a stand-in, a NaN seen at every place: using it
+# shows.
+
+# %%
+if rank == 0:
+    show_source(ZeroStage3)
+
+# %%
+three = train(3)
+prove(three)
+assert all(np.isnan(parameter.data).all() for parameter in three.trainer.model.parameters())
+say("between the steps the model's own parameters are all NaN; the numbers are in the ranks' chunks")
+
+# %% [markdown]
+# ## 4.6 The four stages side by side
+#
+# One rank's memory through one step, from the ledger. The horizontal axis has the ledger's changes in order. The dashed
+# line is the formula.
+
+# %%
+runs = [plain, one, two, three]
+if rank == 0:
+    moments = {f"stage {run.stage}": run.ledger.moments for run in runs}
+    show(plot_ledger(moments, {f"stage {stage}": sum(formula(stage)) for stage in range(4)}), "04_stages")
+
+# %% [markdown]
+# Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
+# forward and shrink through backward, the same in every panel. *Buffers* grow from stage to stage: the room for
+# messages in all of them, in stage 2 the open gradient buckets, in stage 3 also the gathered parameters, of this unit
+# and of the next. At toy size, where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two of
+# about a hundred units in the air.
+#
+# And what travels:
+
+# %%
+if rank == 0:
+    ways = ("all-reduce", *2 * ("reduce-scatter + all-gather",), "reduce-scatter + 2 all-gathers")
+    bars = [
+        {"op": f"stage {run.stage}: {way}", "bytes": sum(run.sent.values()), "expected": expected}
+        for run, way in zip(runs, ways, strict=True)
+        for expected in [sum(expected_bytes(run.stage).values())]
+    ]
+    show(plot_bytes(bars), "04_bytes")
+
+# %% [markdown]
+# One more claim. With `--reduction ring` one device adds in another order, so ring runs differ from it in the last
+# bits. But not from one another: same buckets, same chunks, same ring.
+
+# %%
+ring_runs = [train(stage, "--reduction", "ring", steps=1) for stage in range(4)]
+assert all(same_bits(run.bits(), ring_runs[0].bits()) for run in ring_runs)
+say("ring: stages 0, 1, 2 and 3 have the same bits as one another")
+
+# %% [markdown]
+# ## 4.7 What stage 3 pays
+#
+# Half as many bytes again, and *latency*: each unit costs three collectives of at least $(N-1)\alpha$, not two. And a
+# gather is worse to have than a reduction. A reduction that is late delays the end of backward, but a gather that is
+# late stops a computation that waits for its weights. The remedy is **prefetch**: while one unit computes, the next
+# one's parameters are on their way.
+#
+# To see time, we use the model clock of chapters 2 and 3: real messages, priced with $\alpha + \beta n$; computation at
+# $10^{12}$ operations per second, charged block by block. Four simulated devices, threads of rank 0.
+
+# %%
+from minipar.comm import Network, run_local
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel import shard
+
+DEVICES, SPEED, BATCH, LENGTH = 4, 1e12, 8, 64
+shape = GPTConfig(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4)
+HEAD = 2 * BATCH * LENGTH * shape.n_embd * shape.vocab_size  # operations in forward; backward takes twice as many
+BLOCK = (shape.forward_flops(BATCH, LENGTH) - HEAD) // shape.n_layer
+COMPUTATION = 3 * (HEAD + shape.n_layer * BLOCK) / SPEED
+
+
+def charge(tracer, part, flops, matrices):
+    """`part` takes this many operations in forward, and in backward twice, as its matrices' gradients are completed."""
+
+    def charged(x, run=part.run):
+        with tracer.region("forward", flops):
+            return run(x)
+
+    def completed(leaf):
+        with tracer.region("backward", 2 * flops * leaf.size / size):
+            pass
+
+    part.run, size = charged, sum(p.size for p in matrices)
+    for matrix in matrices:
+        matrix.register_post_accumulate_grad_hook(completed)
+
+
+def simulate(comm, trace=False):
+    """A step of each of KINDS: seconds, messages, bytes; and the trace."""
+    comm.tracer.enabled = trace
+    a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for 8 samples of 64 tokens
+    rows = []
+    for stage, prefetch in KINDS:
+        model = GPT(shape, deferred=True)
+        for part in model.parts[1:-1]:
+            charge(comm.tracer, part, BLOCK, [p for p in part.parameters if p.ndim == 2])
+        charge(comm.tracer, model.parts[-1], HEAD, [model.ln_f.weight])
+        ddp = shard(model, comm, stage)
+        ddp.prefetch = prefetch  # stages 0 to 2 have nothing to prefetch
+        comm.traffic.reset()
+        start = comm.clock.now()
+        with comm.tracer.region("forward"):
+            pass  # marks where the step begins, before the first message
+        loss = model.loss_sum(a_few, a_few)
+        loss.backward(np.full_like(loss.data, 1.0))
+        ddp.synchronize()
+        with comm.tracer.region("optimizer"):
+            ddp.refresh_parameters()
+        rows.append((comm.clock.now() - start, comm.traffic.messages(), comm.traffic.bytes()))
+    return rows, comm.tracer.chrome_events(comm.rank)
+
+
+# %% [markdown]
+# One step of stage 3 without prefetch, then one with it. Grey is a device that waits.
+
+# %%
+KINDS = ((3, False), (3, True), (0, False), (1, False))
+NETWORK = Network(alpha=1e-6, beta=1 / 4e9)
+if rank == 0:
+    results = run_local(DEVICES, simulate, trace=True, clock="model", network=NETWORK)
+    events = [event for _, mine in results for event in mine]
+    trace = parse_trace({"traceEvents": events, "otherData": {"clock": "model"}})
+    figure = plot_timeline(trace, slice(0, 2))
+    figure.axes[0].set_title("stage 3: left without prefetch, right with it", loc="left", fontsize=10)
+    show(figure, "04_prefetch")
+    traced = results[0][0]
+    say(f"without prefetch {traced[0][0] * 1e3:.4f} ms, with it {traced[1][0] * 1e3:.4f} ms")
+
+# %% [markdown]
+# Without prefetch, computation stops for each block's gather. In backward the gather even queues behind the
+# reduce-scatter of the block before: a communicator does one thing after the other. With prefetch, a step waits at its
+# two ends only: for the first gathers, before which nothing can compute, and for the last reduce-scatters, after which
+# nothing does.
+#
+# Against stages 0 and 1, on three networks:
+
+# %%
+if rank == 0:
+    say("network     stage 0    stage 1    stage 3, no prefetch    stage 3    stage 3 / stage 0")
+    ratio = {}
+    for bandwidth in (0.25, 1, 4):
+        network = Network(alpha=1e-6, beta=1 / (bandwidth * 1e9))
+        rows, _ = run_local(DEVICES, simulate, clock="model", network=network)[0]
+        (off, *_), (on, messages, nbytes), (zero, zero_messages, zero_bytes), (first, *_) = rows
+        assert COMPUTATION < zero <= first and on < off
+        assert 2 * nbytes == 3 * zero_bytes and 2 * messages == 3 * zero_messages
+        ratio[bandwidth] = on / zero
+        a, b, c, d = (f"{seconds * 1e3:.3f} ms" for seconds in (zero, first, off, on))
+        say(f"{bandwidth:>4} GB/s {a:>9} {b:>10} {c:>23} {d:>10} {ratio[bandwidth]:>20.2f}")
+    say(
+        f"computation alone: {COMPUTATION * 1e3:.3f} ms; stage 3 sends {nbytes / zero_bytes} times the bytes of stage 0"
+    )
+    assert rows == traced  # the model clock is exact: the same again, to its last bit
+    assert abs(ratio[4] - 1) < 1e-9 and ratio[0.25] > 1.3
+
+# %% [markdown]
+# On the fastest of these networks stage 3 costs *nothing*, although it sends half as much again. The second gather
+# hides under computation, and what cannot hide is the same in both: the embedding's unit and the first block's. Stage 0
+# all-reduces them after the last computation. Stage 3 gathers them before the first one and reduce-scatters them after
+# the last. On a slow network the wire is the bottleneck, and the ratio goes towards $3\Psi / 2\Psi = 1.5$: nothing
+# hides what takes longer than the computation.
+#
+# And on a fast network stage 1 is slower than stage 0, with the same bytes. Stage 0 does its whole all-reduce during
+# backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing computes. (Megatron can
+# overlap it with the next forward, `--overlap-param-gather`. Stage 3 does so by its nature.)
+#
+# ## 4.8 What no stage divides
+#
+# The model state is divided by $N$; activations are not, nor are buffers. Activations depend on the rank's own samples.
+# More ranks with the same global batch mean fewer samples each, but one sample is the least. What helps is recompute
+# (chapter 1), which every stage allows: keep each block's input, forget its inside, compute it again in backward.
+
+# %%
+ACTIVATIONS, BUFFERS = 3, 4  # of memory.KINDS
+
+
+def most(run, kind):
+    return max(held[kind] for _, held in run.ledger.moments)
+
+
+recomputed = train(3, "--recompute", "full")
+assert same_bits(recomputed.bits(), plain.bits())
+assert most(plain, ACTIVATIONS) == most(one, ACTIVATIONS) == most(two, ACTIVATIONS) == most(three, ACTIVATIONS)
+assert most(recomputed, ACTIVATIONS) < most(three, ACTIVATIONS) / 2
+say("most bytes of     model state   activations       buffers")
+for name, run in {**{f"stage {r.stage}": r for r in runs}, "3, recompute": recomputed}.items():
+    say(f"{name:<14} {sum(state_held(run)):>14,} {most(run, ACTIVATIONS):>13,} {most(run, BUFFERS):>13,}")
+say("the activations of all four stages are equal to the byte; with recompute the bits are still those of stage 0")
+
+# %% [markdown]
+# (With recompute the second forward of a block runs inside its backward, where the block is gathered anyway. It costs
+# no third gather.) Dividing activations takes another kind of parallelism: tensor, sequence and pipeline parallelism.
+#
+# ## 4.9 A model larger than one rank's allowance
+#
+# Let every rank have room for $1/N$ of the model state, and no more. `--memory-limit` says so before training starts,
+# not hours later, and with the arithmetic.
+
+# %%
+from minipar.errors import UsageError
+
+limit = model_state(Psi, own_elements(BUCKETS, N, rank=0), 3, FLOAT64).total  # of the fullest rank
+if N == 1:
+    limit -= 1  # one rank: no stage helps
+try:
+    train(0, "--memory-limit", str(limit))
+    raise AssertionError("stage 0 should have been refused")
+except UsageError as refusal:
+    say(f"refused: {refusal}")
+
+# %% [markdown]
+# Stage 3 trains. But how does such a model come to be? If each rank first made all of it and then kept its chunks, the
+# limit would be broken before the first step. Initial weights here are a recipe (`Deferred`, PyTorch's "meta" device):
+# a unit's numbers are made, cut, and dropped before the next unit's.
+
+# %%
+if N > 1:
+    under = train(3, "--memory-limit", str(limit))
+    assert sum(state_held(under)) <= limit
+    assert same_bits(under.bits(), plain.bits())
+    say(f"stage 3 trains with {sum(state_held(under)):,} bytes, where stage 0 holds {sum(formula(0)):,}: the same bits")
+
+    building = MemoryLedger()
+    with building.recording():
+        Trainer(under.trainer.config, DeviceMesh(comm, dp=N), tokens)
+    assert building.peak <= limit + 8 * max(BUCKETS)
+    say(f"while it was made rank 0 held at most {building.peak:,} bytes, buffers included")
+
+# %% [markdown]
+# ## 4.10 Gradient accumulation, and why pipelines object
+#
+# Let a rank run $M$ microbatches per step and add up their gradients. In stages 0 and 1, `no_sync` keeps them in the
+# full gradient and sends once. In stages 2 and 3 there is no full gradient to add to. There are two ways out:
+#
+# - **Keep it whole while accumulating** (`no_sync`). Bytes: one reduce-scatter. Memory: $\Psi$ gradients on every rank
+#   until the last backward. The saving of stage 2 is gone.
+#
+# - **Reduce-scatter after every microbatch** (`--sync-every-microbatch`) and add up the chunks. Memory: $\Psi/N$.
+#   Bytes: $M$ reduce-scatters.
+#
+# Stage 3 also gathers parameters for every microbatch, twice:
+#
+# | | reduce-scatter | all-gather | together |
+# | --- | --- | --- | --- |
+# | stage 0, 1 | $\Psi$ | $\Psi$ | $2\Psi$ |
+# | stage 2, `no_sync` | $\Psi$ | $\Psi$ | $2\Psi$ |
+# | stage 2, every microbatch | $M\Psi$ | $\Psi$ | $(M+1)\Psi$ |
+# | stage 3, `no_sync` | $\Psi$ | $2M\Psi$ | $(2M+1)\Psi$ |
+# | stage 3, every microbatch | $M\Psi$ | $2M\Psi$ | $3M\Psi$ |
+#
+# One step of each, with $M = 3$:
+
+# %%
+M = 3
+MANY = ("--global-batch", str(M * N), "--microbatches", str(M))
+EVERY = "--sync-every-microbatch"
+GRADIENTS = 1  # of memory.KINDS
+cases = {
+    "stage 1, no_sync": (train(1, *MANY, steps=1), Psi, 1, 1),
+    "stage 2, no_sync": (train(2, *MANY, steps=1), Psi + OWN, 1, 1),
+    "stage 2, every microbatch": (train(2, *MANY, EVERY, steps=1), OWN, M, 1),
+    "stage 3, no_sync": (train(3, *MANY, steps=1), Psi + OWN, 1, 2 * M),
+    "stage 3, every microbatch": (train(3, *MANY, EVERY, steps=1), OWN, M, 2 * M),
+}
+for name, (run, elements, reductions, gathers) in cases.items():
+    assert most(run, GRADIENTS) == 8 * elements
+    expected = expected_bytes(run.stage, reductions, gathers)
+    assert nonzero(run.sent) == nonzero(expected)
+    say(
+        f"{name:<26} gradients: at most {most(run, GRADIENTS):>9,} bytes; sent {sum(run.sent.values()):>10,} bytes "
+        f"in {reductions} x reduce-scatter, {gathers} x all-gather"
+    )
+once = [run.bits() for name, (run, *_) in cases.items() if "no_sync" in name]
+every = [run.bits() for name, (run, *_) in cases.items() if "every" in name]
+assert same_bits(once[0], once[1]) and same_bits(once[0], once[2]) and same_bits(every[0], every[1])
+say("no_sync: stages 1, 2, 3 have the same bits; every microbatch: stages 2 and 3 have the same bits")
+
+# %% [markdown]
+# (While accumulating, a rank of stage 2 holds the full gradients *and* room for its chunks: $\Psi + \Psi/N$. And the
+# two ways add in another order, over ranks first or over microbatches first, so they agree only up to rounding.)
+
+# %%
+if rank == 0:
+    names = ("stage 2, no_sync", "stage 2, every microbatch", "stage 3, every microbatch")
+    show(plot_ledger({name: cases[name][0].ledger.moments for name in names}), "04_microbatches")
+
+# %% [markdown]
+# Left, the orange grows in the first backward to the whole of $\Psi$ and stays. In the middle it stays thin, and the
+# price is in the table.
+#
+# **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ stages its idle fraction is
+# $(p-1)/(M+p-1)$ (chapter 7), so $M$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
+# back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $M$ times per step,
+# and each time with the work of one microbatch to hide behind. The numbers above are this cost, without a pipeline.
+# That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $M$
+# is. Chapter 7 takes it up.
+#
+# ## 4.11 Exercises: break it, and see what notices
+#
+# Five mistakes. The instruments:
+#
+# - **loss**: is the last loss off by more than 5 %?
+# - **ranks**: do all ranks hold the same parameters?
+# - **bits**: parameters, losses and norms as in stage 0?
+# - **bytes**: do the bytes sent equal the formula?
+# - **ledger**: after the step, is the model state the formula's, and are the buffers those of the right run?
+#
+# Before you read on: which instrument catches which mistake?
+#
+# 1. **The norm of the own chunk.** The all-reduce of the squared norm is forgotten.
+#
+# 2. **A norm that counts too much.** Each rank sums the squares of *all* gradients that it sees, then over ranks. In
+# the chunks of others it sees its own contribution, before the sum.
+#
+# 3. **Forgotten all-gather.** `refresh_parameters` does nothing.
+#
+# 4. **A shard off by one.** The optimizer's chunk of the parameters begins one element too early.
+#
+# 5. **A unit that is never released.** Stage 3 gathers, and after use does not let go.
+
+# %%
+from hashlib import sha256
+
+from minipar.nn import squared_norm
+
+
+class OwnNorm(ZeroStage1):
+    """Mistake 1."""
+
+    def _squared_norm(self):
+        return squared_norm(chunk.gradient for chunk in self.chunks.values())
+
+
+class GreedyNorm(ZeroStage1):
+    """Mistake 2."""
+
+    def _squared_norm(self):
+        total = np.array([squared_norm([self.buffers.gradients])])
+        self.comm.all_reduce(total, algorithm="ordered")
+        return float(total[0])
+
+
+class NoRefresh(ZeroStage1):
+    """Mistake 3."""
+
+    def refresh_parameters(self):
+        pass
+
+
+class OffByOne(ZeroStage1):
+    """Mistake 4."""
+
+    def _cut(self, bucket, start, stop):
+        parameters, gradients = super()._cut(bucket, start, stop)
+        first = max(bucket.start + start - 1, 0)
+        return self.buffers.parameters[first : first + len(parameters)], gradients
+
+
+class NeverForgets(ZeroStage3):
+    """Mistake 5: the gathered arrays stay referred to by the parameters."""
+
+    def _forget(self, bucket):
+        pass
+
+
+def everywhere(ok):
+    """Whether `ok` holds on every rank."""
+    return all(one == b"1" for one in comm.all_gather_bytes(b"1" if ok else b"0"))
+
+
+def inspect(name, kind, right):
+    """Train with the broken class, then read the instruments; the same answer on every rank."""
+    run = train(kind.stage, kind=kind)
+    bits = run.bits()
+    seen = {
+        "loss": abs(run.steps[-1].loss / plain.steps[-1].loss - 1) > 0.05,
+        "ranks": len(set(comm.all_gather_bytes(sha256(bits[:Psi]).digest()))) > 1,
+        "bits": not everywhere(same_bits(bits, plain.bits())),
+        "bytes": not everywhere(nonzero(run.sent) == nonzero(expected_bytes(kind.stage))),
+        "ledger": not everywhere(run.ledger.held == right.ledger.held),
+    }
+    eyes = "  ".join(f"{eye} {'CAUGHT' if caught else '-':<6}" for eye, caught in seen.items())
+    norm = run.steps[-1].grad_norm / plain.steps[-1].grad_norm
+    say(f"{name:<24} loss {run.steps[-1].loss:.3f}  norm x {norm:.2f}   {eyes}")
+    return {eye for eye, caught in seen.items() if caught}
+
+
+assert inspect("nothing broken", ZeroStage1, one) == set()
+lines = []
+for name, kind, right, catching in (
+    ("1. own chunk's norm", OwnNorm, one, {"bits", "bytes"}),
+    ("2. greedy norm", GreedyNorm, one, {"bits"}),
+    ("3. no all-gather", NoRefresh, one, {"ranks", "bits", "bytes"}),
+    ("4. shard off by one", OffByOne, one, {"bits"}),
+    ("5. never released", NeverForgets, three, {"ledger"}),
+):
+    seen = inspect(name, kind, right)
+    if N > 1 or kind in (OffByOne, NeverForgets):  # the others need a second rank to be mistakes
+        assert catching <= seen, (name, seen)
+        lines.append(f"caught: {name}: by {', '.join(sorted(seen))}")
+say("\n".join(lines))
+
+# %% [markdown]
+# Four lessons.
+#
+# **AdamW forgives a wrong norm.** Clipping with a wrong norm scales all gradients by a wrong factor, to which AdamW is
+# nearly blind, as chapter 3 found. In mistake 1 each rank even has its own factor, and no loss curve shows it.
+#
+# **Gathering makes ranks agree, right or wrong.** Mistake 4 puts every update one element off. Since each chunk is
+# gathered from its owner, all ranks agree on the wrong parameters, with the right number of bytes. A check that ranks
+# are equal is necessary; it is not a proof.
+#
+# **Bytes see what is not sent** (mistakes 1 and 3), and nothing else.
+#
+# **Only the ledger sees memory.** Mistake 5 computes the right bits and sends the right bytes. It is only that the
+# whole model stays on every rank, and stage 3 has no purpose any more. A leak of this kind is found when a larger model
+# does not fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units
+# gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.)
+#
+# ### For you
+#
+# 1. Hide stage 1's gather: let the next forward start while `refresh_parameters` is under way. What must a unit's
+# forward wait for? Which two methods of this chapter do that already?
+#
+# 2. The last block is released after its forward and gathered again a moment later, when backward comes out of the
+# head. Keep it. How many bytes does a step save, and what does the ledger say about the peak? Why is it the last block
+# and not the first?
+#
+# 3. A run on 8 ranks is to be continued on 6. Which arrays must a checkpoint hold, in which form, and which of this
+# chapter's bits can the continued run not reproduce?
+
+# %% tags=["active-ipynb"]
+# %autopx
+
+# %% tags=["active-ipynb"]
+# # Back in one process: stop the eight.
+# cluster.stop_cluster_sync()
