@@ -154,8 +154,26 @@ def _split_heads(x: Array, heads: int) -> Array:
     return x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3)
 
 
+class _Dropout(Function):
+    def forward(self, x: Array, keep: Array, scale: float) -> Array:
+        self.keep, self.scale = keep, scale
+        y = x * keep
+        y *= scale
+        return y
+
+    def backward(self, grad: Array) -> Any:
+        dx = grad * self.keep
+        dx *= self.scale
+        return dx, None, None
+
+
+def dropout(x: Tensor, keep: Array, probability: float) -> Tensor:
+    """x where `keep` (booleans of x's shape), else 0, times 1/(1 - probability) (Srivastava et al. 2014)."""
+    return _Dropout.apply(x, keep, 1 / (1 - probability))
+
+
 class _CausalAttention(Function):
-    def forward(self, qkv: Array, heads: int) -> Array:
+    def forward(self, qkv: Array, heads: int, keep: Array | None, keep_scale: float) -> Array:
         batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         self.qkv, self.heads, self.scale = qkv, heads, (width // heads) ** -0.5
         q, k, v = (_split_heads(part, heads) for part in xp.split(qkv, 3, axis=-1))  # (B, H, T, d)
@@ -165,10 +183,19 @@ class _CausalAttention(Function):
         scores -= scores.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
         xp.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        self.probabilities = scores
+        self.probabilities, self.keep, self.keep_scale = scores, keep, keep_scale
         self.output = xp.empty((batch, length, width), dtype=qkv.dtype)
-        xp.matmul(scores, v, out=_split_heads(self.output, heads))  # written as (B, T, h): no transpose afterwards
+        # Written as (B, T, h): no transpose afterwards.
+        xp.matmul(self._dropped(scores), v, out=_split_heads(self.output, heads))
         return self.output
+
+    def _dropped(self, p: Array) -> Array:
+        """Dropout on the probabilities, or on their gradient; recomputed rather than kept."""
+        if self.keep is None:
+            return p
+        dropped = p * self.keep
+        dropped *= self.keep_scale
+        return dropped
 
     def backward(self, grad: Array) -> Any:
         p, heads = self.probabilities, self.heads
@@ -176,20 +203,23 @@ class _CausalAttention(Function):
         dqkv = xp.empty_like(self.qkv)
         dq, dk, dv = (_split_heads(part, heads) for part in xp.split(dqkv, 3, axis=-1))  # views: written in place
         dout = _split_heads(grad, heads)  # (B, H, T, d)
-        xp.matmul(p.swapaxes(-1, -2), dout, out=dv)
-        dscores = xp.matmul(dout, v.swapaxes(-1, -2))  # (B, H, T, T), so far the gradient of p
+        xp.matmul(self._dropped(p).swapaxes(-1, -2), dout, out=dv)
+        dscores = self._dropped(xp.matmul(dout, v.swapaxes(-1, -2)))  # (B, H, T, T), so far the gradient of p
         # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . output, a much smaller product (FlashAttention, B.4).
         dscores -= xp.einsum("bhtd,bhtd->bht", dout, _split_heads(self.output, heads))[..., None]
         dscores *= p
         dscores *= self.scale
         xp.matmul(dscores, k, out=dq)
         xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
-        return dqkv, None
+        return dqkv, None, None, None
 
 
-def causal_attention(qkv: Tensor, heads: int) -> Tensor:
-    """softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h) holding q, k, v side by side -> (B, T, h)."""
-    return _CausalAttention.apply(qkv, heads)
+def causal_attention(qkv: Tensor, heads: int, keep: Array | None = None, probability: float = 0.0) -> Tensor:
+    """softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h) holding q, k, v side by side -> (B, T, h).
+
+    With `keep` (booleans (B, H, T, T)) the probabilities go through dropout.
+    """
+    return _CausalAttention.apply(qkv, heads, keep, 1 / (1 - probability))
 
 
 class _CrossEntropy(Function):

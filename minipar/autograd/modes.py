@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minipar.backend import Array
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
+# What random operations draw from (nn.dropout puts its keys here); a recomputed block draws the same again.
+randomness: ContextVar[Any] = ContextVar("randomness", default=None)
 # How many uses of each leaf the running backward pass (with the passes inside it) has still to count.
 open_uses: ContextVar[dict[Tensor, int] | None] = ContextVar("open_uses", default=None)
 

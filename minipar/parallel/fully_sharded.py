@@ -12,6 +12,7 @@ from minipar.memory import hold
 from minipar.nn import GPT, Parameter, stand_in
 from minipar.parallel.buffers import Bucket, FlatOrder, units
 from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 
@@ -29,10 +30,17 @@ class ZeroStage3(ZeroStage2):
 
     stage = 3
 
-    def __init__(self, model: GPT, comm: Communicator, algorithm: str = "ring", prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        comm: Communicator,
+        algorithm: str = "ring",
+        tensor: TensorParallel | None = None,
+        prefetch: bool = True,
+    ) -> None:
         self.prefetch = prefetch
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
-        super().__init__(model, comm, algorithm)
+        super().__init__(model, comm, algorithm, tensor)
 
     def _store(self, parameters: Sequence[Parameter]) -> Any:
         return FlatOrder(parameters)
@@ -110,12 +118,18 @@ class ZeroStage3(ZeroStage2):
 
 
 def shard(
-    model: GPT, comm: Communicator, stage: int, algorithm: str = "ring", replicas: int | None = None
+    model: GPT,
+    comm: Communicator,
+    stage: int,
+    algorithm: str = "ring",
+    replicas: int | None = None,
+    tensor: TensorParallel | None = None,
 ) -> DistributedDataParallel:
     """Data parallelism for `model` over `comm` at a ZeRO stage, 0 to 3, with the same buckets in each.
 
-    `replicas`: the data-parallel ranks in whose place one device stands (stage 0 on one rank).
+    `replicas`: the data-parallel ranks in whose place one device stands (stage 0 on one rank). `tensor`: what
+    `tensor_parallel` returned, if the model is split.
     """
     if stage == 0:
-        return DistributedDataParallel(model, comm, algorithm, groups=units(model), replicas=replicas)
-    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, comm, algorithm)
+        return DistributedDataParallel(model, comm, algorithm, groups=units(model), replicas=replicas, tensor=tensor)
+    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, comm, algorithm, tensor)

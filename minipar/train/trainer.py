@@ -18,12 +18,13 @@ from minipar import backend
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
 from minipar.memory import enter
-from minipar.nn import GPT, AdamW, GPTConfig, learning_rate
+from minipar.nn import GPT, AdamW, DropoutKeys, GPTConfig, dropping, learning_rate
 from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buffers import units
 from minipar.parallel.data import accumulate_replicas
 from minipar.parallel.fully_sharded import shard
 from minipar.parallel.model_state import OF_DTYPE, check_limit
+from minipar.parallel.tensor import tensor_parallel
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
 
@@ -43,7 +44,9 @@ def make_model(config: TrainConfig) -> GPT:
     """The serial model that the configuration describes, or the one in `--init-from`; its numbers are not made yet."""
     recompute = config.run.recompute == "full"
     if config.model.init_from is not None:
-        return load_gpt2(config.model.init_from, config.run.dtype, recompute, deferred=True)
+        return load_gpt2(
+            config.model.init_from, config.run.dtype, recompute, deferred=True, dropout=config.optimizer.dropout
+        )
     shape = GPTConfig(
         vocab_size=config.model.vocab_size,
         n_positions=config.model.seq_len,
@@ -51,14 +54,22 @@ def make_model(config: TrainConfig) -> GPT:
         n_layer=config.model.layers,
         n_head=config.model.heads,
     )
-    return GPT(shape, seed=config.run.seed, dtype=config.run.dtype, recompute=recompute, deferred=True)
+    return GPT(
+        shape,
+        seed=config.run.seed,
+        dtype=config.run.dtype,
+        recompute=recompute,
+        deferred=True,
+        dropout=config.optimizer.dropout,
+    )
 
 
 class Trainer:
-    """Trains `config` on `mesh`, whose dp size is config.mesh.dp or 1.
+    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, or on a mesh of one in its place.
 
-    On the wire per step and rank: what the ZeRO stage sends (parallel/data.py, parallel/zero.py), and one float64
-    all-reduced for the loss. UsageError if the model state does not fit `--memory-limit`.
+    On the wire per step and rank: what the ZeRO stage sends over dp (parallel/data.py, zero.py), what the layers send
+    over tp (parallel/tensor/plan.py), and one float64 all-reduced for the loss. UsageError if the model state does not
+    fit `--memory-limit`.
     """
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
@@ -67,6 +78,10 @@ class Trainer:
         self.config, self.mesh = config, mesh
         self.replicas = range(dp) if mesh.dp.size == 1 else range(mesh.dp.rank, mesh.dp.rank + 1)
         self.model = make_model(config)
+        self.size = sum(p.size for p in self.model.parameters())  # Psi, of the whole model
+        self.tensor = None
+        if mesh.tp.size > 1:
+            self.tensor = tensor_parallel(self.model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         if config.mesh.memory_limit is not None:
             check_limit(
                 config.mesh.memory_limit,
@@ -77,9 +92,12 @@ class Trainer:
                 accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
             )
         self.samples_per_microbatch = config.data.global_batch // (dp * config.data.microbatches)
+        self.forward_flops = (
+            self.model.config.forward_flops(self.samples_per_microbatch, config.model.seq_len) / mesh.tp.size
+        )
         if isinstance(mesh.world.clock, ModelClock):
             self._charge_backward(mesh.world.clock)
-        self.ddp = shard(self.model, mesh.dp, stage, algorithm=config.run.reduction, replicas=dp)
+        self.ddp = shard(self.model, mesh.dp, stage, algorithm=config.run.reduction, replicas=dp, tensor=self.tensor)
         self.optimizer = AdamW(
             self.ddp.optimized,
             betas=config.optimizer.betas,
@@ -166,10 +184,11 @@ class Trainer:
         The loss of each microbatch is a sum over tokens, and its gradient is scaled by 1 / tokens of the *global*
         batch: contributions then simply add up, over microbatches and over ranks.
         """
-        flops = self.model.config.forward_flops(self.samples_per_microbatch, self.config.model.seq_len)
         first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
-        inputs, targets = self.batches.batch(step, range(first, first + self.samples_per_microbatch))
-        with self._region("forward", flops):
+        samples = range(first, first + self.samples_per_microbatch)
+        inputs, targets = self.batches.batch(step, samples)
+        keys = DropoutKeys(self.config.run.seed, step, samples)
+        with self._region("forward", self.forward_flops), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with self._region("backward"):
             loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
@@ -186,9 +205,8 @@ class Trainer:
         """On a model clock backward takes twice forward's operations, spread over the parameters as they are completed:
         so that a bucket that is ready early also travels early. (These hooks come before those that start the
         buckets.)"""
-        flops = 2 * self.model.config.forward_flops(self.samples_per_microbatch, self.config.model.seq_len)
         parameters = self.model.parameters()
-        per_element = flops / clock.flops_per_second / sum(p.size for p in parameters)
+        per_element = 2 * self.forward_flops / clock.flops_per_second / sum(p.size for p in parameters)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda leaf: clock.advance(per_element * leaf.size))
 
