@@ -279,8 +279,8 @@ def _run_backward(root: Function, gradient: Array) -> None:
                     hold("activations", *results)
             edges = node.edges
             vars(node).clear()  # frees what forward saved
-            # Leaves first: an input's gradient may be on its way from other ranks still (a LazyGradient that waits), and
-            # the weight's is computed meanwhile.
+            # Leaves first: an input's gradient may be on its way from other ranks still (a LazyGradient that waits),
+            # and the weight's is computed meanwhile.
             for edge, result in zip(edges, results, strict=True):
                 if isinstance(edge, Tensor):
                     if isinstance(result, LazyGradient) and queue is not None:
