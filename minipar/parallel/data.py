@@ -202,24 +202,31 @@ class DistributedDataParallel:
         Squares are summed chunk by chunk: those of rank 0's chunks (one in each bucket), of rank 1's, ..., and then
         over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits are the same.
         Parameters that tensor parallelism has split are summed over its ranks too, those that are whole are not.
-        On the wire then: one float64 over tp.
+        On the wire then: one float64 for each chunk over tp.
         """
-        whole, split = self._squares()
+        squares = self._squares()
         if self.tensor is not None:
-            split = self.tensor.group.comm.all_reduce(np.array([split]), algorithm="ordered")[0]
-        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(whole + split))
+            squares[:, 1] = self.tensor.group.comm.all_reduce(squares[:, 1].copy(), algorithm="ordered")
+        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._total(squares.sum(axis=1))))
 
     def _squares(self) -> np.ndarray:
-        """The sum of squares of the parameters that every tensor-parallel rank has, and of those that are split."""
-        total = np.zeros(2)
+        """(chunks of this rank, 2): the squares of the parameters that every tensor-parallel rank has, and of those
+        that are split.
+        """
+        squares = np.zeros((self.replicas, 2))
         for replica in range(self.replicas):
-            chunks = np.zeros(2)
             for bucket in reversed(self.buckets):
                 gradients = self.buffers.gradients[bucket.start : bucket.stop]
                 for p, start, stop in bucket.pieces(*bucket.chunk(replica, self.replicas)):
-                    chunks[self._is_split(p)] += squared_norm([gradients[start:stop]])
-            total += chunks
-        return total
+                    squares[replica, self._is_split(p)] += squared_norm([gradients[start:stop]])
+        return squares
+
+    def _total(self, squares: np.ndarray) -> float:
+        """The sum over all ranks' chunks, in rank order."""
+        total = 0.0
+        for square in squares:
+            total += square
+        return float(total)
 
     def _is_split(self, parameter: Parameter) -> int:
         return int(self.tensor is not None and parameter in self.tensor.cuts)

@@ -53,7 +53,7 @@ class ZeroStage1(DistributedDataParallel):
     """Optimizer state sharded: used as DistributedDataParallel is, for a GPT.
 
     On the wire per synchronized step: Psi (p-1)/p elements per rank to reduce-scatter the gradients and as many to
-    gather the updated parameters; 2 Psi in all, what an all-reduce costs. And two float64 all-reduced for the norm.
+    gather the updated parameters; 2 Psi in all, what an all-reduce costs. And one float64 all-reduced for the norm.
     """
 
     stage = 1
@@ -102,12 +102,15 @@ class ZeroStage1(DistributedDataParallel):
                 shard.grad = shard.grad_buffer
 
     def _squares(self) -> np.ndarray:
-        """This rank's chunks, then the sum over the ranks in order: every element once. On the wire: two float64."""
-        total = np.zeros(2)
+        squares = np.zeros((1, 2))
         for chunk in self.chunks.values():
             for p, shard in zip(chunk.parameters, chunk.shards, strict=True):
-                total[self._is_split(p)] += squared_norm([shard.grad_buffer])
-        return self.comm.all_reduce(total, algorithm="ordered")
+                squares[0, self._is_split(p)] += squared_norm([shard.grad_buffer])
+        return squares
+
+    def _total(self, squares: np.ndarray) -> float:
+        """Every rank has its own chunks only, so each element counts once. On the wire: one float64 all-reduced."""
+        return float(self.comm.all_reduce(squares, algorithm="ordered")[0])
 
     def refresh_parameters(self) -> None:
         """Gather what every rank's optimizer made of its chunks. On the wire: Psi (p-1)/p elements per rank."""
