@@ -13,7 +13,14 @@ from minipar.autograd.fused import (
     linear,
 )
 from minipar.autograd.gradcheck import gradcheck
-from minipar.autograd.modes import DeferredGradients, LazyGradient, defer_weight_gradients, enable_grad, no_grad
+from minipar.autograd.modes import (
+    DeferredGradients,
+    LazyGradient,
+    defer_weight_gradients,
+    enable_grad,
+    metering,
+    no_grad,
+)
 from minipar.autograd.ops import concatenate
 from minipar.autograd.tensor import Function, Tensor
 
@@ -36,5 +43,6 @@ __all__ = [
     "gradcheck",
     "layer_norm",
     "linear",
+    "metering",
     "no_grad",
 ]

@@ -20,6 +20,7 @@ from minipar.comm import Communicator, Work
 from minipar.memory import hold
 from minipar.nn import Module, Parameter, clip_grad_norm, squared_norm
 from minipar.parallel.buffers import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers
+from minipar.parallel.pipeline.split import PipelineParallel
 from minipar.parallel.tensor.plan import TensorParallel
 
 
@@ -89,7 +90,7 @@ class DistributedDataParallel:
     Buckets hold `bucket_bytes`, or with `groups` the parameters of one group each (`buffers.units`); the groups must
     then list all parameters. `replicas` is the number of chunks in which the gradient norm is summed, the number of
     ranks unless this is one device in the place of several. `tensor` is what `tensor_parallel` returned, if each rank
-    holds a part of the model only.
+    holds a part of each layer only; `pipeline` the same for a model cut into stages.
 
     On the wire per synchronized step: 2 Psi (p-1)/p elements per rank, as the naive form, and no more for many
     microbatches. (Exactly that where p divides every bucket; else the sum of `comm.wire_bytes` over the buckets.)
@@ -108,10 +109,12 @@ class DistributedDataParallel:
         groups: Sequence[Sequence[Parameter]] | None = None,
         replicas: int | None = None,
         tensor: TensorParallel | None = None,
+        pipeline: PipelineParallel | None = None,
     ) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
-        self.model, self.comm, self.algorithm, self.tensor = model, comm, algorithm, tensor
+        self.model, self.comm, self.algorithm = model, comm, algorithm
+        self.tensor, self.pipeline = tensor, pipeline
         self.replicas = comm.size if replicas is None else replicas
         parameters = model.parameters() if groups is None else [p for group in groups for p in group]
         self.buffers = self._store(parameters)
@@ -136,8 +139,8 @@ class DistributedDataParallel:
 
     @property
     def optimized(self) -> list[Parameter]:
-        """What this rank's optimizer updates: here every parameter."""
-        return self.model.parameters()
+        """What this rank's optimizer updates: here every parameter that it has."""
+        return self.buffers.members
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -199,26 +202,32 @@ class DistributedDataParallel:
         """After `synchronize`: the 2-norm of the whole gradient, the same on every rank; clips as
         `nn.clip_grad_norm` does.
 
-        Squares are summed chunk by chunk: those of rank 0's chunks (one in each bucket), of rank 1's, ..., and then
-        over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits are the same.
+        Squares are summed chunk by chunk: those of rank 0's chunks (one in each bucket, bucket after bucket), of rank
+        1's, ..., and then over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits
+        are the same.
         Parameters that tensor parallelism has split are summed over its ranks too, those that are whole are not.
-        On the wire then: one float64 for each chunk over tp.
+        On the wire then: a float64 for each chunk and bucket over tp; and where a pipeline has cut the model, over pp.
         """
         squares = self._squares()
         if self.tensor is not None:
-            squares[:, 1] = self.tensor.group.comm.all_reduce(squares[:, 1].copy(), algorithm="ordered")
-        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._total(squares.sum(axis=1))))
+            split = np.ascontiguousarray(squares[:, :, 1])
+            squares[:, :, 1] = self.tensor.group.comm.all_reduce(split, algorithm="ordered")
+        rows = squares[:, :, 0] + squares[:, :, 1]
+        if self.pipeline is not None:
+            rows = self.pipeline.everywhere(rows)
+        chunks = np.cumsum(rows, axis=1)[:, -1]  # from left to right, where `sum` would pair
+        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._total(chunks)))
 
     def _squares(self) -> np.ndarray:
-        """(chunks of this rank, 2): the squares of the parameters that every tensor-parallel rank has, and of those
-        that are split.
+        """(chunks that this rank has, buckets, 2): the squares of the parameters that every tensor-parallel rank has,
+        and of those that are split.
         """
-        squares = np.zeros((self.replicas, 2))
+        squares = np.zeros((self.replicas, len(self.buckets), 2))
         for replica in range(self.replicas):
-            for bucket in reversed(self.buckets):
+            for i, bucket in enumerate(reversed(self.buckets)):
                 gradients = self.buffers.gradients[bucket.start : bucket.stop]
                 for p, start, stop in bucket.pieces(*bucket.chunk(replica, self.replicas)):
-                    squares[replica, self._is_split(p)] += squared_norm([gradients[start:stop]])
+                    squares[replica, i, self._is_split(p)] += squared_norm([gradients[start:stop]])
         return squares
 
     def _total(self, squares: np.ndarray) -> float:
@@ -255,6 +264,8 @@ class DistributedDataParallel:
                         state[names[p]] = self.tensor.whole(p, place)
                     else:
                         state[names[p]] = np.array(to_host(place), order="C")
+        if self.pipeline is not None and self.comm.rank == 0:
+            state = self.pipeline.collect(state)
         return {name: state[name] for name in names.values() if name in state}
 
     def detach(self) -> None:

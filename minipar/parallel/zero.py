@@ -102,10 +102,10 @@ class ZeroStage1(DistributedDataParallel):
                 shard.grad = shard.grad_buffer
 
     def _squares(self) -> np.ndarray:
-        squares = np.zeros((1, 2))
-        for chunk in self.chunks.values():
+        squares = np.zeros((1, len(self.chunks), 2))
+        for i, chunk in enumerate(self.chunks.values()):
             for p, shard in zip(chunk.parameters, chunk.shards, strict=True):
-                squares[0, self._is_split(p)] += squared_norm([shard.grad_buffer])
+                squares[0, i, self._is_split(p)] += squared_norm([shard.grad_buffer])
         return squares
 
     def _total(self, squares: np.ndarray) -> float:

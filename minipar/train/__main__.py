@@ -26,7 +26,7 @@ def run(comm: Communicator) -> int:
     network = Network(*config.run.network) if any(config.run.network) else None
     comm = Communicator(comm.transport, clock=config.run.clock, network=network)
     config, tokens = prepare(config, comm)
-    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp)
+    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
     ledger = MemoryLedger() if config.run.memory is not None else None
     with ledger.recording() if ledger is not None else nullcontext():
         trainer = build(config, mesh, tokens)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from minipar.errors import UsageError
+from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.tensor import check_shape
 from minipar.train.options import byte_count, check_options, option, parse_into
 
@@ -37,6 +38,13 @@ class MeshConfig:
         help="data-parallel replicas (default: as many as there are ranks)")
     tp: int = option(1, int, within=COUNT, metavar="T",
         help="tensor-parallel ranks that share each layer: heads and hidden columns; they must divide the heads")
+    pp: int = option(1, int, within=COUNT, metavar="P",
+        help="pipeline ranks, each with its own layers")
+    schedule: str | None = option(None, str, metavar="NAME",
+        help=f"order of forwards and backwards in the pipeline: {', '.join(SCHEDULES)}, or a FILE.csv in PyTorch's "
+             "format (default: 1f1b)")
+    virtual_stages: int | None = option(None, int, within=COUNT, metavar="V",
+        help="stages per rank of interleaved-1f1b (default: 2)")
     sequence_parallel: bool = option(False, bool,
         help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
     zero_stage: int = option(0, int, within="[0, 3]", metavar="K",
@@ -183,6 +191,14 @@ def check(config: TrainConfig) -> None:
         )
     if config.mesh.sequence_parallel and config.mesh.tp == 1:
         raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
+    for flag, value in (("--schedule", config.mesh.schedule), ("--virtual-stages", config.mesh.virtual_stages)):
+        if value is not None and config.mesh.pp == 1:
+            raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
+    if config.mesh.pp > 1 and (config.mesh.tp > 1 or config.mesh.zero_stage > 0):
+        raise UsageError(
+            f"--pp {config.mesh.pp} goes with --dp only so far, not with --tp {config.mesh.tp} or --zero-stage "
+            f"{config.mesh.zero_stage}"
+        )
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(
@@ -213,7 +229,7 @@ def with_shape(
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with dp filled in for `world_size` ranks, or UsageError where mesh or batch do not divide."""
-    tp, pp = config.mesh.tp, 1
+    tp, pp = config.mesh.tp, config.mesh.pp
     dp = config.mesh.dp if config.mesh.dp is not None else max(1, world_size // (tp * pp))
     if dp * tp * pp != world_size:
         raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {dp * tp * pp}, but mpirun started {world_size} ranks")

@@ -94,4 +94,6 @@ def layout(config: TrainConfig) -> str:
     """dp=2, tp=4 (sequence parallel), ZeRO stage 1"""
     mesh = config.mesh
     tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
-    return f"dp={mesh.dp}{tensor}, ZeRO stage {mesh.zero_stage}"
+    stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
+    pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
+    return f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"

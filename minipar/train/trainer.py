@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar import backend
+from minipar.autograd import metering
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
 from minipar.memory import enter
@@ -24,9 +25,11 @@ from minipar.parallel.buffers import units
 from minipar.parallel.data import accumulate_replicas
 from minipar.parallel.fully_sharded import shard
 from minipar.parallel.model_state import OF_DTYPE, check_limit
+from minipar.parallel.pipeline.split import PipelineParallel, part_groups
 from minipar.parallel.tensor import tensor_parallel
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
+from minipar.train.pipelined import PipelinedStep, schedule_of
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,20 @@ class Trainer:
                 accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
             )
         self.samples_per_microbatch = config.data.global_batch // (dp * config.data.microbatches)
-        self.forward_flops = (
-            self.model.config.forward_flops(self.samples_per_microbatch, config.model.seq_len) / mesh.tp.size
+        schedule = schedule_of(config) if config.mesh.pp > 1 else None
+        pipeline, groups = None, None
+        if schedule is not None:  # one device in the place of a pipeline has the same buckets
+            groups = part_groups(self.model)
+            if mesh.pp.size > 1:
+                pipeline = PipelineParallel(self.model, mesh.pp, schedule, config.model.seq_len)
+                groups = pipeline.groups
+        self.ddp = shard(
+            self.model, mesh.dp, stage, config.run.reduction, dp, self.tensor, pipeline=pipeline, groups=groups
         )
-        if isinstance(mesh.world.clock, ModelClock):
-            self._charge_backward(mesh.world.clock)
-        self.ddp = shard(self.model, mesh.dp, stage, algorithm=config.run.reduction, replicas=dp, tensor=self.tensor)
+        self.pipelined = None
+        if schedule is not None and pipeline is not None:
+            shape = (self.samples_per_microbatch, config.model.seq_len, self.model.config.n_embd)
+            self.pipelined = PipelinedStep(config, schedule, pipeline, self.ddp, shape)
         self.optimizer = AdamW(
             self.ddp.optimized,
             betas=config.optimizer.betas,
@@ -119,7 +130,17 @@ class Trainer:
             yield self.step(step)
 
     def step(self, step: int) -> StepResult:
-        """One optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
+        """One optimizer step over the global batch; every rank of the mesh calls it with the same `step`.
+
+        On a model clock its matrix products take their operations divided by the clock's speed, the rest no time.
+        """
+        clock = self.mesh.world.clock
+        if not isinstance(clock, ModelClock):
+            return self._step(step)
+        with metering(lambda flops: clock.advance(flops / clock.flops_per_second)):
+            return self._step(step)
+
+    def _step(self, step: int) -> StepResult:
         start = time.perf_counter()
         enter("forward", restart=True)
         losses = dict.fromkeys(self.replicas, 0.0)
@@ -128,7 +149,11 @@ class Trainer:
             losses[replica] += self._backward_microbatch(step, replica, microbatch)
 
         self.ddp.zero_grad()
-        if len(self.replicas) > 1 or (self.ddp.stage == 0 and self.config.mesh.sync_every_microbatch):
+        if self.pipelined is not None:
+            (replica,) = self.replicas
+            samples = [self._samples(replica, m) for m in range(self.config.data.microbatches)]
+            losses[replica] = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
+        elif len(self.replicas) > 1 or (self.ddp.stage == 0 and self.config.mesh.sync_every_microbatch):
             self._accumulate_all(backward)
         else:
             self._accumulate_own(backward)
@@ -146,6 +171,8 @@ class Trainer:
             )
             self.optimizer.step()
             self.ddp.refresh_parameters()
+            if self.pipelined is not None:
+                self.pipelined.pipeline.refresh()
             backend.synchronize()
         seconds = time.perf_counter() - start
         return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds)
@@ -184,31 +211,26 @@ class Trainer:
         The loss of each microbatch is a sum over tokens, and its gradient is scaled by 1 / tokens of the *global*
         batch: contributions then simply add up, over microbatches and over ranks.
         """
-        first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
-        samples = range(first, first + self.samples_per_microbatch)
+        samples = self._samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
         keys = DropoutKeys(self.config.run.seed, step, samples)
-        with self._region("forward", self.forward_flops), dropping(keys):
+        with self._region("forward"), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with self._region("backward"):
             loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
         return loss.item()
 
+    def _samples(self, replica: int, microbatch: int) -> range:
+        """Their numbers in the global batch."""
+        first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
+        return range(first, first + self.samples_per_microbatch)
+
     @contextmanager
-    def _region(self, name: str, flops: float = 0.0) -> Iterator[None]:
+    def _region(self, name: str) -> Iterator[None]:
         """A phase of the step, for the trace and for the memory ledger."""
         enter(name)
-        with self.mesh.world.tracer.region(name, flops):
+        with self.mesh.world.tracer.region(name):
             yield
-
-    def _charge_backward(self, clock: ModelClock) -> None:
-        """On a model clock backward takes twice forward's operations, spread over the parameters as they are completed:
-        so that a bucket that is ready early also travels early. (These hooks come before those that start the
-        buckets.)"""
-        parameters = self.model.parameters()
-        per_element = 2 * self.forward_flops / clock.flops_per_second / sum(p.size for p in parameters)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda leaf: clock.advance(per_element * leaf.size))
 
     def _sum_over_replicas(self, losses: list[float]) -> float:
         """The replicas' losses added in rank order, whichever ranks hold them: the same bits in every layout."""
