@@ -164,7 +164,7 @@ def seconds_on_the_model_clock(monkeypatch, bucket_bytes):
         return DistributedDataParallel(model, comm, algorithm, bucket_bytes, first_bucket_bytes=bucket_bytes)
 
     monkeypatch.setattr(trainer_module, "shard", other_buckets)
-    config = config_for("--global-batch 8", 4)
+    config = config_for("--global-batch 8 --layers 4", 4)
 
     def rank(comm):
         for _ in Trainer(config, DeviceMesh(comm), TOKENS).train():
