@@ -164,6 +164,11 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
 
     UsageError for an unknown name, sizes below 1, or a v that the schedule does not have.
     """
+    if name in ("pipedream", "pipedream-2bw"):
+        raise UsageError(
+            f"schedule {name} is asynchronous: it has 1f1b's order, never drains, and updates with older weights, so that it "
+            "is no step of synchronous training; minipar.parallel.pipeline.asynchronous runs it (chapter 6)"
+        )
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}")
     if p < 1 or m < 1 or (v is not None and v < 1):
