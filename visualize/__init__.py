@@ -4,10 +4,13 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 """
 
 from visualize.communication import plot_bench, plot_bytes
+from visualize.explore import explore_schedules
 from visualize.loss import plot_loss, read_metrics
+from visualize.measured import live_activations, measured_durations, measured_timeline, predicted_timeline
 from visualize.memory import plot_memory
 from visualize.model import plot_graph, plot_shares
 from visualize.overlap import plot_bucket_sizes
+from visualize.schedule import gallery, plot_measured, plot_schedule, plot_schedules
 from visualize.show import show, show_source
 from visualize.style import Picture, picture, save, tidy
 from visualize.timeline import Trace, parse_trace, plot_timeline, read_trace
@@ -15,6 +18,11 @@ from visualize.timeline import Trace, parse_trace, plot_timeline, read_trace
 __all__ = [
     "Picture",
     "Trace",
+    "explore_schedules",
+    "gallery",
+    "live_activations",
+    "measured_durations",
+    "measured_timeline",
     "parse_trace",
     "picture",
     "plot_bench",
@@ -22,9 +30,13 @@ __all__ = [
     "plot_bytes",
     "plot_graph",
     "plot_loss",
+    "plot_measured",
     "plot_memory",
+    "plot_schedule",
+    "plot_schedules",
     "plot_shares",
     "plot_timeline",
+    "predicted_timeline",
     "read_metrics",
     "read_trace",
     "save",

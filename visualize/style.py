@@ -37,8 +37,8 @@ COLOURS = {
     "broadcast": SKY,
     "all_to_all": GREEN,
     "barrier": INK,
-    "send": BLUE,
-    "recv": ORANGE,
+    "send": SKY,
+    "recv": GREY,
 }
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -68,7 +68,8 @@ def at_lightness(colour: str, target: float) -> str:
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        mixed = to_hex([part + (end - part) * middle for part in to_rgb(colour)])
+        red, green, blue = (part + (end - part) * middle for part in to_rgb(colour))
+        mixed = to_hex((red, green, blue))
         if (lightness(mixed) > target) == (end == 0.0):
             low = middle
         else:

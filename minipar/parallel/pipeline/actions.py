@@ -68,11 +68,11 @@ class Schedule:
         """The rank that holds each stage."""
         return {action.stage: rank for rank, action in self}
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return 1 + max((action.stage for _, action in self), default=-1)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         return 1 + max((action.microbatch for _, action in self), default=-1)
 

@@ -166,8 +166,8 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if name in ("pipedream", "pipedream-2bw"):
         raise UsageError(
-            f"schedule {name} is asynchronous: it has 1f1b's order, never drains, and updates with older weights, so that it "
-            "is no step of synchronous training; minipar.parallel.pipeline.asynchronous runs it (chapter 6)"
+            f"schedule {name} is asynchronous: it never drains and updates with older weights, so it is no step of "
+            "synchronous training; minipar.parallel.pipeline.asynchronous runs it (chapter 6)"
         )
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}")
