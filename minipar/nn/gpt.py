@@ -211,5 +211,5 @@ class GPT(Module):
         return self.loss_sum(tokens, targets) * (1 / max(1, int((targets != IGNORE_INDEX).sum())))
 
     def loss_sum(self, tokens: Array, targets: Array) -> Tensor:
-        """The same, summed: for ranks and microbatches that divide by a count known only globally."""
+        """The same, summed: for a part of the batch, whose sum is to be divided by the count of the whole."""
         return self.criterion(self(tokens), targets)

@@ -206,17 +206,15 @@ class DistributedDataParallel:
         1's, ..., and then over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits
         are the same.
         Parameters that tensor parallelism has split are summed over its ranks too, those that are whole are not.
-        On the wire then: a float64 for each chunk and bucket over tp; and where a pipeline has cut the model, over pp.
+        On the wire then: one float64 for each chunk over tp. Where a pipeline has cut the model: `everywhere`, over pp.
         """
         squares = self._squares()
-        if self.tensor is not None:
-            split = np.ascontiguousarray(squares[:, :, 1])
-            squares[:, :, 1] = self.tensor.group.comm.all_reduce(split, algorithm="ordered")
-        rows = squares[:, :, 0] + squares[:, :, 1]
         if self.pipeline is not None:
-            rows = self.pipeline.everywhere(rows)
-        chunks = np.cumsum(rows, axis=1)[:, -1]  # from left to right, where `sum` would pair
-        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._total(chunks)))
+            squares = self.pipeline.everywhere(squares)
+        whole, split = np.cumsum(squares, axis=1)[:, -1].T  # over buckets, from left to right (`sum` would pair)
+        if self.tensor is not None:
+            split = self.tensor.group.comm.all_reduce(split.copy(), algorithm="ordered")
+        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._total(whole + split)))
 
     def _squares(self) -> np.ndarray:
         """(chunks that this rank has, buckets, 2): the squares of the parameters that every tensor-parallel rank has,
@@ -250,7 +248,8 @@ class DistributedDataParallel:
             yield bucket, self.buffers.parameters[bucket.start : bucket.stop]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Collective: the serial model's parameters by name as host arrays, on rank 0; empty on the others.
+        """Collective: the serial model's parameters by name as host arrays, on rank 0 of the axis (of a pipeline, on its
+        first stage; of tensor parallelism, on each rank); empty on the others.
 
         On the wire: what `whole_parameters` sends (nothing unless parameters are sharded), and where tensor parallelism
         has split them an all-gather over tp.

@@ -73,10 +73,10 @@ class PipelineParallel:
             self.comm.irecv(self.model.wte.weight.data, self.first, TIED_WEIGHT).wait()
 
     def everywhere(self, squares: np.ndarray) -> np.ndarray:
-        """(rows, this rank's groups) -> (rows, all groups), with every rank's numbers in their places. On the wire: an
-        all-reduce of rows times parts float64, most of them zeros, so that it adds nothing and rounds nothing.
+        """(rows, this rank's groups, 2) -> (rows, all groups, 2), every rank's numbers in their places. On the wire: an
+        all-reduce of 2 rows parts float64, all but one rank's zero in each place, so that it rounds nothing.
         """
-        whole = np.zeros((len(squares), len(self.model.parts)))
+        whole = np.zeros((len(squares), len(self.model.parts), 2))
         whole[:, self.places] = squares
         return self.comm.all_reduce(whole, algorithm="ordered")
 
