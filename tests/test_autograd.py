@@ -224,7 +224,7 @@ def test_recompute_gives_the_same_bits_and_keeps_no_inner_arrays():
     for t in (x, w1, w2):
         t.grad = None
     out = checkpoint(block, x, parameters=[w1, w2])
-    assert set(vars(out.node)) == {"function", "inputs", "needs", "edges", "number"}
+    assert set(vars(out.node)) == {"function", "inputs", "randomness", "needs", "edges", "number"}
     out.sum().backward()
     assert len(calls) == 3
     for t, e in zip((x, w1, w2), expected, strict=True):

@@ -43,15 +43,23 @@ def test_every_flag_arrives_where_it_belongs():
         "--clip-grad": 1.0, "--seed": 7, "--dtype": "float64", "--device": "cuda", "--recompute": "full",
         "--reduction": "ordered", "--metrics": "m.jsonl", "--trace": "t.json", "--clock": "cpu",
         "--network": (1e-6, 1e-9), "--export": "d", "--zero-stage": 2, "--memory-limit": 5000,
-        "--memory": "l.json",
+        "--memory": "l.json", "--tp": 2, "--dropout": 0.1,
     }  # fmt: skip
     argv = [
         str(word)
         for flag, value in expected.items()
         for word in (flag, *(value if isinstance(value, tuple) else [value]))
     ]
-    given = {flag: value for _, _, flag, value in flags(parse([*argv, "--verify", "--sync-every-microbatch"]))}
-    assert given == expected | {"--verify": True, "--sync-every-microbatch": True, "--init-from": None}
+    given = {
+        flag: value
+        for _, _, flag, value in flags(parse([*argv, "--verify", "--sync-every-microbatch", "--sequence-parallel"]))
+    }
+    assert given == expected | {
+        "--verify": True,
+        "--sync-every-microbatch": True,
+        "--sequence-parallel": True,
+        "--init-from": None,
+    }
     assert told("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

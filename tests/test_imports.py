@@ -1,7 +1,10 @@
 """The arrows of the design: imports go downwards only, nn and comm never meet, and a few doors have one keeper each."""
 
 import ast
+import io
+import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -132,3 +135,36 @@ def test_an_import_against_the_arrows_is_seen(module, source):
 )
 def test_an_import_along_the_arrows_passes(module, source):
     assert violations(source, module) == []
+
+
+# ---- the serial model knows no ranks ---------------------------------------------------------------------------------
+
+# Words of the rooms above. Prose elsewhere in nn and autograd may say why a thing is as it is ("keyed by name and never
+# by a rank"); its code may not, and the files that are the model may not at all.
+WORDS = re.compile(r"\b(ranks?|comm|communicators?|mesh|world|mpi|mpirun)\b", re.IGNORECASE)
+MODEL_FILES = ["gpt", "layers", "dropout"]
+
+
+def code_words(source: str) -> list[str]:
+    """The identifiers of a file that are words of parallelism: comments and strings are not code."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    parts = [part for t in tokens if t.type == tokenize.NAME for part in [t.string, *t.string.split("_")]]
+    return [part for part in parts if WORDS.fullmatch(part)]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("minipar.nn", "minipar.autograd")])
+def test_the_serial_models_code_names_no_rank_and_no_communicator(module):
+    assert code_words(MODULES[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_the_models_files_do_not_mention_ranks_even_in_prose(name):
+    text = MODULES[f"minipar.nn.{name}"].read_text(encoding="utf-8")
+    text = text.replace("for ranks and microbatches that divide by a count", "")  # why there is a loss_sum
+    assert WORDS.findall(text) == []
+
+
+@pytest.mark.parametrize("source", ["x = comm.rank", "def f(rank): pass", "def f(tp_rank): pass", "from a import mesh"])
+def test_a_rank_in_code_is_seen(source):
+    assert code_words(source)
+    assert code_words('"""A rank, in prose."""\nx = 1  # of a rank\n') == []

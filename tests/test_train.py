@@ -160,11 +160,11 @@ def test_the_bound_is_the_designs():
 def seconds_on_the_model_clock(monkeypatch, bucket_bytes):
     """When each rank's three steps end on a network that takes about as long as backward."""
 
-    def other_buckets(model, comm, stage, algorithm, replicas):
+    def other_buckets(model, comm, stage, algorithm, *rest, **kwargs):
         return DistributedDataParallel(model, comm, algorithm, bucket_bytes, first_bucket_bytes=bucket_bytes)
 
     monkeypatch.setattr(trainer_module, "shard", other_buckets)
-    config = config_for("--global-batch 8", 4)
+    config = config_for("--global-batch 8 --layers 4", 4)
 
     def rank(comm):
         for _ in Trainer(config, DeviceMesh(comm), TOKENS).train():

@@ -4,28 +4,44 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 """
 
 from visualize.communication import plot_bench, plot_bytes
+from visualize.explore import explore_schedules
 from visualize.loss import plot_loss, read_metrics
+from visualize.measured import live_activations, measured_durations, measured_timeline, predicted_timeline
 from visualize.memory import plot_ledger, plot_memory, read_ledger
 from visualize.model import plot_graph, plot_shares
 from visualize.overlap import plot_bucket_sizes
+from visualize.schedule import gallery, plot_measured, plot_schedule, plot_schedules
 from visualize.show import show, show_source
 from visualize.style import Picture, picture, save, tidy
+from visualize.tensor import plot_activations, plot_cuts, plot_links
 from visualize.timeline import Trace, parse_trace, plot_timeline, read_trace
 
 __all__ = [
     "Picture",
     "Trace",
+    "explore_schedules",
+    "gallery",
+    "live_activations",
+    "measured_durations",
+    "measured_timeline",
     "parse_trace",
     "picture",
+    "plot_activations",
     "plot_bench",
     "plot_bucket_sizes",
     "plot_bytes",
+    "plot_cuts",
     "plot_graph",
     "plot_ledger",
+    "plot_links",
     "plot_loss",
+    "plot_measured",
     "plot_memory",
+    "plot_schedule",
+    "plot_schedules",
     "plot_shares",
     "plot_timeline",
+    "predicted_timeline",
     "read_ledger",
     "read_metrics",
     "read_trace",

@@ -1,4 +1,4 @@
-"""python -m visualize trace|loss|traffic|memory FILE --out FIGURE"""
+"""python -m visualize trace|loss|traffic|memory FILE --out FIGURE; schedule --schedule NAME ...; gallery --out DIR"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from minipar.errors import UsageError
-from visualize import communication, loss, memory, style, timeline
+from visualize import communication, loss, memory, schedule_command, style, timeline
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,9 +29,10 @@ _steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw one picture. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
+    """Draw. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
     parser = _Parser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="trace|loss|traffic|memory")
+    names = "trace|loss|traffic|memory|schedule|gallery"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     every = _Parser(add_help=False)
     every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
 
@@ -57,27 +58,42 @@ def main(argv: Sequence[str]) -> int:
     held.add_argument("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
     held.add_argument("--rank", type=int, default=0, metavar="R", help="whose memory (default: 0)")
 
+    schedule_command.add_schedule(commands)
+    schedule_command.add_gallery(commands)
+
     try:
         told = parser.parse_args(argv)
-        if told.command == "trace":
-            figure = timeline.plot_timeline(timeline.read_trace(told.file), told.steps, told.arrows)
-        elif told.command == "loss":
-            runs = {Path(file).stem: loss.read_metrics(file) for file in told.files}
-            figure = loss.plot_loss(runs, told.reference, told.reference_label)
-        elif told.command == "memory":
-            names = [Path(file).stem for file in told.files]
-            names = names if len(set(names)) == len(names) else told.files  # files of one name in several directories
-            ledgers = [memory.read_ledger(file, told.rank) for file in told.files]
-            titles = [f"{name}, rank {told.rank}" for name in names]
-            figure = memory.plot_ledger(dict(zip(titles, ledgers, strict=True)))
+        if told.command == "schedule":
+            written = schedule_command.run_schedule(told)
+        elif told.command == "gallery":
+            written = schedule_command.run_gallery(told)
         else:
-            figure = communication.plot_bench(communication.read_bench(told.file))
-        style.save(figure, told.out)
+            written = _draw(told)
     except UsageError as error:
         print(f"visualize: error: {error}", file=sys.stderr)
         return 2
-    print(told.out)
+    for path in written:
+        print(path)
     return 0
+
+
+def _draw(told: argparse.Namespace) -> list[str]:
+    """The picture of a file."""
+    if told.command == "trace":
+        figure = timeline.plot_timeline(timeline.read_trace(told.file), told.steps, told.arrows)
+    elif told.command == "loss":
+        runs = {Path(file).stem: loss.read_metrics(file) for file in told.files}
+        figure = loss.plot_loss(runs, told.reference, told.reference_label)
+    elif told.command == "memory":
+        names = [Path(file).stem for file in told.files]
+        names = names if len(set(names)) == len(names) else told.files  # files of one name in several directories
+        ledgers = [memory.read_ledger(file, told.rank) for file in told.files]
+        titles = [f"{name}, rank {told.rank}" for name in names]
+        figure = memory.plot_ledger(dict(zip(titles, ledgers, strict=True)))
+    else:
+        figure = communication.plot_bench(communication.read_bench(told.file))
+    style.save(figure, told.out)
+    return [told.out]
 
 
 if __name__ == "__main__":

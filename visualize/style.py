@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from minipar.errors import UsageError
@@ -19,11 +20,16 @@ SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#999999"
 DARK = "#3A3A3A"
 LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 INK, PAPER = "#222222", "#ECECEC"
+MINT = "#9FDBCA"  # green, light enough to differ from the others in greyscale
 
 # The same thing has the same colour in every picture.
 COLOURS = {
     "forward": BLUE,
     "backward": ORANGE,
+    "F": BLUE,  # a pipeline's actions: forward, whole backward, or its two halves for inputs and weights
+    "B": ORANGE,
+    "I": PURPLE,
+    "W": MINT,
     "recompute": SKY,
     "optimizer": GREEN,
     "all_reduce": PURPLE,
@@ -32,8 +38,8 @@ COLOURS = {
     "broadcast": SKY,
     "all_to_all": GREEN,
     "barrier": INK,
-    "send": BLUE,
-    "recv": ORANGE,
+    "send": SKY,
+    "recv": GREY,
     # What memory holds; with the optimizer's green five lightnesses that grey print tells apart.
     "parameters": BLUE,
     "gradients": ORANGE,
@@ -53,6 +59,33 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         chosen[name] = COLOURS.get(name) or (free.pop(0) if free else GREY)
     return chosen
+
+
+def lightness(colour: str) -> float:
+    """CIE L*, 0 (black) to 100 (white): what is left of a colour in greyscale."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
+
+
+def at_lightness(colour: str, target: float) -> str:
+    """The colour mixed with black or with white until its lightness is `target`."""
+    end = 0.0 if target < lightness(colour) else 1.0
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        red, green, blue = (part + (end - part) * middle for part in to_rgb(colour))
+        mixed = to_hex((red, green, blue))
+        if (lightness(mixed) > target) == (end == 0.0):
+            low = middle
+        else:
+            high = middle
+    return mixed
+
+
+def ink_on(colour: str) -> str:
+    """The colour of text that can be read on `colour`."""
+    return "white" if lightness(colour) < 55 else INK
 
 
 class Picture(Figure):

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
+from visualize.boxes import KINDS, Box, action_of, number_boxes
 from visualize.style import GREY, INK, PAPER, Picture, colours, picture, read_json
 
 COMPUTATION, COMMUNICATION = "computation", "communication"
@@ -96,10 +97,11 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
     arrows  draw each message from its sender to its receiver (for a few hundred of them at most).
 
     Grey in a computation row is a rank that does not compute. Hatching in a communication row is time spent waiting
-    for messages; it is drawn at the front of its slice, wherever in the slice it was.
+    for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are coloured
+    by their kind, with the number of their microbatch where it can be read.
     """
     begin, end, title = _window(trace, steps)
-    unit, scale = _unit(end - begin)
+    unit, scale = time_unit(end - begin)
     axis_names = sorted(
         {track for tracks in trace.ranks.values() for track in tracks if track.startswith(COMMUNICATION)}
     )
@@ -109,7 +111,7 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
         for rank, tracks in trace.ranks.items()
         for track, slices in tracks.items()
     }
-    names = [one.name for track in rows for (_, row), slices in shown.items() if row == track for one in slices]
+    names = [_what(one.name) for track in rows for (_, row), slices in shown.items() if row == track for one in slices]
     palette = colours(names)
 
     each = max(0.42, 0.22 * len(rows))  # inches per rank
@@ -135,7 +137,41 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(handles=_legend(palette, shown), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    _number(figure, axes, shown, _row(0, 0, len(rows)), palette, begin, scale)
     return figure
+
+
+def _what(name: str) -> str:
+    """What a slice is coloured by: its name, or the kind of the action that it is."""
+    action = action_of(name)
+    return action.kind if action else name
+
+
+def _number(
+    figure: Picture,
+    axes: Axes,
+    shown: dict[tuple[int, str], list[Slice]],
+    row: tuple[float, float],
+    palette: dict[str, str],
+    begin: float,
+    scale: float,
+) -> None:
+    """Microbatch numbers in the computation rows."""
+    numbered: dict[int, list[Box]] = defaultdict(list)
+    for (rank, track), slices in shown.items():
+        for one in slices if track == COMPUTATION else []:
+            action = action_of(one.name)
+            if action is not None:
+                colour, number = palette[action.kind], str(action.microbatch)
+                numbered[rank].append(((one.start - begin) * scale, (one.end - begin) * scale, colour, number))
+    if not numbered:
+        return
+    figure.draw_without_rendering()  # settles how large the axes are
+    place, (low, high), (bottom, top) = axes.get_window_extent(), axes.get_xlim(), axes.get_ylim()
+    points = place.width * 72 / figure.dpi / (high - low), place.height * 72 / figure.dpi / (bottom - top)
+    digits = max(len(box[3]) for boxes in numbered.values() for box in boxes)
+    for place_of_rank, rank in enumerate(dict.fromkeys(rank for rank, _ in shown)):
+        number_boxes(axes, (place_of_rank + row[0], row[1]), numbered[rank], points, digits)
 
 
 def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
@@ -156,7 +192,7 @@ def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
     return marks[first][0], marks[last][1], f"{title} of 0 to {len(marks) - 1}"
 
 
-def _unit(seconds: float) -> tuple[str, float]:
+def time_unit(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 2 else ("ms", 1e3) if seconds >= 2e-3 else ("µs", 1e6)
 
 
@@ -172,7 +208,9 @@ def _draw(
     axes: Axes, slices: Sequence[Slice], palette: dict[str, str], row: tuple[float, float], begin: float, scale: float
 ) -> None:
     bars = [((one.start - begin) * scale, (one.end - one.start) * scale) for one in slices]
-    axes.broken_barh(bars, row, facecolors=[palette[one.name] for one in slices], edgecolors="white", linewidth=0.3)
+    axes.broken_barh(
+        bars, row, facecolors=[palette[_what(one.name)] for one in slices], edgecolors="white", linewidth=0.3
+    )
     waits = [((one.start - begin) * scale, one.wait * scale) for one in slices if one.wait > 0]
     axes.broken_barh(waits, row, facecolors=(1, 1, 1, 0.5), edgecolors=INK, hatch="//////", linewidth=0.0)
     # The hatching must not hide where one slice ends and the next begins.
@@ -210,7 +248,7 @@ def _arrows(axes: Axes, trace: Trace, begin: float, end: float, scale: float, ro
 
 
 def _legend(palette: dict[str, str], shown: dict[tuple[int, str], list[Slice]]) -> list[Patch]:
-    handles = [Patch(facecolor=colour, label=name) for name, colour in palette.items()]
+    handles = [Patch(facecolor=colour, label=KINDS.get(name, name)) for name, colour in palette.items()]
     handles.append(Patch(facecolor=PAPER, label="rank does not compute"))
     if any(one.wait > 0 for slices in shown.values() for one in slices):
         handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", label="waiting for messages"))

@@ -6,13 +6,21 @@ from minipar.autograd.fused import (
     causal_attention,
     cross_entropy,
     cross_entropy_sum,
+    dropout,
     embedding,
     gelu,
     layer_norm,
     linear,
 )
 from minipar.autograd.gradcheck import gradcheck
-from minipar.autograd.modes import DeferredGradients, LazyGradient, defer_weight_gradients, enable_grad, no_grad
+from minipar.autograd.modes import (
+    DeferredGradients,
+    LazyGradient,
+    defer_weight_gradients,
+    enable_grad,
+    metering,
+    no_grad,
+)
 from minipar.autograd.ops import concatenate
 from minipar.autograd.tensor import Function, Tensor
 
@@ -28,11 +36,13 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_sum",
     "defer_weight_gradients",
+    "dropout",
     "embedding",
     "enable_grad",
     "gelu",
     "gradcheck",
     "layer_norm",
     "linear",
+    "metering",
     "no_grad",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minipar.autograd.modes import LazyGradient
+from minipar.autograd.modes import LazyGradient, spend
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
@@ -23,6 +23,7 @@ class _Linear(Function):
         self.matrix = self.at_backward(1, weight)  # (in, out), or (out, in) if transposed
         self.x = x.reshape(-1, x.shape[-1])  # (N, in)
         y = xp.matmul(self.x, weight.T if transposed else weight)  # (N, out)
+        spend(*self.x.shape, y.shape[-1])
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -33,10 +34,17 @@ class _Linear(Function):
         if self.needs[0]:
             w = self.matrix()
             dx = xp.matmul(g, w if self.transposed else w.T).reshape(self.shape)
+            spend(*x.shape, g.shape[-1])
         left, right = (g, x) if self.transposed else (x, g)
-        dweight = LazyGradient(lambda out: xp.matmul(left.T, right, out=out)) if self.needs[1] else None
+        dweight = LazyGradient(lambda out: outer_product(left, right, out)) if self.needs[1] else None
         dbias = LazyGradient(lambda out: g.sum(axis=0, out=out)) if self.needs[2] else None
         return dx, dweight, dbias, None
+
+
+def outer_product(left: Array, right: Array, out: Array | None) -> Array:
+    """The weight gradient of a product, (N, a), (N, b) -> (a, b): what may be put off."""
+    spend(*left.shape, right.shape[-1])
+    return xp.matmul(left.T, right, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
@@ -154,42 +162,75 @@ def _split_heads(x: Array, heads: int) -> Array:
     return x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3)
 
 
+class _Dropout(Function):
+    def forward(self, x: Array, keep: Array, scale: float) -> Array:
+        self.keep, self.scale = keep, scale
+        y = x * keep
+        y *= scale
+        return y
+
+    def backward(self, grad: Array) -> Any:
+        dx = grad * self.keep
+        dx *= self.scale
+        return dx, None, None
+
+
+def dropout(x: Tensor, keep: Array, probability: float) -> Tensor:
+    """x where `keep` (booleans of x's shape), else 0, times 1/(1 - probability) (Srivastava et al. 2014)."""
+    return _Dropout.apply(x, keep, 1 / (1 - probability))
+
+
 class _CausalAttention(Function):
-    def forward(self, qkv: Array, heads: int) -> Array:
+    def forward(self, qkv: Array, heads: int, keep: Array | None, keep_scale: float) -> Array:
         batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         self.qkv, self.heads, self.scale = qkv, heads, (width // heads) ** -0.5
         q, k, v = (_split_heads(part, heads) for part in xp.split(qkv, 3, axis=-1))  # (B, H, T, d)
         scores = xp.matmul(q, k.swapaxes(-1, -2))  # (B, H, T, T)
+        spend(2, batch, length, length, width)  # this product and the one below
         scores *= self.scale
         scores += xp.triu(xp.full((length, length), -xp.inf, dtype=qkv.dtype), 1)
         scores -= scores.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
         xp.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        self.probabilities = scores
+        self.probabilities, self.keep, self.keep_scale = scores, keep, keep_scale
         self.output = xp.empty((batch, length, width), dtype=qkv.dtype)
-        xp.matmul(scores, v, out=_split_heads(self.output, heads))  # written as (B, T, h): no transpose afterwards
+        # Written as (B, T, h): no transpose afterwards.
+        xp.matmul(self._dropped(scores), v, out=_split_heads(self.output, heads))
         return self.output
+
+    def _dropped(self, p: Array) -> Array:
+        """Dropout on the probabilities, or on their gradient; recomputed rather than kept."""
+        if self.keep is None:
+            return p
+        dropped = p * self.keep
+        dropped *= self.keep_scale
+        return dropped
 
     def backward(self, grad: Array) -> Any:
         p, heads = self.probabilities, self.heads
+        batch, length, width = grad.shape
         q, k, v = (_split_heads(part, heads) for part in xp.split(self.qkv, 3, axis=-1))
         dqkv = xp.empty_like(self.qkv)
         dq, dk, dv = (_split_heads(part, heads) for part in xp.split(dqkv, 3, axis=-1))  # views: written in place
         dout = _split_heads(grad, heads)  # (B, H, T, d)
-        xp.matmul(p.swapaxes(-1, -2), dout, out=dv)
-        dscores = xp.matmul(dout, v.swapaxes(-1, -2))  # (B, H, T, T), so far the gradient of p
+        spend(4, batch, length, length, width)  # four products of this size follow
+        xp.matmul(self._dropped(p).swapaxes(-1, -2), dout, out=dv)
+        dscores = self._dropped(xp.matmul(dout, v.swapaxes(-1, -2)))  # (B, H, T, T), so far the gradient of p
         # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . output, a much smaller product (FlashAttention, B.4).
         dscores -= xp.einsum("bhtd,bhtd->bht", dout, _split_heads(self.output, heads))[..., None]
         dscores *= p
         dscores *= self.scale
         xp.matmul(dscores, k, out=dq)
         xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
-        return dqkv, None
+        return dqkv, None, None, None
 
 
-def causal_attention(qkv: Tensor, heads: int) -> Tensor:
-    """softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h) holding q, k, v side by side -> (B, T, h)."""
-    return _CausalAttention.apply(qkv, heads)
+def causal_attention(qkv: Tensor, heads: int, keep: Array | None = None, probability: float = 0.0) -> Tensor:
+    """softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h) holding q, k, v side by side -> (B, T, h).
+
+    With `keep` (booleans (B, H, T, T)) the probabilities go through dropout.
+    """
+    return _CausalAttention.apply(qkv, heads, keep, 1 / (1 - probability))
 
 
 class _CrossEntropy(Function):

@@ -5,11 +5,12 @@ The modes are context variables, not globals: ranks that are threads of one proc
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minipar.backend import Array
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
+# What random operations draw from (nn.dropout puts its keys here); a recomputed block draws the same again.
+randomness: ContextVar[Any] = ContextVar("randomness", default=None)
+# Told of the floating-point operations of each matrix product as it is done: how a cost model knows the time.
+meter: ContextVar[Callable[[int], None] | None] = ContextVar("meter", default=None)
 # How many uses of each leaf the running backward pass (with the passes inside it) has still to count.
 open_uses: ContextVar[dict[Tensor, int] | None] = ContextVar("open_uses", default=None)
 
@@ -52,6 +57,23 @@ class DeferredGradients:
             leaf, gradient, uses = self._queue.popleft()  # each one's saved activations are freed when it is done
             leaf._accumulate(gradient)
             close_use(leaf, uses)
+
+
+@contextmanager
+def metering(count: Callable[[int], None]) -> Iterator[None]:
+    """Matrix products inside the block, forward and backward, call `count` with their floating-point operations."""
+    token = meter.set(count)
+    try:
+        yield
+    finally:
+        meter.reset(token)
+
+
+def spend(*sizes: int) -> None:
+    """A product of matrices (n, k) and (k, m), or a stack of them, is done: 2 n k m operations."""
+    count = meter.get()
+    if count is not None:
+        count(2 * math.prod(sizes))
 
 
 @contextmanager

@@ -279,9 +279,9 @@ def _run_backward(root: Function, gradient: Array) -> None:
                     hold("activations", *results)
             edges = node.edges
             vars(node).clear()  # frees what forward saved
+            # Leaves first: an input's gradient may be on its way from other ranks still (a LazyGradient that waits),
+            # and the weight's is computed meanwhile.
             for edge, result in zip(edges, results, strict=True):
-                if edge is None:
-                    continue
                 if isinstance(edge, Tensor):
                     if isinstance(result, LazyGradient) and queue is not None:
                         queue.put(edge, result, uses)
@@ -289,7 +289,8 @@ def _run_backward(root: Function, gradient: Array) -> None:
                     if result is not None:
                         edge._accumulate(result)
                     close_use(edge, uses)
-                elif result is not None:
+            for edge, result in zip(edges, results, strict=True):
+                if isinstance(edge, Function) and result is not None:
                     result = result.compute(None) if isinstance(result, LazyGradient) else result
                     if edge not in gradients:
                         gradients[edge] = result

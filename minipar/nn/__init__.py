@@ -1,5 +1,6 @@
 """The serial model: modules, GPT-2, optimizers. Nothing here knows of ranks."""
 
+from minipar.nn.dropout import Dropout, DropoutKeys, Window, dropping
 from minipar.nn.gpt import GPT, GPTConfig, Part
 from minipar.nn.layers import Embedding, LayerNorm, Linear
 from minipar.nn.module import Deferred, Module, Parameter, stand_in
@@ -10,6 +11,8 @@ __all__ = [
     "SGD",
     "AdamW",
     "Deferred",
+    "Dropout",
+    "DropoutKeys",
     "Embedding",
     "GPTConfig",
     "LayerNorm",
@@ -17,7 +20,9 @@ __all__ = [
     "Module",
     "Parameter",
     "Part",
+    "Window",
     "clip_grad_norm",
+    "dropping",
     "learning_rate",
     "squared_norm",
     "stand_in",

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy, cross_entropy_sum, gelu, linear
+from minipar.autograd import IGNORE_INDEX, Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
 from minipar.backend import Array, from_host, xp
 from minipar.nn import init
+from minipar.nn.dropout import Dropout
 from minipar.nn.layers import Embedding, LayerNorm, Linear
 from minipar.nn.module import Deferred, Module, Parameter
 
@@ -55,8 +56,8 @@ class _Init:
     2.3).
     """
 
-    def __init__(self, config: GPTConfig, seed: int, dtype: str) -> None:
-        self.config, self.seed, self.dtype = config, seed, np.dtype(dtype)
+    def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
+        self.config, self.seed, self.dtype, self.dropout = config, seed, np.dtype(dtype), dropout
 
     def normal(self, name: str, *shape: int, std: float | None = None) -> Deferred:
         scale = self.config.initializer_range if std is None else std
@@ -87,10 +88,15 @@ class Attention(Module):
         # The residual stream adds 2 n_layer outputs: its last projections start smaller by the square root of that.
         residual_std = make.config.initializer_range / math.sqrt(2 * make.config.n_layer)
         self.c_proj = make.linear(f"{name}.c_proj", h, h, std=residual_std)
+        self.attn_dropout = Dropout(f"{name}.attn_dropout", make.dropout)
+        self.resid_dropout = Dropout(f"{name}.resid_dropout", make.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
-        return self.c_proj(causal_attention(qkv, self.heads))  # (B, T, h)
+        batch, length = qkv.shape[:2]
+        keep = self.attn_dropout.keep((batch, self.heads, length, length))
+        y = causal_attention(qkv, self.heads, keep, self.attn_dropout.p)  # (B, T, h)
+        return self.resid_dropout(self.c_proj(y))  # (B, T, h)
 
 
 class MLP(Module):
@@ -101,9 +107,10 @@ class MLP(Module):
         self.c_fc = make.linear(f"{name}.c_fc", h, 4 * h)
         residual_std = make.config.initializer_range / math.sqrt(2 * make.config.n_layer)
         self.c_proj = make.linear(f"{name}.c_proj", 4 * h, h, std=residual_std)
+        self.dropout = Dropout(f"{name}.dropout", make.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(gelu(self.c_fc(x)))  # (B, T, 4h) inside
+        return self.dropout(self.c_proj(gelu(self.c_fc(x))))  # (B, T, 4h) inside
 
 
 class Block(Module):
@@ -132,12 +139,19 @@ class Part:
     parameters: list[Parameter]
 
 
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    """(B, T, h), (V, h) -> (B, T, V): the product with every row of the token embedding."""
+    return linear(x, weight, transposed=True)
+
+
 class GPT(Module):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
     `seed` and the parameters' names fix the initial weights (see init.py). `recompute=True` keeps only each block's
-    input and runs the block again in backward. With `deferred=True` the parameters have no numbers yet (see Deferred).
-    Raises ValueError for a sequence longer than `n_positions`.
+    input and runs the block again in backward. `dropout` is the probability everywhere GPT-2 has it: after the
+    embedding, on the attention probabilities, after attention and after the MLP; it acts inside `dropping` only. With
+    `deferred=True` the parameters have no numbers yet (see Deferred). Raises ValueError for a sequence longer than
+    `n_positions`.
     """
 
     def __init__(
@@ -147,15 +161,20 @@ class GPT(Module):
         dtype: str = "float32",
         recompute: bool = False,
         deferred: bool = False,
+        dropout: float = 0.0,
     ) -> None:
-        make = _Init(config, seed, dtype)
+        make = _Init(config, seed, dtype, dropout)
         self.config = config
         self.recompute = recompute
         self.wte = Embedding(make.normal("wte.weight", config.vocab_size, config.n_embd))
         self.wpe = Embedding(make.normal("wpe.weight", config.n_positions, config.n_embd))
+        self.drop = Dropout("drop", dropout)
         self.h = [Block(make, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = make.layer_norm()
         self.head_weight = self.wte.weight.tie()
+        # The two places that see the whole vocabulary: a model that holds part of it puts its own here.
+        self.project: Callable[[Tensor, Tensor], Tensor] = _project
+        self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [
             Part("embedding", self.embed, [self.wte.weight, self.wpe.weight]),
             *(Part(f"h.{i}", partial(self.run_block, block), block.parameters()) for i, block in enumerate(self.h)),
@@ -170,7 +189,7 @@ class GPT(Module):
         length = tokens.shape[1]
         if length > self.config.n_positions:
             raise ValueError(f"sequence of {length} tokens, but the model has {self.config.n_positions} positions")
-        return self.wte(tokens) + self.wpe(xp.arange(length))
+        return self.drop(self.wte(tokens) + self.wpe(xp.arange(length)))
 
     def run_block(self, block: Block, x: Tensor) -> Tensor:
         """One block, (B, T, h) -> (B, T, h), recomputed in backward if the model was made so."""
@@ -179,7 +198,7 @@ class GPT(Module):
     def head(self, x: Tensor) -> Tensor:
         """(B, T, h) -> (B, T, V): the last LayerNorm, then the product with the token embedding."""
         self.head_weight.data = self.wte.weight.data  # follows the parameter if its storage has moved
-        return linear(self.ln_f(x), self.head_weight, transposed=True)
+        return self.project(self.ln_f(x), self.head_weight)
 
     def forward(self, tokens: Array) -> Tensor:
         x: Any = tokens
@@ -189,8 +208,8 @@ class GPT(Module):
 
     def loss(self, tokens: Array, targets: Array) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not -100."""
-        return cross_entropy(self(tokens), targets)
+        return self.loss_sum(tokens, targets) * (1 / max(1, int((targets != IGNORE_INDEX).sum())))
 
     def loss_sum(self, tokens: Array, targets: Array) -> Tensor:
-        """The same, summed: for ranks and microbatches that divide by a count known only globally."""
-        return cross_entropy_sum(self(tokens), targets)
+        """The same, summed: for a part of the batch, whose sum is to be divided by the count of the whole."""
+        return self.criterion(self(tokens), targets)

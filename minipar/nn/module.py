@@ -56,6 +56,15 @@ class Parameter(Tensor):
         if self.deferred is not None:
             self.data, self.deferred = self.deferred.make(), None
 
+    def change(self, shape: tuple[int, ...], change: Callable[[Array], Array]) -> None:
+        """Hold `change(numbers)`, of this shape, from now on; numbers that were put off stay so."""
+        if self.deferred is None:
+            self.data = change(self.data)
+            return
+        make = self.deferred.make
+        self.deferred = Deferred(shape, self.dtype, lambda: change(make()))
+        self.data = stand_in(shape, self.dtype)
+
     def move_to(self, place: Array) -> None:
         """Keep the numbers in `place`, an array of this shape, from now on; those that were put off are made there."""
         place[...] = self.data if self.deferred is None else self.deferred.make()

@@ -61,13 +61,19 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise UsageError(f"{path}: {error}") from None
 
 
-def load_gpt2(directory: str | Path, dtype: str = "float32", recompute: bool = False, deferred: bool = False) -> GPT:
+def load_gpt2(
+    directory: str | Path,
+    dtype: str = "float32",
+    recompute: bool = False,
+    deferred: bool = False,
+    dropout: float = 0.0,
+) -> GPT:
     """The model in a GPT-2 directory, converted to `dtype`; with `deferred=True` each tensor is read only when asked
     for.
 
     UsageError names the file and every missing, unexpected or misshapen tensor.
     """
-    model = GPT(load_config(directory), dtype=dtype, recompute=recompute, deferred=True)
+    model = GPT(load_config(directory), dtype=dtype, recompute=recompute, deferred=True, dropout=dropout)
     path = Path(directory) / "model.safetensors"
     if not path.is_file():
         raise UsageError(f"{path}: no such file")

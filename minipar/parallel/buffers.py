@@ -40,6 +40,15 @@ class Bucket:
             yield p, array[offset : offset + p.size].reshape(p.shape)
             offset += p.size
 
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Parameter, int, int]]:
+        """The parameters that elements start:stop of the bucket belong to, and which of these are whose."""
+        offset = 0
+        for p in self.parameters:
+            first, last = max(start, offset), min(stop, offset + p.size)
+            if first < last:
+                yield p, first, last
+            offset += p.size
+
     def chunk(self, rank: int, ranks: int) -> tuple[int, int]:
         """(start, stop), counted from the bucket's start, of the part that belongs to `rank`."""
         return chunk_bounds(self.size, ranks)[rank]

@@ -20,6 +20,8 @@ from minipar.comm import Communicator, Work
 from minipar.memory import hold
 from minipar.nn import Module, Parameter, clip_grad_norm, squared_norm
 from minipar.parallel.buffers import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers
+from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.tensor.plan import TensorParallel
 
 
 def global_token_count(comm: Communicator, targets: Array) -> int:
@@ -87,7 +89,8 @@ class DistributedDataParallel:
 
     Buckets hold `bucket_bytes`, or with `groups` the parameters of one group each (`buffers.units`); the groups must
     then list all parameters. `replicas` is the number of chunks in which the gradient norm is summed, the number of
-    ranks unless this is one device in the place of several.
+    ranks unless this is one device in the place of several. `tensor` is what `tensor_parallel` returned, if each rank
+    holds a part of each layer only; `pipeline` the same for a model cut into stages.
 
     On the wire per synchronized step: 2 Psi (p-1)/p elements per rank, as the naive form, and no more for many
     microbatches. (Exactly that where p divides every bucket; else the sum of `comm.wire_bytes` over the buckets.)
@@ -105,10 +108,13 @@ class DistributedDataParallel:
         *,
         groups: Sequence[Sequence[Parameter]] | None = None,
         replicas: int | None = None,
+        tensor: TensorParallel | None = None,
+        pipeline: PipelineParallel | None = None,
     ) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
+        self.tensor, self.pipeline = tensor, pipeline
         self.replicas = comm.size if replicas is None else replicas
         parameters = model.parameters() if groups is None else [p for group in groups for p in group]
         self.buffers = self._store(parameters)
@@ -133,8 +139,8 @@ class DistributedDataParallel:
 
     @property
     def optimized(self) -> list[Parameter]:
-        """What this rank's optimizer updates: here every parameter."""
-        return self.model.parameters()
+        """What this rank's optimizer updates: here every parameter that it has."""
+        return self.buffers.members
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -173,9 +179,14 @@ class DistributedDataParallel:
         self.comm.progress()  # moves the buckets under way while backward goes on computing
 
     def _start(self, bucket: Bucket) -> None:
-        self.buffers.complete(bucket.parameters)
+        self._complete(bucket)
         gradients = self.buffers.gradients[bucket.start : bucket.stop]
         self._works.append(self.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True))
+
+    def _complete(self, bucket: Bucket) -> None:
+        self.buffers.complete(bucket.parameters)
+        if self.tensor is not None:
+            self.tensor.sum_partial(bucket.parameters)
 
     def synchronize(self) -> None:
         """Start what backward has not started (parameters the loss did not use count as zero), then wait for all
@@ -191,21 +202,41 @@ class DistributedDataParallel:
         """After `synchronize`: the 2-norm of the whole gradient, the same on every rank; clips as
         `nn.clip_grad_norm` does.
 
-        Squares are summed chunk by chunk: those of rank 0's chunks (one in each bucket), of rank 1's, ..., and then
-        over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits are the same.
+        Squares are summed chunk by chunk: those of rank 0's chunks (one in each bucket, bucket after bucket), of rank
+        1's, ..., and then over the ranks in order. Here every rank has all chunks; in ZeRO each sums its own. The bits
+        are the same.
+        Parameters that tensor parallelism has split are summed over its ranks too, those that are whole are not.
+        On the wire then: one float64 for each chunk over tp. Where a pipeline has cut the model: `everywhere`, over pp.
         """
-        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._squared_norm()))
+        squares = self._squares()
+        if self.pipeline is not None:
+            squares = self.pipeline.everywhere(squares)
+        whole, split = np.cumsum(squares, axis=1)[:, -1].T  # over buckets, from left to right (`sum` would pair)
+        if self.tensor is not None:
+            split = self.tensor.group.comm.all_reduce(split.copy(), algorithm="ordered")
+        return clip_grad_norm(self.optimized, max_norm, norm=math.sqrt(self._total(whole + split)))
 
-    def _squared_norm(self) -> float:
-        total = 0.0
+    def _squares(self) -> np.ndarray:
+        """(chunks that this rank has, buckets, 2): the squares of the parameters that every tensor-parallel rank has,
+        and of those that are split.
+        """
+        squares = np.zeros((self.replicas, len(self.buckets), 2))
         for replica in range(self.replicas):
-            total += squared_norm(self._gradient_chunks(replica))
-        return total
+            for i, bucket in enumerate(reversed(self.buckets)):
+                gradients = self.buffers.gradients[bucket.start : bucket.stop]
+                for p, start, stop in bucket.pieces(*bucket.chunk(replica, self.replicas)):
+                    squares[replica, i, self._is_split(p)] += squared_norm([gradients[start:stop]])
+        return squares
 
-    def _gradient_chunks(self, rank: int) -> Iterator[Array]:
-        for bucket in reversed(self.buckets):
-            start, stop = bucket.chunk(rank, self.replicas)
-            yield self.buffers.gradients[bucket.start + start : bucket.start + stop]
+    def _total(self, squares: np.ndarray) -> float:
+        """The sum over all ranks' chunks, in rank order."""
+        total = 0.0
+        for square in squares:
+            total += square
+        return float(total)
+
+    def _is_split(self, parameter: Parameter) -> int:
+        return int(self.tensor is not None and parameter in self.tensor.cuts)
 
     def refresh_parameters(self) -> None:
         """After the optimizer's step: make this rank's parameters what all ranks' optimizers made of them. Here they
@@ -217,16 +248,23 @@ class DistributedDataParallel:
             yield bucket, self.buffers.parameters[bucket.start : bucket.stop]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Collective: the model's parameters by name as host arrays, on rank 0; empty on the others.
+        """Collective: the serial model's parameters by name as host arrays, on rank 0 of this axis and, in a pipeline,
+        of that one (of tensor parallelism, on each rank); others get none or what they have.
 
-        On the wire: what `whole_parameters` sends (nothing unless parameters are sharded).
+        On the wire: what `whole_parameters` sends (nothing unless parameters are sharded), and where tensor parallelism
+        has split them an all-gather over tp.
         """
         names = {p: name for name, p in self.model.named_parameters()}
         state = {}
         for bucket, numbers in self.whole_parameters():
             if self.comm.rank == 0:
                 for p, place in bucket.views(numbers):
-                    state[names[p]] = np.array(to_host(place), order="C")
+                    if self.tensor is not None:
+                        state[names[p]] = self.tensor.whole(p, place)
+                    else:
+                        state[names[p]] = np.array(to_host(place), order="C")
+        if self.pipeline is not None and self.comm.rank == 0:
+            state = self.pipeline.collect(state)
         return {name: state[name] for name in names.values() if name in state}
 
     def detach(self) -> None:

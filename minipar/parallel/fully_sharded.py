@@ -12,6 +12,8 @@ from minipar.memory import hold
 from minipar.nn import GPT, Parameter, stand_in
 from minipar.parallel.buffers import Bucket, FlatOrder, units
 from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 
@@ -29,10 +31,17 @@ class ZeroStage3(ZeroStage2):
 
     stage = 3
 
-    def __init__(self, model: GPT, comm: Communicator, algorithm: str = "ring", prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        comm: Communicator,
+        algorithm: str = "ring",
+        tensor: TensorParallel | None = None,
+        prefetch: bool = True,
+    ) -> None:
         self.prefetch = prefetch
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
-        super().__init__(model, comm, algorithm)
+        super().__init__(model, comm, algorithm, tensor)
 
     def _store(self, parameters: Sequence[Parameter]) -> Any:
         return FlatOrder(parameters)
@@ -110,12 +119,24 @@ class ZeroStage3(ZeroStage2):
 
 
 def shard(
-    model: GPT, comm: Communicator, stage: int, algorithm: str = "ring", replicas: int | None = None
+    model: GPT,
+    comm: Communicator,
+    stage: int,
+    algorithm: str = "ring",
+    replicas: int | None = None,
+    tensor: TensorParallel | None = None,
+    pipeline: PipelineParallel | None = None,
+    groups: Sequence[Sequence[Parameter]] | None = None,
 ) -> DistributedDataParallel:
     """Data parallelism for `model` over `comm` at a ZeRO stage, 0 to 3, with the same buckets in each.
 
-    `replicas`: the data-parallel ranks in whose place one device stands (stage 0 on one rank).
+    `replicas`: the data-parallel ranks in whose place one device stands (stage 0 on one rank). `tensor`: what
+    `tensor_parallel` returned, if layers are split; `pipeline` the same if the model is cut into stages, and
+    `groups` the parameters of each bucket then (stage 0 only).
     """
     if stage == 0:
-        return DistributedDataParallel(model, comm, algorithm, groups=units(model), replicas=replicas)
-    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, comm, algorithm)
+        groups = units(model) if groups is None else groups
+        return DistributedDataParallel(
+            model, comm, algorithm, groups=groups, replicas=replicas, tensor=tensor, pipeline=pipeline
+        )
+    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, comm, algorithm, tensor)

@@ -27,6 +27,7 @@ from minipar.memory import hold
 from minipar.nn import GPT, Parameter, squared_norm
 from minipar.parallel.buffers import Bucket, FlatBuffers, units
 from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.tensor.plan import TensorParallel
 
 
 class Chunk:
@@ -39,15 +40,13 @@ class Chunk:
     def __init__(self, bucket: Bucket, start: int, stop: int, data: Array, gradient: Array) -> None:
         self.data, self.gradient, self.summed = data, gradient, False
         self.shards: list[Parameter] = []
-        offset = 0
-        for p in bucket.parameters:
-            first, last = max(start, offset), min(stop, offset + p.size)
-            if first < last:
-                shard = Parameter(data[first - start : last - start])
-                shard.grad_buffer = gradient[first - start : last - start]
-                shard.decays = p.decays
-                self.shards.append(shard)
-            offset += p.size
+        self.parameters: list[Parameter] = []  # of which each shard is a piece
+        for p, first, last in bucket.pieces(start, stop):
+            shard = Parameter(data[first - start : last - start])
+            shard.grad_buffer = gradient[first - start : last - start]
+            shard.decays = p.decays
+            self.shards.append(shard)
+            self.parameters.append(p)
 
 
 class ZeroStage1(DistributedDataParallel):
@@ -60,8 +59,10 @@ class ZeroStage1(DistributedDataParallel):
     stage = 1
     model: GPT
 
-    def __init__(self, model: GPT, comm: Communicator, algorithm: str = "ring") -> None:
-        super().__init__(model, comm, algorithm, groups=units(model))
+    def __init__(
+        self, model: GPT, comm: Communicator, algorithm: str = "ring", tensor: TensorParallel | None = None
+    ) -> None:
+        super().__init__(model, comm, algorithm, groups=units(model), tensor=tensor)
         self.chunks: dict[Bucket, Chunk] = {}
         for bucket in reversed(self.buckets):  # in the order of the model
             start, stop = bucket.chunk(comm.rank, comm.size)
@@ -85,7 +86,7 @@ class ZeroStage1(DistributedDataParallel):
                 shard.grad = None
 
     def _start(self, bucket: Bucket) -> None:
-        self.buffers.complete(bucket.parameters)
+        self._complete(bucket)
         # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
         self._reduce_scatter(self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient)
 
@@ -100,11 +101,16 @@ class ZeroStage1(DistributedDataParallel):
             for shard in chunk.shards:
                 shard.grad = shard.grad_buffer
 
-    def _squared_norm(self) -> float:
-        """This rank's chunks, then the sum over the ranks in order: every element once. On the wire: one float64."""
-        total = np.array([squared_norm(chunk.gradient for chunk in self.chunks.values())])
-        self.comm.all_reduce(total, algorithm="ordered")
-        return float(total[0])
+    def _squares(self) -> np.ndarray:
+        squares = np.zeros((1, len(self.chunks), 2))
+        for i, chunk in enumerate(self.chunks.values()):
+            for p, shard in zip(chunk.parameters, chunk.shards, strict=True):
+                squares[0, i, self._is_split(p)] += squared_norm([shard.grad_buffer])
+        return squares
+
+    def _total(self, squares: np.ndarray) -> float:
+        """Every rank has its own chunks only, so each element counts once. On the wire: one float64 all-reduced."""
+        return float(self.comm.all_reduce(squares, algorithm="ordered")[0])
 
     def refresh_parameters(self) -> None:
         """Gather what every rank's optimizer made of its chunks. On the wire: Psi (p-1)/p elements per rank."""
@@ -140,8 +146,10 @@ class ZeroStage2(ZeroStage1):
 
     stage = 2
 
-    def __init__(self, model: GPT, comm: Communicator, algorithm: str = "ring") -> None:
-        super().__init__(model, comm, algorithm)
+    def __init__(
+        self, model: GPT, comm: Communicator, algorithm: str = "ring", tensor: TensorParallel | None = None
+    ) -> None:
+        super().__init__(model, comm, algorithm, tensor)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist
         self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
         home = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -205,7 +213,7 @@ class ZeroStage2(ZeroStage1):
 
     def _start(self, bucket: Bucket) -> None:
         self._open(bucket)  # if backward has not come there: parameters that the loss does not use
-        self.buffers.complete(bucket.parameters)
+        self._complete(bucket)
         chunk = self.chunks[bucket]
         out = chunk.gradient
         if chunk.summed:

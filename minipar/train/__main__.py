@@ -26,7 +26,7 @@ def run(comm: Communicator) -> int:
     network = Network(*config.run.network) if any(config.run.network) else None
     comm = Communicator(comm.transport, clock=config.run.clock, network=network)
     config, tokens = prepare(config, comm)
-    mesh = DeviceMesh(comm, dp=config.mesh.dp)
+    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
     ledger = MemoryLedger() if config.run.memory is not None else None
     with ledger.recording() if ledger is not None else nullcontext():
         trainer = build(config, mesh, tokens)
@@ -51,7 +51,7 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
     comm = trainer.mesh.world
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
-        print(describe(config, comm.size, trainer.ddp.buffers.size, len(tokens.ids), tokens.name), file=out, flush=True)
+        print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
 
     metrics = Metrics(config.run.metrics if comm.rank == 0 else None)
     progress = Progress("step", config.optimizer.steps, out)

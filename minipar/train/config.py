@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TextIO
 
 from minipar.errors import UsageError
+from minipar.parallel.pipeline import SCHEDULES
+from minipar.parallel.tensor import check_shape
 from minipar.train.options import byte_count, check_options, option, parse_into
 
 COUNT = "[1, inf)"
@@ -34,6 +36,17 @@ class MeshConfig:
 
     dp: int | None = option(None, int, within=COUNT, metavar="N",
         help="data-parallel replicas (default: as many as there are ranks)")
+    tp: int = option(1, int, within=COUNT, metavar="T",
+        help="tensor-parallel ranks that share each layer: heads and hidden columns; they must divide the heads")
+    pp: int = option(1, int, within=COUNT, metavar="P",
+        help="pipeline ranks, each with its own layers")
+    schedule: str | None = option(None, str, metavar="NAME",
+        help=f"order of forwards and backwards in the pipeline: {', '.join(SCHEDULES)}, or a FILE.csv in PyTorch's "
+             "format (default: 1f1b)")
+    virtual_stages: int | None = option(None, int, within=COUNT, metavar="V",
+        help="stages per rank of interleaved-1f1b (default: 2)")
+    sequence_parallel: bool = option(False, bool,
+        help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
     zero_stage: int = option(0, int, within="[0, 3]", metavar="K",
         help="what data-parallel ranks share out instead of each holding it whole: 0 nothing; 1 optimizer state; "
              "2 gradients too; 3 parameters too")
@@ -88,6 +101,8 @@ class OptimizerConfig:
     eps: float = option(1e-8, float, within="(0, inf)", metavar="E", help="added to the root of the squared mean")
     weight_decay: float = option(0.01, float, within="[0, inf)", metavar="WD",
         help="decoupled weight decay of parameters with two or more dimensions")
+    dropout: float = option(0.0, float, within="[0, 1)", metavar="P",
+        help="probability of dropout wherever GPT-2 has it; the masks are the same numbers in every layout")
     clip_grad: float = option(0.0, float, within="[0, inf)", metavar="NORM",
         help="scale gradients down to this global L2 norm; 0: no clipping")
 
@@ -174,6 +189,16 @@ def check(config: TrainConfig) -> None:
             f"--sync-every-microbatch keeps gradients sharded between microbatches, but with --zero-stage "
             f"{config.mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
         )
+    if config.mesh.sequence_parallel and config.mesh.tp == 1:
+        raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
+    for flag, value in (("--schedule", config.mesh.schedule), ("--virtual-stages", config.mesh.virtual_stages)):
+        if value is not None and config.mesh.pp == 1:
+            raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
+    if config.mesh.pp > 1 and (config.mesh.tp > 1 or config.mesh.zero_stage > 0):
+        raise UsageError(
+            f"--pp {config.mesh.pp} goes with --dp only so far, not with --tp {config.mesh.tp} or --zero-stage "
+            f"{config.mesh.zero_stage}"
+        )
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(
@@ -204,10 +229,12 @@ def with_shape(
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with dp filled in for `world_size` ranks, or UsageError where mesh or batch do not divide."""
-    tp = pp = 1
-    dp = config.mesh.dp if config.mesh.dp is not None else world_size // (tp * pp)
+    tp, pp = config.mesh.tp, config.mesh.pp
+    dp = config.mesh.dp if config.mesh.dp is not None else max(1, world_size // (tp * pp))
     if dp * tp * pp != world_size:
         raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {dp * tp * pp}, but mpirun started {world_size} ranks")
+    model, sequence = config.model, config.mesh.sequence_parallel
+    check_shape(model.heads, model.hidden, tp, model.seq_len if sequence else None)
     batch, microbatches = config.data.global_batch, config.data.microbatches
     if batch % (dp * microbatches):
         raise UsageError(

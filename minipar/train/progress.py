@@ -84,8 +84,16 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     return (
         f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {source}\n"
-        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, dp={config.mesh.dp}, ZeRO stage {config.mesh.zero_stage}, "
-        f"global batch {data.global_batch} x "
+        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout(config)}, global batch {data.global_batch} x "
         f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
         f"{config.run.reduction} reduction"
     )
+
+
+def layout(config: TrainConfig) -> str:
+    """dp=2, tp=4 (sequence parallel), ZeRO stage 1"""
+    mesh = config.mesh
+    tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
+    stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
+    pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
+    return f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"

@@ -15,17 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar import backend
+from minipar.autograd import metering
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
 from minipar.memory import enter
-from minipar.nn import GPT, AdamW, GPTConfig, learning_rate
+from minipar.nn import GPT, AdamW, DropoutKeys, GPTConfig, dropping, learning_rate
 from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buffers import units
 from minipar.parallel.data import accumulate_replicas
 from minipar.parallel.fully_sharded import shard
 from minipar.parallel.model_state import OF_DTYPE, check_limit
+from minipar.parallel.pipeline.split import PipelineParallel, part_groups
+from minipar.parallel.tensor import tensor_parallel
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
+from minipar.train.pipelined import PipelinedStep, schedule_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ def make_model(config: TrainConfig) -> GPT:
     """The serial model that the configuration describes, or the one in `--init-from`; its numbers are not made yet."""
     recompute = config.run.recompute == "full"
     if config.model.init_from is not None:
-        return load_gpt2(config.model.init_from, config.run.dtype, recompute, deferred=True)
+        return load_gpt2(
+            config.model.init_from, config.run.dtype, recompute, deferred=True, dropout=config.optimizer.dropout
+        )
     shape = GPTConfig(
         vocab_size=config.model.vocab_size,
         n_positions=config.model.seq_len,
@@ -51,14 +57,22 @@ def make_model(config: TrainConfig) -> GPT:
         n_layer=config.model.layers,
         n_head=config.model.heads,
     )
-    return GPT(shape, seed=config.run.seed, dtype=config.run.dtype, recompute=recompute, deferred=True)
+    return GPT(
+        shape,
+        seed=config.run.seed,
+        dtype=config.run.dtype,
+        recompute=recompute,
+        deferred=True,
+        dropout=config.optimizer.dropout,
+    )
 
 
 class Trainer:
-    """Trains `config` on `mesh`, whose dp size is config.mesh.dp or 1.
+    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, or on a mesh of one in its place.
 
-    On the wire per step and rank: what the ZeRO stage sends (parallel/data.py, parallel/zero.py), and one float64
-    all-reduced for the loss. UsageError if the model state does not fit `--memory-limit`.
+    On the wire per step and rank: what the ZeRO stage sends over dp (parallel/data.py, zero.py), what the layers send
+    over tp (parallel/tensor/plan.py), and one float64 all-reduced for the loss. UsageError if the model state does not
+    fit `--memory-limit`.
     """
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
@@ -67,6 +81,10 @@ class Trainer:
         self.config, self.mesh = config, mesh
         self.replicas = range(dp) if mesh.dp.size == 1 else range(mesh.dp.rank, mesh.dp.rank + 1)
         self.model = make_model(config)
+        self.size = sum(p.size for p in self.model.parameters())  # Psi, of the whole model
+        self.tensor = None
+        if mesh.tp.size > 1:
+            self.tensor = tensor_parallel(self.model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         if config.mesh.memory_limit is not None:
             check_limit(
                 config.mesh.memory_limit,
@@ -77,9 +95,20 @@ class Trainer:
                 accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
             )
         self.samples_per_microbatch = config.data.global_batch // (dp * config.data.microbatches)
-        if isinstance(mesh.world.clock, ModelClock):
-            self._charge_backward(mesh.world.clock)
-        self.ddp = shard(self.model, mesh.dp, stage, algorithm=config.run.reduction, replicas=dp)
+        schedule = schedule_of(config) if config.mesh.pp > 1 else None
+        pipeline, groups = None, None
+        if schedule is not None:  # one device in the place of a pipeline has the same buckets
+            groups = part_groups(self.model)
+            if mesh.pp.size > 1:
+                pipeline = PipelineParallel(self.model, mesh.pp, schedule, config.model.seq_len)
+                groups = pipeline.groups
+        self.ddp = shard(
+            self.model, mesh.dp, stage, config.run.reduction, dp, self.tensor, pipeline=pipeline, groups=groups
+        )
+        self.pipelined = None
+        if schedule is not None and pipeline is not None:
+            shape = (self.samples_per_microbatch, config.model.seq_len, self.model.config.n_embd)
+            self.pipelined = PipelinedStep(config, schedule, pipeline, self.ddp, shape)
         self.optimizer = AdamW(
             self.ddp.optimized,
             betas=config.optimizer.betas,
@@ -101,7 +130,17 @@ class Trainer:
             yield self.step(step)
 
     def step(self, step: int) -> StepResult:
-        """One optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
+        """One optimizer step over the global batch; every rank of the mesh calls it with the same `step`.
+
+        On a model clock its matrix products take their operations divided by the clock's speed, the rest no time.
+        """
+        clock = self.mesh.world.clock
+        if not isinstance(clock, ModelClock):
+            return self._step(step)
+        with metering(lambda flops: clock.advance(flops / clock.flops_per_second)):
+            return self._step(step)
+
+    def _step(self, step: int) -> StepResult:
         start = time.perf_counter()
         enter("forward", restart=True)
         losses = dict.fromkeys(self.replicas, 0.0)
@@ -110,7 +149,11 @@ class Trainer:
             losses[replica] += self._backward_microbatch(step, replica, microbatch)
 
         self.ddp.zero_grad()
-        if len(self.replicas) > 1 or (self.ddp.stage == 0 and self.config.mesh.sync_every_microbatch):
+        if self.pipelined is not None:
+            (replica,) = self.replicas
+            samples = [self._samples(replica, m) for m in range(self.config.data.microbatches)]
+            losses[replica] = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
+        elif len(self.replicas) > 1 or (self.ddp.stage == 0 and self.config.mesh.sync_every_microbatch):
             self._accumulate_all(backward)
         else:
             self._accumulate_own(backward)
@@ -128,6 +171,8 @@ class Trainer:
             )
             self.optimizer.step()
             self.ddp.refresh_parameters()
+            if self.pipelined is not None:
+                self.pipelined.pipeline.refresh()
             backend.synchronize()
         seconds = time.perf_counter() - start
         return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds)
@@ -166,31 +211,26 @@ class Trainer:
         The loss of each microbatch is a sum over tokens, and its gradient is scaled by 1 / tokens of the *global*
         batch: contributions then simply add up, over microbatches and over ranks.
         """
-        flops = self.model.config.forward_flops(self.samples_per_microbatch, self.config.model.seq_len)
-        first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
-        inputs, targets = self.batches.batch(step, range(first, first + self.samples_per_microbatch))
-        with self._region("forward", flops):
+        samples = self._samples(replica, microbatch)
+        inputs, targets = self.batches.batch(step, samples)
+        keys = DropoutKeys(self.config.run.seed, step, samples)
+        with self._region("forward"), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with self._region("backward"):
             loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
         return loss.item()
 
+    def _samples(self, replica: int, microbatch: int) -> range:
+        """Their numbers in the global batch."""
+        first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
+        return range(first, first + self.samples_per_microbatch)
+
     @contextmanager
-    def _region(self, name: str, flops: float = 0.0) -> Iterator[None]:
+    def _region(self, name: str) -> Iterator[None]:
         """A phase of the step, for the trace and for the memory ledger."""
         enter(name)
-        with self.mesh.world.tracer.region(name, flops):
+        with self.mesh.world.tracer.region(name):
             yield
-
-    def _charge_backward(self, clock: ModelClock) -> None:
-        """On a model clock backward takes twice forward's operations, spread over the parameters as they are completed:
-        so that a bucket that is ready early also travels early. (These hooks come before those that start the
-        buckets.)"""
-        flops = 2 * self.model.config.forward_flops(self.samples_per_microbatch, self.config.model.seq_len)
-        parameters = self.model.parameters()
-        per_element = flops / clock.flops_per_second / sum(p.size for p in parameters)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda leaf: clock.advance(per_element * leaf.size))
 
     def _sum_over_replicas(self, losses: list[float]) -> float:
         """The replicas' losses added in rank order, whichever ranks hold them: the same bits in every layout."""

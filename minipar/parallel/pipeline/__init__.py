@@ -1,0 +1,38 @@
+"""Pipelines: schedules as data, checked, simulated, executed. Read actions.py, schedules.py, simulate.py, check.py,
+messages.py, then stage.py, split.py and executor.py; asynchronous.py stands by itself.
+"""
+
+from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
+from minipar.parallel.pipeline.asynchronous import AsynchronousPipeline, Staleness, stale_reference
+from minipar.parallel.pipeline.check import Report, check
+from minipar.parallel.pipeline.executor import PipelineExecutor, PipelineStage
+from minipar.parallel.pipeline.messages import load_csv, lower, save_csv
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from minipar.parallel.pipeline.simulate import Durations, Slot, Timeline, peak_live, simulate
+from minipar.parallel.pipeline.stage import balanced_cuts, cut, part_costs
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "AsynchronousPipeline",
+    "Durations",
+    "PipelineExecutor",
+    "PipelineStage",
+    "Report",
+    "Schedule",
+    "Slot",
+    "Staleness",
+    "Timeline",
+    "balanced_cuts",
+    "check",
+    "cut",
+    "load_csv",
+    "lower",
+    "make",
+    "parse_action",
+    "part_costs",
+    "peak_live",
+    "save_csv",
+    "simulate",
+    "stale_reference",
+]

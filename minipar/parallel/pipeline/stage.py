@@ -1,0 +1,56 @@
+"""Cutting the model into stages: runs of its parts (embedding, blocks, head), balanced by cost or as told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipar.errors import UsageError
+from minipar.nn import GPT, Part
+
+
+def part_costs(model: GPT, length: int) -> list[float]:
+    """Relative cost of each part for sequences of `length`: operations per token as in `GPTConfig.forward_flops`."""
+    config = model.config
+    h = config.n_embd
+    block = 24 * h * h + 4 * length * h
+    return [0.0, *[float(block)] * config.n_layer, 2.0 * h * config.vocab_size]
+
+
+def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
+    """How many consecutive parts each stage gets so that the largest sum of costs is as small as it can be.
+
+    Every stage has at least one block; the embedding goes with the first, the head with the last. UsageError if there
+    are fewer blocks than stages.
+    """
+    blocks = len(costs) - 2
+    if blocks < stages:
+        raise UsageError(f"layers {blocks} are fewer than the pipeline's {stages} stages: each has at least one")
+    load = [*costs[1:-1]]
+    load[0] += costs[0]
+    load[-1] += costs[-1]
+    # best[s][n]: the smallest largest load of the first n blocks on s stages, and where the last stage begins.
+    best: list[list[tuple[float, int]]] = [[(float("inf"), 0)] * (blocks + 1) for _ in range(stages + 1)]
+    best[0][0] = (0.0, 0)
+    for s in range(1, stages + 1):
+        for n in range(s, blocks + 1):
+            best[s][n] = min((max(best[s - 1][k][0], sum(load[k:n])), k) for k in range(s - 1, n))
+    counts: list[int] = []
+    n = blocks
+    for s in range(stages, 0, -1):
+        k = best[s][n][1]
+        counts.insert(0, n - k)
+        n = k
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
+
+
+def cut(model: GPT, counts: Sequence[int]) -> list[list[Part]]:
+    """The model's parts in runs of these lengths."""
+    if sum(counts) != len(model.parts) or min(counts) < 1:
+        raise UsageError(f"stages of {list(counts)} parts do not cut the model's {len(model.parts)} parts")
+    stages, start = [], 0
+    for count in counts:
+        stages.append(model.parts[start : start + count])
+        start += count
+    return stages

@@ -1,0 +1,98 @@
+"""One step of a pipeline's rank: the schedule's actions on this step's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+
+from minipar.autograd import Tensor
+from minipar.backend import Array, from_host, xp
+from minipar.errors import UsageError
+from minipar.memory import enter
+from minipar.nn import DropoutKeys, dropping
+from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.pipeline import PipelineExecutor, Schedule, check, load_csv, make
+from minipar.parallel.pipeline.actions import Action
+from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.train.config import TrainConfig
+
+PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """The schedule that `--schedule` names, for this mesh and number of microbatches; checked. UsageError."""
+    name, pp, microbatches = config.mesh.schedule or "1f1b", config.mesh.pp, config.data.microbatches
+    if not name.endswith(".csv"):
+        schedule = make(name, pp, microbatches, config.mesh.virtual_stages)
+    else:
+        schedule = load_csv(name)
+        if config.mesh.virtual_stages is not None:
+            raise UsageError(
+                f"--virtual-stages is for a named schedule; {name} says itself which rank has which stages"
+            )
+        if (len(schedule.ranks), schedule.microbatches) != (pp, microbatches):
+            raise UsageError(
+                f"schedule {name} is for {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches, but "
+                f"pp = {pp} and microbatches = {microbatches}"
+            )
+    check(schedule)
+    return schedule
+
+
+class PipelinedStep:
+    """Runs the schedule for one replica; gradients accumulate in `ddp`'s buffers, and its buckets start to travel in
+    the last microbatch's backward, while the pipeline cools down.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        schedule: Schedule,
+        pipeline: PipelineParallel,
+        ddp: DistributedDataParallel,
+        shape: tuple[int, ...],
+    ) -> None:
+        self.pipeline, self.ddp, self.dtype = pipeline, ddp, np.dtype(config.run.dtype)
+        self.seed, self.last = config.run.seed, config.data.microbatches - 1
+        self.executor = PipelineExecutor(schedule, pipeline.comm, pipeline.stages, shape, self.dtype)
+
+    def run(
+        self,
+        step: int,
+        samples: Sequence[range],
+        batch: Callable[[int, range], tuple[np.ndarray, np.ndarray]],
+        gradient: float,
+    ) -> float:
+        """Forward and backward of all microbatches; samples[m] are the m-th's. Returns the replica's summed loss.
+
+        On the wire over pp: B T h elements per microbatch, cut and direction; V h twice for the embedding; one float64.
+        """
+        pipeline = self.pipeline
+        losses = np.zeros(1)
+        # Before the first action, not between them: there it would stand in everybody's way.
+        at_an_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
+        batches = [tuple(map(from_host, batch(step, each))) for each in samples] if at_an_end else []
+
+        def tokens(m: int) -> Array:
+            return batches[m][0]
+
+        def loss(m: int, logits: Tensor) -> Tensor:
+            value = pipeline.model.criterion(logits, batches[m][1])
+            losses[0] += value.item()
+            return value
+
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            enter(PHASES[action.kind])
+            keys = dropping(DropoutKeys(self.seed, step, samples[action.microbatch]))
+            sync = nullcontext() if action.microbatch == self.last else self.ddp.no_sync()
+            with keys, sync, pipeline.comm.tracer.region(str(action)):
+                yield
+
+        self.executor.run(tokens, loss, lambda m: xp.full((), gradient, dtype=self.dtype), around)
+        pipeline.fetch_tied_gradient()
+        self.ddp.synchronize()
+        pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero but on the last stage
+        return float(losses[0])

@@ -1,0 +1,390 @@
+"""Claims about the checker, the messages and the CSV: what cannot run is refused before anything runs, rank and action
+named; what can run is not; PyTorch's format goes in and out.
+"""
+
+import random
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+
+import numpy as np
+import pytest
+
+from minipar.comm import run_local
+from minipar.errors import CommunicationError, UsageError
+from minipar.parallel.pipeline import (
+    Action,
+    Schedule,
+    check,
+    load_csv,
+    lower,
+    make,
+    parse_action,
+    save_csv,
+    simulate,
+)
+
+SOME = [
+    *[(name, p, m, None) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv")
+      for p, m in ((1, 1), (1, 3), (2, 1), (2, 5), (3, 2), (4, 8), (5, 3), (8, 4), (8, 16))],
+    *[("interleaved-1f1b", p, m, v) for p, m, v in ((1, 2, 2), (2, 2, 1), (2, 4, 3), (3, 6, 2), (4, 8, 2), (8, 8, 3))],
+]  # fmt: skip
+
+
+def schedule(*rows, name="mine"):
+    """From one string of actions for each rank."""
+    return Schedule.of(name, [[parse_action(cell) for cell in row.split()] for row in rows])
+
+
+def from_memory(rows, tmp_path):
+    return schedule(*rows)
+
+
+def from_csv(rows, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("".join(",".join(row.split()) + "\n" for row in rows), encoding="utf-8")
+    return load_csv(path)
+
+
+ONE_F_ONE_B = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+WITH_MESSAGES = (
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+    "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+)
+A, B = WITH_MESSAGES
+# What is wrong: the lists, and what the refusal says.
+BROKEN = {
+    "no F": (["0F0 0F1 0B0 0B1", "1F0 1B0 1B1"], "rank 1, stage 1, microbatch 1: 1F1 is missing"),
+    "no B": (["0F0 0F1 0B1", "1F0 1B0 1F1 1B1"], "rank 0, stage 0, microbatch 0: 0B0 is missing"),
+    "no I": (["0F0 0I0 0W0", "1F0 1W0"], "rank 1, stage 1, microbatch 0: 1I0 is missing"),
+    "no W": (["0F0 0I0", "1F0 1I0 1W0"], "rank 0, stage 0, microbatch 0: 0W0 is missing"),
+    "no F, no B": (["0F0 0F1 0B0 0B1", "1F0 1B0"], "rank 1, stage 1, microbatch 1: 1F1 is missing"),
+    "F twice": (["0F0 0F0 0B0", "1F0 1B0"], "rank 0, 0F0: done 2 times"),
+    "B three times": (["0F0 0B0", "1F0 1B0 1B0 1B0"], "rank 1, 1B0: done 3 times"),
+    "on two ranks": (["0F0 0B0 1F0", "1F0 1B0"], "rank 0, 1F0: done 2 times"),
+    "B beside I and W": (["0F0 0B0", "1F0 1I0 1W0 1B0"], "rank 1, stage 1, microbatch 0: B beside I or W"),
+    "B beside W": (["0F0 0B0 0W0", "1F0 1B0"], "rank 0, stage 0, microbatch 0: B beside I or W"),
+    "B before F": (["0F0 0F1 0B0 0B1", "1F0 1B0 1B1 1F1"], "rank 1, 1B1: comes before 1F1, whose result it needs"),
+    "I before F": (["0I0 0F0 0W0", "1F0 1I0 1W0"], "rank 0, 0I0: comes before 0F0, whose result it needs"),
+    "W before I": (["0F0 0I0 0W0", "1F0 1W0 1I0"], "rank 1, 1W0: comes before 1I0, whose result it needs"),
+    "F before the stage before": (["1F0 0F0 1B0 0B0"], "rank 0, 1F0: comes before 0F0, whose result it needs"),
+    "B before the stage after": (["0F0 1F0 0B0 1B0"], "rank 0, 0B0: comes before 1B0, whose result it needs"),
+    "a stage on two ranks": (["0F0 0B0 1F1 1B1 0F1 0B1", "1F0 1B0"], "rank 0, 1F1: stage 1 is on rank 1 too"),
+    "a stage on none": (["0F0 0B0", "2F0 2B0"], "no rank has stage 1 of 3"),
+    "ranks that wait for each other": (
+        ["0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1", "2F1 2B1 2F0 2B0"],
+        "never ends: rank 0 before 0B1, which needs 1B1; rank 1 before 1B0, which needs 2B0; "
+        "rank 2 before 2F1, which needs 1F1",
+    ),
+    "no receive": ([A, B.replace("1RECV_F1 ", "")], "rank 1, 1F1: needs 0F1 from rank 0, but rank 1 has no 1RECV_F1"),
+    "no receive of a gradient": (
+        [A.replace("0RECV_B0 ", ""), B],
+        "rank 0, 0B0: needs 1B0 from rank 1, but rank 0 has no 0RECV_B0",
+    ),
+    "no send": ([A.replace("0SEND_F1 ", ""), B], "rank 1, 1F1: needs 0F1 from rank 0, but rank 0 has no 0SEND_F1"),
+    "no send of a gradient": (
+        [A, B.replace(" 1SEND_B1", "")],
+        "rank 0, 0B1: needs 1B1 from rank 1, but rank 1 has no 1SEND_B1",
+    ),
+    "sent before it is there": (
+        [A.replace("0F1 0SEND_F1", "0SEND_F1 0F1"), B],
+        "rank 0, 0SEND_F1: comes before 0F1, whose result it sends",
+    ),
+    "a gradient sent before it is there": (
+        [A, B.replace("1B0 1SEND_B0", "1SEND_B0 1B0")],
+        "rank 1, 1SEND_B0: comes before 1B0, whose result it sends",
+    ),
+    "received after its use": (
+        [A, B.replace("1RECV_F0 1F0", "1F0 1RECV_F0")],
+        "rank 1, 1RECV_F0: comes after 1F0, which needs it",
+    ),
+    "a gradient received after its use": (
+        [A.replace("0RECV_B1 0B1", "0B1 0RECV_B1"), B],
+        "rank 0, 0RECV_B1: comes after 0B1, which needs it",
+    ),
+    "a message to nobody": ([A + " 0SEND_B0", B], "rank 0, 0SEND_B0: no computation needs this message"),
+    "a message from nobody": ([A, "1RECV_B0 " + B], "rank 1, 1RECV_B0: no computation needs this message"),
+    "a message within a rank": (["0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"], "rank 0, 0SEND_F0: no computation needs this"),
+    "sent twice": ([A + " 0SEND_F0", B], "rank 0, 0SEND_F0: done 2 times"),
+    "sent by another rank": ([A.replace("0SEND_F1 ", ""), B + " 0SEND_F1"], "rank 0, 0F0: stage 0 is on rank 1 too"),
+    # The steady state of 1F1B, written down the obvious way: both neighbours send first.
+    "sends that face each other": (
+        [A, "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],
+        "deadlocks if sends block until they are received: rank 0 at 0SEND_F1, rank 1 at 1SEND_B0",
+    ),
+    "received in another order than sent": (
+        [A, "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1"],
+        "deadlocks if sends block until they are received: rank 0 at 0SEND_F0, rank 1 at 1RECV_F1",
+    ),
+}
+
+
+@pytest.mark.parametrize("source", [from_memory, from_csv])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_list_is_refused_with_its_rank_and_action(fault, source, tmp_path):
+    rows, message = BROKEN[fault]
+    with pytest.raises(UsageError) as refused:
+        check(source(rows, tmp_path))
+    assert str(refused.value).startswith("schedule mine") and message in str(refused.value)
+
+
+@pytest.mark.parametrize("source", [from_memory, from_csv])
+def test_the_lists_that_were_broken_are_accepted_whole(source, tmp_path):
+    for rows in (ONE_F_ONE_B, WITH_MESSAGES):
+        report = check(source(rows, tmp_path))
+        assert (report.peak_activations, report.peak_weight_gradients, report.sends) == ([2, 1], [0, 0], [2, 2])
+    assert check(schedule("0F0 0I0 0W0 0F1 0B1")).peak_weight_gradients == [1]  # B here, I and W there: allowed
+
+
+def test_the_report_counts_what_is_held_and_sent():
+    report = check(make("zb-h1", 4, 8))
+    assert report.peak_activations == [4, 3, 2, 1] and report.peak_weight_gradients == [1, 2, 3, 4]
+    assert report.sends == [8, 16, 16, 8]
+    assert check(make("zbv", 4, 8)).sends == [16, 32, 32, 16]  # nothing is sent where the V turns
+    assert check(make("interleaved-1f1b", 1, 3, 3)).sends == [0]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
+def test_lowering_adds_each_message_once_and_leaves_the_computations_alone(case):
+    original = make(*case)
+    whole = lower(original)
+    assert [[a for a in row if a.computes] for row in whole.ranks] == [list(row) for row in original.ranks]
+    p, m, stages = case[1], case[2], original.stages
+    cuts = sum(original.home[s] != original.home[s + 1] for s in range(stages - 1))
+    assert cuts == (0 if p == 1 else stages - 1 - (case[0] == "zbv"))
+    kinds = Counter(action.kind for _, action in whole if not action.computes)
+    assert all(kinds[kind] == cuts * m for kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
+    check(whole)  # the rendezvous too
+    if cuts:
+        assert lower(whole) is whole
+
+
+def test_a_schedule_that_has_messages_is_left_as_it_is():
+    for rows in (WITH_MESSAGES, BROKEN["no send"][0]):  # what is broken is refused, not mended
+        mine = schedule(*rows)
+        assert lower(mine) is mine
+
+
+# -- against a brute-force execution ---------------------------------------------------------------------------------
+
+
+def never_ends(edges):
+    """Whether the events, each after those it needs, cannot all happen: another method than the checker's."""
+    try:
+        list(TopologicalSorter(edges).static_order())
+    except CycleError:
+        return True
+    return False
+
+
+def waits(mine, event=lambda action: action):
+    """event -> the events it waits for: the one before it on its rank, and the computations it needs."""
+    edges = {}
+    for row in mine.ranks:
+        before = None
+        for action in row:
+            needed = edges.setdefault(event(action), set())
+            needed |= {before} - {None, event(action)}
+            if action.computes:
+                needed |= set(mine.needs(action))
+            before = event(action)
+    return edges
+
+
+def message(action):
+    """A send and its receive are one event: both sides are there, or neither goes on."""
+    if action.computes:
+        return action
+    step = {"SEND_F": 0, "RECV_F": -1, "SEND_B": 0, "RECV_B": 1}[action.kind]
+    return action.stage + step, action.kind[-1], action.microbatch
+
+
+def shuffled(rng, row, after):
+    """A random order of one rank's actions in which each comes after those of `after[action]` that are its own."""
+    left, result = sorted(row), []
+    while left:
+        free = [action for action in left if not any(need in left for need in after[action])]
+        result.append(rng.choice(free))
+        left.remove(result[-1])
+    return result
+
+
+def random_schedule(rng, consistent):
+    """Stages on ranks at random, whole and halved backwards, any order that each rank alone can do; `consistent`: that
+    all ranks can do together.
+    """
+    stages, m = rng.randint(1, 5), rng.randint(1, 3)
+    homes = [rng.randrange(3) for _ in range(stages)]
+    homes = [sorted(set(homes)).index(home) for home in homes]
+    actions = []
+    for s in range(stages):
+        for k in range(m):
+            kinds = ("F", "B") if rng.random() < 0.5 else ("F", "I", "W")
+            actions += [Action(s, kind, k) for kind in kinds]
+    rows = [[a for a in actions if homes[a.stage] == rank] for rank in range(max(homes) + 1)]
+    after = {a: Schedule.of("random", rows).needs(a) for a in actions}
+    if consistent:
+        order = shuffled(rng, actions, after)
+        rows = [[a for a in order if homes[a.stage] == rank] for rank in range(len(rows))]
+    else:
+        rows = [shuffled(rng, row, after) for row in rows]
+    return Schedule.of("random", rows)
+
+
+def shuffle_messages(rng, mine):
+    """The same computations in the same order; each send anywhere after its result, each receive before its use."""
+    whole = lower(mine)
+    rows = []
+    for row in whole.ranks:
+        compute = [a for a in row if a.computes]
+        after = {a: set(compute[:i]) for i, a in enumerate(compute)}
+        for a in row:
+            kinds = ("F",) if a.kind[-1] == "F" else ("B", "I")
+            own = [Action(a.stage, kind, a.microbatch) for kind in kinds]
+            if a.kind.startswith("SEND"):
+                after[a] = set(own)
+            elif a.kind.startswith("RECV"):
+                after.setdefault(a, set())
+                for user in own:
+                    if user in after:
+                        after[user].add(a)
+        rows.append(shuffled(rng, row, after))
+    return Schedule.of("random", rows)
+
+
+def refuses(mine):
+    try:
+        check(mine)
+    except UsageError as error:
+        assert "never ends" in str(error) or "deadlocks" in str(error)  # and no other complaint
+        return True
+    return False
+
+
+def test_a_schedule_whose_orders_agree_is_accepted_and_its_lowering_never_deadlocks():
+    rng = random.Random(1)
+    for _ in range(150):
+        mine = random_schedule(rng, consistent=True)
+        assert not refuses(mine)
+        whole = lower(mine)
+        assert not refuses(whole) and not never_ends(waits(whole, message))
+
+
+def test_orders_are_refused_exactly_when_an_execution_gets_stuck():
+    rng = random.Random(2)
+    found = Counter()
+    for _ in range(300):
+        mine = random_schedule(rng, consistent=False)
+        stuck = never_ends(waits(mine))
+        assert refuses(mine) == stuck
+        found[stuck] += 1
+    assert min(found.values()) > 40, found
+
+
+def test_messages_are_refused_exactly_when_blocking_sends_get_stuck():
+    rng = random.Random(3)
+    found = Counter()
+    for _ in range(300):
+        mine = shuffle_messages(rng, random_schedule(rng, consistent=True))
+        stuck = never_ends(waits(mine, message))
+        assert refuses(mine) == stuck
+        found[stuck] += 1
+    assert min(found.values()) > 40, found
+
+
+def test_ranks_that_really_block_in_their_sends_get_stuck_exactly_when_the_checker_says_so():
+    """Over threads, where a send is done only when it has been received."""
+    rng = random.Random(4)
+    found = Counter()
+    for _ in range(60):
+        mine = shuffle_messages(rng, random_schedule(rng, consistent=True))
+
+        def rank(comm, mine=mine):
+            for action in mine.ranks[comm.rank]:
+                if not action.computes:
+                    verb, way = action.kind.split("_")
+                    other = action.stage + (1 if (verb == "SEND") == (way == "F") else -1)
+                    tag = 100 * min(action.stage, other) + 10 * (way == "B") + action.microbatch
+                    move = comm.isend if verb == "SEND" else comm.irecv
+                    move(np.zeros(1), mine.home[other], tag).wait()
+
+        stuck = refuses(mine)
+        found[stuck] += 1
+        if stuck:
+            with pytest.raises(CommunicationError, match="every rank waits"):
+                run_local(len(mine.ranks), rank)
+        else:
+            run_local(len(mine.ranks), rank)
+    assert min(found.values()) > 10, found
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_csv_is_pytorchs_one_row_per_rank_one_cell_per_step_empty_when_idle(tmp_path):
+    def text(mine):
+        save_csv(mine, tmp_path / "a.csv")
+        return (tmp_path / "a.csv").read_text()
+
+    assert text(make("1f1b", 2, 2)) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n"
+    assert text(make("gpipe", 3, 1)) == "0F0,,,,,0B0\n,1F0,,,1B0\n,,2F0,2B0\n"
+    assert text(make("zb-h1", 2, 2)) == "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
+    assert text(make("zbv", 1, 1)) == "0F0,1F0,1I0,1W0,0I0,0W0\n"
+    assert text(schedule(*WITH_MESSAGES)) == "".join(row.replace(" ", ",") + "\n" for row in WITH_MESSAGES)
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
+def test_every_schedule_comes_back_from_its_csv_with_and_without_messages(case, tmp_path):
+    for mine in (make(*case), lower(make(*case))):
+        path = tmp_path / "elsewhere.csv"
+        save_csv(mine, path)
+        back = load_csv(path)
+        assert back.ranks == mine.ranks and back.name == "elsewhere"
+        assert check(back) == check(mine)
+    save_csv(make(*case), path)
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    for row, slots in zip(rows, simulate(make(*case)).ranks, strict=True):  # F, I, W one step each, and B
+        if make(*case).splits_backward:
+            assert [i for i, cell in enumerate(row) if cell] == [slot.start for slot in slots]
+
+
+def test_spaces_quotes_and_windows_line_ends_do_not_matter(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b' 0F0 ,0F1, ,"0B0",,0B1\r\n,1F0,1B0,1F1,1B1,,,\r\n')
+    assert load_csv(path).ranks == make("1f1b", 2, 2).ranks
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["2X0", "F0", "0F", "0f0", "-1F0", "0F-1", "0F0.5", "0 F 0", "0SEND0", "0RECV_W0", "0F0;0B0", "hello"],
+)
+def test_an_unknown_action_is_named_with_its_rank_and_cell(cell, tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text(f"0F0,0B0\n,1F0,{cell},1B0\n")
+    with pytest.raises(UsageError) as refused:
+        load_csv(path)
+    assert f"{path}, rank 1, cell 3: unknown action {cell!r}: expected stage, kind, microbatch" in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_or_holds_nothing_is_named(tmp_path):
+    with pytest.raises(UsageError, match="missing.csv cannot be read: No such file"):
+        load_csv(tmp_path / "missing.csv")
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        load_csv(tmp_path)
+    path = tmp_path / "a.csv"
+    for content in (b"", b"\n", b",,\n,\n", b"  ,  \n"):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="a.csv holds no actions"):
+            load_csv(path)
+    path.write_bytes(b"\x89PNG\r\n\xff")
+    with pytest.raises(UsageError, match="a.csv cannot be read: .*can't decode"):
+        load_csv(path)
+    path.write_bytes(b"0F0," + b"x" * 200_000)
+    with pytest.raises(UsageError, match="a.csv cannot be read: field larger"):
+        load_csv(path)
+
+
+def test_actions_read_as_they_are_written():
+    for kind in ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"):
+        action = Action(12, kind, 345)
+        assert str(action) == f"12{kind}345" and parse_action(str(action)) == action
+        assert action.computes == (len(kind) == 1)

@@ -1,0 +1,191 @@
+"""Claims about training through a pipeline: every synchronous schedule trains one device's bits."""
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+
+from minipar.comm import DeviceMesh, run_local
+from minipar.parallel.pipeline import SCHEDULES, Durations, save_csv, simulate
+from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.pipelined import schedule_of
+from minipar.train.trainer import Trainer
+from minipar.train.verify import train_on_one_device, verify
+
+SHAPE = "--layers 8 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64 --reduction ordered"
+TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
+
+
+def config_for(flags, size):
+    return resolve(parse(f"{SHAPE} {flags}".split()), size)
+
+
+def train(size, flags, kind=Trainer):
+    """Rank 0's whole parameters and every rank's (losses and norms, verdict, peak of live activations, bytes)."""
+    config = config_for(flags, size)
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, dp=config.mesh.dp, pp=config.mesh.pp)
+        trainer = kind(config, mesh, TOKENS)
+        results = list(trainer.train())
+        sent = comm.traffic.bytes("send", "pp")
+        state, verdict = trainer.ddp.state_dict(), verify(trainer, results, TOKENS)
+        return state, [(r.loss, r.grad_norm) for r in results], verdict, trainer.pipelined.executor.peak_alive, sent
+
+    return run_local(size, rank)
+
+
+def assert_one_devices_bits(size, flags):
+    expected, steps = train_on_one_device(config_for(flags, size), TOKENS)
+    results = train(size, flags)
+    state = results[0][0]
+    assert list(state) == list(expected)
+    assert all(state[name].tobytes() == expected[name].tobytes() for name in expected)
+    for _, found, verdict, _, _ in results:
+        assert found == [(r.loss, r.grad_norm) for r in steps]
+        assert verdict.passed and "bit for bit" in verdict.line
+
+
+CASES = [
+    (2, "--pp 2 --microbatches 3 --global-batch 6 --layers 5"),
+    (3, "--pp 3 --microbatches 6 --global-batch 6 --layers 7 --recompute full"),
+    (4, "--pp 4 --microbatches 4 --global-batch 8 --dropout 0.2 --clip-grad 0.5"),
+    (4, "--pp 2 --dp 2 --microbatches 4 --global-batch 8 --dropout 0.1 --clip-grad 0.5 --weight-decay 0.1"),
+    (8, "--pp 4 --dp 2 --microbatches 8 --global-batch 16 --clip-grad 0.5"),
+]
+
+
+@pytest.mark.parametrize(("size", "flags"), CASES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_one_devices_bits(schedule, size, flags):
+    pp = int(flags.split()[1])
+    if schedule == "interleaved-1f1b" and int(flags.split("--microbatches ")[1].split()[0]) % pp:
+        flags = flags.replace("--microbatches 3 --global-batch 6", "--microbatches 4 --global-batch 8")
+    assert_one_devices_bits(size, f"{flags} --schedule {schedule}")
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 16])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zbv"])
+def test_any_number_of_microbatches(schedule, microbatches):
+    flags = f"--pp 3 --global-batch {microbatches} --microbatches {microbatches} --schedule {schedule}"
+    assert_one_devices_bits(3, flags)
+
+
+def test_eight_stages_and_uneven_ones():
+    assert_one_devices_bits(8, "--pp 8 --microbatches 3 --global-batch 3 --schedule 1f1b")
+    assert_one_devices_bits(8, "--pp 8 --microbatches 8 --global-batch 8 --schedule zb-h2 --layers 11 --dropout 0.1")
+
+
+def test_ring_over_dp_stays_within_the_bound():
+    for *_, verdict, _, _ in train(6, "--pp 2 --dp 3 --microbatches 2 --global-batch 6 --reduction ring"):
+        assert verdict.passed and "within rounding" in verdict.line
+
+
+def test_what_a_schedule_says_it_holds_and_sends_is_what_the_run_holds_and_sends():
+    flags = "--pp 4 --microbatches 6 --global-batch 12 --schedule"
+    for schedule, peaks in (("gpipe", [6] * 4), ("1f1b", [4, 3, 2, 1])):
+        results = train(4, f"{flags} {schedule}")
+        assert [peak for *_, peak, _ in results] == peaks
+        one_way = 2 * 8 * 16 * 8  # B T h elements of 8 bytes
+        embedding = 256 * 16 * 8
+        cuts = [6 * one_way, 2 * 6 * one_way, 2 * 6 * one_way, 6 * one_way]
+        tied = [embedding, 0, 0, embedding]
+        sent = [bytes_sent for *_, bytes_sent in results]
+        assert sent == [3 * (cut + tie) for cut, tie in zip(cuts, tied, strict=True)]
+
+
+def test_a_schedule_from_a_file_trains_the_same_bits(tmp_path):
+    path = tmp_path / "mine.csv"
+    flags = "--pp 3 --microbatches 4 --global-batch 4 --schedule"
+    save_csv(schedule_of(config_for(f"{flags} zb-h1", 3)), path)
+    assert_one_devices_bits(3, f"{flags} {path}")
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
+def test_on_the_model_clock_the_executor_takes_the_time_that_the_simulator_says(schedule):
+    """One block per stage; the head, which the last stage has besides, is made free."""
+    config = config_for(f"--pp 4 --microbatches 8 --global-batch 8 --layers 4 --steps 1 --schedule {schedule}", 4)
+
+    def rank(comm):
+        trainer = Trainer(config, DeviceMesh(comm, pp=4), TOKENS)
+        trainer.model.project = lambda x, weight: x + weight.sum()
+        trainer.model.criterion = lambda x, targets: x.sum()
+        trainer.step(0)
+        return comm.clock.now() * comm.clock.flops_per_second
+
+    forward = 24 * 8 * 16 * 16 + 4 * 8 * 8 * 16  # one sample, one block
+    weights = 24 * 8 * 16 * 16
+    predicted = simulate(schedule_of(config), Durations(forward, 2 * forward - weights, weights)).makespan
+    assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
+
+
+class DropsTheTiedGradient(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        if self.pipelined is not None:
+            self.pipelined.pipeline.fetch_tied_gradient = lambda: None
+
+
+class NeverReturnsTheEmbedding(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        if self.pipelined is not None:
+            self.pipelined.pipeline.refresh = lambda: None
+
+
+@pytest.mark.parametrize("kind", [DropsTheTiedGradient, NeverReturnsTheEmbedding])
+def test_verify_catches_a_tied_embedding_that_is_not_tied(kind):
+    for *_, verdict, _, _ in train(2, "--pp 2 --microbatches 2 --global-batch 2 --schedule 1f1b", kind):
+        assert not verdict.passed and "FAILED" in verdict.line
+
+
+def test_a_part_belongs_to_one_stage_and_the_embedding_to_the_first():
+    def rank(comm):
+        config = config_for("--pp 3 --microbatches 3 --global-batch 3", 3)
+        trainer = Trainer(config, DeviceMesh(comm, pp=3), TOKENS)
+        pipeline = trainer.pipelined.pipeline
+        assert isinstance(pipeline, PipelineParallel)
+        names = {p: name for name, p in trainer.model.named_parameters()}
+        return [names[p] for group in pipeline.groups for p in group], np.isnan(trainer.model.wpe.weight.data).all()
+
+    owned = run_local(3, rank)
+    everything = [name for names, _ in owned for name in names]
+    assert len(everything) == len(set(everything)) == 4 + 8 * 12
+    assert owned[0][0][:2] == ["wte.weight", "wpe.weight"] and owned[2][0][-1] == "ln_f.bias"
+    assert [absent for _, absent in owned] == [False, True, True]  # what a rank does not have, it does not hold
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_the_command_line_proves_it_on_eight_ranks(schedule):
+    flags = f"{SHAPE} --pp 4 --dp 2 --schedule {schedule} --microbatches 8 --global-batch 16 --clip-grad 1 --verify"
+    result = run_mpi(8, ["-m", "minipar.train", *flags.split()], timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "verify: 8 ranks = 1 device, bit for bit" in result.stdout
+
+
+BAD = {
+    "--pp 2 --layers 1": "layers 1 are fewer than the pipeline's 2 stages",
+    "--pp 2 --schedule interleaved-1f1b --microbatches 3 --global-batch 3": "microbatches/pp = 3/2 is not whole",
+    "--pp 2 --schedule none": "schedule none: choose from naive, gpipe",
+    "--pp 2 --schedule pipedream": "asynchronous",
+    "--schedule 1f1b": "give --pp 2 or more",
+    "--pp 2 --schedule 1f1b --virtual-stages 3": "has 1 stage per rank, not 3",
+    "--pp 2 --zero-stage 1": "goes with --dp only so far",
+    "--pp 3": "dp*tp*pp = 1*1*3 = 3, but mpirun started 2 ranks",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_input_is_refused_before_anything_runs(flags):
+    result = run_mpi(2, ["-m", "minipar.train", "--steps", "1", *flags.split()], timeout=30)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and BAD[flags] in result.stderr
+
+
+def test_a_bad_file_is_refused_with_action_and_rank(tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n")
+    flags = f"--steps 1 --pp 2 --microbatches 1 --global-batch 1 --schedule {path}"
+    result = run_mpi(2, ["-m", "minipar.train", *flags.split()], timeout=30)
+    assert result.returncode == 2 and "rank 1, 1F0: needs 0F0 from rank 0, but rank 1 has no 1RECV_F0" in result.stderr

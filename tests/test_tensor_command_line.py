@@ -1,0 +1,122 @@
+"""Claims about `mpirun -n N python -m minipar.train --tp T`: the proof, the export, and bad input that ends at once."""
+
+import json
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.trainer import make_model
+from minipar.train.verify import bound, relative_difference, train_on_one_device
+
+TRAIN = ["-m", "minipar.train"]
+MODEL = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --global-batch 8 --dtype float64".split()
+
+
+def test_the_issues_command_proves_8_ranks_equal_to_one_device():
+    command = "--tp 4 --dp 2 --zero-stage 1 --sequence-parallel --steps 20 --verify".split()
+    result = run_mpi(8, [*TRAIN, *MODEL, *command], timeout=120)
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("verify: 8 ranks = 1 device within rounding: 28 parameters") and "<= bound 9.59e-11" in last
+
+
+def test_and_so_does_everything_at_once():
+    """Dropout, recompute, microbatches, a norm that clips, parameters sharded, 259 tokens over 2 ranks."""
+    flags = "--tp 2 --zero-stage 3 --sequence-parallel --steps 5 --dropout 0.1 --vocab-size 259 --microbatches 2"
+    result = run_mpi(4, [*TRAIN, *MODEL, *flags.split(), *"--clip-grad 1 --recompute full --verify".split()])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("verify: 4 ranks = 1 device within rounding: 28 parameters")
+
+
+@pytest.mark.parametrize("sequence", [[], ["--sequence-parallel"]])
+def test_a_model_exported_from_3_ranks_is_one_devices(tmp_path, sequence):
+    """6 heads, and 257 tokens: the padding that makes them 258 is not exported."""
+    flags = "--layers 2 --hidden 24 --heads 6 --seq-len 9 --vocab-size 257 --global-batch 4 --steps 20".split()
+    flags += "--dtype float64 --dropout 0.1".split()
+    files = f"--export {tmp_path}/gpt2 --metrics {tmp_path}/m.jsonl".split()
+    result = run_mpi(3, [*TRAIN, *flags, "--tp", "3", *sequence, *files], timeout=60)
+    assert result.returncode == 0, result.stderr
+    loaded = load_gpt2(tmp_path / "gpt2", dtype="float64")
+    assert loaded.config == GPTConfig(257, 9, 24, 2, 6)
+    config = resolve(parse(flags), 1)
+    state, results = train_on_one_device(config, load_tokens(None, vocab_size=257, seq_len=9))
+    assert set(loaded.state_dict()) == set(state)
+    for name, array in loaded.state_dict().items():
+        assert relative_difference(array, state[name]) <= bound("float64", 20), name
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(losses, [r.loss for r in results], rtol=1e-12)
+    # And it trains on from there, split anew over 2 ranks.
+    again = f"--init-from {tmp_path}/gpt2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64 --verify --tp 2"
+    result = run_mpi(2, [*TRAIN, *again.split(), *sequence, "--eps", "1e-6"], timeout=60)
+    assert result.returncode == 0 and "2 ranks = 1 device within rounding" in result.stdout, result.stderr
+
+
+BAD_INPUT = {
+    "heads that tp does not divide": (3, "--tp 3 --heads 4 --hidden 24",
+        "heads/tp = 4/3 is not a whole number"),
+    "heads that tp does not divide, with dp": (8, "--tp 4 --dp 2 --heads 6 --hidden 24",
+        "heads/tp = 6/4 is not a whole number"),
+    "more tp than ranks": (2, "--tp 4", "dp*tp*pp = 1*4*1 = 4, but mpirun started 2 ranks"),
+    "tp that does not divide the ranks": (4, "--tp 3 --heads 3 --hidden 24",
+        "dp*tp*pp = 1*3*1 = 3, but mpirun started 4 ranks"),
+    "tp times dp that is not the world": (2, "--tp 2 --dp 2", "dp*tp*pp = 2*2*1 = 4, but mpirun started 2 ranks"),
+    "no ranks at all": (2, "--tp 0", "tp"),
+    "a sequence that tp does not divide": (2, "--tp 2 --sequence-parallel --seq-len 63",
+        "seq-len/tp = 63/2 is not a whole number"),
+    "sequence parallelism without tp": (2, "--sequence-parallel", "--sequence-parallel splits the sequence over the"),
+    "everything dropped": (2, "--tp 2 --dropout 1", "dropout"),
+    "less than nothing dropped": (2, "--tp 2 --dropout -0.1", "dropout"),
+    "a batch that dp does not divide": (4, "--tp 2 --global-batch 5", "global-batch 5 is not divisible by"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2_within_5_seconds(name):
+    ranks, flags, message = BAD_INPUT[name]
+    start = time.monotonic()
+    result = run_mpi(ranks, [*TRAIN, *flags.split()], timeout=30)
+    assert time.monotonic() - start < 5
+    assert result.returncode == 2 and result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("minipar: error: ") and message in lines[0], result.stderr
+
+
+def test_the_directory_that_a_run_starts_from_must_divide_too(tmp_path):
+    export_gpt2(GPT(GPTConfig(256, 64, 24, 1, 3)), tmp_path)
+    result = run_mpi(2, [*TRAIN, "--init-from", str(tmp_path), "--tp", "2"], timeout=30)
+    assert result.returncode == 2
+    assert "heads/tp = 3/2 is not a whole number" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_verify_fails_with_exit_code_1_when_a_rank_forgets_its_sum():
+    """The proof itself can fail, and by far more than rounding: replicated parameters' gradients left as they are."""
+    flags = [*MODEL, *"--tp 2 --sequence-parallel --steps 2 --verify".split()]
+    script = f"""
+import sys
+sys.argv[1:] = {flags!r}
+from minipar.comm import main
+from minipar.parallel.tensor import TensorParallel
+from minipar.train import __main__ as program
+
+TensorParallel.sum_partial = lambda self, parameters: None
+main(program.run)
+"""
+    result = run_mpi(2, script, timeout=60)
+    assert result.returncode == 1 and "verify: FAILED: 2 ranks = 1 device" in result.stdout, result.stderr
+    assert float(re.search(r"largest relative difference (\S+)", result.stdout)[1]) > 1e-3
+
+
+def test_the_configuration_keeps_what_was_said():
+    config = resolve(parse("--tp 4 --sequence-parallel --dropout 0.1".split()), 8)
+    assert (config.mesh.tp, config.mesh.dp, config.mesh.sequence_parallel) == (4, 2, True)
+    assert config.optimizer.dropout == 0.1
+    assert make_model(config).drop.p == 0.1
+    assert make_model(replace(config, optimizer=replace(config.optimizer, dropout=0.0))).drop.p == 0.0

@@ -1,0 +1,276 @@
+"""Pictures of pipeline schedules: a row for each rank, a box for each action, and what the ranks hold meanwhile.
+
+A schedule's timeline comes from the simulator (`minipar.parallel.pipeline.simulate`) or from the trace of a run
+(`visualize.measured_timeline`); several are drawn on one time axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from minipar.errors import UsageError
+from minipar.parallel.pipeline import SCHEDULES, Durations, Timeline, make, simulate
+from minipar.parallel.pipeline.simulate import Time
+from visualize.boxes import SIDE_BY_SIDE, chunks, legend_handles, number_boxes, palette
+from visualize.measured import live_activations, measured_timeline, predicted_timeline
+from visualize.style import GREY, INK, PAPER, VERMILION, Picture
+from visualize.timeline import Trace, time_unit
+
+NAMES = {
+    "naive": "Naive",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zbv": "ZB-V",
+}
+# Inches. The size of every box must be known before its number is written, so the layout is made here, by hand.
+LEFT, RIGHT, TITLE, AXIS, LEGEND = 0.72, 0.46, 0.34, 0.46, 0.32
+NARROWEST, WIDEST = 11.0, 20.0
+NUMBER = 5.9  # points of width in which a number can be read
+POINTS = 72
+LONGEST_NAME = 24  # of a file, beside the facts
+LONGEST_FRACTION = 1000  # a denominator beyond this says less than the percentage
+
+
+def stages_per_rank(timeline: Timeline) -> int:
+    return 1 + max(chunks(timeline.schedule).values(), default=0)
+
+
+def bubble_text(bubble: Time) -> str:
+    """ "3/11 = 27.3 %": as an exact fraction too where it is one."""
+    if bubble == 0:
+        return "0"
+    percent = f"{100 * float(bubble):.1f} %"
+    if isinstance(bubble, Fraction) and bubble.denominator <= LONGEST_FRACTION:
+        return f"{bubble} = {percent}"
+    return percent
+
+
+def facts(timeline: Timeline, sizes: bool = True) -> str:
+    """p, m and v (unless `sizes` is false), the bubble and the most activations that a rank holds."""
+    p, m, v = len(timeline.ranks), timeline.schedule.microbatches, stages_per_rank(timeline)
+    said = [f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "")] if sizes else []
+    said.append(f"bubble {bubble_text(timeline.bubble_fraction)}")
+    rate, fraction = float(timeline.bubble_rate), float(timeline.bubble_fraction)
+    if abs(rate - fraction) > 1e-9 and timeline.schedule.splits_backward:
+        said[-1] += f" (Zero Bubble's rate {bubble_text(timeline.bubble_rate)})"
+    peak = max(timeline.peak_activations, default=0)
+    # With v stages per rank each holds 1/v of the rank's layers, and so of their activations.
+    said.append(f"peak {f'{peak}/{v} = {peak / v:g}' if v > 1 else peak} activation{'s' * (peak != 1)}")
+    return "  ·  ".join(said)
+
+
+def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[str, Timeline]:
+    """Every schedule of p ranks and m microbatches for one model: `durations` (1 each) are those of a rank's layers.
+
+    A stage of a schedule with v stages per rank takes 1/v of them. Schedules that do not exist for p and m are left
+    out.
+    """
+    durations = durations or Durations()
+    found = {}
+    for name in SCHEDULES:
+        try:
+            schedule = make(name, p, m)
+        except UsageError:
+            continue
+        v = Fraction(schedule.stages, p)
+        each = replace(
+            durations,
+            forward=durations.forward / v,
+            backward_input=durations.backward_input / v,
+            backward_weight=durations.backward_weight / v,
+        )
+        found[NAMES[name]] = simulate(schedule, each)
+    return found
+
+
+def plot_schedule(
+    timelines: Timeline | Mapping[str, Timeline], memory: bool = True, seconds: bool = False, width: float | None = None
+) -> Picture:
+    """Each rank's actions over time, microbatch numbers inside; several timelines one above the other.
+
+    timelines  one, or {label: timeline}, as in {"predicted": ..., "measured": ...}
+    memory     under them the activations alive on each rank (of the first timeline; of the others as lines)
+    seconds    times are seconds, as `measured_timeline` gives them; otherwise they are units of the simulator
+    width      inches; by default what the numbers in the boxes need, within limits
+    """
+    labelled = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    if not labelled:
+        raise UsageError("no timeline to draw")
+    titles = {}
+    for label, timeline in labelled.items():
+        name = NAMES.get(timeline.schedule.name, timeline.schedule.name)
+        name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+        titles[label] = (", ".join(part for part in (name, label) if part), facts(timeline))
+    sheet = _Sheet(list(labelled.values()), width, seconds)
+    rows = [len(timeline.ranks) * _row(timeline) for timeline in labelled.values()]
+    ranks = len(next(iter(labelled.values())).ranks)
+    figure, axes = sheet.lay_out([*rows, *([ranks * _row_of_memory(ranks)] if memory else [])])
+    for (label, timeline), panel in zip(labelled.items(), axes, strict=False):
+        sheet.draw(panel, timeline, *titles[label])
+    if memory:
+        sheet.draw_memory(axes[-1], labelled)
+    return figure
+
+
+def plot_schedules(timelines: Mapping[str, Timeline], width: float | None = None) -> Picture:
+    """Many schedules one above the other on one time axis, {name: timeline} as `gallery` gives them.
+
+    One that takes far longer than all others runs off the picture, and says so.
+    """
+    if not timelines:
+        raise UsageError("no timeline to draw")
+    sheet = _Sheet(list(timelines.values()), width, cut=True)
+    figure, axes = sheet.lay_out([0.75 * len(timeline.ranks) * _row(timeline) for timeline in timelines.values()])
+    for (name, timeline), panel in zip(timelines.items(), axes, strict=True):
+        said = f"time {float(timeline.makespan):g}  ·  {facts(timeline, sizes=False)}"
+        sheet.draw(panel, timeline, name, said)
+    return figure
+
+
+def plot_measured(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Picture:
+    """One step of a pipelined run as it was (below), and as the simulator predicts it from the mean times of the
+    actions (above). `name` goes into the titles; `step` and `replica` as for `measured_timeline`.
+    """
+    measured = measured_timeline(trace, name, step, replica)
+    return plot_schedule({"predicted": predicted_timeline(measured), "measured": measured}, seconds=True)
+
+
+def _row(timeline: Timeline) -> float:
+    """Inches for each rank: generous for a few, still visible for many."""
+    return min(0.3, 0.8 / max(1, len(timeline.ranks)) ** 0.5)
+
+
+def _row_of_memory(ranks: int) -> float:
+    return min(0.24, 0.6 / max(1, ranks) ** 0.5)
+
+
+@dataclass
+class _Sheet:
+    """What the panels of one picture share: colours, width, the time axis."""
+
+    timelines: Sequence[Timeline]
+    wanted: float | None
+    seconds: bool = False
+    cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.colours = palette(timeline.schedule for timeline in self.timelines)
+        ends = sorted(float(timeline.makespan) for timeline in self.timelines)
+        if not ends[-1] > 0:
+            raise UsageError("the schedule takes no time: there is nothing to draw")
+        self.unit, self.scale = time_unit(ends[-1]) if self.seconds else ("", 1.0)
+        self.span = ends[-1] * self.scale
+        if self.cut and len(ends) > 1 and ends[-1] > 1.5 * ends[-2]:
+            self.span = 1.06 * ends[-2] * self.scale
+        self.digits = max(len(str(timeline.schedule.microbatches - 1)) for timeline in self.timelines)
+        self.width = self.wanted or self._readable()
+
+    def _readable(self) -> float:
+        """Inches that leave room for numbers in all but the shortest boxes."""
+        slots = (slot for timeline in self.timelines for row in timeline.ranks for slot in row)
+        lengths = sorted(float(slot.end - slot.start) for slot in slots if slot.end > slot.start)
+        short = lengths[len(lengths) // 10] * self.scale
+        inches = NUMBER / POINTS * self.span / max(short, 1e-3 * self.span) + LEFT + RIGHT
+        return min(max(inches, NARROWEST), WIDEST)
+
+    def lay_out(self, heights: Sequence[float]) -> tuple[Picture, list[Axes]]:
+        """Panels of these heights (inches) from the top down, the time under the last, the legend under all."""
+        total = sum(heights) + TITLE * len(heights) + AXIS + LEGEND
+        figure = Picture(figsize=(self.width, total), facecolor="white")
+        self.inner, self.total = self.width - LEFT - RIGHT, total
+        axes, top = [], total
+        for height in heights:
+            top -= TITLE + height
+            axes.append(figure.add_axes((LEFT / self.width, top / total, self.inner / self.width, height / total)))
+        for panel in axes:
+            panel.set_xlim(0, self.span)
+            panel.spines[["top", "right", "left"]].set_visible(False)
+            panel.tick_params(axis="y", length=0, pad=4)
+            panel.spines["bottom"].set_visible(panel is axes[-1])
+            panel.tick_params(axis="x", bottom=panel is axes[-1], labelbottom=panel is axes[-1], labelsize=9)
+        axes[-1].xaxis.set_major_locator(MaxNLocator(10, integer=not self.seconds and self.span > 10))
+        axes[-1].set_xlabel(f"time ({self.unit})" if self.unit else "time", fontsize=9)
+        handles, labels = legend_handles(self.colours)
+        figure.legend(
+            handles, labels, handler_map=SIDE_BY_SIDE, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=len(labels),
+            frameon=False, fontsize=9, handlelength=1.6, columnspacing=1.8,
+        )  # fmt: skip
+        return figure, axes
+
+    def points(self, panel: Axes, ranks: int) -> tuple[float, float]:
+        """How many points are one unit of time, and one rank."""
+        return POINTS * self.inner / self.span, POINTS * self.total * panel.get_position().height / ranks
+
+    def draw(self, panel: Axes, timeline: Timeline, name: str, said: str) -> None:
+        ranks = len(timeline.ranks)
+        chunk = chunks(timeline.schedule)
+        end = float(timeline.makespan) * self.scale
+        points = self.points(panel, ranks)
+        for rank, slots in enumerate(timeline.ranks):
+            row = (rank + 0.04, 0.92)
+            panel.broken_barh([(0, end)], row, facecolor="white", edgecolor=PAPER, linewidth=0.8)
+            boxes = [
+                (
+                    float(slot.start) * self.scale,
+                    float(slot.end) * self.scale,
+                    self.colours[slot.action.kind, chunk[slot.action.stage]],
+                    str(slot.action.microbatch),
+                )
+                for slot in slots
+                if float(slot.start) * self.scale < self.span
+            ]
+            bars = [(box[0], box[1] - box[0]) for box in boxes]
+            edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
+            panel.broken_barh(bars, row, facecolors=[box[2] for box in boxes], edgecolors="white", linewidth=edge)
+            number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits)
+        if end > self.span:
+            self._beside(panel, ranks / 2, f"▸ {end:g}")
+        self._ranks(panel, ranks)
+        panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
+        panel.set_title(said, loc="right", fontsize=9.5, color=INK, pad=4)
+
+    def _beside(self, panel: Axes, y: float, text: str, above: float = 0) -> None:
+        """Text in the margin at the right."""
+        panel.annotate(
+            text, (self.span, y), xytext=(5, above), textcoords="offset points", va="center_baseline", fontsize=9,
+            color=INK, annotation_clip=False,
+        )  # fmt: skip
+
+    def _ranks(self, panel: Axes, ranks: int) -> range:
+        """Name the ranks, only some of them where there is no room for all. Returns those that are named."""
+        shown = range(0, ranks, math.ceil(11 / self.points(panel, ranks)[1]))
+        panel.set_ylim(ranks, 0)
+        panel.set_yticks([rank + 0.5 for rank in shown], [f"rank {rank}" for rank in shown], fontsize=9)
+        return shown
+
+    def draw_memory(self, panel: Axes, timelines: Mapping[str, Timeline]) -> None:
+        """Activations alive on each rank, as steps from the row's floor; the peak at the right."""
+        first = next(iter(timelines.values()))
+        for rank in self._ranks(panel, len(first.ranks)):
+            self._beside(panel, rank + 0.5, str(first.peak_activations[rank]))
+        peak = max(1, *(peak for timeline in timelines.values() for peak in timeline.peak_activations))
+        for number, timeline in enumerate(timelines.values()):
+            for rank, slots in enumerate(timeline.ranks):
+                floor = rank + 0.94
+                steps = live_activations(slots)
+                times = [float(when) * self.scale for when, _ in steps]
+                levels = [floor - 0.86 * live / peak for _, live in steps]
+                if number == 0:
+                    panel.fill_between(times, levels, floor, step="post", color=GREY, alpha=0.55, linewidth=0)
+                else:
+                    panel.step(times, levels, where="post", color=VERMILION, linewidth=1.0)
+        names = list(timelines)
+        which = f": {names[0]} grey, {names[1]} as a line" if len(names) > 1 else ""
+        v = stages_per_rank(first)
+        size = f" (each of 1/{v} of the rank's layers)" if v > 1 else ""
+        panel.set_title(f"activations alive{size}{which}", loc="left", fontsize=9.5, color=INK, pad=4)
+        self._beside(panel, 0, "peak", above=7)
