@@ -233,7 +233,7 @@ def train(stage, *flags, steps=STEPS, kind=None):
     """Train at a ZeRO stage on all ranks. `kind`: a class to use in the stage's place (for the exercises)."""
     config = resolve(parse([*FLAGS, "--zero-stage", str(stage), "--steps", str(steps), *flags], rank), N)
     broken = patch(
-        "minipar.train.trainer.shard", lambda model, dp, stage, algorithm, replicas: kind(model, dp, algorithm)
+        "minipar.train.trainer.shard", lambda model, dp, stage, algorithm, *rest, **kwargs: kind(model, dp, algorithm)
     )
     ledger = MemoryLedger()
     with ledger.recording(), broken if kind else nullcontext():
@@ -700,7 +700,7 @@ if rank == 0:
 # price is in the table.
 #
 # **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ stages its idle fraction is
-# $(p-1)/(M+p-1)$ (chapter 7), so $M$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
+# $(p-1)/(M+p-1)$ (chapter 6), so $M$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
 # back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $M$ times per step,
 # and each time with the work of one microbatch to hide behind. The numbers above are this cost, without a pipeline.
 # That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $M$
@@ -738,17 +738,15 @@ from minipar.nn import squared_norm
 class OwnNorm(ZeroStage1):
     """Mistake 1."""
 
-    def _squared_norm(self):
-        return squared_norm(chunk.gradient for chunk in self.chunks.values())
+    def _total(self, squares):
+        return float(squares[0])
 
 
 class GreedyNorm(ZeroStage1):
     """Mistake 2."""
 
-    def _squared_norm(self):
-        total = np.array([squared_norm([self.buffers.gradients])])
-        self.comm.all_reduce(total, algorithm="ordered")
-        return float(total[0])
+    def _squares(self):
+        return np.array([[[squared_norm([self.buffers.gradients]), 0.0]]])  # one rank, one bucket, nothing split
 
 
 class NoRefresh(ZeroStage1):

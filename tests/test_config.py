@@ -59,7 +59,12 @@ def test_every_flag_arrives_where_it_belongs():
         "--sync-every-microbatch": True,
         "--sequence-parallel": True,
         "--init-from": None,
+        "--pp": 1,
+        "--schedule": None,
+        "--virtual-stages": None,
     }
+    mesh = told("--pp 4 --schedule interleaved-1f1b --virtual-stages 3").mesh
+    assert (mesh.pp, mesh.schedule, mesh.virtual_stages) == (4, "interleaved-1f1b", 3)
     assert told("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

@@ -35,6 +35,7 @@ OUTSIDE = {
     "torch": {"minipar.bench"},
     "matplotlib": {"visualize"},
     "IPython": {"visualize"},
+    "ipywidgets": {"visualize"},
 }
 
 

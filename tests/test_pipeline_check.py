@@ -105,7 +105,10 @@ BROKEN = {
     "a message from nobody": ([A, "1RECV_B0 " + B], "rank 1, 1RECV_B0: no computation needs this message"),
     "a message within a rank": (["0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"], "rank 0, 0SEND_F0: no computation needs this"),
     "sent twice": ([A + " 0SEND_F0", B], "rank 0, 0SEND_F0: done 2 times"),
-    "sent by another rank": ([A.replace("0SEND_F1 ", ""), B + " 0SEND_F1"], "rank 0, 0F0: stage 0 is on rank 1 too"),
+    "sent by another rank": (
+        [A.replace("0SEND_F1 ", ""), B + " 0SEND_F1"],
+        "rank 1, 0SEND_F1: stage 0 is on rank 0 too",
+    ),
     # The steady state of 1F1B, written down the obvious way: both neighbours send first.
     "sends that face each other": (
         [A, "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],

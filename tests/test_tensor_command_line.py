@@ -110,7 +110,7 @@ TensorParallel.sum_partial = lambda self, parameters: None
 main(program.run)
 """
     result = run_mpi(2, script, timeout=60)
-    assert result.returncode == 1 and "verify: FAILED: 2 ranks = 1 device" in result.stdout, result.stderr
+    assert result.returncode == 1 and "verify: FAILED: 2 ranks differ from 1 device" in result.stdout, result.stderr
     assert float(re.search(r"largest relative difference (\S+)", result.stdout)[1]) > 1e-3
 
 

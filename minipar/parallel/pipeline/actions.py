@@ -16,7 +16,7 @@ from minipar.errors import UsageError
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})")
 
 
 @dataclass(frozen=True, order=True)
@@ -65,8 +65,9 @@ class Schedule:
 
     @cached_property
     def home(self) -> dict[int, int]:
-        """The rank that holds each stage."""
-        return {action.stage: rank for rank, action in self}
+        """The rank that holds each stage: that computes it."""
+        anywhere = {action.stage: rank for rank, action in self}
+        return anywhere | {action.stage: rank for rank, action in self if action.computes}
 
     @cached_property
     def stages(self) -> int:

@@ -49,6 +49,9 @@ def _fault(schedule: Schedule, rank: int, action: Action, what: str) -> UsageErr
 def _complete(schedule: Schedule) -> None:
     """Every stage on one rank; for each microbatch one F and one backward, whole or as I and W."""
     count = Counter(action for _, action in schedule)
+    for rank, actions in enumerate(schedule.ranks):
+        if not any(action.computes for action in actions):
+            raise UsageError(f"schedule {schedule.name}, rank {rank}: it computes nothing")
     for rank, action in schedule:
         if count[action] > 1:
             raise _fault(schedule, rank, action, f"done {count[action]} times")

@@ -13,10 +13,14 @@ from typing import Any
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
+from minipar.comm.group import USER_TAGS
 from minipar.comm.messages import Message
+from minipar.errors import UsageError
 from minipar.nn import Part
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.messages import lower
+
+FIRST_TAG = 2  # those before are for the tied embedding (split.py)
 
 
 class PipelineStage:
@@ -77,6 +81,11 @@ class PipelineExecutor:
         shape: tuple[int, ...],
         dtype: Any,
     ) -> None:
+        if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
+            raise UsageError(
+                f"schedule {schedule.name}: 2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} "
+                f"messages in a step are more than the {USER_TAGS - FIRST_TAG} tags there are"
+            )
         self.schedule, self.comm, self.stages = schedule, comm, stages
         self.actions = lower(schedule).ranks[comm.rank]
         self.shape, self.dtype = shape, dtype
@@ -150,7 +159,7 @@ class PipelineExecutor:
         peer = self.schedule.home[other]
         # One tag for each message of a step: the receiving stage, the way, the microbatch.
         taker = action.stage if verb == "RECV" else other
-        tag = (taker * 2 + (way == "B")) * self.schedule.microbatches + action.microbatch
+        tag = FIRST_TAG + (taker * 2 + (way == "B")) * self.schedule.microbatches + action.microbatch
         key = action.stage, way, action.microbatch
         if verb == "RECV":
             self._arrived[key] = self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag)

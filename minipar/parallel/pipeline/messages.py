@@ -7,11 +7,14 @@ its receive at one moment, they can never deadlock: of all messages not yet sent
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
 from minipar.parallel.pipeline.simulate import Durations, simulate
+
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, Action] | None:
@@ -72,17 +75,22 @@ def save_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def load_csv(path: str | Path) -> Schedule:
-    """Read PyTorch's format. UsageError names the rank and the cell of an unknown action, or the file."""
+    """Read PyTorch's format. UsageError names the rank and the cell of an unknown action, or the file.
+
+    What FSDP does between a pipeline's actions (UNSHARD, RESHARD, REDUCE_GRAD) is left out: it is not the pipeline's.
+    """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # -sig: as spreadsheets save it
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"schedule {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    while rows and not rows[-1]:
+        rows.pop()  # blank lines at the end
     lists = [
         [
             parse_action(cell, f"schedule {path}, rank {rank}, cell {i + 1}: ")
             for i, cell in enumerate(row)
-            if cell.strip()
+            if cell.strip() and not _FSDP.fullmatch(cell.strip())
         ]
         for rank, row in enumerate(rows)
     ]

@@ -26,6 +26,11 @@ class Durations:
     backward_weight: Time = 1
     comm: Time = 0
 
+    def __post_init__(self) -> None:
+        for value in (self.forward, self.backward_input, self.backward_weight, self.comm):
+            if not value >= 0:
+                raise UsageError(f"a duration of {value}: an action takes 0 or more")
+
     def of(self, action: Action) -> Time:
         return {
             "F": self.forward,
@@ -79,6 +84,8 @@ class Timeline:
 
 
 def _ratio(a: Time, b: Time) -> Time:
+    if b == 0:
+        return 0
     return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a, b)
 
 

@@ -12,8 +12,8 @@ from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.executor import PipelineStage
 from minipar.parallel.pipeline.stage import balanced_cuts, cut, part_costs
 
-# Messages of the embedding; far from those of the schedule (executor.py), which count from 0.
-TIED_GRADIENT, TIED_WEIGHT = 65_000, 65_001
+# Tags of the embedding's messages; the schedule's follow (executor.FIRST_TAG).
+TIED_GRADIENT, TIED_WEIGHT = 0, 1
 
 
 def part_groups(model: GPT) -> list[list[Parameter]]:
