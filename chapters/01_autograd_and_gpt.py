@@ -161,7 +161,7 @@ class ConstantStatistics(fused._LayerNorm):
 
     def backward(self, grad):
         _, dweight, dbias, _ = super().backward(grad)
-        return grad * self.weight * self.rstd, dweight, dbias, None
+        return grad * self.gain() * self.rstd, dweight, dbias, None
 
 
 def caught(mistake, check):

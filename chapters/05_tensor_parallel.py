@@ -997,8 +997,8 @@ class CountsAgain(DistributedDataParallel):
     """Mistake 3: squares of replicated parameters go into the sum over ranks, too."""
 
     def _squares(self):
-        squares = super()._squares()  # (chunks, 2): of replicated parameters, of split ones
-        return np.stack([0 * squares[:, 0], squares.sum(axis=1)], axis=1)
+        squares = super()._squares()  # (chunks, buckets, 2): of replicated parameters, of split ones
+        return np.stack([0 * squares[..., 0], squares.sum(axis=-1)], axis=-1)
 
 
 class OwnMaximum:

@@ -682,7 +682,7 @@ if rank == 0:
     from visualize import read_trace
     from visualize.measured import measured_durations, predicted_timeline
 
-MEASURED, REPEAT, LONG = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"), 3, 64
+MEASURED, REPEAT, LONG = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"), 2, 64
 
 
 class OwnTimes(Durations):
@@ -699,7 +699,7 @@ class OwnTimes(Durations):
 def measure(name):
     """The timeline of each of some steps on the cpu clock; rank 0 has them."""
     timed = Communicator(comm.transport, clock="cpu")
-    flags = f"--layers {2 * P} --hidden 96 --heads 4 --seq-len {LONG} --global-batch {2 * P * D} --microbatches {P}"
+    flags = f"--layers {2 * P} --hidden 64 --heads 4 --seq-len {LONG} --global-batch {2 * P * D} --microbatches {P}"
     config = resolve(parse([*flags.split(), "--pp", str(P), "--schedule", name], rank), N)
     trainer = Trainer(config, DeviceMesh(timed, dp=D, pp=P), load_tokens(None, vocab_size=VOCABULARY, seq_len=LONG))
     trainer.step(0)  # the first step allocates

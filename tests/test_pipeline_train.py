@@ -50,7 +50,6 @@ def assert_one_devices_bits(size, flags):
 CASES = [
     (2, "--pp 2 --microbatches 3 --global-batch 6 --layers 5"),
     (3, "--pp 3 --microbatches 6 --global-batch 6 --layers 7 --recompute full"),
-    (4, "--pp 4 --microbatches 4 --global-batch 8 --dropout 0.2 --clip-grad 0.5"),
     (4, "--pp 2 --dp 2 --microbatches 4 --global-batch 8 --dropout 0.1 --clip-grad 0.5 --weight-decay 0.1"),
     (8, "--pp 4 --dp 2 --microbatches 8 --global-batch 16 --clip-grad 0.5"),
 ]
@@ -65,8 +64,8 @@ def test_every_schedule_trains_one_devices_bits(schedule, size, flags):
     assert_one_devices_bits(size, f"{flags} --schedule {schedule}")
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 16])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("microbatches", [1, 5, 16])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
 def test_any_number_of_microbatches(schedule, microbatches):
     flags = f"--pp 3 --global-batch {microbatches} --microbatches {microbatches} --schedule {schedule}"
     assert_one_devices_bits(3, flags)
