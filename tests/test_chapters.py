@@ -95,8 +95,14 @@ def test_notebook_is_the_script_executed(chapter):
     assert problems(notebook_of(chapter), jupytext.read(chapter)) == []
 
 
-@chapters
+# Executing one takes half a minute. The first three here; the later ones in tests/reference/test_notebooks.py, so that
+# `make test` stays under ten minutes on two cores.
+@pytest.mark.parametrize("chapter", CHAPTERS[:3], ids=lambda path: path.stem)
 def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
+    execute_from_a_clean_state(chapter, tmp_path, monkeypatch)
+
+
+def execute_from_a_clean_state(chapter, tmp_path, monkeypatch):
     """From the script alone, in an empty directory: nothing but the installed packages may be needed."""
     path = shutil.copy(chapter, tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
