@@ -98,11 +98,13 @@ def check_limit(
         f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} data-parallel "
     )
     message += f"rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
+    note = ""
+    if accumulating and ranks > 1:
+        note = " (whole gradients while microbatches accumulate, from stage 2 on beside the chunk of their sum; "
+        note += "--sync-every-microbatch keeps them sharded)"
     if fitting:
-        raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}")
-    if accumulating:
-        message += ", with whole gradients while microbatches accumulate"
+        raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}{note}")
     least = min(STAGES, key=lambda s: model_state(psi, own, s, precision, accumulating).total)
     if stage != least:
         message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}"
-    raise UsageError(f"{message}; no stage fits")
+    raise UsageError(f"{message}; no stage fits{note}")

@@ -195,10 +195,8 @@ def check(config: TrainConfig) -> None:
         if value is not None and config.mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
     if config.mesh.pp > 1 and (config.mesh.tp > 1 or config.mesh.zero_stage > 0):
-        raise UsageError(
-            f"--pp {config.mesh.pp} goes with --dp only so far, not with --tp {config.mesh.tp} or --zero-stage "
-            f"{config.mesh.zero_stage}"
-        )
+        other = f"--tp {config.mesh.tp}" if config.mesh.tp > 1 else f"--zero-stage {config.mesh.zero_stage}"
+        raise UsageError(f"--pp {config.mesh.pp} goes with --dp only so far, not with {other}")
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(

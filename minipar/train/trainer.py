@@ -85,15 +85,6 @@ class Trainer:
         self.tensor = None
         if mesh.tp.size > 1:
             self.tensor = tensor_parallel(self.model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
-        if config.mesh.memory_limit is not None:
-            check_limit(
-                config.mesh.memory_limit,
-                [sum(p.size for p in unit) for unit in units(self.model)],
-                mesh.dp.size,
-                stage,
-                OF_DTYPE[config.run.dtype],
-                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
-            )
         self.samples_per_microbatch = config.data.global_batch // (dp * config.data.microbatches)
         schedule = schedule_of(config) if config.mesh.pp > 1 else None
         pipeline, groups = None, None
@@ -102,6 +93,15 @@ class Trainer:
             if mesh.pp.size > 1:
                 pipeline = PipelineParallel(self.model, mesh.pp, schedule, config.model.seq_len)
                 groups = pipeline.groups
+        if config.mesh.memory_limit is not None:
+            check_limit(
+                config.mesh.memory_limit,
+                [sum(p.size for p in group) for group in groups or units(self.model)],
+                mesh.dp.size,
+                stage,
+                OF_DTYPE[config.run.dtype],
+                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
+            )
         self.ddp = shard(
             self.model, mesh.dp, stage, config.run.reduction, dp, self.tensor, pipeline=pipeline, groups=groups
         )

@@ -170,7 +170,7 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
             "synchronous training; minipar.parallel.pipeline.asynchronous runs it (chapter 6)"
         )
     if name not in SCHEDULES:
-        raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}")
+        raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}, or a FILE.csv")
     if p < 1 or m < 1 or (v is not None and v < 1):
         raise UsageError(f"schedule {name}: pp = {p}, microbatches = {m}, virtual stages = {v}: each is at least 1")
     if name == "interleaved-1f1b":

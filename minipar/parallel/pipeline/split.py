@@ -7,6 +7,7 @@ import numpy as np
 from minipar.backend import xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
+from minipar.memory import hold
 from minipar.nn import GPT, Parameter
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.executor import PipelineStage
@@ -51,6 +52,7 @@ class PipelineParallel:
         self.first, self.last = schedule.home[0], schedule.home[schedule.stages - 1]
         if comm.rank == self.last != self.first:
             model.wte.weight.materialize()
+            hold("buffers", model.wte.weight.data)
 
     def fetch_tied_gradient(self) -> None:
         """After the last backward: the head's gradient of the token embedding, from the last stage to the first."""
