@@ -13,3 +13,30 @@ def numpy_again():
     yield
     left, _ = backend.xp.module, backend.use(np)
     assert left is np, f"the test left {left} as the array module"
+
+
+def cupy_module():
+    import cupy
+
+    try:
+        found = cupy.cuda.runtime.getDeviceCount() > 0
+    except cupy.cuda.runtime.CUDARuntimeError:
+        found = False
+    return cupy if found else pytest.skip("no GPU: the strict stand-in array serves")
+
+
+def strict_module():
+    import strict_array
+
+    return strict_array
+
+
+DEVICES = {"strict stand-in": strict_module, "cupy": cupy_module}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """The array module is one that refuses implicit copies: the stand-in, and CuPy itself where there is a GPU."""
+    module = DEVICES[request.param]()
+    with backend.using(module):
+        yield module

@@ -5,6 +5,7 @@ import pytest
 from launcher import run_mpi
 
 from minipar.comm import DeviceMesh, run_local
+from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Durations, save_csv, simulate
 from minipar.parallel.pipeline.split import PipelineParallel
 from minipar.train.config import parse, resolve
@@ -117,6 +118,15 @@ def test_on_the_model_clock_the_executor_takes_the_time_that_the_simulator_says(
     weights = 24 * 8 * 16 * 16
     predicted = simulate(schedule_of(config), Durations(forward, 2 * forward - weights, weights)).makespan
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
+
+
+def test_the_memory_limit_is_for_what_a_rank_holds_of_the_pipeline():
+    flags = "--pp 2 --microbatches 2 --global-batch 2 --memory-limit"
+    # Five blocks with the embeddings on the first rank; three and the last LayerNorm, beside the head, on the other.
+    fullest = 32 * (5 * 3280 + 256 * 16 + 8 * 16)
+    assert all(verdict.passed for _, _, verdict, _, _ in train(2, f"{flags} {fullest}"))
+    with pytest.raises(UsageError, match=f"= {fullest:,} bytes"):
+        train(2, f"{flags} {fullest - 1}")
 
 
 class DropsTheTiedGradient(Trainer):

@@ -24,26 +24,6 @@ RANDOM = np.random.Generator(np.random.Philox(8))
 TOKENS = RANDOM.integers(0, 17, (3, 4, 9))
 
 
-def cupy_module():
-    import cupy
-
-    try:
-        found = cupy.cuda.runtime.getDeviceCount() > 0
-    except cupy.cuda.runtime.CUDARuntimeError:
-        found = False
-    return cupy if found else pytest.skip("no GPU: the strict stand-in array serves")
-
-
-DEVICES = {"strict stand-in": lambda: strict_array, "cupy": cupy_module}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    module = DEVICES[request.param]()
-    with backend.using(module):
-        yield module
-
-
 def serial_training(make_optimizer, recompute):
     """Three steps of the serial GPT; returns the losses and the final parameters."""
     model = GPT(CONFIG, dtype="float64", recompute=recompute)

@@ -179,6 +179,12 @@ def one_device(flags, tp, dp=1):
 FLAGS = "--global-batch 2 --clip-grad 0.5"
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_one_step_with_adamws_usual_eps_is_within_the_bound_on_the_scale_of_a_layer(tp):
+    """The keys' bias alone is not within 1e-12 of its own size then (see EPS); within that of its layer it is."""
+    assert all(verdict.passed for _, _, verdict, _ in train(f"{FLAGS} --steps 1 --eps 1e-8", tp=tp))
+
+
 @pytest.mark.parametrize(("steps", "eps", "extra"), [(1, EPS, "--recompute full"), (20, 1e-8, "--dropout 0.1")])
 @pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
 def test_tensor_parallel_training_is_one_devices_within_the_bound(tp, sequence, steps, eps, extra):

@@ -4,7 +4,6 @@ refuses as CuPy does; on CuPy itself where a GPU is found (`-k cupy` shows which
 
 import numpy as np
 import pytest
-import strict_array
 
 from minipar import backend
 from minipar.comm import DeviceMesh, run_local
@@ -12,26 +11,6 @@ from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
-
-
-def cupy_module():
-    import cupy
-
-    try:
-        found = cupy.cuda.runtime.getDeviceCount() > 0
-    except cupy.cuda.runtime.CUDARuntimeError:
-        found = False
-    return cupy if found else pytest.skip("no GPU: the strict stand-in array serves")
-
-
-DEVICES = {"strict stand-in": lambda: strict_array, "cupy": cupy_module}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    module = DEVICES[request.param]()
-    with backend.using(module):
-        yield module
 
 
 def tensor_parallel_training(comm, flags):

@@ -249,7 +249,7 @@ class DistributedDataParallel:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collective: the serial model's parameters by name as host arrays, on rank 0 of this axis and, in a pipeline,
-        of that one (of tensor parallelism, on each rank); others get none or what they have.
+        of that one (of tensor parallelism, on each rank); empty on the others.
 
         On the wire: what `whole_parameters` sends (nothing unless parameters are sharded), and where tensor parallelism
         has split them an all-gather over tp.
