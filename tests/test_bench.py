@@ -71,3 +71,4 @@ def test_pipeline_needs_two_ranks():
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments):
     result = run_mpi(2, ["-m", "minipar.bench", *arguments], timeout=30)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith("minipar: error:")
+    assert f"{arguments[1].strip('-')} {arguments[2]}" in result.stderr, "it names what is wrong"
