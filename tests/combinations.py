@@ -23,8 +23,8 @@ from minipar.train.verify import bound, one_device, relative_difference, same_on
 
 VOCAB = 11  # a multiple of no tp: the last ranks hold padding
 TEXT = Tokens(np.random.Generator(np.random.Philox(51)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
-# hidden, heads, seq-len by tp. What dp shares out does not divide: blocks by 3 and 8 at tp = 1, by any dp at tp = 4, the
-# embedding by 3.
+# hidden, heads, seq-len by tp. What dp shares out does not divide: blocks by 3 and 8 at tp = 1, by any dp at tp = 4,
+# the embedding by 3.
 SHAPES = {1: (20, 4, 8), 2: (20, 4, 8), 3: (18, 6, 9), 4: (20, 4, 8), 8: (24, 8, 8)}
 LAYERS = (3, 5, 9, 16)  # the first of these that has a layer for each stage: mostly stages of unequal size
 TWO_PER_RANK = ("interleaved-1f1b", "zbv")
