@@ -242,6 +242,10 @@ class DistributedDataParallel:
         """After the optimizer's step: make this rank's parameters what all ranks' optimizers made of them. Here they
         are already."""
 
+    def whole(self, parameter: Parameter) -> Array:
+        """All numbers of a parameter; every rank of the axis calls it, after `refresh_parameters`."""
+        return parameter.data
+
     def whole_parameters(self) -> Iterator[tuple[Bucket, Array]]:
         """Each bucket with all its numbers, one at a time; every rank calls it. The arrays are not to be kept."""
         for bucket in self.buckets:
@@ -264,7 +268,7 @@ class DistributedDataParallel:
                     else:
                         state[names[p]] = np.array(to_host(place), order="C")
         if self.pipeline is not None and self.comm.rank == 0:
-            state = self.pipeline.collect(state)
+            state = self.pipeline.collect(state, self.tensor)
         return {name: state[name] for name in names.values() if name in state}
 
     def detach(self) -> None:

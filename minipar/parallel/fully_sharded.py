@@ -14,7 +14,7 @@ from minipar.parallel.buffers import Bucket, FlatOrder, units
 from minipar.parallel.data import DistributedDataParallel
 from minipar.parallel.pipeline.split import PipelineParallel
 from minipar.parallel.tensor.plan import TensorParallel
-from minipar.parallel.zero import ZeroStage1, ZeroStage2
+from minipar.parallel.zero import Place, ZeroStage1, ZeroStage2
 
 
 class ZeroStage3(ZeroStage2):
@@ -36,12 +36,14 @@ class ZeroStage3(ZeroStage2):
         model: GPT,
         comm: Communicator,
         algorithm: str = "ring",
+        *,
         tensor: TensorParallel | None = None,
+        pipeline: PipelineParallel | None = None,
         prefetch: bool = True,
     ) -> None:
         self.prefetch = prefetch
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
-        super().__init__(model, comm, algorithm, tensor)
+        super().__init__(model, comm, algorithm, tensor=tensor, pipeline=pipeline)
 
     def _store(self, parameters: Sequence[Parameter]) -> Any:
         return FlatOrder(parameters)
@@ -70,38 +72,37 @@ class ZeroStage3(ZeroStage2):
             chunk = self.chunks[bucket].data
             self._gathered[bucket] = full, self.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
 
-    def _gather(self, i: int, following: int) -> None:
-        """Wait for the parameters of part i; start to gather those of the part that comes after it."""
-        bucket = self._buckets_of_parts[i]
-        self._fetch(bucket)
-        if self.prefetch and 0 < following < len(self._buckets_of_parts):
-            self._fetch(self._buckets_of_parts[following])
-        full, work = self._gathered[bucket]
-        work.wait()
-        for p, place in bucket.views(full):
-            for leaf in (p, *p.ties):
-                leaf.data = place
+    def _gather(self, buckets: Sequence[Bucket], following: Sequence[Bucket]) -> None:
+        """Wait for these parameters; start to gather those that are needed next."""
+        for bucket in [*buckets, *following] if self.prefetch else buckets:
+            self._fetch(bucket)
+        for bucket in buckets:
+            full, work = self._gathered[bucket]
+            work.wait()
+            for p, place in bucket.views(full):
+                for leaf in (p, *p.ties):
+                    leaf.data = place
 
-    def _release(self, i: int) -> None:
-        bucket = self._buckets_of_parts[i]
-        if self._gathered.pop(bucket, None) is not None:
-            self._forget(bucket)
+    def _release(self, place: Place) -> None:
+        for bucket in place.buckets:
+            if self._gathered.pop(bucket, None) is not None:
+                self._forget(bucket)
 
-    def _before_forward(self, i: int) -> None:
-        last = len(self._buckets_of_parts) - 1
-        self._gather(i, following=i + 1 if i < last else last - 1 if grad_enabled.get() else 0)
+    def _before_forward(self, place: Place) -> None:
+        turns = place.name == "head" and grad_enabled.get()  # its backward is what comes next
+        self._gather(place.buckets, place.previous if turns else place.following)
 
-    def _after_forward(self, i: int) -> None:
-        if i < len(self._buckets_of_parts) - 1 or not grad_enabled.get():
-            self._release(i)
+    def _after_forward(self, place: Place) -> None:
+        if place.name != "head" or not grad_enabled.get():
+            self._release(place)
 
-    def _before_backward(self, i: int) -> None:
-        if i > 0:
-            self._gather(i, following=i - 1)
-        super()._before_backward(i)
+    def _before_backward(self, place: Place) -> None:
+        if place.name != "embedding":
+            self._gather(place.buckets, place.previous)
+        super()._before_backward(place)
 
-    def _after_backward(self, i: int) -> None:
-        self._release(i)
+    def _after_backward(self, place: Place) -> None:
+        self._release(place)
 
     def refresh_parameters(self) -> None:
         """Nothing travels: the next forward gathers. What is gathered still (a forward without a backward) is stale."""
@@ -109,6 +110,14 @@ class ZeroStage3(ZeroStage2):
             work.wait()
             self._forget(bucket)
         self._gathered = {}
+
+    def whole(self, parameter: Parameter) -> Array:
+        """On the wire: the parameter's bucket, gathered once more."""
+        (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
+        full = xp.empty(bucket.size, dtype=self.buffers.dtype)  # given, because the chunks may differ by an element
+        hold("buffers", full)
+        self.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
+        return dict(bucket.views(full))[parameter]
 
     def whole_parameters(self) -> Iterator[tuple[Bucket, Array]]:
         """On the wire: Psi (p-1)/p elements per rank."""
@@ -131,12 +140,13 @@ def shard(
     """Data parallelism for `model` over `comm` at a ZeRO stage, 0 to 3, with the same buckets in each.
 
     `replicas`: the data-parallel ranks in whose place one device stands (stage 0 on one rank). `tensor`: what
-    `tensor_parallel` returned, if layers are split; `pipeline` the same if the model is cut into stages, and
-    `groups` the parameters of each bucket then (stage 0 only).
+    `tensor_parallel` returned, if layers are split; `pipeline` the same if the model is cut into stages, and `groups`
+    the parameters of each bucket for one device in the place of a pipeline.
     """
     if stage == 0:
-        groups = units(model) if groups is None else groups
+        groups = pipeline.groups if pipeline is not None else units(model) if groups is None else groups
         return DistributedDataParallel(
             model, comm, algorithm, groups=groups, replicas=replicas, tensor=tensor, pipeline=pipeline
         )
-    return {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage](model, comm, algorithm, tensor)
+    kind = {1: ZeroStage1, 2: ZeroStage2, 3: ZeroStage3}[stage]
+    return kind(model, comm, algorithm, tensor=tensor, pipeline=pipeline)

@@ -14,7 +14,8 @@ reduce-scatter and an all-gather: so all stages add the same numbers in the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,10 @@ from minipar.autograd import Function, Tensor
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
 from minipar.memory import hold
-from minipar.nn import GPT, Parameter, squared_norm
+from minipar.nn import GPT, Parameter, Part, squared_norm
 from minipar.parallel.buffers import Bucket, FlatBuffers, units
 from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.pipeline.split import PipelineParallel
 from minipar.parallel.tensor.plan import TensorParallel
 
 
@@ -60,9 +62,16 @@ class ZeroStage1(DistributedDataParallel):
     model: GPT
 
     def __init__(
-        self, model: GPT, comm: Communicator, algorithm: str = "ring", tensor: TensorParallel | None = None
+        self,
+        model: GPT,
+        comm: Communicator,
+        algorithm: str = "ring",
+        *,
+        tensor: TensorParallel | None = None,
+        pipeline: PipelineParallel | None = None,
     ) -> None:
-        super().__init__(model, comm, algorithm, groups=units(model), tensor=tensor)
+        groups = units(model) if pipeline is None else pipeline.groups
+        super().__init__(model, comm, algorithm, groups=groups, tensor=tensor, pipeline=pipeline)
         self.chunks: dict[Bucket, Chunk] = {}
         for bucket in reversed(self.buckets):  # in the order of the model
             start, stop = bucket.chunk(comm.rank, comm.size)
@@ -122,6 +131,34 @@ class ZeroStage1(DistributedDataParallel):
             work.wait()
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a part of the model stands on this rank: the buckets that it reads, those of the parts before and after it
+    (what backward and forward need next; none where the pipeline stage ends, and none for the embedding, whose backward
+    does not read it), and the buckets whose gradient its backward is the last to add to.
+    """
+
+    name: str
+    buckets: Sequence[Bucket]
+    previous: Sequence[Bucket]
+    following: Sequence[Bucket]
+    completes: Sequence[Bucket]
+
+
+def places(model: GPT, buckets: Sequence[Bucket], pipeline: PipelineParallel | None) -> Iterator[tuple[Part, Place]]:
+    """This rank's parts in the model's order: all of them, or those of its pipeline stages."""
+    home = {p: bucket for bucket in buckets for p in bucket.parameters}
+    seen: set[Bucket] = set()
+    for run in [model.parts] if pipeline is None else [stage.parts for stage in pipeline.stages.values()]:
+        # A head that borrows its embedding from another rank reads no bucket for it.
+        reads = [list(dict.fromkeys(home[p] for p in part.parameters if p in home)) for part in run]
+        for i, part in enumerate(run):
+            previous = reads[i - 1] if i > 0 and run[i - 1].name != "embedding" else []
+            following = reads[i + 1] if i + 1 < len(run) else []
+            yield part, Place(part.name, reads[i], previous, following, [b for b in reads[i] if b not in seen])
+            seen.update(reads[i])
+
+
 class _OnBackward(Function):
     """The identity; `call()` when backward passes through."""
 
@@ -147,16 +184,20 @@ class ZeroStage2(ZeroStage1):
     stage = 2
 
     def __init__(
-        self, model: GPT, comm: Communicator, algorithm: str = "ring", tensor: TensorParallel | None = None
+        self,
+        model: GPT,
+        comm: Communicator,
+        algorithm: str = "ring",
+        *,
+        tensor: TensorParallel | None = None,
+        pipeline: PipelineParallel | None = None,
     ) -> None:
-        super().__init__(model, comm, algorithm, tensor)
+        super().__init__(model, comm, algorithm, tensor=tensor, pipeline=pipeline)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist
         self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
-        home = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._buckets_of_parts = [home[part.parameters[0]] for part in model.parts]
-        for i, part in enumerate(model.parts):
+        for part, place in places(model, self.buckets, pipeline):
             self._remove_hooks.append(partial(setattr, part, "run", part.run))
-            part.run = self._around(i, part.run)
+            part.run = self._around(place, part.run)
 
     def _store(self, parameters: Sequence[Parameter]) -> Any:
         return FlatBuffers(parameters, gradients=False)
@@ -166,34 +207,33 @@ class ZeroStage2(ZeroStage1):
         hold("gradients", gradient)
         return self.buffers.parameters[bucket.start + start : bucket.start + stop], gradient
 
-    def _around(self, i: int, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Part i of the model with something to do before and after its forward and its backward.
+    def _around(self, place: Place, run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """A part of the model with something to do before and after its forward and its backward.
 
         Backward goes through an operation's output first and its input last, so identities at these two places tell.
         """
 
         def around(x: Any) -> Tensor:
-            self._before_forward(i)
+            self._before_forward(place)
             if isinstance(x, Tensor):
-                x = _OnBackward.apply(x, partial(self._after_backward, i))
+                x = _OnBackward.apply(x, partial(self._after_backward, place))
             y = run(x)
-            self._after_forward(i)
-            return _OnBackward.apply(y, partial(self._before_backward, i))
+            self._after_forward(place)
+            return _OnBackward.apply(y, partial(self._before_backward, place))
 
         return around
 
-    def _before_forward(self, i: int) -> None:
+    def _before_forward(self, place: Place) -> None:
         pass
 
-    def _after_forward(self, i: int) -> None:
+    def _after_forward(self, place: Place) -> None:
         pass
 
-    def _before_backward(self, i: int) -> None:
-        bucket = self._buckets_of_parts[i]
-        if self._buckets_of_parts.index(bucket) == i:  # the last of its parts that backward comes to
+    def _before_backward(self, place: Place) -> None:
+        for bucket in place.completes:
             self._open(bucket)
 
-    def _after_backward(self, i: int) -> None:
+    def _after_backward(self, place: Place) -> None:
         pass
 
     def _open(self, bucket: Bucket) -> None:

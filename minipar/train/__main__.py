@@ -15,7 +15,7 @@ from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import export_gpt2, load_config
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.progress import Metrics, Progress, describe, save_ledgers
+from minipar.train.progress import Metrics, Progress, describe, notes, save_ledgers
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
 
@@ -52,6 +52,8 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
         print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
+        for note in notes(config, trainer.model.config.n_positions):
+            print(note, file=out, flush=True)
 
     metrics = Metrics(config.run.metrics if comm.rank == 0 else None)
     progress = Progress("step", config.optimizer.steps, out)
@@ -70,7 +72,7 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
             )
     metrics.close()
     if config.run.trace is not None:
-        save_chrome_trace(config.run.trace, comm)
+        save_chrome_trace(config.run.trace, comm, trainer.mesh)
     return results
 
 

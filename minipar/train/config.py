@@ -194,9 +194,11 @@ def check(config: TrainConfig) -> None:
     for flag, value in (("--schedule", config.mesh.schedule), ("--virtual-stages", config.mesh.virtual_stages)):
         if value is not None and config.mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
-    if config.mesh.pp > 1 and (config.mesh.tp > 1 or config.mesh.zero_stage > 0):
-        other = f"--tp {config.mesh.tp}" if config.mesh.tp > 1 else f"--zero-stage {config.mesh.zero_stage}"
-        raise UsageError(f"--pp {config.mesh.pp} goes with --dp only so far, not with {other}")
+    if config.mesh.pp > 1 and config.mesh.sync_every_microbatch:
+        raise UsageError(
+            "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
+            "travel once per step"
+        )
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(

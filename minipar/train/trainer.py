@@ -107,7 +107,8 @@ class Trainer:
         )
         self.pipelined = None
         if schedule is not None and pipeline is not None:
-            shape = (self.samples_per_microbatch, config.model.seq_len, self.model.config.n_embd)
+            length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
+            shape = (self.samples_per_microbatch, length, self.model.config.n_embd)
             self.pipelined = PipelinedStep(config, schedule, pipeline, self.ddp, shape)
         self.optimizer = AdamW(
             self.ddp.optimized,
@@ -172,7 +173,7 @@ class Trainer:
             self.optimizer.step()
             self.ddp.refresh_parameters()
             if self.pipelined is not None:
-                self.pipelined.pipeline.refresh()
+                self.pipelined.pipeline.refresh(self.ddp.whole)
             backend.synchronize()
         seconds = time.perf_counter() - start
         return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds)

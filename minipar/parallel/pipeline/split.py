@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from minipar.backend import xp
+from minipar.backend import Array, xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
 from minipar.memory import hold
@@ -12,6 +14,7 @@ from minipar.nn import GPT, Parameter
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.executor import PipelineStage
 from minipar.parallel.pipeline.stage import balanced_cuts, cut, part_costs
+from minipar.parallel.tensor.plan import TensorParallel
 
 # Tags of the embedding's messages; the schedule's follow (executor.FIRST_TAG).
 TIED_GRADIENT, TIED_WEIGHT = 0, 1
@@ -65,14 +68,17 @@ class PipelineParallel:
             gradient = xp.empty(weight.shape, dtype=weight.dtype)
             self.model.head_weight.grad = self.comm.irecv(gradient, self.last, TIED_GRADIENT).wait()
 
-    def refresh(self) -> None:
-        """After the optimizer's step: the token embedding, from the first stage to the last."""
+    def refresh(self, whole: Callable[[Parameter], Array]) -> None:
+        """After the optimizer's step: the token embedding, from the first stage to the last. whole(parameter): its
+        numbers, where data parallelism may have sharded them.
+        """
         if self.first == self.last:
             return
+        weight = self.model.wte.weight
         if self.comm.rank == self.first:
-            self.comm.isend(self.model.wte.weight.data, self.last, TIED_WEIGHT).wait()
+            self.comm.isend(whole(weight), self.last, TIED_WEIGHT).wait()
         elif self.comm.rank == self.last:
-            self.comm.irecv(self.model.wte.weight.data, self.first, TIED_WEIGHT).wait()
+            self.comm.irecv(weight.data, self.first, TIED_WEIGHT).wait()
 
     def everywhere(self, squares: np.ndarray) -> np.ndarray:
         """(rows, this rank's groups, 2) -> (rows, all groups, 2), every rank's numbers in their places. On the wire: an
@@ -82,8 +88,10 @@ class PipelineParallel:
         whole[:, self.places] = squares
         return self.comm.all_reduce(whole, algorithm="ordered")
 
-    def collect(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All ranks' parameters by name, on rank 0 of the pipeline. On the wire: each parameter once."""
+    def collect(self, state: dict[str, np.ndarray], tensor: TensorParallel | None) -> dict[str, np.ndarray]:
+        """All ranks' parameters by name, on rank 0 of the pipeline. `state`: this rank's, whole, `tensor` says of what
+        shape where layers are split. On the wire: each parameter once.
+        """
         whole: dict[str, np.ndarray] = {}
         names = {p: name for name, p in self.model.named_parameters()}
         for number, (part, group) in enumerate(zip(self.model.parts, part_groups(self.model), strict=True)):
@@ -92,7 +100,8 @@ class PipelineParallel:
                 if self.comm.rank == home and home != 0:
                     self.comm.isend(state[names[p]], 0, number).wait()
                 elif self.comm.rank == 0:
-                    array = state[names[p]] if home == 0 else np.empty(p.shape, dtype=p.dtype)
+                    shape = p.shape if tensor is None else tensor.whole_shape(p)
+                    array = state[names[p]] if home == 0 else np.empty(shape, dtype=p.dtype)
                     if home != 0:
                         self.comm.irecv(array, home, number).wait()
                     whole[names[p]] = array

@@ -98,6 +98,15 @@ class TensorParallel:
                 start, stop = stop, stop + gradient.size
                 gradient[...] = total[start:stop].reshape(gradient.shape)
 
+    def whole_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """The serial model's shape."""
+        cut = self.cuts.get(parameter)
+        return (
+            parameter.shape
+            if cut is None
+            else tuple(cut.size if dim == cut.dim else size for dim, size in enumerate(parameter.shape))
+        )
+
     def whole(self, parameter: Parameter, part: Array) -> np.ndarray:
         """The serial model's array from this rank's `part` of it (the parameter's numbers, or its gradient's).
 
