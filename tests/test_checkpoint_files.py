@@ -13,13 +13,13 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.train.checkpoint import prepare_directory, save
 from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
+from minipar.train.data import Tokens, load_tokens
 from minipar.train.manifest import Checkpoint, checksum
 from minipar.train.resume import open_checkpoint
 from minipar.train.trainer import Trainer
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
-TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
+TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
 SECOND = "step-00000002/rank-00001.safetensors"  # of rank 1, in the newer of two
 
 
@@ -294,6 +294,9 @@ def test_only_a_checkpoints_own_files_are_ever_removed(tmp_path):
     (tmp_path / "outside" / "rank-00000.safetensors").write_text("")
     (tmp_path / "step-00000002.partial").symlink_to(tmp_path / "outside")
     prepare_directory(str(tmp_path), 0)
+    with pytest.raises(UsageError, match=r"step-00000001.partial holds files that are not a checkpoint's"):
+        trainer = Trainer(resolve(parse(FLAGS.split()), 1), DeviceMesh(serial()), TOKENS)
+        save(trainer, tmp_path, 1)
     assert len(list(kept.iterdir())) == 2 and len(list((tmp_path / "outside").iterdir())) == 1
 
 
