@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from launcher import run_mpi
 
-from minipar.comm import DeviceMesh, run_local
+from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.nn.pretrained import export_gpt2, load_gpt2
 from minipar.train import checkpoint as checkpoint_module
@@ -141,6 +141,30 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(layout, never_stopped, tmp_
 
     run_local(size_of(config), rank)
     assert bits(contents(tmp_path, STEPS)) == bits(contents(never_stopped("dp 3")[1], STEPS))
+
+
+def test_a_device_saves_and_resumes_too(device, tmp_path):
+    config = config_for("--steps 3")
+    trainer = Trainer(config, DeviceMesh(serial()), TOKENS)
+    trainer.step(0)
+    save(trainer, tmp_path, 1)
+    resumed = config_for(f"--steps 3 --resume {tmp_path}")
+    again = Trainer(resumed, DeviceMesh(serial()), TOKENS, open_checkpoint(resumed, TOKENS, serial()))
+    for each in (trainer, again):
+        each.step(1)
+    assert bits(again.ddp.state_dict()) == bits(trainer.ddp.state_dict())
+
+
+def test_clipping_is_the_same_sum_only_with_the_same_buckets(tmp_path):
+    """A pipeline's buckets are other ones, and the norm is summed by bucket."""
+    run("--pp 2 --microbatches 2", tmp_path, steps=1)
+    for flags, alike in (("--pp 4", True), ("", True), ("--clip-grad 1", False), ("--pp 4 --clip-grad 1", True)):
+        config = config_for(f"{flags} --microbatches 2 --resume {tmp_path}")
+        run_local(size_of(config), lambda comm, c=config, a=alike: _same(open_checkpoint(c, TOKENS, comm), c, a))
+
+
+def _same(checkpoint, config, expected):
+    assert same_sums(checkpoint, config) == expected
 
 
 def test_every_rank_writes_its_share_and_none_twice(never_stopped):

@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,14 +175,16 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 def _remove_leftovers(root: Path) -> None:
     """What a killed run left, and checkpoints that were renamed to go. Nothing but a checkpoint's own files is removed:
-    a directory with anything else in it stays."""
+    a directory with anything else in it stays, and so does one that cannot go now: no reason to end a training.
+    """
     for entry in list(os.scandir(root)):
         if PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             inside = os.listdir(entry.path)
             if all(name == MANIFEST or FILE.fullmatch(name) for name in inside):
-                for name in inside:
-                    os.unlink(os.path.join(entry.path, name))
-                os.rmdir(entry.path)
+                with suppress(OSError):
+                    for name in inside:
+                        os.unlink(os.path.join(entry.path, name))
+                    os.rmdir(entry.path)
 
 
 def prepare_directory(directory: str, first_step: int) -> None:

@@ -217,6 +217,10 @@ class Checkpoint:
             part[piece["start"] : piece["stop"]] = self._tensor(file, f"{kind}/{name}")
         return from_host(parts[0]) if cut is None else cut.join([from_host(part) for part in parts])
 
+    def close(self) -> None:
+        """Let go of the files: a network file system cannot remove what is open. A later `array` opens them again."""
+        self._open.clear()
+
     def _tensor(self, file: str, key: str) -> np.ndarray:
         try:
             if file not in self._open:
