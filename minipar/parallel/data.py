@@ -142,6 +142,22 @@ class DistributedDataParallel:
         """What this rank's optimizer updates: here every parameter that it has."""
         return self.buffers.members
 
+    def owned(self) -> dict[Parameter, range]:
+        """The elements of each parameter that are this rank's own: those in chunk `rank` of its bucket, in every stage.
+        Together the ranks own each element once (what a checkpoint needs; here the others have them too).
+        """
+        own = {}
+        for bucket in self.buckets:
+            start, stop = bucket.chunk(self.comm.rank, self.comm.size)
+            for p in bucket.parameters:
+                own[p] = range(max(start, 0), max(0, min(stop, p.size)))
+                start, stop = start - p.size, stop - p.size
+        return {p: elements for p, elements in own.items() if elements}
+
+    def optimized_elements(self) -> list[tuple[Parameter, range]]:
+        """For each of `optimized`: which elements of which of the model's parameters it is."""
+        return [(p, range(p.size)) for p in self.optimized]
+
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
         self.model.zero_grad()

@@ -87,6 +87,10 @@ class ZeroStage1(DistributedDataParallel):
         """The shards: all that this rank's optimizer knows."""
         return [shard for chunk in self.chunks.values() for shard in chunk.shards]
 
+    def optimized_elements(self) -> list[tuple[Parameter, range]]:
+        own = self.owned()
+        return [(p, own[p]) for chunk in self.chunks.values() for p in chunk.parameters]
+
     def zero_grad(self) -> None:
         super().zero_grad()
         for chunk in self.chunks.values():

@@ -13,9 +13,12 @@ from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_tr
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import export_gpt2, load_config
+from minipar.train.checkpoint import agreeing, prepare_directory, save
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
+from minipar.train.manifest import Checkpoint
 from minipar.train.progress import Metrics, Progress, describe, save_ledgers
+from minipar.train.resume import open_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
 
@@ -26,10 +29,12 @@ def run(comm: Communicator) -> int:
     network = Network(*config.run.network) if any(config.run.network) else None
     comm = Communicator(comm.transport, clock=config.run.clock, network=network)
     config, tokens = prepare(config, comm)
+    checkpoint = open_checkpoint(config, tokens, comm)
+    prepare_saving(config, comm, 0 if checkpoint is None else checkpoint.step)
     mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
     ledger = MemoryLedger() if config.run.memory is not None else None
     with ledger.recording() if ledger is not None else nullcontext():
-        trainer = build(config, mesh, tokens)
+        trainer = build(config, mesh, tokens, checkpoint)
         results = train(config, trainer, tokens)
     if ledger is not None and config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
@@ -47,13 +52,18 @@ def run(comm: Communicator) -> int:
 
 
 def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepResult]:
-    """All steps, reported on rank 0 and traced where asked for; UsageError when the loss is not finite any more."""
+    """All steps, reported on rank 0, saved and traced where asked for; UsageError when the loss is not finite any more
+    (what is not finite is not saved).
+    """
     comm = trainer.mesh.world
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
         print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
 
-    metrics = Metrics(config.run.metrics if comm.rank == 0 else None)
+        if trainer.checkpoint is not None:
+            print(f"minipar: resumed after step {trainer.first_step} from {trainer.checkpoint.directory}", file=out)
+
+    metrics = Metrics(config.run.metrics if comm.rank == 0 else None, trainer.first_step)
     progress = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
         start_trace(comm)
@@ -68,6 +78,9 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
                 f"training has diverged: loss {result.loss} and gradient norm {result.grad_norm} in step "
                 f"{result.step + 1}; try a smaller --lr than {config.optimizer.lr:g}, --warmup-steps or --clip-grad"
             )
+        done, every = result.step + 1, config.run.save_every
+        if config.run.save is not None and (done == config.optimizer.steps or (every and done % every == 0)):
+            save(trainer, config.run.save, done)
     metrics.close()
     if config.run.trace is not None:
         save_chrome_trace(config.run.trace, comm)
@@ -105,11 +118,18 @@ def prepare(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Token
     return config, tokens
 
 
-def build(config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> Trainer:
+def prepare_saving(config: TrainConfig, comm: Communicator, first_step: int) -> None:
+    """Prove that `--save` can be written, before hours of training; UsageError on every rank."""
+    with agreeing(comm, "--save"):
+        if comm.rank == 0 and config.run.save is not None:
+            prepare_directory(config.run.save, first_step)
+
+
+def build(config: TrainConfig, mesh: DeviceMesh, tokens: Tokens, checkpoint: Checkpoint | None) -> Trainer:
     """The trainer, or every rank's UsageError if one rank cannot load the model."""
     error, trainer = None, None
     try:
-        trainer = Trainer(config, mesh, tokens)
+        trainer = Trainer(config, mesh, tokens, checkpoint)
     except UsageError as problem:
         error = str(problem)
     mesh.world.agree(error)

@@ -131,6 +131,11 @@ class RunConfig:
              "`python -m visualize memory`")
     network: tuple[float, float] = option((0.0, 0.0), float, within="[0, inf)", metavar=("ALPHA", "BETA"),
         help="what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
+    save: str | None = option(None, str, metavar="DIR",
+        help="write checkpoints into DIR, at the end and with --save-every on the way; the last two are kept")
+    save_every: int | None = option(None, int, within=COUNT, metavar="K", help="write a checkpoint every K steps")
+    resume: str | None = option(None, str, metavar="DIR",
+        help="go on from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in this layout, whatever wrote it")
     export: str | None = option(None, str, metavar="DIR", help="write the trained model as a GPT-2 directory")
     verify: bool = option(False, bool,
         help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
@@ -199,6 +204,10 @@ def check(config: TrainConfig) -> None:
             "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
             "travel once per step"
         )
+    if config.run.save_every is not None and config.run.save is None:
+        raise UsageError(f"--save-every {config.run.save_every} says how often, not where; give --save DIR too")
+    if config.run.resume is not None and config.model.init_from is not None:
+        raise UsageError("--resume and --init-from both say which weights to start from; give one of them")
     optimizer = config.optimizer
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(

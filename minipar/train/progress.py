@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import TextIO
@@ -43,12 +44,17 @@ class Progress:
 class Metrics:
     """`--metrics`: one JSON line per step, flushed at once so that a running job can be watched. "-" is standard
     output.
+
+    A resumed run appends to the file of the run it continues, less the lines of steps beyond `first_step`, which it
+    does again: the file then reads as if nothing had been stopped.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, first_step: int = 0) -> None:
         self.file: TextIO | None = None
         if path is not None:
-            self.file = sys.stdout if path == "-" else open(path, "w", encoding="utf-8")
+            self.file = sys.stdout if path == "-" else open(path, "a", encoding="utf-8")
+        if path is not None and path != "-":
+            os.truncate(path, _length_before(path, first_step))
 
     def write(self, result: StepResult) -> None:
         if self.file is not None:
@@ -58,6 +64,20 @@ class Metrics:
     def close(self) -> None:
         if self.file is not None and self.file is not sys.stdout:
             self.file.close()
+
+
+def _length_before(path: str, step: int) -> int:
+    """Bytes of the leading whole lines of a metrics file that are of steps before `step`."""
+    length = 0
+    with open(path, "rb") as file:
+        for line in file if step > 0 else ():
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                    break
+            except (ValueError, TypeError, KeyError):  # no line of metrics: what a killed run was writing
+                break
+            length += len(line)
+    return length
 
 
 def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:

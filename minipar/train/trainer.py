@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from minipar.autograd import metering
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
 from minipar.memory import enter
-from minipar.nn import GPT, AdamW, DropoutKeys, GPTConfig, dropping, learning_rate
+from minipar.nn import GPT, AdamW, Deferred, DropoutKeys, GPTConfig, dropping, learning_rate
 from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buffers import units
 from minipar.parallel.data import accumulate_replicas
@@ -29,7 +30,9 @@ from minipar.parallel.pipeline.split import PipelineParallel, part_groups
 from minipar.parallel.tensor import tensor_parallel
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
+from minipar.train.manifest import Checkpoint
 from minipar.train.pipelined import PipelinedStep, schedule_of
+from minipar.train.resume import restore_optimizer
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ class StepResult:
     tokens_per_second: float
 
 
-def make_model(config: TrainConfig) -> GPT:
-    """The serial model that the configuration describes, or the one in `--init-from`; its numbers are not made yet."""
+def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
+    """The serial model that the configuration describes, or the one in `--init-from`, or in a checkpoint; its numbers
+    are not made, or read, yet.
+    """
     recompute = config.run.recompute == "full"
     if config.model.init_from is not None:
         return load_gpt2(
@@ -57,30 +62,39 @@ def make_model(config: TrainConfig) -> GPT:
         n_layer=config.model.layers,
         n_head=config.model.heads,
     )
-    return GPT(
-        shape,
+    model = GPT(
+        shape if checkpoint is None else GPTConfig(**checkpoint.manifest["model"]),
         seed=config.run.seed,
         dtype=config.run.dtype,
         recompute=recompute,
         deferred=True,
         dropout=config.optimizer.dropout,
     )
+    if checkpoint is not None:
+        for name, p in model.named_parameters():
+            p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
+    return model
 
 
 class Trainer:
-    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, or on a mesh of one in its place.
+    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, or on a mesh of one in its place, from step
+    0 or from where `checkpoint` (of any layout) ends.
 
     On the wire per step and rank: what the ZeRO stage sends over dp (parallel/data.py, zero.py), what the layers send
     over tp (parallel/tensor/plan.py), and one float64 all-reduced for the loss. UsageError if the model state does not
     fit `--memory-limit`.
     """
 
-    def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
+    def __init__(
+        self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens, checkpoint: Checkpoint | None = None
+    ) -> None:
         dp, stage = config.mesh.dp, config.mesh.zero_stage
         assert dp is not None and mesh.dp.size in (1, dp)
         self.config, self.mesh = config, mesh
         self.replicas = range(dp) if mesh.dp.size == 1 else range(mesh.dp.rank, mesh.dp.rank + 1)
-        self.model = make_model(config)
+        self.checkpoint, self.first_step = checkpoint, 0 if checkpoint is None else checkpoint.step
+        self.model = make_model(config, checkpoint)
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # of the whole model
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the whole model
         self.tensor = None
         if mesh.tp.size > 1:
@@ -116,6 +130,8 @@ class Trainer:
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
         )
+        if checkpoint is not None:
+            restore_optimizer(checkpoint, self.model, self.ddp, self.optimizer)
         self.batches = Batches(
             tokens,
             seq_len=config.model.seq_len,
@@ -126,8 +142,8 @@ class Trainer:
         self.tokens_per_step = config.data.global_batch * config.model.seq_len
 
     def train(self) -> Iterator[StepResult]:
-        """Run the configured steps, yielding after each."""
-        for step in range(self.config.optimizer.steps):
+        """Run the configured steps, from the first that the checkpoint has not, yielding after each."""
+        for step in range(self.first_step, self.config.optimizer.steps):
             yield self.step(step)
 
     def step(self, step: int) -> StepResult:

@@ -17,6 +17,7 @@ from minipar.backend import to_host
 from minipar.comm import Communicator, DeviceMesh, serial
 from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
+from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 
 
@@ -68,15 +69,20 @@ def compare(
     ranks: int,
     dtype: str,
 ) -> Verdict:
-    """Compare the parameters and the losses of two runs; `exact` demands the same bits."""
+    """Compare the parameters and the losses of two runs; `exact` demands the same bits. Where the parallel one was
+    resumed, its steps are the single one's last ones.
+    """
     pairs = {name: (parallel[name], single[name]) for name in single}
     # The norms too: AdamW forgives a gradient of the wrong scale, so the parameters alone would hardly show it.
+    resumed = len(single_steps) - len(parallel_steps)
     for what, field in (("the losses", "loss"), ("the gradient norms", "grad_norm")):
-        a, b = (np.array([getattr(step, field) for step in run]) for run in (parallel_steps, single_steps))
+        a, b = (np.array([getattr(step, field) for step in run]) for run in (parallel_steps, single_steps[resumed:]))
         pairs[what] = (a, b)
     count = sum(array.size for array in single.values())
     steps, who = len(single_steps), f"{ranks} rank{'s' if ranks > 1 else ''}"
-    what = f"{len(single)} parameters ({count:,} numbers), losses and gradient norms of {steps} steps"
+    what = f"{len(single)} parameters ({count:,} numbers), losses and gradient norms of {len(parallel_steps)} steps"
+    if resumed:
+        what += f", resumed after {resumed}"
     if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs.values()):
         return Verdict(False, f"verify: FAILED: not all numbers are finite after {steps} steps, which proves nothing")
     different = [name for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()]
@@ -116,6 +122,9 @@ def verify(
 ) -> Verdict:
     """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
 
+    From step 0, also where `trainer` was resumed: resuming must be never having stopped. (Where the saved run added in
+    another order, as another number of replicas does, the bound for all steps together applies.)
+
     The other ranks wait. `on_step` is called on rank 0 after each step of the single device.
     """
     comm = trainer.mesh.world
@@ -130,7 +139,9 @@ def verify(
             single,
             results,
             single_results,
-            exact=trainer.config.run.reduction == "ordered" and trainer.config.mesh.tp == 1,
+            exact=trainer.config.run.reduction == "ordered"
+            and trainer.config.mesh.tp == 1
+            and same_sums(trainer.checkpoint, trainer.config),
             ranks=comm.size,
             dtype=trainer.config.run.dtype,
         )

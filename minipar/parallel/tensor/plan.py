@@ -49,6 +49,11 @@ class Cut:
     groups: int
     size: int
 
+    def shape(self, whole: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """The shape of each part of an array of shape `whole`."""
+        length = self.groups * -(-self.size // (self.groups * ranks))
+        return tuple(length if dim == self.dim else size for dim, size in enumerate(whole))
+
     def part(self, whole: Array, rank: int, ranks: int) -> Array:
         """This rank's part, an array of its own."""
         step = -(-self.size // (self.groups * ranks))
@@ -82,9 +87,8 @@ class TensorParallel:
     def split(self, parameter: Parameter, dim: int, groups: int = 1) -> None:
         """Leave this rank its part of the parameter."""
         cut = self.cuts[parameter] = Cut(dim, groups, parameter.shape[dim])
-        shape = list(parameter.shape)
-        shape[dim] = groups * -(-shape[dim] // (groups * self.group.size))
-        parameter.change(tuple(shape), partial(cut.part, rank=self.group.rank, ranks=self.group.size))
+        shape = cut.shape(parameter.shape, self.group.size)
+        parameter.change(shape, partial(cut.part, rank=self.group.rank, ranks=self.group.size))
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Make the gradients of the replicated parameters among these whole. On the wire: one all-reduce over tp of
