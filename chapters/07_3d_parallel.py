@@ -49,6 +49,8 @@
 import hashlib
 import json
 
+import numpy as np
+
 from minipar.comm import run_local, world
 
 comm = world()
@@ -122,7 +124,7 @@ from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
 
-T, HIDDEN, V, LAYERS, BATCH, STEPS = 16, 32, 256, 8, 8, 6
+T, HIDDEN, V, LAYERS, BATCH, STEPS = 16, 32, 256, 8, 8, 5
 tokens = load_tokens(None, vocab_size=V, seq_len=T)
 SHAPE = f"--layers {LAYERS} --hidden {HIDDEN} --heads 8 --seq-len {T} --vocab-size {V} --dtype float64 --lr 3e-3"
 TRAINING = f"{SHAPE} --reduction ordered --dropout 0.1 --clip-grad 0.5 --eps 1e-6"
@@ -159,6 +161,7 @@ for r, (part, _, chunk) in enumerate(held):
 from minipar.comm import serial
 from minipar.train.verify import bound, compare, layer_scales, relative_difference, verify
 
+AXES = ("tp", "dp", "pp")
 GRID = "--dp 2 --tp 2 --pp 2 --microbatches"
 LAYOUTS = {
     "dp 8": "--dp 8",
@@ -172,40 +175,55 @@ LAYOUTS = {
 
 
 def train(comm, flags):
-    """(what each step reported, all parameters after each step: on rank 0)"""
+    """The trainer; what each step reported; all parameters after each step, on rank 0; bytes of step 0 by axis."""
     trainer = trainer_on(comm, f"{flags} --global-batch {BATCH}")
-    return zip(*((result, trainer.ddp.state_dict()) for result in trainer.train()), strict=True)
+    steps, states = [], []
+    for step in range(STEPS):
+        traffic = comm.traffic
+        traffic.reset()
+        steps.append(trainer.step(step))
+        if step == 0:
+            sent = {axis: traffic.bytes(axis=axis) for axis in AXES}
+        states.append(trainer.ddp.state_dict())
+    return trainer, steps, states, sent
 
 
-single, states = train(serial(), "") if rank == 0 else (None, None)  # one device takes the whole batch at once
+_, single, states, _ = train(serial(), "") if rank == 0 else [None] * 4  # one device takes the whole batch at once
 
 
 def curve(comm, flags):
-    """Train a layout on eight ranks: on rank 0 losses, differences to one device by step, verdict, digest."""
-    steps, found = train(comm, flags)
+    """Train a layout on eight ranks; each returns the bytes that it sent, and rank 0 a comparison with one device."""
+    trainer, steps, found, sent = train(comm, flags)
     if comm.rank != 0:
-        return None
+        return {"sent": sent}
     apart = []
     for mine, alone in zip(found, states, strict=True):
         scales = layer_scales(alone)
         apart.append(max(relative_difference(mine[name], alone[name], scales[name]) for name in alone))
     verdict = compare(found[-1], states[-1], steps, single, exact=False, ranks=8, dtype="float64")
     bits = hashlib.sha256(b"".join(array.tobytes() for array in found[-1].values())).hexdigest()
-    return [step.loss for step in steps], apart, verdict.passed, verdict.line, bits
+    losses = [step.loss for step in steps]
+    return {
+        "sent": sent,
+        "losses": losses,
+        "apart": apart,
+        "passed": verdict.passed,
+        "line": verdict.line,
+        "bits": bits,
+    }
 
 
-curves = {label: on_eight(curve, flags)[:1] for label, flags in LAYOUTS.items()}
+runs = {label: on_eight(curve, flags) for label, flags in LAYOUTS.items()}  # of each the eight ranks' answers
 if rank == 0:
-    curves = {label: found for label, (found,) in curves.items()}
-    for label, (_, apart, passed, line, _) in curves.items():
-        assert passed, (label, line)
-        say(f"{' '.join(label.split()):<62} parameters within {apart[-1]:.1e} after {STEPS} steps")
-    say(f"one of the verdicts in full: {line}")
-    assert curves["dp 8"][-1] == curves["dp 8, ZeRO 3"][-1]
+    for label, (first, *_) in runs.items():
+        assert first["passed"], (label, first["line"])
+        say(f"{' '.join(label.split()):<60} parameters within {first['apart'][-1]:.1e} after {STEPS} steps")
+    say(f"the last one's verdict in full:\n  {first['line']}")
+    assert runs["dp 8"][0]["bits"] == runs["dp 8, ZeRO 3"][0]["bits"]
     say("dp 8 and dp 8 with ZeRO 3: the same bits")
-    alone, limit = [step.loss for step in single], [bound("float64", step) for step in range(1, STEPS + 1)]
-    pairs = {label: found[:2] for label, found in curves.items()}
-    show(plot_layouts(pairs, alone, limit), "07_layouts")
+    curves = {label: (first["losses"], first["apart"]) for label, (first, *_) in runs.items()}
+    limit = [bound("float64", step) for step in range(1, STEPS + 1)]
+    show(plot_layouts(curves, [step.loss for step in single], limit), "07_layouts")
 
 # %% [markdown]
 # Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding. It has two
@@ -229,66 +247,34 @@ say(f"{MINE} --zero-stage 3\n{verdict.line}")
 # `predicted_traffic` is their sum, for any combination.
 
 # %%
-from minipar.nn import GPTConfig
-from minipar.parallel.volume import StepLayout, dp_bytes, pp_bytes, predicted_traffic, tp_bytes
-from minipar.train.pipelined import schedule_of
+from minipar.parallel import volume
+from minipar.train.traffic import predicted_traffic
 
-AXES = ("tp", "dp", "pp")
 if rank == 0:
-    show_source(tp_bytes, dp_bytes, pp_bytes)
+    show_source(volume.tp_bytes, volume.dp_bytes, volume.pp_bytes)
 
-
-def predicted(trainer):
-    """Bytes that this rank should send on each axis in a step."""
-    mesh, model, data = trainer.config.mesh, trainer.config.model, trainer.config.data
-    layout = StepLayout(
-        GPTConfig(model.vocab_size, model.seq_len, model.hidden, model.layers, model.heads),
-        length=model.seq_len,
-        samples=trainer.samples_per_microbatch,
-        microbatches=data.microbatches,
-        itemsize=8 if trainer.config.run.dtype == "float64" else 4,
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        zero_stage=mesh.zero_stage,
-        schedule=schedule_of(trainer.config) if mesh.pp > 1 else None,
-        sequence_parallel=mesh.sequence_parallel,
-        recompute=trainer.config.run.recompute == "full",
-        reduction=trainer.config.run.reduction,
-    )
-    place = trainer.mesh.coordinates
-    return predicted_traffic(layout, (place["pp"] * mesh.dp + place["dp"]) * mesh.tp + place["tp"])
-
-
-def counted(trainer, step):
-    """Bytes that this rank does send in one step."""
-    traffic = trainer.mesh.world.traffic
-    traffic.reset()
-    trainer.step(step)
-    return {axis: traffic.bytes(axis=axis) for axis in AXES}
-
-
-for stage in range(4):
+say(f"bytes of one step, all {N} ranks{'tp':>12}{'dp':>12}{'pp':>12}")
+for stage in (0, 1, 3):
     trainer = trainer_on(comm, f"{MINE} --zero-stage {stage}")
-    sent = counted(trainer, 0)
-    assert sent == predicted(trainer)
-    everyone = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(sent).encode())]
-    rows = "   ".join(f"{axis} {sum(each[axis] for each in everyone):>9,}" for axis in AXES)
-    say(f"ZeRO {stage}: bytes of all {N} ranks: {rows}   predicted on every rank, ==")
+    comm.traffic.reset()
+    trainer.step(0)
+    sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
+    assert sent == predicted_traffic(trainer.config, rank)
+    ranks = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(sent).encode())]
+    total = "".join(f"{sum(each[axis] for each in ranks):>12,}" for axis in AXES)
+    say(f"{MINE.split(' --micro')[0]} --zero-stage {stage}{total}   predicted on every rank, ==")
 
+# %% [markdown]
+# And the six layouts. In each, every rank sent in its first step what the formulas say:
 
-def traffic_of(comm, flags):
-    trainer = trainer_on(comm, f"{flags} --global-batch {BATCH}")
-    sent = counted(trainer, 0)
-    return sent, sent == predicted(trainer)
-
-
-say(f"\n{'rank 0 of eight sends':<62}{'tp':>10}{'dp':>10}{'pp':>10}")
-for label, flags in LAYOUTS.items():
-    found = on_eight(traffic_of, flags)
-    assert all(equal for _, equal in found)
-    for sent, _ in found[:1]:
-        say(f"{' '.join(label.split()):<62}" + "".join(f"{sent[axis]:>10,}" for axis in AXES))
+# %%
+if rank == 0:
+    say(f"{'bytes of one step, all eight ranks':<62}{'tp':>12}{'dp':>12}{'pp':>12}")
+    for label, flags in LAYOUTS.items():
+        config = resolve(parse(f"{TRAINING} {flags} --global-batch {BATCH}".split()), 8)
+        assert [answer["sent"] for answer in runs[label]] == [predicted_traffic(config, r) for r in range(8)]
+        total = "".join(f"{sum(answer['sent'][axis] for answer in runs[label]):>12,}" for axis in AXES)
+        say(f"{' '.join(label.split()):<62}{total}")
 
 # %% [markdown]
 # ## 7.4 Why tp is innermost
@@ -376,12 +362,280 @@ if rank == 0:
 #
 # ## 7.5 The timeline
 #
-# The same scale model with 4 microbatches in the right order: tp and dp on NVLink, pp on InfiniBand.
+# Two steps of the scale model with 4 microbatches, on Ethernet between the hosts: first in the right order, then with
+# tp between the hosts. Of the eight ranks we show four, the first replica. (The other four do the same at the same
+# times.)
 
 # %%
-found = on_eight(scaled, "pp", "InfiniBand", 4, True)
 if rank == 0:
-    events = [event for _, _, mine in found for event in mine]
-    figure = plot_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
-    figure.axes[0].set_title("dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches; ranks 4 to 7 have the second stage", loc="left", fontsize=10)
+    events, begin = [], 0.0
+for axis in ("pp", "tp"):
+    found = on_eight(scaled, axis, "Ethernet", 4, True)
+    if rank == 0:
+        for _, _, mine in found:
+            events += [event | ({"ts": event["ts"] + begin} if "ts" in event else {}) for event in mine]
+        begin += 1e6 * max(seconds for seconds, _, _ in found)
+if rank == 0:
+    shown = [event for event in events if event["pid"] in (0, 1, 4, 5) and event["ph"] in "MX"]
+    figure = plot_timeline(parse_trace({"traceEvents": shown, "otherData": {"clock": "model"}}))
+    title = "dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: pp (left), tp (right)"
+    figure.axes[0].set_title(title, loc="left", fontsize=10)
     show(figure, "07_timeline")
+
+# %% [markdown]
+# Ranks 0 and 1 are a tp pair of the first stage, 4 and 5 of the second. A pair computes in step: each product ends in a
+# sum that both wait for. On the left these sums are thin lines in the lowest row. On the right they fill it, and make
+# every F and B longer. 1F1B is the same in both halves: forward, then forward and backward in turn, then the gradients
+# of a stage over dp, as soon as its last backward has them. The second stage is done first, and its dp row is active
+# while the first stage still works. Then all wait for the norm, which is summed over tp and pp.
+#
+# ## 7.6 A checkpoint moves
+#
+# A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
+# Each rank writes the elements that *it* owns, and says which they are of the serial model's. Nobody gathers anything.
+# Who resumes puts each parameter together and takes its own part.
+
+# %%
+import tempfile
+
+from minipar.train import checkpoint
+from minipar.train.resume import open_checkpoint
+
+if rank == 0:
+    show_source(checkpoint._own)
+    holder = tempfile.TemporaryDirectory()
+folder = comm.all_gather_bytes(holder.name.encode() if rank == 0 else b"")[0].decode()
+
+
+def segment(comm, flags, place, stop=None):
+    """Go on from the checkpoint in `place`, if there is one, until step `stop` and save there, or to the end."""
+    resume = f"--resume {place}" if stop is None else ""
+    config = resolve(parse(f"{TRAINING} --steps {STEPS} {flags} {resume}".split(), 1), comm.size)
+    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
+    trainer = Trainer(config, mesh, tokens, open_checkpoint(config, tokens, comm))
+    results = [trainer.step(step) for step in range(trainer.first_step, STEPS if stop is None else stop)]
+    if stop is not None:
+        checkpoint.save(trainer, place, stop)
+    return trainer, results
+
+
+def move(comm, before, after, place):
+    """Three steps in one layout, the rest in another; on rank 0 the comparison with one device that never stopped."""
+    segment(comm, f"{before} --global-batch {BATCH}", place, stop=3)
+    trainer, results = segment(comm, f"{after} --global-batch {BATCH}", place)
+    state = trainer.ddp.state_dict()
+    if comm.rank == 0:
+        verdict = compare(state, states[-1], results, single, exact=False, ranks=8, dtype="float64")
+        return verdict.passed, verdict.line
+
+
+for number, (before, after) in enumerate(
+    ((f"{GRID} 4", "--dp 8 --zero-stage 3"), ("--pp 8 --microbatches 8", f"{GRID} 4"))
+):
+    for passed, line in on_eight(move, before, after, f"{folder}/{number}")[:1]:
+        assert passed, line
+        say(f"{before}  ->  {after}\n  {line}")
+
+# %% [markdown]
+# Optimizer state, samples and dropout went along, else the losses of the last steps would differ. What is random is
+# keyed by seed, step and sample (chapter 3), so the step's number is all that must be remembered. Where both layouts
+# add in the same order, a resumed run has the **bits** of one that never stopped. Over MPI, on this run's own ranks:
+
+# %%
+files = f"{folder}/mine"
+segment(comm, f"{MINE} --zero-stage 1", files, stop=3)
+trainer, results = segment(comm, f"{MINE} --zero-stage 3", files)
+verdict = verify(trainer, results, tokens)
+assert verdict.passed and ("bit for bit" in verdict.line) == (TP == 1), verdict.line
+say(f"{MINE}: ZeRO 1 -> ZeRO 3\n  {verdict.line}")
+if rank == 0:
+    holder.cleanup()
+
+# %% [markdown]
+# On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`.
+#
+# ## 7.7 On several hosts
+#
+# Nothing in the program changes. A launcher starts the ranks, host by host. With MPICH's `mpirun`:
+#
+# ```
+# mpirun --hosts node1,node2 --ppn 4 python -m minipar.train --tp 4 --dp 2 ...     # ranks 0 to 3 on node1, 4 to 7 on node2
+# mpirun -f hostfile -n 8    python -m minipar.train --tp 4 --dp 2 ...             # hostfile: a line "node1:4" for each host
+# ```
+#
+# With Open MPI it is `mpirun --host node1:4,node2:4` or `--hostfile FILE` with lines `node1 slots=4`. With Slurm:
+#
+# ```
+# srun --mpi=pmi2 --nodes 2 --ntasks-per-node 4 --distribution block python -m minipar.train --tp 4 --dp 2 ...
+# ```
+#
+# (`srun --mpi=list` says what it offers; the MPI library must know it too: PMI2 or PMIx.)
+#
+# What to watch:
+#
+# - **Block order.** Ranks 0 to 3 must be on one host. A *cyclic* distribution (`--distribution cyclic`, `mpirun
+# --map-by node`) deals them like cards, and every tp pair lies between hosts. Nothing fails, it is only slow: that is
+# exercise 5.
+#
+# - **tp divides the ranks of a host.** With 8 per host: `--tp` 1, 2, 4 or 8.
+#
+# - **The same program and data on each host**, the same path to Python and to `--data`; and a file system that all
+# share for `--save`. Ranks that see different texts are told so at the start.
+
+
+# %%
+def placed(hosts, per_host, tp, dp, cyclic=False):
+    """For each axis the part of its rows that lie inside one host, with pp taking what tp and dp leave."""
+    size = hosts * per_host
+    host = [r % hosts if cyclic else r // per_host for r in range(size)]
+    strides = {"tp": (1, tp), "dp": (tp, dp), "pp": (tp * dp, size // (tp * dp))}
+    inside = {}
+    for axis, (stride, length) in strides.items():
+        rows = {tuple(r - (r // stride % length - k) * stride for k in range(length)) for r in range(size)}
+        inside[axis] = sum(len({host[r] for r in row}) == 1 for row in rows), len(rows)
+    return inside
+
+
+for cyclic in (False, True):
+    inside = placed(hosts=2, per_host=4, tp=2, dp=2, cyclic=cyclic)
+    rows = ", ".join(f"{axis} {here} of {all_of}" for axis, (here, all_of) in inside.items())
+    say(f"2 hosts of 4 ranks, dp 2 x tp 2 x pp 2, {'cyclic' if cyclic else 'block'}: rows inside a host: {rows}")
+assert placed(2, 4, 2, 2) == {"tp": (4, 4), "dp": (4, 4), "pp": (0, 4)}
+assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4, 4)}
+
+# %% [markdown]
+# ## 7.8 Exercises: break it, and see what notices
+#
+# With several axes there is a new kind of mistake: the right operation on the wrong row. Instruments:
+#
+# - **loss**: is the last loss off by more than 5 %?
+#
+# - **ranks**: do the ranks that should hold the same numbers (over dp all, over tp what is not cut) still do so?
+#
+# - **bytes**: does each rank send on each axis what the formula says?
+#
+# - **one device**: parameters, losses and norms, by `compare`.
+#
+# Which catches which?
+#
+# 1. **A gradient averaged over tp**, as if tp ranks were replicas.
+#
+# 2. **The norm summed over dp** instead of tp: the squares of cut parameters go to the wrong row, of the same length.
+#
+# 3. **The norm of the own stage**: each stage clips by what it has.
+#
+# 4. **Samples dealt by world rank**: `rank % dp` in the place of the dp coordinate.
+#
+# 5. **The axes in the wrong order**: pp innermost, tp outermost.
+
+
+# %%
+from contextlib import nullcontext
+from unittest.mock import patch
+
+from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.pipeline.split import PipelineParallel
+
+synchronize, clip = DistributedDataParallel.synchronize, DistributedDataParallel.clip_grad_norm
+
+
+def averages_over_tp(self):
+    """Mistake 1."""
+    synchronize(self)
+    self.tensor.group.comm.all_reduce(self.buffers.gradients, algorithm="ordered")
+    self.buffers.gradients /= self.tensor.group.comm.size
+
+
+def norm_over_dp(self, max_norm):
+    """Mistake 2."""
+    with patch.object(self.tensor.group, "comm", self.comm):
+        return clip(self, max_norm)
+
+
+def own_stage(self, squares):
+    """Mistake 3: `everywhere` without its all-reduce."""
+    whole = np.zeros((len(squares), len(self.model.parts), 2))
+    whole[:, self.places] = squares
+    return whole
+
+
+class DealsByWorldRank(Trainer):
+    """Mistake 4."""
+
+    def _samples(self, replica, microbatch):
+        return super()._samples(self.mesh.world.rank % self.config.mesh.dp, microbatch)
+
+
+class TensorOutermost(DeviceMesh):
+    """Mistake 5, if it is one."""
+
+    AXES = ("pp", "dp", "tp")
+
+    def rank_at(self, **coordinates):
+        place = self.coordinates | coordinates
+        return (place["tp"] * self.shape["dp"] + place["dp"]) * self.shape["pp"] + place["pp"]
+
+
+def broken(owner, name, mistake):
+    return lambda: patch.object(owner, name, mistake)
+
+
+MISTAKES = {  # how to break it, trainer, mesh
+    "nothing broken": (nullcontext, Trainer, DeviceMesh),
+    "1. gradient averaged over tp": (
+        broken(DistributedDataParallel, "synchronize", averages_over_tp),
+        Trainer,
+        DeviceMesh,
+    ),
+    "2. norm over dp, not tp": (broken(DistributedDataParallel, "clip_grad_norm", norm_over_dp), Trainer, DeviceMesh),
+    "3. norm of the own stage": (broken(PipelineParallel, "everywhere", own_stage), Trainer, DeviceMesh),
+    "4. samples by world rank": (nullcontext, DealsByWorldRank, DeviceMesh),
+    "5. tp outermost": (nullcontext, Trainer, TensorOutermost),
+}
+SMALL = f"{GRID} 2 --layers 4 --global-batch 4"
+
+
+def same(comm, arrays):
+    """Whether all ranks of the row hold these bits."""
+    return len(set(comm.all_gather_bytes(hashlib.sha256(b"".join(a.tobytes() for a in arrays)).digest()))) == 1
+
+
+def examine(comm, kind, mesh):
+    """Two steps; [loss, ranks, bytes] noticed on this rank, and on rank 0 the verdict beside one device."""
+    trainer = trainer_on(comm, SMALL, 2, kind, mesh)
+    comm.traffic.reset()
+    results = [trainer.step(0)]
+    place, shape = trainer.mesh.coordinates, trainer.mesh.shape
+    usual = (place["pp"] * shape["dp"] + place["dp"]) * shape["tp"] + place[
+        "tp"
+    ]  # the rank with this place, tp innermost
+    sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
+    results.append(trainer.step(1))
+    numbers = [p.data for p in trainer.model.parameters()]
+    whole = [p.data for p in trainer.ddp.buffers.members if p not in trainer.tensor.cuts]
+    alike = [same(trainer.mesh.dp, numbers), same(trainer.mesh.tp, whole)]
+    seen = {"ranks": not all(alike), "bytes": sent != predicted_traffic(trainer.config, usual)}
+    state, line = trainer.ddp.state_dict(), ""
+    if comm.rank == 0:
+        verdict = compare(state, right[0], results, right[1], exact=False, ranks=8, dtype="float64")
+        seen |= {"loss": abs(results[-1].loss / right[1][-1].loss - 1) > 0.05, "one device": not verdict.passed}
+        line = verdict.line
+    return seen, line
+
+
+if rank == 0:
+    trainer = trainer_on(serial(), "--layers 4 --global-batch 4", 2)
+    results = list(trainer.train())
+    right = trainer.ddp.state_dict(), results
+caught = {}
+for name, (mistake, kind, mesh) in MISTAKES.items():
+    with mistake():
+        found = on_eight(examine, kind, mesh)
+    if rank == 0:
+        caught[name] = {eye for seen, _ in found for eye, noticed in seen.items() if noticed}
+        eyes = "  ".join(
+            f"{eye} {'CAUGHT' if eye in caught[name] else '-':<6}" for eye in ("loss", "ranks", "bytes", "one device")
+        )
+        say(f"{name:<30} {eyes}")
+        if "one device" in caught[name]:
+            say(f"  {found[0][1].removeprefix('verify: FAILED: 8 ranks differ from 1 device by more than rounding: ')}")
