@@ -124,7 +124,7 @@ from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
 
-T, HIDDEN, V, LAYERS, BATCH, STEPS = 16, 32, 256, 8, 8, 5
+T, HIDDEN, V, LAYERS, BATCH, STEPS = 16, 32, 256, 4, 8, 5
 tokens = load_tokens(None, vocab_size=V, seq_len=T)
 SHAPE = f"--layers {LAYERS} --hidden {HIDDEN} --heads 8 --seq-len {T} --vocab-size {V} --dtype float64 --lr 3e-3"
 TRAINING = f"{SHAPE} --reduction ordered --dropout 0.1 --clip-grad 0.5 --eps 1e-6"
@@ -167,7 +167,7 @@ LAYOUTS = {
     "dp 8": "--dp 8",
     "dp 8, ZeRO 3": "--dp 8 --zero-stage 3",
     "tp 8, sequence parallel": "--tp 8 --sequence-parallel",
-    "pp 8, zb-h1": "--pp 8 --microbatches 8 --schedule zb-h1",
+    "dp 2 x pp 4, zb-h1": "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1",
     "dp 2 x tp 2 x pp 2": f"{GRID} 4",
     "the same, interleaved, ZeRO 3,\nsequence parallel, recompute": f"{GRID} 4 --schedule interleaved-1f1b --zero-stage 3 "
     "--sequence-parallel --recompute full",
@@ -301,7 +301,7 @@ LINKS = {  # seconds per message, bytes per second
     "Ethernet": (30e-6, 12.5e9),
 }
 NETWORKS = {link: Network(alpha, SCALE**2 * (2 / 4) / speed) for link, (alpha, speed) in LINKS.items()}
-BIG = "--layers 4 --hidden 96 --heads 8 --seq-len 32 --vocab-size 480"
+BIG = "--layers 2 --hidden 96 --heads 8 --seq-len 32 --vocab-size 256"
 
 
 def scaled(comm, slow, link, microbatches, trace=False):
@@ -311,7 +311,7 @@ def scaled(comm, slow, link, microbatches, trace=False):
     for axis in AXES:
         getattr(mesh, axis).network = NETWORKS[link if axis == slow else "NVLink"]
     flags = f"{BIG} {GRID} {microbatches} --global-batch {2 * microbatches}"
-    trainer = Trainer(resolve(parse(flags.split(), 1), 8), mesh, load_tokens(None, vocab_size=480, seq_len=32))
+    trainer = Trainer(resolve(parse(flags.split(), 1), 8), mesh, load_tokens(None, vocab_size=256, seq_len=32))
     comm.traffic.reset()
     comm.tracer.enabled = trace
     trainer.step(0)
@@ -430,7 +430,7 @@ def move(comm, before, after, place):
 
 
 for number, (before, after) in enumerate(
-    ((f"{GRID} 4", "--dp 8 --zero-stage 3"), ("--pp 8 --microbatches 8", f"{GRID} 4"))
+    ((f"{GRID} 4", "--dp 8 --zero-stage 3"), ("--dp 2 --pp 4 --microbatches 4", f"{GRID} 4"))
 ):
     for passed, line in on_eight(move, before, after, f"{folder}/{number}")[:1]:
         assert passed, line
@@ -592,7 +592,7 @@ MISTAKES = {  # how to break it, trainer, mesh
     "4. samples by world rank": (nullcontext, DealsByWorldRank, DeviceMesh),
     "5. tp outermost": (nullcontext, Trainer, TensorOutermost),
 }
-SMALL = f"{GRID} 2 --layers 4 --global-batch 4"
+SMALL = f"{GRID} 2 --global-batch 4"
 
 
 def same(comm, arrays):
@@ -624,7 +624,7 @@ def examine(comm, kind, mesh):
 
 
 if rank == 0:
-    trainer = trainer_on(serial(), "--layers 4 --global-batch 4", 2)
+    trainer = trainer_on(serial(), "--global-batch 4", 2)
     results = list(trainer.train())
     right = trainer.ddp.state_dict(), results
 caught = {}
