@@ -35,9 +35,9 @@ def chrome(ranks=3, steps=3) -> dict:
             events.append(slice_event("forward", r, 0, at, 2))
             events.append(slice_event("backward", r, 0, at + 2, 4))
             events.append(slice_event("all_reduce", r, 1, at + 6, 3, op="all_reduce", bytes=8, wait=1.0))
-            events.append({"ph": "s", "name": "message", "id": f"{s}{r}", "pid": r, "tid": 1, "ts": (at + 6) * 1e6})
-            arrives = {"ph": "f", "bp": "e", "name": "message", "id": f"{s}{r}", "pid": (r + 1) % ranks, "tid": 1}
-            events.append(arrives | {"ts": (at + 9) * 1e6})
+            message = {"name": "message", "id": f"{s}{r}", "tid": 1}
+            events.append(message | {"ph": "s", "pid": r, "ts": (at + 6) * 1e6, "args": {"bytes": 8}})
+            events.append(message | {"ph": "f", "bp": "e", "pid": (r + 1) % ranks, "ts": (at + 9) * 1e6})
     return {"traceEvents": events, "otherData": {"clock": "model"}}
 
 
@@ -129,7 +129,7 @@ def test_steps_that_are_not_there_are_refused():
 
 def test_arrows_join_sender_and_receiver():
     trace = parse_trace(chrome(ranks=3, steps=3))
-    assert sorted(trace.messages)[:2] == [(0, 6.0, 1, 9.0), (0, 16.0, 1, 19.0)]
+    assert sorted(trace.messages)[:2] == [(0, 6.0, 1, 9.0, "dp", 8), (0, 16.0, 1, 19.0, "dp", 8)]
     arrows = plot_timeline(trace, slice(1, 2), arrows=True).axes[0].texts
     ends = sorted((int(arrow.xyann[1]), arrow.xyann[0], int(arrow.xy[1]), arrow.xy[0]) for arrow in arrows)
     assert ends == [(0, 6.0, 1, 9.0), (1, 6.0, 2, 9.0), (2, 6.0, 0, 9.0)], "those of the step that is shown"

@@ -6,9 +6,11 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 from visualize.communication import plot_bench, plot_bytes
 from visualize.explore import explore_schedules
 from visualize.layouts import plot_layouts, plot_placements
+from visualize.links import MeshTraffic, mesh_numbers, mesh_traffic
 from visualize.loss import plot_loss, read_metrics
 from visualize.measured import live_activations, measured_durations, measured_timeline, predicted_timeline
 from visualize.memory import plot_ledger, plot_memory, read_ledger
+from visualize.mesh import plot_mesh
 from visualize.model import plot_graph, plot_shares
 from visualize.overlap import plot_bucket_sizes
 from visualize.schedule import gallery, plot_measured, plot_schedule, plot_schedules
@@ -18,6 +20,7 @@ from visualize.tensor import plot_activations, plot_cuts, plot_links
 from visualize.timeline import Trace, parse_trace, plot_timeline, read_trace
 
 __all__ = [
+    "MeshTraffic",
     "Picture",
     "Trace",
     "explore_schedules",
@@ -25,6 +28,8 @@ __all__ = [
     "live_activations",
     "measured_durations",
     "measured_timeline",
+    "mesh_numbers",
+    "mesh_traffic",
     "parse_trace",
     "picture",
     "plot_activations",
@@ -40,6 +45,7 @@ __all__ = [
     "plot_measured",
     "plot_memory",
     "plot_placements",
+    "plot_mesh",
     "plot_schedule",
     "plot_schedules",
     "plot_shares",

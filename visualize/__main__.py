@@ -1,4 +1,4 @@
-"""python -m visualize trace|loss|traffic|memory FILE --out FIGURE; schedule --schedule NAME ...; gallery --out DIR"""
+"""python -m visualize trace|mesh|loss|traffic|memory FILE --out FIG; schedule --schedule NAME ...; gallery --out DIR"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from minipar.errors import UsageError
-from visualize import communication, loss, memory, schedule_command, style, timeline
+from visualize import communication, links, loss, memory, mesh, schedule_command, style, timeline
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,7 +31,7 @@ _steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
 def main(argv: Sequence[str]) -> int:
     """Draw. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
     parser = _Parser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    names = "trace|loss|traffic|memory|schedule|gallery"
+    names = "trace|mesh|loss|traffic|memory|schedule|gallery"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     every = _Parser(add_help=False)
     every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
@@ -45,6 +45,11 @@ def main(argv: Sequence[str]) -> int:
         help="steps A to B-1, counted from 0; --steps=-1: is the last one (default: the last two)",
     )
     trace.add_argument("--arrows", action="store_true", help="draw each message from sender to receiver")
+
+    grid = commands.add_parser("mesh", help="who sends how much to whom, from minipar.train --trace")
+    grid.add_argument("file", metavar="FILE.json", help="Chrome trace JSON")
+    grid.add_argument("--out", metavar="FIG", help="the picture: .png, .svg or .pdf")
+    grid.add_argument("--json", metavar="FILE", help="bytes and messages by axis, rank and pair; - is standard output")
 
     curve = commands.add_parser("loss", parents=[every], help="the loss curve, from minipar.train --metrics")
     curve.add_argument("files", metavar="FILE.jsonl", nargs="+", help="metrics, one line per step; several to compare")
@@ -67,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
             written = schedule_command.run_schedule(told)
         elif told.command == "gallery":
             written = schedule_command.run_gallery(told)
+        elif told.command == "mesh":
+            written = _mesh(told)
         else:
             written = _draw(told)
     except UsageError as error:
@@ -75,6 +82,18 @@ def main(argv: Sequence[str]) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def _mesh(told: argparse.Namespace) -> list[str]:
+    """The picture of a mesh, its numbers, or both."""
+    if not (told.out or told.json):
+        raise UsageError("nothing to do: give --out FIG or --json FILE")
+    traffic = links.mesh_traffic(timeline.read_trace(told.file), told.file)
+    if told.out:
+        style.save(mesh.plot_mesh(traffic), told.out)
+    if told.json:
+        style.write_json(told.json, links.mesh_numbers(traffic))
+    return [] if told.json == "-" else [path for path in (told.out, told.json) if path]
 
 
 def _draw(told: argparse.Namespace) -> list[str]:

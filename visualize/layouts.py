@@ -8,11 +8,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from visualize.style import BLUE, GREY, INK, LINES, ORANGE, PURPLE, Picture, at_lightness, picture, tidy
+from visualize.mesh import AXES
+from visualize.style import GREY, INK, LINES, Picture, picture, tidy
 
 MARKS = "os^vDP"
-AXES = {"tp": BLUE, "dp": ORANGE, "pp": at_lightness(PURPLE, 25)}  # as in the picture of a mesh
 EPSILON = 2.0**-52
+REST = "#D9D9D9"  # what all bars have
 
 
 def plot_layouts(
@@ -57,15 +58,17 @@ def plot_layouts(
 def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], notes: Mapping[str, str]) -> Picture:
     """Seconds of a step with one mesh axis on the slow link, one group of bars for each kind of slow link.
 
-    ideal  with every axis on the fast link;  links  {slow link: {axis: seconds}};  notes  {axis: its name in the legend}
+    ideal  seconds with every axis on the fast link
+    links  {slow link: {axis: seconds}}
+    notes  {axis: its name in the legend}
     """
     figure = picture(9.0, 1.3 + 0.42 * sum(len(times) + 1 for times in links.values()))
     axes = figure.add_subplot()
     place, ticks = 0.0, []
     for link, times in links.items():
         for axis, seconds in times.items():
-            axes.barh(place, ideal * 1e3, height=0.72, color="#D9D9D9")
-            axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=AXES[axis])
+            axes.barh(place, ideal * 1e3, height=0.72, color=REST)
+            axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=AXES[axis][0])
             text = f"{seconds * 1e3:.0f} ms, {seconds / ideal - 1:+.0%}"
             spot = (seconds * 1e3, place)
             axes.annotate(text, spot, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
@@ -80,7 +83,7 @@ def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], note
     axes.set_xlabel("time of one step (ms, model clock)")
     tidy(axes)
     axes.grid(visible=False, axis="y")
-    handles = [Patch(color="#D9D9D9", label=f"every axis on the fast link: {ideal * 1e3:.0f} ms")]
-    handles += [Patch(color=AXES[axis], label=note) for axis, note in notes.items()]
+    handles = [Patch(color=REST, label=f"every axis on the fast link: {ideal * 1e3:.0f} ms")]
+    handles += [Patch(color=AXES[axis][0], label=note) for axis, note in notes.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return figure

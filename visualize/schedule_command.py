@@ -6,9 +6,7 @@ And `python -m visualize gallery`: the pictures of schedules that the README sho
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from minipar.parallel.pipeline import (
     simulate,
 )
 from visualize.schedule import gallery, plot_schedule, plot_schedules, stages_per_rank
-from visualize.style import save
+from visualize.style import save, write_json
 
 MOST = 100_000  # forwards in one schedule
 
@@ -85,16 +83,9 @@ def run_schedule(told: argparse.Namespace) -> list[str]:
             raise UsageError(f"--csv {told.csv} cannot be written: {error.strerror}") from None
         written.append(told.csv)
     if told.json:
-        text = json.dumps(numbers(timeline), indent=1) + "\n"
-        if told.json == "-":
-            sys.stdout.write(text)
-            return []
-        try:
-            Path(told.json).write_text(text)
-        except OSError as error:
-            raise UsageError(f"--json {told.json} cannot be written: {error.strerror}") from None
+        write_json(told.json, numbers(timeline))
         written.append(told.json)
-    return written
+    return [] if told.json == "-" else written
 
 
 def _schedule(told: argparse.Namespace) -> Schedule:

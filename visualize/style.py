@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,18 @@ def read_json(path: str) -> Any:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise UsageError(f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from None
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write what --json asks for; "-" is standard output, which then gets nothing else. UsageError if not possible."""
+    text = json.dumps(value, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
 
 
 def byte_label(value: float) -> str:

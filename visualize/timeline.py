@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -29,13 +29,25 @@ class Slice:
     wait: float = 0.0
 
 
+class Message(NamedTuple):
+    """One message between two ranks; times in seconds from the trace's origin."""
+
+    source: int
+    left: float
+    dest: int
+    came: float
+    axis: str = ""  # of the communicator that it belongs to
+    nbytes: int | None = None  # None: the trace does not say
+
+
 @dataclass
 class Trace:
     """rank -> track name -> slices in order of start, outer before inner; and the messages between ranks."""
 
     ranks: dict[int, dict[str, list[Slice]]]
-    messages: list[tuple[int, float, int, float]] = field(default_factory=list)  # from rank, when, to rank, when
+    messages: list[Message] = field(default_factory=list)
     clock: str = ""
+    mesh: dict[str, int] = field(default_factory=dict)  # {"pp": PP, "dp": DP, "tp": TP}; empty: the trace does not say
 
     def steps(self) -> list[tuple[float, float]]:
         """(start, end) of each step, from the first rank that begins it to the last that ends it."""
@@ -68,16 +80,23 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
             if event.get("ph") == "M" and event.get("name") == "thread_name"
         }
         ranks: dict[int, dict[str, list[Slice]]] = defaultdict(lambda: defaultdict(list))
-        ends: dict[str, dict[Any, tuple[int, float]]] = {"s": {}, "f": {}}
+        starts: dict[Any, tuple[int, float, str, int | None]] = {}
+        ends: dict[Any, tuple[int, float]] = {}
         for event in events:
             if event.get("ph") == "X":
                 start, length = event["ts"] / 1e6, event["dur"] / 1e6
                 wait = float(event.get("args", {}).get("wait", 0.0))
                 track = tracks.get((event["pid"], event["tid"]), "")
                 ranks[event["pid"]][track].append(Slice(event["name"], start, start + length, min(wait, length)))
-            elif event.get("ph") in ends:
-                ends[event["ph"]][event["id"]] = (event["pid"], event["ts"] / 1e6)
-    except (KeyError, TypeError, ValueError) as error:
+            elif event.get("ph") == "s":
+                axis = _axis(tracks.get((event["pid"], event["tid"]), ""))
+                starts[event["id"]] = (event["pid"], event["ts"] / 1e6, axis, event.get("args", {}).get("bytes"))
+            elif event.get("ph") == "f":
+                ends[event["id"]] = (event["pid"], event["ts"] / 1e6)
+        about = data.get("otherData", {}) if isinstance(data, dict) else {}
+        mesh = {str(axis): int(size) for axis, size in about.get("mesh", {}).items()}
+        clock = str(about.get("clock", ""))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{name} has an event without its fields ({error}): not a trace of minipar") from None
     if not any(track.startswith((COMPUTATION, COMMUNICATION)) for rank in ranks.values() for track in rank):
         raise UsageError(f"{name} has no computation or communication track: not a trace of minipar")
@@ -85,9 +104,17 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
         for slices in rank.values():
             # Outer before inner; but what took no time (on a model clock) came before what starts at the same moment.
             slices.sort(key=lambda one: (one.start, one.end > one.start, -one.end))
-    messages = [(*ends["s"][key], *ends["f"][key]) for key in ends["s"] if key in ends["f"]]
-    clock = data.get("otherData", {}).get("clock", "") if isinstance(data, dict) else ""
-    return Trace({rank: dict(ranks[rank]) for rank in sorted(ranks)}, messages, clock)
+    messages = [
+        Message(source, left, *ends[key], axis, nbytes)
+        for key, (source, left, axis, nbytes) in starts.items()
+        if key in ends
+    ]
+    return Trace({rank: dict(ranks[rank]) for rank in sorted(ranks)}, messages, clock, mesh)
+
+
+def _axis(track: str) -> str:
+    """ "communication dp, send and receive" -> "dp"."""
+    return track.removeprefix(COMMUNICATION).partition(",")[0].strip()
 
 
 def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False) -> Picture:
@@ -232,7 +259,7 @@ def _draw(
 def _arrows(axes: Axes, trace: Trace, begin: float, end: float, scale: float, rows: int) -> None:
     place = {rank: number for number, rank in enumerate(trace.ranks)}
     top, height = _row(0, 1, rows) if rows > 1 else _row(0, 0, rows)
-    for source, left, dest, came in trace.messages:
+    for source, left, dest, came, *_ in trace.messages:
         if begin <= left and came <= end:
             start = ((left - begin) * scale, place[source] + top + height / 2)
             stop = ((came - begin) * scale, place[dest] + top + height / 2)

@@ -130,7 +130,7 @@ class WatchedLink(Link):
             header = self.transport.isend(stamp, dest, self.tag + step, self)
         payload = super().isend(array, dest, step)
         if tracer.enabled:
-            tracer.arrow_out(self, self._arrow(self.rank, dest, step), leaves)
+            tracer.arrow_out(self, self._arrow(self.rank, dest, step), leaves, array.nbytes)
         return Stamped(payload, array.nbytes, "", header, stamp)
 
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:

@@ -2,7 +2,7 @@
 
 A process per rank. Its tracks: "computation" holds the regions of the program, "communication <axis>" the collectives
 of one communicator, "communication <axis>, send and receive" the single messages. Slices on one track nest or follow
-one another, as Perfetto demands. An arrow joins each message's sender and receiver.
+one another, as Perfetto demands. An arrow joins each message's sender and receiver; where it starts it has its bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from minipar.comm.clock import Clock, ModelClock, WallClock
 if TYPE_CHECKING:
     from minipar.comm.communicator import Communicator
     from minipar.comm.link import WatchedLink
+    from minipar.comm.mesh import DeviceMesh
 
 COMPUTATION = "computation"
 MICROSECONDS = 1e6
@@ -53,15 +54,15 @@ class Tracer:
         arguments = {"op": link.op, "algorithm": link.algorithm, "bytes": link.nbytes, "wait": link.waited}
         self._slice(self._track(link), link.op, "communication", link.started, link.time, arguments)
 
-    def arrow_out(self, link: WatchedLink, arrow: str, at: float) -> None:
-        """A message leaves this rank."""
-        self._arrow({"ph": "s"}, link, arrow, at)
+    def arrow_out(self, link: WatchedLink, arrow: str, at: float, nbytes: int) -> None:
+        """A message of so many bytes leaves this rank."""
+        self._arrow({"ph": "s", "args": {"bytes": nbytes}}, link, arrow, at)
 
     def arrow_in(self, link: WatchedLink, arrow: str) -> None:
         """A message has arrived at this rank."""
         self._arrow({"ph": "f", "bp": "e"}, link, arrow, link.time)
 
-    def _arrow(self, kind: dict[str, str], link: WatchedLink, arrow: str, at: float) -> None:
+    def _arrow(self, kind: dict[str, Any], link: WatchedLink, arrow: str, at: float) -> None:
         place = {"id": arrow, "ts": at * MICROSECONDS, "tid": self._track(link)}
         self.events.append(kind | {"name": "message", "cat": "message"} | place)
 
@@ -100,17 +101,22 @@ def start_trace(comm: Communicator) -> None:
     comm.tracer.enabled = True
 
 
-def save_chrome_trace(path: str, comm: Communicator) -> None:
-    """Collective: stop recording; rank 0 writes all ranks' events to `path` as {"traceEvents": [...]}."""
+def save_chrome_trace(path: str, comm: Communicator, mesh: DeviceMesh | None = None) -> None:
+    """Collective: stop recording; rank 0 writes all ranks' events to `path` as {"traceEvents": [...]}.
+
+    otherData names the clock and, where it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the slowest axis first.
+    """
     comm.tracer.enabled = False
     gathered = comm.gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())
     error = None
     if gathered is not None:
         events = [event for data in gathered for event in json.loads(data)]
-        clock = {"clock": comm.clock.name}
+        about: dict[str, Any] = {"clock": comm.clock.name}
+        if mesh is not None:
+            about["mesh"] = {axis: mesh.shape[axis] for axis in reversed(mesh.AXES)}
         try:
             with open(path, "w", encoding="utf-8") as file:
-                json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": clock}, file)
+                json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, file)
         except OSError as problem:
             error = f"--trace {path}: {problem.strerror}"
     comm.agree(error)

@@ -83,7 +83,7 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
             save(trainer, config.run.save, done)
     metrics.close()
     if config.run.trace is not None:
-        save_chrome_trace(config.run.trace, comm)
+        save_chrome_trace(config.run.trace, comm, trainer.mesh)
     return results
 
 

@@ -1,0 +1,234 @@
+"""The device mesh of a traced run: which ranks talk to which, along which axis, and how many bytes they send."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from minipar.errors import UsageError
+from visualize.links import MeshTraffic
+from visualize.style import BLUE, INK, ORANGE, PAPER, PURPLE, Picture, at_lightness, byte_label, picture
+
+# Lightness 46, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
+LOOKS: dict[str, tuple[str, Any]] = {
+    "tp": (BLUE, "-"),
+    "dp": (ORANGE, (0, (2.4, 1.0))),
+    "pp": (at_lightness(PURPLE, 25), (0, (1.0, 1.0))),
+}
+NAMES = {"tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline"}
+MOST = 64  # ranks in one picture
+LABELLED = 20  # pairs of ranks whose bytes are written at their line
+THINNEST, WIDEST = 1.0, 6.0  # points
+NEGLIGIBLE = 0.01  # of the widest line on the same axis: drawn as a hairline, without heads and number
+# Inches: the width of a rank's box, a line of its text, the room between boxes, and the lane beside a row of boxes in
+# which lines pass that join ranks further apart than neighbours.
+BOX, LINE, ROOM, LANE = 1.22, 0.145, 0.8, 0.5
+
+Place = tuple[float, float]  # inches, y upwards
+
+
+def plot_mesh(traffic: MeshTraffic) -> Picture:
+    """The ranks of a mesh as boxes and what they send one another as lines, in bytes per step; below, bytes per axis.
+
+    Stages of a pipeline and replicas lie across and down (the more numerous across), tensor-parallel ranks on a
+    diagonal between the two, nearest. Two axes make a grid, one a circle. A line is as wide as the bytes of both
+    directions, from THINNEST points up; its heads are at the ranks that receive.
+    """
+    if traffic.ranks > MOST:
+        raise UsageError(f"pp*dp*tp = {traffic.ranks} ranks: more than {MOST} cannot be drawn, only told (--json)")
+    height = 0.50 + LINE * max(1, len(traffic.axes))
+    places = layout(traffic.shape, (BOX, height))
+    across, down = directions(traffic.shape)
+    side = BOX / 2 + 0.3 + _lane(traffic.shape, down)
+    top = height / 2 + 0.25 + _lane(traffic.shape, across)
+    left, right = min(x for x, _ in places.values()) - side, max(x for x, _ in places.values()) + BOX / 2 + 0.3
+    low, high = min(y for _, y in places.values()) - height / 2 - 0.3, max(y for _, y in places.values()) + top
+    missing = max(0.0, 7.6 - (right - left)) / 2
+    table = 0.22 * len(traffic.axes) + 0.6
+    left, right, low, high = left - missing, right + missing, low - table, high + 0.4
+    figure = picture(right - left, high - low)
+    figure.set_layout_engine("none")
+    axes = figure.add_axes((0, 0, 1, 1))  # its unit is the inch
+    axes.set(xlim=(left, right), ylim=(low, high))
+    axes.set_axis_off()
+
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in traffic.shape.items())
+    mean = f", mean of {traffic.steps} steps" if traffic.steps > 1 else ""
+    title = f"{traffic.ranks} ranks: {sizes}. Bytes sent per step{mean}"
+    axes.text(left + 0.2, high - 0.28, title, fontsize=10.5, color=INK)
+    _stages(axes, traffic, places, height)
+    boxes = {rank: _box(axes, traffic, rank, place, height) for rank, place in places.items()}
+    _links(axes, traffic, places, boxes, height)
+    _table(axes, traffic, left + 0.2, low + table - 0.1)
+    return figure
+
+
+def directions(shape: dict[str, int]) -> tuple[str, str]:
+    """Which axis runs across the picture and which down: of those with several ranks the two that are not tp, or tp."""
+    used = [axis for axis in ("pp", "dp", "tp") if shape[axis] > 1]
+    if len(used) == 3:
+        used.remove("tp")
+    across, down, *_ = dict.fromkeys([*sorted(used, key=lambda axis: -shape[axis]), "pp", "dp"])
+    return across, down
+
+
+def _lane(shape: dict[str, int], axis: str) -> float:
+    """The room that lines beside the boxes along an axis need: none where all ranks are neighbours, or on a circle."""
+    several = sum(size > 1 for size in shape.values()) > 1
+    return LANE if several and shape[axis] > 2 else 0.0
+
+
+def layout(shape: dict[str, int], box: tuple[float, float]) -> dict[int, Place]:
+    """Where the middle of each rank's box of (width, height) is, in inches."""
+    width, height = box
+    used = [axis for axis in ("pp", "dp", "tp") if shape[axis] > 1]
+    total = math.prod(shape.values())
+    if len(used) < 2 and total > 2:  # one ring: the ranks around it, rank 0 at the top
+        radius = (width + ROOM) / (2 * math.sin(math.pi / total))
+        angles = [math.pi / 2 - 2 * math.pi * rank / total for rank in range(total)]
+        return {rank: (1.1 * radius * math.cos(a), 0.8 * radius * math.sin(a)) for rank, a in enumerate(angles)}
+    across, down = directions(shape)
+    right, below = width + ROOM + _lane(shape, down), height + 0.6 + _lane(shape, across)
+    steps = dict.fromkeys(shape, (0.0, 0.0)) | {across: (right, 0.0), down: (0.0, -below)}
+    if len(used) == 3:
+        # On the diagonal every row of boxes and every column is one rank wide: lines across and down pass freely.
+        x, y = width + max(0.25, _lane(shape, down)), height + LANE
+        steps["tp"] = (x, -y)
+        steps[across] = (right + (shape["tp"] - 1) * x, 0.0)
+        steps[down] = (0.0, -below - (shape["tp"] - 1) * y)
+    places = {}
+    for rank in range(total):
+        rest, tp = divmod(rank, shape["tp"])
+        pp, dp = divmod(rest, shape["dp"])
+        moves = [(steps["tp"], tp), (steps["dp"], dp), (steps["pp"], pp)]
+        places[rank] = (sum(step[0] * n for step, n in moves), sum(step[1] * n for step, n in moves))
+    return places
+
+
+def _stages(axes: Axes, traffic: MeshTraffic, places: dict[int, Place], height: float) -> None:
+    """A field behind each stage of a pipeline."""
+    if len(traffic.axes) < 2 or traffic.shape["pp"] == 1:
+        return
+    for stage in range(traffic.shape["pp"]):
+        mine = [place for rank, place in places.items() if traffic.coordinates(rank)["pp"] == stage]
+        (left, right), (low, high) = [(min(values), max(values)) for values in zip(*mine, strict=True)]
+        corner = (left - BOX / 2 - 0.13, low - height / 2 - 0.13)
+        size = (right - left + BOX + 0.26, high - low + height + 0.26)
+        axes.add_patch(Rectangle(corner, *size, facecolor=PAPER, edgecolor="none", zorder=0))
+
+
+def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: float) -> FancyBboxPatch:
+    """One rank: its number, its coordinates, and what it sends on each axis."""
+    x, y = place
+    corner = (x - BOX / 2 + 0.06, y - height / 2 + 0.06)
+    shape = "round,pad=0.06,rounding_size=0.08"
+    size = (BOX - 0.12, height - 0.12)
+    box = FancyBboxPatch(corner, *size, boxstyle=shape, facecolor="white", edgecolor=INK, linewidth=1.0, zorder=4)
+    axes.add_patch(box)
+    top = y + height / 2
+    look = {"ha": "center", "va": "center", "color": INK, "zorder": 5}
+    axes.text(x, top - 0.14, f"rank {rank}", fontsize=10, weight="bold", **look)
+    coordinates = " ".join(f"{axis} {number}" for axis, number in traffic.coordinates(rank).items())
+    axes.text(x, top - 0.31, coordinates, fontsize=7.5, **look)
+    for number, axis in enumerate(traffic.axes):
+        line = top - 0.50 - LINE * number
+        colour, dashes = LOOKS[axis]
+        axes.plot([x - 0.52, x - 0.27], [line, line], color=colour, linestyle=dashes, linewidth=1.8, zorder=5)
+        text = f"{axis} {byte_label(traffic.per_step(traffic.sent(axis, rank)[1]))}"
+        axes.text(x - 0.21, line, text, fontsize=7.5, **look | {"ha": "left"})
+    return box
+
+
+def _links(
+    axes: Axes, traffic: MeshTraffic, places: dict[int, Place], boxes: dict[int, FancyBboxPatch], height: float
+) -> None:
+    """A line for each pair of ranks that talk."""
+    pairs = [(axis, *pair) for axis in traffic.axes for pair in traffic.pairs(axis)]
+    most = max((up + down for *_, up, down in pairs), default=0) or 1
+    hairline = {
+        axis: NEGLIGIBLE * max((up + down for a, _, _, up, down in pairs if a == axis), default=0) for axis in LOOKS
+    }
+    counted = sum(up + down > hairline[axis] for axis, _, _, up, down in pairs)
+    for axis, low, high, up, down in pairs:
+        colour, dashes = LOOKS[axis]
+        drawn = up + down > hairline[axis]
+        width = THINNEST + (WIDEST - THINNEST) * (up + down) / most if drawn else 0.5
+        heads = ("<|" if drawn and down > hairline[axis] else "", "|>" if drawn and up > hairline[axis] else "")
+        size = 9 + 2.6 * width
+        ends, route, middle = _route(traffic, axis, low, high, places, height)
+        way = {"patchA": boxes[low], "patchB": boxes[high], "connectionstyle": route, "mutation_scale": size}
+        # Dashes and dots would break the heads: the line ends inside them, and they are drawn by themselves.
+        shrink = [1.5 + (0.25 * size if head else 0.0) for head in heads]
+        look = {"color": colour, "linestyle": dashes, "linewidth": width, "capstyle": "butt", "joinstyle": "miter"}
+        line = FancyArrowPatch(*ends, **way, **look, arrowstyle="-", shrinkA=shrink[0], shrinkB=shrink[1])
+        line.set(zorder=2 if drawn else 1, alpha=1.0 if drawn else 0.6, gid=f"{axis} {low} {high}")
+        axes.add_patch(line)
+        if any(heads):
+            style = "-".join(heads)
+            axes.add_patch(FancyArrowPatch(*ends, **way, arrowstyle=style, color=colour, linewidth=0, zorder=2))
+        if drawn and counted <= LABELLED:
+            label = byte_label(traffic.per_step(up + down))
+            axes.text(*middle, label, fontsize=7, ha="center", va="center", color=INK, zorder=3)
+
+
+def _route(
+    traffic: MeshTraffic, axis: str, low: int, high: int, places: dict[int, Place], height: float
+) -> tuple[tuple[Place, Place], str, Place]:
+    """The ends of a line, matplotlib's connection style between them, and the middle of its label.
+
+    Neighbours are joined straight; others through the lane above or on the left of their row, or in an arc beside
+    their diagonal, and they leave their boxes beside the middle.
+    """
+    (x0, y0), (x1, y1) = places[low], places[high]
+    x, y, length = (x0 + x1) / 2, (y0 + y1) / 2, math.hypot(x1 - x0, y1 - y0)
+    here = traffic.coordinates(low)
+    between = traffic.coordinates(high)[axis] - here[axis] - 1
+    straight = (places[low], places[high])
+    if len(traffic.axes) < 2:
+        out = math.hypot(x, y) or 1.0
+        return straight, "arc3", (x + 0.42 * x / out, y + 0.2 * y / out) if traffic.ranks > 2 else (x, y + 0.2)
+    if between == 0 and len(traffic.axes) < 3:
+        return straight, "arc3", (x, y + 0.18) if y0 == y1 else (x + 0.4, y)
+    if between == 0:
+        # Where no other line passes: between two groups of tensor-parallel ranks, below the upper rank, right of it.
+        if y0 == y1:
+            last = places[low - here["tp"] + traffic.shape["tp"] - 1][0]
+            return straight, "arc3", (last + (BOX + ROOM) / 2, y + 0.15)
+        return straight, "arc3", (x - 0.36, y0 - height / 2 - 0.18) if x0 == x1 else (x + 0.42, y + 0.1)
+    lane = 0.14 + 0.26 * between / (traffic.shape[axis] - 2)
+    if y0 == y1:
+        over = height / 2 + lane
+        ends = ((x0 + 0.25, y0), (x1 - 0.25, y1))
+        return ends, f"bar,fraction={-over / (length - 0.5)}", (x, y + over + 0.1)
+    if x0 == x1:
+        over = BOX / 2 + lane
+        ends = ((x0, y0 - 0.15), (x1, y1 + 0.15))
+        return ends, f"bar,fraction={over / (length - 0.3)}", (x - over, y)
+    swing = 1.3 + 0.5 * between
+    middle = (x + 0.3 + swing / 2 * (y0 - y1) / length, y + swing / 2 * (x1 - x0) / length)
+    return ((x0 + 0.3, y0), (x1 + 0.3, y1)), f"arc3,rad={-swing / length}", middle
+
+
+def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
+    """Bytes and messages of each axis."""
+    columns = (left + 0.75, left + 3.55, left + 5.45, left + 7.2)
+    look = {"fontsize": 8.5, "color": INK, "va": "center"}
+    heads = ("axis", "bytes, all ranks", "bytes, one rank", "messages, all ranks")
+    for x, head in zip(columns, heads, strict=True):
+        axes.text(x, top, head, ha="left" if x == columns[0] else "right", weight="bold", **look)
+    for number, axis in enumerate(traffic.axes, start=1):
+        y = top - 0.22 * number
+        colour, dashes = LOOKS[axis]
+        axes.plot([left, left + 0.6], [y, y], color=colour, linestyle=dashes, linewidth=3)
+        messages, nbytes = traffic.sent(axis)
+        ranks = [traffic.sent(axis, rank)[1] for rank in range(traffic.ranks)]
+        span = " to ".join(f"{traffic.per_step(total):,}" for total in sorted({min(ranks), max(ranks)}))
+        name = f"{axis}, {NAMES[axis]}, {traffic.shape[axis]} ranks"
+        cells = (name, f"{traffic.per_step(nbytes):,}", span, f"{traffic.per_step(messages):,}")
+        for x, cell in zip(columns, cells, strict=True):
+            axes.text(x, y, cell, ha="left" if x == columns[0] else "right", **look)
+    note = "Lines are as wide as the bytes of both directions. Hairlines: 1 % or less of the widest on their axis."
+    axes.text(left, top - 0.22 * (len(traffic.axes) + 1), note, fontsize=7.5, color=INK, va="center")
