@@ -51,13 +51,22 @@ import json
 
 import numpy as np
 
-from minipar.comm import run_local, world
+from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial, world
 
 comm = world()
 rank, N = comm.rank, comm.size
 say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
 if rank == 0:
-    from visualize import parse_trace, plot_layouts, plot_placements, plot_timeline, show, show_source
+    from visualize import (
+        mesh_traffic,
+        parse_trace,
+        plot_layouts,
+        plot_mesh,
+        plot_placements,
+        plot_timeline,
+        show,
+        show_source,
+    )
 
 # The layout of the ranks that mpirun started.
 TP = 2 if N % 2 == 0 else 1
@@ -84,8 +93,6 @@ say(f"{N} rank{'s' if N > 1 else ''}: dp {DP} x tp {TP} x pp {PP}; eight of them
 # that others exist.
 
 # %%
-from minipar.comm import DeviceMesh
-
 if rank == 0:
     show_source(DeviceMesh)
 
@@ -158,7 +165,6 @@ for r, (part, _, chunk) in enumerate(held):
 # dropout and clipping, in float64. The last one has everything at once. (Why `--eps 1e-6`: 5.10.)
 
 # %%
-from minipar.comm import serial
 from minipar.train.verify import bound, compare, layer_scales, relative_difference, verify
 
 AXES = ("tp", "dp", "pp")
@@ -277,6 +283,33 @@ if rank == 0:
         say(f"{' '.join(label.split()):<62}{total}")
 
 # %% [markdown]
+# Who sends to whom? A trace holds every message. Here is one step of dp 2 x tp 2 x pp 2, as messages between its ranks
+# (the same comes from `--trace FILE.json` and `python -m visualize mesh FILE.json --out FIG.png`):
+
+
+# %%
+def traced(comm):
+    """What was recorded in one step."""
+    comm = Communicator(comm.transport, clock="model")
+    trainer = trainer_on(comm, f"{GRID} 4 --global-batch {BATCH}")
+    comm.tracer.enabled = True
+    trainer.step(0)
+    return comm.tracer.chrome_events(comm.rank)
+
+
+found = on_eight(traced)
+if rank == 0:
+    about = {"clock": "model", "mesh": {"pp": 2, "dp": 2, "tp": 2}}
+    traffic = mesh_traffic(
+        parse_trace({"traceEvents": [event for mine in found for event in mine], "otherData": about})
+    )
+    for r in range(8):
+        assert {axis: traffic.sent(axis, r)[1] for axis in AXES} == runs["dp 2 x tp 2 x pp 2"][r]["sent"]
+    show(plot_mesh(traffic), "07_mesh")
+
+# %% [markdown]
+# A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates.
+#
 # ## 7.4 Why tp is innermost
 #
 # A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host.
@@ -292,8 +325,6 @@ if rank == 0:
 # are priced as if they too were 64 x 64 times as many.)
 
 # %%
-from minipar.comm import Communicator, ModelClock, Network
-
 SCALE, SPEED = 64, 400e12
 LINKS = {  # seconds per message, bytes per second
     "NVLink": (3e-6, 450e9),

@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from visualize.mesh import AXES
+from visualize.mesh import LOOKS
 from visualize.style import GREY, INK, LINES, Picture, picture, tidy
 
 MARKS = "os^vDP"
@@ -68,7 +68,7 @@ def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], note
     for link, times in links.items():
         for axis, seconds in times.items():
             axes.barh(place, ideal * 1e3, height=0.72, color=REST)
-            axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=AXES[axis][0])
+            axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=LOOKS[axis][0])
             text = f"{seconds * 1e3:.0f} ms, {seconds / ideal - 1:+.0%}"
             spot = (seconds * 1e3, place)
             axes.annotate(text, spot, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
@@ -84,6 +84,6 @@ def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], note
     tidy(axes)
     axes.grid(visible=False, axis="y")
     handles = [Patch(color=REST, label=f"every axis on the fast link: {ideal * 1e3:.0f} ms")]
-    handles += [Patch(color=AXES[axis][0], label=note) for axis, note in notes.items()]
+    handles += [Patch(color=LOOKS[axis][0], label=note) for axis, note in notes.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return figure

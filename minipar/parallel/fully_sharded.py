@@ -114,7 +114,9 @@ class ZeroStage3(ZeroStage2):
     def whole(self, parameter: Parameter) -> Array:
         """On the wire: the parameter's bucket, gathered once more."""
         (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
-        full = self.comm.all_gather(self.chunks[bucket].data, algorithm="pairwise")
+        full = xp.empty(bucket.size, dtype=self.buffers.dtype)  # given, because the chunks may differ by an element
+        hold("buffers", full)
+        self.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
         return dict(bucket.views(full))[parameter]
 
     def whole_parameters(self) -> Iterator[tuple[Bucket, Array]]:

@@ -17,7 +17,7 @@ from minipar.train.checkpoint import agreeing, prepare_directory, save
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.manifest import Checkpoint
-from minipar.train.progress import Metrics, Progress, describe, save_ledgers
+from minipar.train.progress import Metrics, Progress, describe, notes, save_ledgers
 from minipar.train.resume import open_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
@@ -59,6 +59,8 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
         print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
+        for note in notes(config, trainer.model.config.n_positions):
+            print(note, file=out, flush=True)
 
         if trainer.checkpoint is not None:
             print(f"minipar: resumed after step {trainer.first_step} from {trainer.checkpoint.directory}", file=out)

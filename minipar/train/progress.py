@@ -11,7 +11,10 @@ from typing import TextIO
 
 from minipar.comm import Communicator
 from minipar.memory import KINDS, MemoryLedger
+from minipar.parallel.pipeline import simulate
+from minipar.parallel.volume import buckets
 from minipar.train.config import TrainConfig
+from minipar.train.traffic import step_layout
 from minipar.train.trainer import StepResult
 
 LINES = 10  # plain lines per run when the output is not a terminal
@@ -117,3 +120,27 @@ def layout(config: TrainConfig) -> str:
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
     return f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"
+
+
+def notes(config: TrainConfig, positions: int) -> list[str]:
+    """A line for each thing in a resolved configuration that works and is hardly meant so: what it costs."""
+    mesh, m = config.mesh, config.data.microbatches
+    stage, found = mesh.zero_stage, []
+    layout = step_layout(config, positions)
+    if stage > 0 and mesh.dp == 1:
+        found.append(f"--zero-stage {stage} shards nothing: dp = 1")
+    elif stage == 3 and m > 1:
+        gathered = sum(bucket.gathers * bucket.elements for bucket in buckets(layout, pp=0))
+        held = sum(bucket.elements for bucket in buckets(layout, pp=0))
+        found.append(
+            f"--zero-stage 3 gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per "
+            f"step, {gathered:,} elements on rank 0 (--zero-stage 1: {held:,})"
+        )
+    if stage >= 2 and mesh.dp != 1 and m > 1 and not mesh.sync_every_microbatch:
+        remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
+        found.append(f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}")
+    if layout.schedule is not None and (m == 1 or layout.schedule.name == "naive"):
+        bubble = float(simulate(layout.schedule).bubble_fraction)
+        why = "one microbatch" if m == 1 else "--schedule naive"
+        found.append(f"{why}: the pipeline's ranks work one after another, bubble {bubble:.3g} (idle / total)")
+    return [f"minipar: note: {note}" for note in found]

@@ -154,11 +154,15 @@ def train_on_one_device(
     config: TrainConfig, tokens: Tokens, on_step: Callable[[StepResult], None] = lambda result: None
 ) -> tuple[dict[str, np.ndarray], list[StepResult]]:
     """The same steps on a mesh of one, nothing sharded; returns the parameters and what each step reported."""
-    one = dataclasses.replace(config.mesh, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
-    whole = dataclasses.replace(config, mesh=one)
-    single = Trainer(whole, DeviceMesh(serial()), tokens)
+    single = one_device(config, tokens)
     results = []
     for result in single.train():
         results.append(result)
         on_step(result)
     return single.ddp.state_dict(), results
+
+
+def one_device(config: TrainConfig, tokens: Tokens) -> Trainer:
+    """The single device that a configuration is compared with: all replicas and microbatches, one after another."""
+    one = dataclasses.replace(config.mesh, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
+    return Trainer(dataclasses.replace(config, mesh=one), DeviceMesh(serial()), tokens)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, Part
+from minipar.nn import GPT, GPTConfig, Part
 
 
 def part_costs(model: GPT, length: int) -> list[float]:
     """Relative cost of each part for sequences of `length`: operations per token as in `GPTConfig.forward_flops`."""
-    config = model.config
+    return shape_costs(model.config, length)
+
+
+def shape_costs(config: GPTConfig, length: int) -> list[float]:
+    """`part_costs` of a model of this shape, which need not be there."""
     h = config.n_embd
     block = 24 * h * h + 4 * length * h
     return [0.0, *[float(block)] * config.n_layer, 2.0 * h * config.vocab_size]

@@ -1,0 +1,238 @@
+"""What a training step sends, in closed form: bytes of each rank on each mesh axis, before anything has run.
+
+    predicted_traffic(StepLayout(...), rank) -> {"dp": bytes, "tp": bytes, "pp": bytes}
+
+Formulas alone: no model, no communicator. Tests compare them with the counters of every rank, using ==. Letters: B
+samples of T tokens in a microbatch, M microbatches, h hidden, V vocabulary, t tensor-parallel ranks, p pipeline ranks,
+d replicas, L layers; n = B T h. "All-reduce of x" is `wire_bytes` of that collective: 2x(t-1)/t where t divides x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from minipar.comm import DeviceMesh, wire_bytes
+from minipar.nn import GPTConfig
+from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.stage import balanced_cuts, shape_costs
+
+FLOAT64 = 8  # bytes: losses and norms are added in it whatever the run's dtype
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """A step as the formulas see it. `schedule` is the pipeline's, None where pp = 1; `itemsize` the bytes of an
+    element; `samples` those of one microbatch of one replica.
+    """
+
+    model: GPTConfig
+    length: int
+    samples: int
+    microbatches: int
+    itemsize: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 0
+    schedule: Schedule | None = None
+    sequence_parallel: bool = False
+    recompute: bool = False
+    reduction: str = "ring"
+    sync_every_microbatch: bool = False
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A world rank's place on each axis."""
+        found = {}
+        for axis in DeviceMesh.AXES:
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    @property
+    def syncs(self) -> int:
+        """How often per step gradients are reduced."""
+        return self.microbatches if self.sync_every_microbatch else 1
+
+    @property
+    def norm_rows(self) -> int:
+        """Chunks of the gradient whose squares a rank sums: without ZeRO all d, with it its own."""
+        return 1 if self.zero_stage else self.dp
+
+    @property
+    def vocabulary(self) -> int:
+        """h-sized rows of the token embedding on a rank: V/t, rounded up."""
+        return -(-self.model.vocab_size // self.tp)
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The pipeline ranks with the first stage (embedding) and with the last (head, loss)."""
+        if self.schedule is None:
+            return 0, 0
+        return self.schedule.home[0], self.schedule.home[self.schedule.stages - 1]
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Parts (embedding, blocks, head) of each pipeline stage."""
+        if self.schedule is None:
+            return [self.model.n_layer + 2]
+        return balanced_cuts(shape_costs(self.model, self.length), self.schedule.stages)
+
+    def blocks(self, pp: int) -> int:
+        """Transformer layers on a pipeline rank."""
+        first, last = self.ends
+        homes = {0: 0} if self.schedule is None else self.schedule.home
+        return sum(self.cuts[s] for s, home in homes.items() if home == pp) - (pp == first) - (pp == last)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements on one rank that travel together over dp; those of them that every tp rank has; how often per step they
+    are gathered.
+    """
+
+    elements: int
+    replicated: int
+    gathers: int
+
+
+def buckets(layout: StepLayout, pp: int) -> Iterator[Bucket]:
+    """The buckets of pipeline rank `pp`: one for each block, one for the embedding and one for the last LayerNorm, or,
+    where no pipeline has cut the model, one for both of them.
+
+    Elements: (12 h^2 + 7 h)/t + 6 h in a block, of which 6 h are replicated (two LayerNorms, two biases of row layers);
+    ceil(V/t) h + P h (P positions) and 2 h at the ends, of which P h and 2 h.
+
+    Gathers: stages 1 and 2 gather what the optimizer has updated, once. Stage 3 gathers each block for each forward
+    and each backward: 2 M times; see `end_gathers` for the ends. Where a pipeline's last stage borrows the token
+    embedding, it is gathered once more to be sent.
+    """
+    model, h, t = layout.model, layout.model.n_embd, layout.tp
+    first, last = layout.ends
+
+    def bucket(split: int, replicated: int, gathers: int) -> Bucket:
+        return Bucket(split + replicated, replicated, gathers if layout.zero_stage == 3 else int(layout.zero_stage > 0))
+
+    for _ in range(layout.blocks(pp)):
+        yield bucket((12 * h * h + 7 * h) // t, 6 * h, 2 * layout.microbatches)
+    embedding, positions = layout.vocabulary * h, model.n_positions * h
+    if layout.schedule is None:
+        yield bucket(embedding, positions + 2 * h, 2 * layout.microbatches)
+        return
+    if pp == first:
+        yield bucket(embedding, positions, end_gathers(layout.schedule, first == last) + (first != last))
+    if pp == last:
+        yield bucket(0, 2 * h, layout.microbatches)
+
+
+def end_gathers(schedule: Schedule, head_too: bool) -> int:
+    """How often ZeRO stage 3 gathers the token embedding in a pipeline's step: once for each lookup, M times (its
+    backward does not read the table). With the head on the same rank (zbv), which reads it too, as often as it is not
+    there: a lookup frees it, a head's forward keeps it for its backward, which frees it.
+
+    The head's own bucket, the last LayerNorm, is gathered M times in any order: each backward frees it, and each but
+    the last is followed by something that needs it.
+    """
+    gathers, here = 0, False
+    for action in schedule.ranks[schedule.home[0]]:
+        lookup = action.stage == 0 and action.kind == "F"
+        head = head_too and action.stage == schedule.stages - 1 and action.kind in ("F", "B", "I")
+        if lookup or head:
+            gathers += not here
+            here = head and action.kind == "F"
+    return gathers
+
+
+def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
+    """Bytes that a world rank sends on each axis in one training step: `dp_bytes`, `tp_bytes`, `pp_bytes`.
+
+    ValueError for a rank that the layout does not have.
+    """
+    if not 0 <= rank < layout.dp * layout.tp * layout.pp:
+        raise ValueError(f"rank {rank} of dp*tp*pp = {layout.dp}*{layout.tp}*{layout.pp}")
+    place = layout.coordinates(rank)
+    return {
+        "dp": dp_bytes(layout, place["dp"], place["pp"]),
+        "tp": tp_bytes(layout, place["tp"], place["pp"]),
+        "pp": pp_bytes(layout, place["pp"]),
+    }
+
+
+def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
+    """Over the data-parallel axis, for replica `rank` of pipeline rank `pp`, summed over its buckets:
+
+        stage 0     all-reduce                                        2 Psi (d-1)/d elements
+        stage 1, 2  reduce-scatter, then all-gather                   the same
+        stage 3     reduce-scatter, and the gathers of `buckets`      about (2 M + 1) Psi (d-1)/d
+
+    with Psi the parameters of this rank. Besides, the loss: one float64 all-reduced; from stage 1 on the norm: one
+    more. Rajbhandari et al. 2020, section 7; there stage 3 gathers once for each forward and backward, 3 Psi in all.
+    """
+
+    def wire(op: str, algorithm: str, elements: int, itemsize: int = layout.itemsize) -> int:
+        return wire_bytes(op, algorithm, elements, itemsize, layout.dp, rank)
+
+    total = (1 if layout.zero_stage == 0 else 2) * wire("all_reduce", "ordered", 1, FLOAT64)
+    for bucket in buckets(layout, pp):
+        reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
+        total += layout.syncs * wire(reduce, layout.reduction, bucket.elements)
+        total += bucket.gathers * wire("all_gather", "pairwise", bucket.elements)
+    return total
+
+
+def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
+    """Over the tensor-parallel axis, for rank `rank` of it on pipeline rank `pp`.
+
+    For each microbatch, n elements travel four times per layer, twice forward and twice backward: 8 n (t-1)/t (Shoeybi
+    et al. 2019, section 3); with recompute, whose forward runs again, six times. After the embedding once, before the
+    head once. Each time as an all-reduce, or under sequence parallelism as an all-gather and a reduce-scatter: the same
+    bytes (Korthikanti et al. 2022, section 4.2.2). The loss all-reduces B T maxima and 2 B T sums.
+
+    Once per step: under sequence parallelism an all-reduce of each bucket's replicated gradients; the norm, one
+    float64 for each chunk whose squares this rank sums.
+    """
+    if layout.tp == 1:
+        return 0
+
+    def wire(op: str, elements: int, algorithm: str = layout.reduction, itemsize: int = layout.itemsize) -> int:
+        return wire_bytes(op, algorithm, elements, itemsize, layout.tp, rank)
+
+    tokens = layout.samples * layout.length
+    n = tokens * layout.model.n_embd
+    once = wire("all_reduce", n)
+    if layout.sequence_parallel:
+        once = wire("all_gather", n, "ring" if layout.reduction == "ring" else "pairwise") + wire("reduce_scatter", n)
+    first, last = layout.ends
+    total = (6 if layout.recompute else 4) * layout.blocks(pp) * once + ((pp == first) + (pp == last)) * once
+    if pp == last:
+        total += wire("all_reduce", tokens) + wire("all_reduce", 2 * tokens)
+    total *= layout.microbatches
+    if layout.sequence_parallel:
+        total += layout.syncs * sum(wire("all_reduce", bucket.replicated) for bucket in buckets(layout, pp))
+    return total + wire("all_reduce", layout.norm_rows, "ordered", FLOAT64)
+
+
+def pp_bytes(layout: StepLayout, rank: int) -> int:
+    """Over the pipeline axis, for pipeline rank `rank`: n elements (n/t under sequence parallelism) for each microbatch
+    over each cut whose other side is on another rank, forward to the next stage and backward to the one before
+    (Narayanan et al. 2021, section 2.2).
+
+    Once per step: the token embedding, ceil(V/t) h elements, from the first rank to the last, and its gradient the
+    other way, unless the two are one; the norm, an all-reduce of 2 (L + 2) float64 for each chunk; the loss, one
+    float64.
+    """
+    if layout.schedule is None:
+        return 0
+    home, stages = layout.schedule.home, layout.schedule.stages
+    mine = [s for s in range(stages) if home[s] == rank]
+    crossed = sum(0 <= other < stages and home[other] != rank for s in mine for other in (s - 1, s + 1))
+    elements = layout.samples * layout.length * layout.model.n_embd
+    if layout.sequence_parallel:
+        elements //= layout.tp
+    total = crossed * layout.microbatches * elements * layout.itemsize
+    first, last = layout.ends
+    if first != last and rank in (first, last):
+        total += layout.vocabulary * layout.model.n_embd * layout.itemsize
+    for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1):
+        total += wire_bytes("all_reduce", "ordered", elements, FLOAT64, layout.pp, rank)
+    return total

@@ -1,0 +1,38 @@
+"""What a configured run will send: a TrainConfig in the terms of `minipar.parallel.volume`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minipar.nn import GPTConfig
+from minipar.parallel.volume import StepLayout
+from minipar.parallel.volume import predicted_traffic as predict
+from minipar.train.config import TrainConfig
+from minipar.train.pipelined import schedule_of
+
+
+def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout:
+    """The layout of a resolved configuration. `positions`: learned ones, where `--init-from` has more than seq-len."""
+    mesh, model, data = config.mesh, config.model, config.data
+    assert mesh.dp is not None, "resolve() fills dp in"
+    return StepLayout(
+        GPTConfig(model.vocab_size, positions or model.seq_len, model.hidden, model.layers, model.heads),
+        length=model.seq_len,
+        samples=data.global_batch // (mesh.dp * data.microbatches),
+        microbatches=data.microbatches,
+        itemsize=np.dtype(config.run.dtype).itemsize,
+        dp=mesh.dp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        zero_stage=mesh.zero_stage,
+        schedule=schedule_of(config) if mesh.pp > 1 else None,
+        sequence_parallel=mesh.sequence_parallel,
+        recompute=config.run.recompute == "full",
+        reduction=config.run.reduction,
+        sync_every_microbatch=mesh.sync_every_microbatch,
+    )
+
+
+def predicted_traffic(config: TrainConfig, rank: int, positions: int | None = None) -> dict[str, int]:
+    """Bytes that `rank` sends on each axis in one step of a resolved configuration: {"dp": b, "tp": b, "pp": b}."""
+    return predict(step_layout(config, positions), rank)

@@ -1,0 +1,279 @@
+"""Claims about combinations: whatever is combined with whatever, it trains what one device trains, and sends what the
+closed forms say.
+"""
+
+import dataclasses
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from combinations import AXES, Combination, check, covering, differences, every_legal_pair, legal, pairs, reference
+from launcher import run_mpi
+
+from minipar.comm import run_local
+from minipar.nn import AdamW
+from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.tensor import TensorGroup, TensorParallel
+from minipar.parallel.zero import ZeroStage1
+from minipar.train.trainer import Trainer
+
+TEXTBOOK = Combination((2, 4, 2), "1f1b", microbatches=4, zero=1)
+EVERYTHING = Combination((2, 2, 2), "1f1b", True, 4, 1, dropout=True, clip=True)
+
+
+def found(combination):
+    """All that any rank finds wrong, in-process."""
+    return sorted({line for lines in run_local(combination.ranks, check, combination) for line in lines})
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_covers_every_pair_of_values_of_any_two_axes():
+    covered = set().union(*(pairs(dataclasses.asdict(c)) for c in covering()))
+    assert covered == every_legal_pair()
+    assert len(covering()) == len(set(map(str, covering()))) >= 150
+
+
+def test_so_every_layout_of_2_to_8_ranks_meets_every_schedule_and_every_stage():
+    layouts = {c.layout for c in covering()}
+    sizes = [s for s in itertools.product((1, 2, 3, 4, 8), repeat=3) if 2 <= s[0] * s[1] * s[2] <= 8]
+    assert layouts == set(sizes) and len(layouts) == 28
+    pipelines = [layout for layout in layouts if layout[2] > 1]
+    assert {(c.layout, c.schedule) for c in covering()} >= set(itertools.product(pipelines, AXES["schedule"][1:]))
+    assert {(c.layout, c.zero) for c in covering()} == set(itertools.product(layouts, range(4)))
+
+
+def test_the_legal_pairs_are_those_of_the_legal_combinations_one_by_one():
+    """On three layouts, by brute force."""
+    layouts = [(1, 3, 2), (2, 1, 1), (1, 1, 8)]
+    brute = set()
+    for values in itertools.product(layouts, *list(AXES.values())[1:]):
+        some = dict(zip(AXES, values, strict=True))
+        if legal(some):
+            brute |= pairs(some)
+    assert {pair for pair in brute if pair[0][0] == "layout"} == {
+        pair for pair in every_legal_pair() if pair[0][0] == "layout" and pair[0][1] in layouts
+    }
+    assert brute <= every_legal_pair()
+
+
+# ---- in-process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combination", covering(), ids=str)
+def test_a_combination_trains_one_devices_parameters_losses_and_norms_and_sends_what_was_predicted(combination):
+    assert found(combination) == []
+
+
+def test_everything_at_once():
+    assert found(EVERYTHING) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_textbooks_16_ranks(schedule, zero):
+    """dp = 2, tp = 4, pp = 2 with ZeRO: how Narayanan et al. 2021 train on thousands."""
+    combination = replace(TEXTBOOK, schedule=schedule, zero=zero, sequence=zero == 3, clip=True)
+    assert found(combination) == []
+
+
+# ---- under mpirun ----------------------------------------------------------------------------------------------------
+
+
+def chosen(ranks, count):
+    """`count` of the combinations on so many ranks, evenly spread over the list."""
+    some = [c for c in covering() if c.ranks == ranks]
+    return [some[i * len(some) // count] for i in range(count)]
+
+
+JOBS = {2: 4, 3: 3, 4: 6, 6: 6, 8: 8}
+
+
+def test_the_jobs_are_25_combinations_or_more():
+    assert sum(JOBS.values()) >= 25
+    assert all(len(set(chosen(ranks, count))) == count for ranks, count in JOBS.items())
+
+
+def run_job(ranks, combinations):
+    script = f"""
+from combinations import Combination, check_all
+from minipar.comm import main
+
+main(lambda comm: check_all(comm, {combinations!r}))
+"""
+    result = run_mpi(ranks, script, timeout=150)
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split()[0] for line in lines] == ["equal"] * len(combinations)
+
+
+@pytest.mark.parametrize("ranks", JOBS)
+def test_the_same_check_passes_under_mpirun(ranks):
+    run_job(ranks, chosen(ranks, JOBS[ranks]))
+
+
+def test_the_textbooks_16_ranks_under_mpirun():
+    run_job(16, [TEXTBOOK])
+
+
+TRAIN = ["-m", "minipar.train"]
+SMALL = "--layers 4 --hidden 24 --heads 6 --seq-len 12 --steps 3 --dtype float64 --verify"
+COMMANDS = {
+    "3D with ZeRO-1, default sizes": (8, "--dp 2 --tp 2 --pp 2 --zero-stage 1 --schedule 1f1b --microbatches 4 "
+        "--sequence-parallel --clip-grad 1.0 --dropout 0.1 --dtype float64 --verify --steps 20", "within rounding"),
+    "3D with ZeRO-3": (8, f"{SMALL} --dp 2 --tp 2 --pp 2 --zero-stage 3 --schedule zbv --microbatches 2 "
+        "--global-batch 8 --recompute full", "within rounding"),
+    "ZeRO-2 in a pipeline": (6, f"{SMALL} --dp 3 --pp 2 --zero-stage 2 --schedule zb-h2 --microbatches 4 "
+        "--global-batch 12 --reduction ordered --dropout 0.1", "bit for bit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_line_proves_it(name):
+    ranks, flags, how = COMMANDS[name]
+    result = run_mpi(ranks, [*TRAIN, *flags.split()], timeout=150)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"verify: {ranks} ranks = 1 device" in result.stdout and how in result.stdout
+
+
+# ---- the check can fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_difference_in_a_parameter_a_loss_or_a_norm_is_found(exact):
+    """By one bit where bits are compared; by a little more than the bound elsewhere."""
+    states, reports = right = reference(EVERYTHING.config())
+    more = 1 + (2.3e-16 if exact else 1e-10)
+    assert differences(right, right, exact) == []
+    for name in states[0]:
+        for step in (0, 1):
+            other = [dict(state) for state in states]
+            other[step][name] = other[step][name].copy()
+            largest = np.unravel_index(np.abs(other[step][name]).argmax(), other[step][name].shape)
+            other[step][name][largest] *= more
+            (wrong,) = differences((other, reports), right, exact)
+            assert wrong.startswith(f"step {step}: {name} ")
+    for which, what in enumerate(("loss", "gradient norm")):
+        other = [list(report) for report in reports]
+        other[1][which] *= more
+        (wrong,) = differences((states, other), right, exact)
+        assert wrong.startswith(f"step 1: {what} ")
+    assert differences(([{**states[0], "h.0.ln_1.bias": np.full(20, np.nan)}, states[1]], reports), right, False)
+    assert "parameters ['wpe.weight']" in differences(
+        ([{n: x for n, x in states[0].items() if n != "wpe.weight"}, states[1]], reports), right, exact
+    )[0]  # fmt: skip
+
+
+def _norm_over_the_wrong_axis(monkeypatch):
+    """The split parameters' squares summed over dp, where each rank has the same ones."""
+    right = DistributedDataParallel.clip_grad_norm
+
+    def clip(self, max_norm):
+        group, self.tensor.group = self.tensor.group, TensorGroup(self.comm)
+        try:
+            return right(self, max_norm)
+        finally:
+            self.tensor.group = group
+
+    monkeypatch.setattr(
+        DistributedDataParallel, "clip_grad_norm", lambda self, m: (clip if self.tensor else right)(self, m)
+    )
+
+
+def _gradients_averaged_over_tp(monkeypatch):
+    right = DistributedDataParallel._complete
+
+    def complete(self, bucket):
+        right(self, bucket)
+        if self.tensor is not None:
+            for p in bucket.parameters:
+                p.grad /= self.tensor.group.size
+
+    monkeypatch.setattr(DistributedDataParallel, "_complete", complete)
+
+
+def _a_forgotten_sum_over_tp(monkeypatch):
+    """Replicated parameters' gradients cover a slice of the sequence each."""
+    monkeypatch.setattr(TensorParallel, "sum_partial", lambda self, parameters: None)
+
+
+def _a_forgotten_sum_over_dp(monkeypatch):
+    monkeypatch.setattr(ZeroStage1, "_reduce_scatter", lambda self, full, out: _keep(self, full, out))
+
+
+def _keep(ddp, full, out):
+    start, stop = next(b.chunk(ddp.comm.rank, ddp.comm.size) for b in ddp.buckets if b.size == full.size)
+    out[...] = full[start:stop]
+
+
+def _replicated_parameters_counted_twice(monkeypatch):
+    monkeypatch.setattr(DistributedDataParallel, "_is_split", lambda self, p: int(self.tensor is not None))
+
+
+def _a_tied_gradient_left_behind(monkeypatch):
+    monkeypatch.setattr(PipelineParallel, "fetch_tied_gradient", lambda self: None)
+
+
+def _a_tied_weight_left_behind(monkeypatch):
+    monkeypatch.setattr(PipelineParallel, "refresh", lambda self, whole: None)
+
+
+def _a_norm_of_one_pipeline_rank(monkeypatch):
+    monkeypatch.setattr(PipelineParallel, "everywhere", lambda self, squares: squares)
+
+
+def _a_norm_of_one_replica(monkeypatch):
+    monkeypatch.setattr(ZeroStage1, "_total", lambda self, squares: float(squares[0]))
+
+
+def _an_update_not_gathered(monkeypatch):
+    monkeypatch.setattr(ZeroStage1, "refresh_parameters", lambda self: None)
+
+
+def _a_loss_of_one_replica(monkeypatch):
+    right = Trainer._sum_over_replicas
+    monkeypatch.setattr(Trainer, "_sum_over_replicas", lambda t, losses: losses[0] if t.tensor else right(t, losses))
+
+
+def _weight_decay_for_split_biases(monkeypatch):
+    """A shard that forgets what it is a piece of: matrices cut flat are vectors, which do not decay."""
+    right = AdamW.__init__
+
+    def init(self, parameters, **options):
+        parameters = list(parameters)
+        right(self, parameters, **options)
+        if all(p.data.ndim == 1 for p in parameters):
+            for p in parameters:
+                p.decays = False
+
+    monkeypatch.setattr(AdamW, "__init__", init)
+
+
+# What each mistake shows in, at the least.
+MISTAKES = {
+    _norm_over_the_wrong_axis: "gradient norm",
+    _gradients_averaged_over_tp: "gradient norm",
+    _a_forgotten_sum_over_tp: "predicted",
+    _a_forgotten_sum_over_dp: "predicted",
+    _replicated_parameters_counted_twice: "gradient norm",
+    _a_tied_gradient_left_behind: "predicted",
+    _a_tied_weight_left_behind: "loss",
+    _a_norm_of_one_pipeline_rank: "gradient norm",
+    _a_norm_of_one_replica: "gradient norm",
+    _an_update_not_gathered: "replicas hold different parameters",
+    _a_loss_of_one_replica: "loss",
+    _weight_decay_for_split_biases: "wte.weight",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
+def test_a_mistake_in_the_program_is_caught(mistake, monkeypatch):
+    reference(EVERYTHING.config())  # kept, so that the mistake cannot be in it too
+    mistake(monkeypatch)
+    wrong = found(EVERYTHING)
+    assert any(MISTAKES[mistake] in line for line in wrong), wrong
+    assert any(re.search(r"step|differs", line) for line in wrong), "it shows in the numbers, not in the bytes alone"

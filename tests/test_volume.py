@@ -1,0 +1,196 @@
+"""Claims about `predicted_traffic`: what a step sends on each axis, known before it runs, == what every rank counts.
+
+tests/test_combinations.py asserts the same of each of its combinations, on every rank; here are the cases that it has
+not, and the formulas of the papers.
+"""
+
+from dataclasses import replace
+
+import pytest
+from combinations import TEXT, VOCAB, Combination
+
+from minipar.comm import DeviceMesh, run_local
+from minipar.nn import GPTConfig
+from minipar.nn.pretrained import export_gpt2
+from minipar.parallel.pipeline import SCHEDULES, make, save_csv
+from minipar.parallel.tensor import TensorGroup
+from minipar.parallel.volume import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
+from minipar.train import traffic
+from minipar.train.config import parse, resolve
+from minipar.train.pipelined import schedule_of
+from minipar.train.trainer import Trainer, make_model
+
+AXES = ("dp", "tp", "pp")
+SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
+
+
+def config_for(flags, ranks):
+    return resolve(parse(f"{SHAPE} {flags}".split()), ranks)
+
+
+def counted(config, ranks):
+    """Each rank's bytes by axis in the second step, and whether anything went over another axis."""
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
+        trainer = Trainer(config, mesh, TEXT)
+        trainer.step(0)
+        comm.traffic.reset()
+        trainer.step(1)
+        sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
+        assert sum(sent.values()) == comm.traffic.bytes()
+        return sent
+
+    return run_local(ranks, rank)
+
+
+CASES = {
+    "float32": (8, "--dp 2 --tp 2 --pp 2 --zero-stage 1 --microbatches 2 --sequence-parallel --clip-grad 1"),
+    "float32, parameters sharded": (6, "--dp 3 --pp 2 --zero-stage 3 --microbatches 2 --global-batch 12"),
+    "reduced after every microbatch": (4, "--dp 2 --tp 2 --zero-stage 2 --microbatches 3 --global-batch 12 "
+        "--sync-every-microbatch --sequence-parallel --dtype float64"),
+    "sharded, reduced after every microbatch": (6, "--dp 3 --tp 2 --zero-stage 3 --microbatches 2 --global-batch 12 "
+        "--sync-every-microbatch --recompute full --reduction ordered"),
+    "five replicas, which divide nothing": (5, "--zero-stage 2 --global-batch 10 --microbatches 2"),
+    "seven stages of nine layers": (7, "--pp 7 --layers 9 --microbatches 5 --global-batch 5 --schedule zb-h2"),
+    "three stages per rank": (6, "--pp 2 --dp 3 --layers 7 --schedule interleaved-1f1b --virtual-stages 3 "
+        "--microbatches 4 --global-batch 12 --zero-stage 3"),
+    "a long vocabulary": (8, "--tp 4 --pp 2 --vocab-size 259 --microbatches 2 --sequence-parallel --zero-stage 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_sends_on_each_axis_what_was_predicted(name):
+    ranks, flags = CASES[name]
+    config = config_for(flags, ranks)
+    assert counted(config, ranks) == [traffic.predicted_traffic(config, rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize("zero", range(4))
+def test_16_ranks_in_three_dimensions(schedule, zero):
+    config = Combination((2, 4, 2), schedule, zero % 2 == 1, 4, zero, recompute=zero > 1).config()
+    assert counted(config, 16) == [traffic.predicted_traffic(config, rank) for rank in range(16)]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_model_with_more_positions_than_the_sequence(tmp_path, zero):
+    """GPT-2's directory has positions of its own, which travel with the gradients."""
+    model = make_model(config_for("--seq-len 20", 1))
+    for parameter in model.parameters():
+        parameter.materialize()
+    export_gpt2(model, tmp_path)
+    flags = f"--tp 2 --pp 2 --sequence-parallel --zero-stage {zero} --microbatches 2 --init-from {tmp_path}"
+    config = resolve(parse(f"--seq-len 8 {flags}".split()), 8)
+    shape = replace(config.model, layers=5, hidden=20, heads=4, vocab_size=VOCAB)
+    config = replace(config, model=shape)
+    assert counted(config, 8) == [traffic.predicted_traffic(config, rank, positions=20) for rank in range(8)]
+
+
+def test_a_schedule_from_a_file(tmp_path):
+    path = tmp_path / "mine.csv"
+    flags = "--pp 3 --dp 2 --zero-stage 3 --microbatches 4 --global-batch 8 --schedule"
+    save_csv(schedule_of(config_for(f"{flags} zb-h1", 6)), path)
+    config = config_for(f"{flags} {path}", 6)
+    assert counted(config, 6) == [traffic.predicted_traffic(config, rank) for rank in range(6)]
+
+
+# ---- the formulas of the papers --------------------------------------------------------------------------------------
+
+B, T, H, L, M = 2, 8, 24, 4, 3
+N = B * T * H
+SERIAL = StepLayout(GPTConfig(16, T, H, L, 8), T, B, M, itemsize=1)
+PSI = L * (12 * H * H + 13 * H) + (16 + T + 2) * H
+
+
+def summed(layout, axis):
+    return sum(predicted_traffic(layout, rank)[axis] for rank in range(layout.dp * layout.tp * layout.pp))
+
+
+def test_one_device_sends_nothing():
+    assert predicted_traffic(SERIAL, 0) == {"dp": 0, "tp": 0, "pp": 0}
+
+
+@pytest.mark.parametrize("d", [2, 4, 8])
+def test_zero_sends_2_2_2_and_3_psi_and_2_more_for_each_further_microbatch(d):
+    """Rajbhandari et al. 2020, section 7.2, per rank: Psi (d-1)/d times that. And the float64s of loss and norm."""
+    for stage, volume in enumerate((2, 2, 2, 2 * M + 1)):
+        layout = replace(SERIAL, dp=d, zero_stage=stage)
+        scalars = (1 if stage == 0 else 2) * 2 * (d - 1) * 8
+        assert summed(layout, "dp") == volume * PSI * (d - 1) + scalars
+    assert summed(replace(SERIAL, dp=d, zero_stage=3, microbatches=1), "dp") == 3 * PSI * (d - 1) + 2 * 2 * (d - 1) * 8
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_a_layer_adds_8_bsh_times_t_minus_1_over_t_per_microbatch_and_12_with_recompute(t, sequence, recompute):
+    layouts = [
+        replace(SERIAL, model=GPTConfig(16, T, H, layers, 8), tp=t, sequence_parallel=sequence, recompute=recompute)
+        for layers in (1, 2)
+    ]
+    for rank in range(t):
+        one, two = (tp_bytes(layout, rank, 0) for layout in layouts)
+        replicated = 2 * 6 * H * (t - 1) // t if sequence else 0
+        assert two - one == M * (12 if recompute else 8) * N * (t - 1) // t + replicated
+
+
+@pytest.mark.parametrize("t", [1, 4])
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_pipeline_sends_bsh_per_microbatch_cut_and_direction_a_t_th_of_it_under_sequence_parallelism(p, t):
+    model = GPTConfig(16, T, H, 8, 8)
+    scalars = 2 * (p - 1) * (2 * (8 + 2) + 1) * 8  # the norm's rows and the loss, all-reduced
+    for name, cuts in (("1f1b", p - 1), ("interleaved-1f1b", 2 * p - 1), ("zbv", 2 * (p - 1))):
+        layout = replace(SERIAL, model=model, pp=p, tp=t, sequence_parallel=t > 1, microbatches=4)
+        layout = replace(layout, schedule=make(name, p, 4))
+        tied = 0 if name == "zbv" else 2 * (16 // t) * H  # the token embedding and its gradient
+        expected = 2 * 4 * cuts * N // t + tied + scalars
+        assert sum(pp_bytes(layout, rank) for rank in range(p)) == expected
+
+
+def test_the_schedule_does_not_change_what_data_and_tensor_parallelism_send_but_the_cuts_do():
+    """Summed over the ranks, stages 0 to 2: the same parameters and the same layers, wherever they are."""
+    for stage in range(3):
+        layouts = [
+            replace(SERIAL, dp=2, tp=2, pp=2, microbatches=4, zero_stage=stage, schedule=make(name, 2, 4))
+            for name in SCHEDULES
+        ]
+        assert len({(summed(layout, "dp"), summed(layout, "tp")) for layout in layouts}) == 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_every_bucket_of_a_pipeline_is_on_one_rank_and_together_they_are_the_model(name, p):
+    layout = replace(SERIAL, model=GPTConfig(16, T, H, 17, 8), pp=p, schedule=make(name, p, 8), zero_stage=3)
+    mine = [list(buckets(layout, rank)) for rank in range(p)]
+    assert sum(bucket.elements for some in mine for bucket in some) == PSI + (17 - L) * (12 * H * H + 13 * H)
+    assert sum(len(some) for some in mine) == 17 + 2
+    assert sum(layout.blocks(rank) for rank in range(p)) == 17
+
+
+def test_zbv_gathers_the_embedding_for_head_and_lookup_together():
+    """Between the two, at most once for each; in a pipeline whose ends lie apart, once for each lookup."""
+    for m in (1, 2, 4, 8):
+        assert end_gathers(make("1f1b", 4, m), head_too=False) == m
+        assert m <= end_gathers(make("zbv", 4, m), head_too=True) <= 3 * m
+
+
+def test_a_rank_that_is_not_there():
+    with pytest.raises(ValueError, match=r"rank 8 of dp\*tp\*pp = 2\*2\*2"):
+        predicted_traffic(replace(SERIAL, dp=2, tp=2, pp=2, schedule=make("1f1b", 2, M)), 8)
+    assert dp_bytes(SERIAL, 0, 0) == 0
+
+
+# ---- it can fail -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_one_sum_too_many_or_too_few_is_seen(sequence, monkeypatch):
+    config = Combination((1, 2, 1), sequence=sequence).config()
+    expected = [traffic.predicted_traffic(config, rank) for rank in range(2)]
+    assert counted(config, 2) == expected
+    right = TensorGroup.start_sum
+    monkeypatch.setattr(TensorGroup, "start_sum", lambda self, x: (right(self, x)(), right(self, x))[1])
+    assert all(sent["tp"] > said["tp"] for sent, said in zip(counted(config, 2), expected, strict=True))
+    monkeypatch.setattr(TensorGroup, "start_sum", lambda self, x: lambda: x)
+    assert all(sent["tp"] < said["tp"] for sent, said in zip(counted(config, 2), expected, strict=True))
