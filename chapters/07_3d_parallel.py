@@ -167,39 +167,43 @@ for r, (part, _, chunk) in enumerate(held):
 # %%
 from minipar.train.verify import bound, compare, layer_scales, relative_difference, verify
 
-AXES = ("tp", "dp", "pp")
+AXES, PIPELINED = ("tp", "dp", "pp"), "dp 2 x pp 4, zb-h1"
 GRID = "--dp 2 --tp 2 --pp 2 --microbatches"
 LAYOUTS = {
     "dp 8": "--dp 8",
     "dp 8, ZeRO 3": "--dp 8 --zero-stage 3",
     "tp 8, sequence parallel": "--tp 8 --sequence-parallel",
-    "dp 2 x pp 4, zb-h1": "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1",
+    PIPELINED: "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1",
     "dp 2 x tp 2 x pp 2": f"{GRID} 4",
-    "the same, interleaved, ZeRO 3,\nsequence parallel, recompute": f"{GRID} 4 --schedule interleaved-1f1b --zero-stage 3 "
-    "--sequence-parallel --recompute full",
+    "the same, interleaved, ZeRO 3,\nsequence parallel, recompute": f"{GRID} 4 --schedule interleaved-1f1b "
+    "--zero-stage 3 --sequence-parallel --recompute full",
 }
 
 
 def train(comm, flags):
-    """The trainer; what each step reported; all parameters after each step, on rank 0; bytes of step 0 by axis."""
+    """What each step reported; all parameters after each step, on rank 0; bytes of step 0 by axis."""
     trainer = trainer_on(comm, f"{flags} --global-batch {BATCH}")
     steps, states = [], []
     for step in range(STEPS):
-        traffic = comm.traffic
-        traffic.reset()
+        comm.traffic.reset()
         steps.append(trainer.step(step))
         if step == 0:
-            sent = {axis: traffic.bytes(axis=axis) for axis in AXES}
+            sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
         states.append(trainer.ddp.state_dict())
-    return trainer, steps, states, sent
+    return steps, states, sent
 
 
-_, single, states, _ = train(serial(), "") if rank == 0 else [None] * 4  # one device takes the whole batch at once
+single, states, _ = train(serial(), "") if rank == 0 else [None] * 3  # one device takes the whole batch at once
+
+
+def digest(state):
+    """The bits of all parameters, in one number."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in state.values())).hexdigest()
 
 
 def curve(comm, flags):
     """Train a layout on eight ranks; each returns the bytes that it sent, and rank 0 a comparison with one device."""
-    trainer, steps, found, sent = train(comm, flags)
+    steps, found, sent = train(comm, flags)
     if comm.rank != 0:
         return {"sent": sent}
     apart = []
@@ -207,24 +211,16 @@ def curve(comm, flags):
         scales = layer_scales(alone)
         apart.append(max(relative_difference(mine[name], alone[name], scales[name]) for name in alone))
     verdict = compare(found[-1], states[-1], steps, single, exact=False, ranks=8, dtype="float64")
-    bits = hashlib.sha256(b"".join(array.tobytes() for array in found[-1].values())).hexdigest()
-    losses = [step.loss for step in steps]
-    return {
-        "sent": sent,
-        "losses": losses,
-        "apart": apart,
-        "passed": verdict.passed,
-        "line": verdict.line,
-        "bits": bits,
-    }
+    found = {"losses": [step.loss for step in steps], "apart": apart, "bits": digest(found[-1])}
+    return found | {"sent": sent, "passed": verdict.passed, "verdict": verdict.line}
 
 
 runs = {label: on_eight(curve, flags) for label, flags in LAYOUTS.items()}  # of each the eight ranks' answers
 if rank == 0:
     for label, (first, *_) in runs.items():
-        assert first["passed"], (label, first["line"])
+        assert first["passed"], (label, first["verdict"])
         say(f"{' '.join(label.split()):<60} parameters within {first['apart'][-1]:.1e} after {STEPS} steps")
-    say(f"the last one's verdict in full:\n  {first['line']}")
+    say(f"the last one's verdict in full:\n  {first['verdict']}")
     assert runs["dp 8"][0]["bits"] == runs["dp 8, ZeRO 3"][0]["bits"]
     say("dp 8 and dp 8 with ZeRO 3: the same bits")
     curves = {label: (first["losses"], first["apart"]) for label, (first, *_) in runs.items()}
@@ -233,11 +229,10 @@ if rank == 0:
 
 # %% [markdown]
 # Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding. It has two
-# causes. The single
-# device here takes the batch at once; the layouts cut it into 8 or 4 parts and add those. And tp splits the sums inside
-# the products (5.6). The first cause goes away if the single device adds the same parts in the same order: then every
-# layout without tp has its **bits**. `--verify` compares with that device. Let it judge the layout of this run's own
-# ranks, over MPI:
+# causes. The single device here takes the batch at once; the layouts cut it into parts and add those. And tp splits the
+# sums inside the products (5.6). The first cause goes away if the single device adds the same parts in the same order:
+# then every layout without tp has its **bits**. `--verify` compares with that device. Let it judge the layout of this
+# run's own ranks, over MPI:
 
 # %%
 trainer = trainer_on(comm, f"{MINE} --zero-stage 3", steps=3)
@@ -379,17 +374,18 @@ if rank == 0:
 # %% [markdown]
 # *Its price* is $\alpha$ per message and $\beta$ per byte, as if nothing were hidden. The step becomes longer by less:
 #
-# - **tp** sends the most, in the most messages, and in forward everybody waits for it. What is hidden is half of
+# - **tp** sends the most, in the most messages, and in forward everybody waits for it. What can be hidden is half of
 # backward's, behind weight gradients (5.11).
 #
-# - **dp** sends its gradients once per step, whatever the number of microbatches. Much of it travels while the pipeline
+# - **dp** sends its gradients once per step, whatever the number of microbatches. Some of it travels while the pipeline
 # cools down (6.10).
 #
-# - **pp** sends the least: one activation per microbatch and cut. Only the fill and the drain wait for its messages.
+# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding (6.9). Mostly the
+# fill, the drain and the embedding wait.
 #
-# So the order of rank numbers is tp, dp, pp from the inside out, and `--tp` should not exceed the ranks of a host. It is
-# Megatron's order too. With more microbatches, tp and pp send more and dp does not; with ZeRO 3 dp sends more than tp.
-# Then count again: the formulas are above.
+# So rank numbers run tp, dp, pp from the inside out, and `--tp` should not exceed the ranks of a host. Megatron has the
+# same order. It is no law: with more microbatches tp and pp send more and dp does not, with ZeRO 3 dp may send more
+# than tp (the table in 7.3). Count first; the formulas are above.
 #
 # ## 7.5 The timeline
 #
@@ -414,11 +410,15 @@ if rank == 0:
     show(figure, "07_timeline")
 
 # %% [markdown]
-# Ranks 0 and 1 are a tp pair of the first stage, 4 and 5 of the second. A pair computes in step: each product ends in a
-# sum that both wait for. On the left these sums are thin lines in the lowest row. On the right they fill it, and make
-# every F and B longer. 1F1B is the same in both halves: forward, then forward and backward in turn, then the gradients
-# of a stage over dp, as soon as its last backward has them. The second stage is done first, and its dp row is active
-# while the first stage still works. Then all wait for the norm, which is summed over tp and pp.
+# Below a rank's computation are its rows of communication, from above: dp, pp (sums), pp (messages), tp. Ranks 0 and 1
+# are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after each pair of products comes a
+# sum that both wait for. On the left these sums are hairlines. On the right they fill the lowest row, and every F and B
+# is longer by them: F more than B, which hides half of its own. There the messages of pp are short, on the left they
+# are the grey pieces.
+#
+# The order of actions is the same in both halves: 1F1B. After its last backward each stage sums its gradients over dp.
+# The second stage is done first, and then waits for the norm, which needs every stage. The last piece on the left is
+# the new embedding on its way to the last stage: 6.9's, over the slow link.
 #
 # ## 7.6 A checkpoint moves
 #
@@ -457,20 +457,25 @@ def move(comm, before, after, place):
     state = trainer.ddp.state_dict()
     if comm.rank == 0:
         verdict = compare(state, states[-1], results, single, exact=False, ranks=8, dtype="float64")
-        return verdict.passed, verdict.line
+        return verdict.passed, verdict.line, digest(state)
 
 
-for number, (before, after) in enumerate(
-    ((f"{GRID} 4", "--dp 8 --zero-stage 3"), ("--dp 2 --pp 4 --microbatches 4", f"{GRID} 4"))
-):
-    for passed, line in on_eight(move, before, after, f"{folder}/{number}")[:1]:
+MOVES = (
+    (f"{GRID} 4", "--dp 8 --zero-stage 3", None),
+    ("--dp 2 --pp 4 --microbatches 4 --schedule gpipe --zero-stage 3", LAYOUTS[PIPELINED], PIPELINED),
+)
+for number, (before, after, never_stopped) in enumerate(MOVES):
+    for passed, line, bits in on_eight(move, before, after, f"{folder}/{number}")[:1]:
         assert passed, line
         say(f"{before}  ->  {after}\n  {line}")
+        if never_stopped:
+            assert bits == runs[never_stopped][0]["bits"]
+            say("  and the bits of the run in this layout that never stopped (7.2)")
 
 # %% [markdown]
 # Optimizer state, samples and dropout went along, else the losses of the last steps would differ. What is random is
-# keyed by seed, step and sample (chapter 3), so the step's number is all that must be remembered. Where both layouts
-# add in the same order, a resumed run has the **bits** of one that never stopped. Over MPI, on this run's own ranks:
+# keyed by seed, step and sample, so the step's number is all that must be remembered. Where both layouts add in the
+# same order, the resumed run has the **bits** of one that never stopped. And over MPI, on this run's own ranks:
 
 # %%
 files = f"{folder}/mine"
@@ -487,36 +492,38 @@ if rank == 0:
 #
 # ## 7.7 On several hosts
 #
-# Nothing in the program changes. A launcher starts the ranks, host by host. With MPICH's `mpirun`:
+# Nothing in the program changes. A launcher starts the ranks on the hosts. Ranks 0 to 3 on node1, 4 to 7 on node2,
+# with MPICH's `mpirun` (a hostfile has a line `node1:4` for each host):
 #
 # ```
-# mpirun --hosts node1,node2 --ppn 4 python -m minipar.train --tp 4 --dp 2 ...     # ranks 0 to 3 on node1, 4 to 7 on node2
-# mpirun -f hostfile -n 8    python -m minipar.train --tp 4 --dp 2 ...             # hostfile: a line "node1:4" for each host
+# mpirun --hosts node1,node2 --ppn 4 -n 8 python -m minipar.train --dp 2 --tp 4 ...
+# mpirun -f hostfile -n 8 python -m minipar.train --dp 2 --tp 4 ...
 # ```
 #
-# With Open MPI it is `mpirun --host node1:4,node2:4` or `--hostfile FILE` with lines `node1 slots=4`. With Slurm:
+# Open MPI's is told by `--host node1:4,node2:4`, or by `--hostfile FILE` with lines `node1 slots=4`. Slurm starts the
+# ranks itself:
 #
 # ```
-# srun --mpi=pmi2 --nodes 2 --ntasks-per-node 4 --distribution block python -m minipar.train --tp 4 --dp 2 ...
+# srun --mpi=pmi2 --nodes 2 --ntasks-per-node 4 --distribution block python -m minipar.train --dp 2 --tp 4 ...
 # ```
 #
-# (`srun --mpi=list` says what it offers; the MPI library must know it too: PMI2 or PMIx.)
+# `srun --mpi=list` says what it speaks, and the MPI library must speak it too. (The MPICH lines were tried, with two
+# names for one machine; Slurm was not.)
 #
 # What to watch:
 #
-# - **Block order.** Ranks 0 to 3 must be on one host. A *cyclic* distribution (`--distribution cyclic`, `mpirun
-# --map-by node`) deals them like cards, and every tp pair lies between hosts. Nothing fails, it is only slow: that is
-# exercise 5.
+# - **Block order.** `--distribution cyclic` (Slurm), `--map-by node` (Open MPI) and `--ppn 1` (MPICH) deal the ranks
+# out to the hosts like cards. Then tp lies between hosts. Nothing fails; it is only slow.
 #
-# - **tp divides the ranks of a host.** With 8 per host: `--tp` 1, 2, 4 or 8.
+# - **tp divides the ranks of a host**: with 8 of them, `--tp` 1, 2, 4 or 8. Else some rows cross.
 #
-# - **The same program and data on each host**, the same path to Python and to `--data`; and a file system that all
-# share for `--save`. Ranks that see different texts are told so at the start.
+# - **One program and one text** on all hosts, under the same paths, and a shared file system for `--save`. Ranks that
+# see different texts are told so before the first step.
 
 
 # %%
 def placed(hosts, per_host, tp, dp, cyclic=False):
-    """For each axis the part of its rows that lie inside one host, with pp taking what tp and dp leave."""
+    """For each axis how many of its rows lie inside one host, and of how many; pp takes what tp and dp leave."""
     size = hosts * per_host
     host = [r % hosts if cyclic else r // per_host for r in range(size)]
     strides = {"tp": (1, tp), "dp": (tp, dp), "pp": (tp * dp, size // (tp * dp))}
@@ -547,7 +554,7 @@ assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4,
 #
 # - **one device**: parameters, losses and norms, by `compare`.
 #
-# Which catches which?
+# Which catches which? (Two steps, dp 2 x tp 2 x pp 2, clipping at work.)
 #
 # 1. **A gradient averaged over tp**, as if tp ranks were replicas.
 #
@@ -670,3 +677,54 @@ for name, (mistake, kind, mesh) in MISTAKES.items():
         say(f"{name:<30} {eyes}")
         if "one device" in caught[name]:
             say(f"  {found[0][1].removeprefix('verify: FAILED: 8 ranks differ from 1 device by more than rounding: ')}")
+
+catching = {
+    "nothing broken": set(),
+    "1. gradient averaged over tp": {"bytes", "one device"},
+    "2. norm over dp, not tp": {"ranks", "bytes", "one device"},
+    "3. norm of the own stage": {"bytes", "one device"},
+    "4. samples by world rank": {"ranks", "one device"},
+    "5. tp outermost": set(),
+}
+assert caught == (catching if rank == 0 else {}), caught
+
+# %% [markdown]
+# No mistake shows in the loss.
+#
+# **1** is right for all parameters that tp does not cut: their gradients are equal, and so is the mean. It ruins the
+# cut ones, where it mixes different parts of a matrix. All ranks agree on the ruin.
+#
+# **2** sends as many bytes as is right, on the wrong axis. Only an account by axis sees it. The two ranks of a tp row
+# get different norms, clip differently, and their copies drift apart.
+#
+# **3**: the ranks that hold copies are in one stage, and have the same wrong norm, so comparing them sees nothing. The
+# rule for a norm in 3D: squares of cut parameters are summed over tp, ZeRO's chunks over dp, stages over pp, and each
+# element counts once.
+#
+# **4** is the classic one: a data loader that knows the world and not the mesh. The tp ranks of a row work on different
+# samples, as if each had half of an activation. The bytes are perfect.
+#
+# **5** is no mistake in any number, and no proof will ever find it. Each axis does the same work on other wires. Only a
+# clock notices: 7.4's bars say what it costs.
+#
+# ### For you
+#
+# 1. Average over tp the gradients of *uncut* parameters only. Which instrument notices? And with
+# `--sequence-parallel`, where each tp rank saw other tokens: what is right there, and what does the mean do?
+#
+# 2. From `tp_bytes` and `dp_bytes`: from how many microbatches on does tp send more than dp, for the scale model of
+# 7.4? And with ZeRO 3?
+#
+# 3. Narayanan et al. (2021, Table 1) trained 145.6 billion parameters on 1536 GPUs with tp 8 and pp 8, batch 2304,
+# microbatches of 2 samples, $h = 12\,288$, 80 layers, sequence 2048. How large is dp, how many microbatches has a
+# replica, what does a GPU send on each axis per step, and which axes leave a host of 8?
+#
+# 4. Write a mesh in which dp is outermost (tp, pp, dp). What do 7.4's bars say about it with 4 microbatches, what with
+# 64?
+
+# %% tags=["active-ipynb"]
+# %autopx
+
+# %% tags=["active-ipynb"]
+# # Back in one process: stop the eight.
+# cluster.stop_cluster_sync()
