@@ -14,14 +14,16 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# Another number of ranks needs another mesh: make demo RANKS=4 MESH="--dp 2 --pp 2"
 RANKS ?= 8
-DEMO := --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 2e-3 --reduction ordered
-STEPS ?= 300
+MESH ?= --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
+DEMO := $(MESH) --microbatches 4 --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 2e-3 --dtype float64
+STEPS ?= 200
 
 .PHONY: help demo test lint reference notebooks clean
 
 help:
-	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw the loss and the timeline"
+	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
 	@echo "make test       the tests"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make lint       ruff and mypy"
@@ -38,7 +40,8 @@ demo: $(VENV)/.base
 	    --clock cpu --network 20e-6 1e-9 > out/demo_trace.log
 	@$(BIN)/python -m visualize loss out/demo.jsonl --reference 5.545 --reference-label 'a uniform guess, ln 256:' --out out/demo_loss.png
 	@$(BIN)/python -m visualize trace out/demo_trace.json --out out/demo_timeline.png
-	@echo "proved: see the line above. Drawn: out/demo_loss.png, out/demo_timeline.png (trace: out/demo_trace.json)"
+	@$(BIN)/python -m visualize mesh out/demo_trace.json --out out/demo_mesh.png
+	@echo "proved: see the line above. Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST)

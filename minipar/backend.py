@@ -7,6 +7,7 @@ strict stand-in, which is how the code stays honest on machines without a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,31 @@ import numpy as np
 from minipar.errors import UsageError
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a type
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+LARGEST_KEPT = 2**30  # bytes of one array
+
+
+def keep_freed_memory() -> bool:
+    """Make malloc keep freed arrays for the next ones, instead of handing them back to the system. Process-wide.
+
+    By default glibc maps each large array by itself, and cuts off its heap's free end: each training step gets its
+    activations as new pages, which the kernel must fault in and fill with zeros, one by one. Kept, they are there
+    already, and equal steps take equal times. The price: a process that has reached its peak stays there.
+    NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
+
+    False, and nothing done, where the C library has no mallopt (macOS, musl, Windows).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    mallopt(M_TRIM_THRESHOLD, -1)  # -1: never
+    # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB; larger arrays are then mapped as ever.
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25))
+
+
+keep_freed_memory()
 
 
 class _ArrayModule:

@@ -41,11 +41,13 @@ def run_mpi(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    before: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Result:
     """Run a Python program on n ranks: `["-m", "module", ...]`, `["script.py", ...]`, or the text of a script.
 
-    The job's working directory is `cwd`. Uses the mpirun next to the running interpreter. Raises MPITimeout after
-    `timeout` seconds.
+    The job's working directory is `cwd`. Uses the mpirun next to the running interpreter, with these `options`, and
+    with `before` in front of its name. Raises MPITimeout after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
         if isinstance(argv_or_script, str):
@@ -56,7 +58,8 @@ def run_mpi(
             argv = list(argv_or_script)
         python = sys.executable
         after = str(max(0.5, timeout - DUMP_BEFORE_DEADLINE))
-        command = [str(Path(python).parent / "mpirun"), "-n", str(n), python, __file__, folder, after, *argv]
+        mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
+        command = [*mpirun, python, __file__, folder, after, *argv]
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
         process = subprocess.Popen(

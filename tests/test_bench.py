@@ -37,9 +37,38 @@ def test_overlap_compares_both_ways_to_synchronize_with_the_computation():
         assert row["ratio"] == pytest.approx(row["wall_seconds"] / (row["cpu_seconds"] / row["cores"]))
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 6)])
+def test_pipeline_compares_each_schedules_bubble_with_its_predictions(ranks, microbatches):
+    flags = f"pipeline --hidden 16 --heads 2 --seq-len 8 --batch 1 --microbatches {microbatches} --repeat 3"
+    rows = bench(ranks, *flags.split())
+    assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]
+    for row in rows:
+        assert (row["ranks"], row["microbatches"], row["layers"]) == (ranks, microbatches, 2 * ranks)
+        assert 0 < row["bubble_min"] <= row["bubble_measured"] <= row["bubble_max"] < 1
+        assert 0 < row["bubble_simulated"] < 1 and row["seconds"] > 0
+    p, m = ranks, microbatches
+    closed = [(p - 1) / (m + p - 1), (p - 1) / (m + p - 1), (p - 1) / (2 * m + p - 1), (p - 1) / (3 * m + p - 1)]
+    assert [row["bubble_closed_form"] for row in rows] == pytest.approx(closed)
+
+
+def test_pipeline_needs_two_ranks():
+    result = run_mpi(1, ["-m", "minipar.bench", "pipeline"], timeout=30)
+    assert result.returncode == 2
+    assert result.stderr.startswith("minipar: error: bench pipeline needs at least 2 ranks")
+
+
 @pytest.mark.parametrize(
-    "arguments", [["step", "--hidden", "65"], ["overlap", "--hidden", "65"], ["step", "--repeat", "0"]]
+    "arguments",
+    [
+        ["step", "--hidden", "65"],
+        ["overlap", "--hidden", "65"],
+        ["step", "--repeat", "0"],
+        ["pipeline", "--hidden", "65"],
+        ["pipeline", "--microbatches", "0"],
+        ["pipeline", "--layers", "3"],  # interleaved-1f1b has 4 stages
+    ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments):
     result = run_mpi(2, ["-m", "minipar.bench", *arguments], timeout=30)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith("minipar: error:")
+    assert f"{arguments[1].strip('-')} {arguments[2]}" in result.stderr, "it names what is wrong"

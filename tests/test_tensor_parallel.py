@@ -6,7 +6,7 @@ it is added up in another order.
 """
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from minipar.autograd import linear
 from minipar.comm import DeviceMesh, run_local, wire_bytes
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, dropping
+from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, dropping, init
+from minipar.nn.module import Deferred
 from minipar.parallel.data import DistributedDataParallel
 from minipar.parallel.tensor import (
     RowParallelLinear,
@@ -183,6 +184,29 @@ FLAGS = "--global-batch 2 --clip-grad 0.5"
 def test_one_step_with_adamws_usual_eps_is_within_the_bound_on_the_scale_of_a_layer(tp):
     """The keys' bias alone is not within 1e-12 of its own size then (see EPS); within that of its layer it is."""
     assert all(verdict.passed for _, _, verdict, _ in train(f"{FLAGS} --steps 1 --eps 1e-8", tp=tp))
+
+
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+def test_one_step_with_adamws_usual_eps_is_within_the_bound_array_by_array_where_biases_are_not_zero(
+    tp, sequence, monkeypatch
+):
+    """As in a model that has been trained: a bias of 0.02, not of 0, is what the keys' update is small beside."""
+    made = trainer_module.make_model
+
+    def trained(config):
+        model = made(config)
+        for name, p in model.named_parameters():
+            if name.endswith(".bias"):
+                p.deferred = Deferred(p.shape, p.dtype, partial(init.normal, 9, name, p.shape, 0.02))
+        return model
+
+    monkeypatch.setattr(trainer_module, "make_model", trained)
+    flags = f"{FLAGS} --steps 1 --eps 1e-8"
+    expected, _ = train_on_one_device(config_for(flags, tp, tp), TEXT)
+    assert abs(expected["h.0.attn.c_attn.bias"]).max() > 0.02  # the biases were there
+    for state, *_ in train(flags, tp=tp, sequence=sequence, verified=False):
+        for name, array in expected.items():
+            assert relative_difference(state[name], array) <= bound("float64", 1), name
 
 
 @pytest.mark.parametrize(("steps", "eps", "extra"), [(1, EPS, "--recompute full"), (20, 1e-8, "--dropout 0.1")])

@@ -93,11 +93,11 @@ def test_the_timeline_draws_each_slice_where_and_as_long_as_it_was():
 @pytest.mark.parametrize(
     ("steps", "seconds", "title"),
     [
-        (None, 20, "steps 3 to 4 of 0 to 4"),
-        (slice(1, 2), 10, "step 1 of 0 to 4"),
-        (slice(0, 4), 40, "steps 0 to 3 of 0 to 4"),
-        (slice(-1, None), 10, "step 4 of 0 to 4"),
-        (slice(None, None), 50, "steps 0 to 4 of 0 to 4"),
+        (None, 20, "steps 3 to 4 (of 5, counted from 0)"),
+        (slice(1, 2), 10, "step 1 (of 5, counted from 0)"),
+        (slice(0, 4), 40, "steps 0 to 3 (of 5, counted from 0)"),
+        (slice(-1, None), 10, "step 4 (of 5, counted from 0)"),
+        (slice(None, None), 50, "steps 0 to 4 (of 5, counted from 0)"),
     ],
 )
 def test_a_long_trace_is_shown_by_steps(steps, seconds, title):
@@ -115,7 +115,7 @@ def test_an_optimizer_that_takes_no_time_still_ends_its_step():
         )
         data["traceEvents"] += [optimizer, forward]
     axes = plot_timeline(parse_trace(data)).axes[0]
-    assert axes.get_title(loc="left") == "steps 1 to 2 of 0 to 2" and axes.get_xlim() == pytest.approx((0, 20))
+    assert axes.get_title(loc="left") == "steps 1 to 2 (of 3, counted from 0)" and axes.get_xlim() == pytest.approx((0, 20))
 
 
 def test_steps_that_are_not_there_are_refused():

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import Action, Durations, Schedule, Slot, Timeline, simulate
+from minipar.parallel.pipeline import Action, Slot, Timeline
+from minipar.parallel.pipeline.measure import StageDurations, measured_durations, predicted_timeline, timeline_of
 from minipar.parallel.pipeline.simulate import Time
 from visualize.boxes import action_of
 from visualize.timeline import COMPUTATION, STEP_END, Slice, Trace
 
-
-@dataclass(frozen=True)
-class StageDurations(Durations):
-    """Durations of which every stage has its own: `table` gives them by (stage, kind)."""
-
-    table: Mapping[tuple[int, str], Time] = field(default_factory=dict)
-
-    def of(self, action: Action) -> Time:
-        return self.table[action.stage, action.kind]
+__all__ = ["StageDurations", "live_activations", "measured_durations", "measured_timeline", "predicted_timeline"]
 
 
 def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Timeline:
@@ -45,10 +37,7 @@ def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int
     ]
     if not -len(whole) <= step < len(whole):
         raise UsageError(f"step {step}: the trace holds {len(whole)} whole steps of the pipeline")
-    rows = whole[step]
-    begin = min(one.start for row in rows for _, one in row)
-    slots = tuple(tuple(Slot(action, one.start - begin, one.end - begin) for action, one in row) for row in rows)
-    return Timeline(Schedule.of(name, [[action for action, _ in row] for row in rows]), slots)
+    return timeline_of(name, [[Slot(action, one.start, one.end) for action, one in row] for row in whole[step]])
 
 
 def _split(slices: Sequence[Slice]) -> list[list[tuple[Action, Slice]]]:
@@ -76,21 +65,6 @@ def _pipeline(steps: Mapping[int, Sequence[Sequence[tuple[Action, Slice]]]], rep
     if not 0 <= replica < fewest:
         raise UsageError(f"replica {replica}: the trace holds {fewest} of this pipeline")
     return [ranks[replica] for _, ranks in sorted(holders.items())]
-
-
-def measured_durations(timeline: Timeline) -> StageDurations:
-    """The mean time of each kind of action, stage by stage."""
-    times: dict[tuple[int, str], list[Time]] = defaultdict(list)
-    for row in timeline.ranks:
-        for slot in row:
-            times[slot.action.stage, slot.action.kind].append(slot.end - slot.start)
-    return StageDurations(table={key: sum(found) / len(found) for key, found in times.items()})
-
-
-def predicted_timeline(measured: Timeline, comm: Time = 0) -> Timeline:
-    """What the simulator says of the same lists of actions, each as long as it took on the average."""
-    found = measured_durations(measured)
-    return simulate(measured.schedule, StageDurations(comm=comm, table=found.table))
 
 
 def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:

@@ -216,7 +216,7 @@ def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
         raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
     first, last = chosen[0], chosen[-1]
     title = f"step {first}" if first == last else f"steps {first} to {last}"
-    return marks[first][0], marks[last][1], f"{title} of 0 to {len(marks) - 1}"
+    return marks[first][0], marks[last][1], f"{title} (of {len(marks)}, counted from 0)"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from minipar.bench import collectives, overlap, step
+from minipar.bench import collectives, overlap, pipeline, step
 from minipar.comm import Communicator, Parser, main
 
-SUBCOMMANDS = {"collectives": collectives, "step": step, "overlap": overlap}
+SUBCOMMANDS = {"collectives": collectives, "step": step, "overlap": overlap, "pipeline": pipeline}
 
 
 def bench(comm: Communicator) -> None:

@@ -1,5 +1,5 @@
 """Pipelines: schedules as data, checked, simulated, executed. Read actions.py, schedules.py, simulate.py, check.py,
-messages.py, then stage.py, split.py and executor.py; asynchronous.py stands by itself.
+messages.py, then stage.py, split.py and executor.py, and measure.py; asynchronous.py stands by itself.
 """
 
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
