@@ -507,8 +507,8 @@ if rank == 0:
 # srun --mpi=pmi2 --nodes 2 --ntasks-per-node 4 --distribution block python -m minipar.train --dp 2 --tp 4 ...
 # ```
 #
-# `srun --mpi=list` says what it speaks, and the MPI library must speak it too. (The MPICH lines were tried, with two
-# names for one machine; Slurm was not.)
+# `srun --mpi=list` says what it speaks, and the MPI library must speak it too. (MPICH's first line is tested, on two
+# network namespaces with a cable between them: `tests/test_multi_host.py`. The others are as their manuals say.)
 #
 # What to watch:
 #
