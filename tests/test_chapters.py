@@ -16,7 +16,15 @@ nbclient = pytest.importorskip("nbclient")
 
 CHAPTERS = sorted((ROOT / "chapters").glob("*.py"))
 PICTURES = ("image/png", "image/svg+xml")
-EXPECTED = {"01_autograd_and_gpt", "02_collectives", "03_data_parallel", "04_zero", "05_tensor_parallel", "06_pipeline"}
+EXPECTED = {
+    "01_autograd_and_gpt",
+    "02_collectives",
+    "03_data_parallel",
+    "04_zero",
+    "05_tensor_parallel",
+    "06_pipeline",
+    "07_3d_parallel",
+}
 
 # An engine's error under %autopx is an output like any other: it does not fail the cell.
 FAILURE = re.compile(r"Traceback \(most recent call last\)|AssertionError|magic function .* not found|\[\d+:execute\]")

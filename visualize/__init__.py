@@ -5,6 +5,7 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 
 from visualize.communication import plot_bench, plot_bytes
 from visualize.explore import explore_schedules
+from visualize.layouts import plot_layouts, plot_placements
 from visualize.links import MeshTraffic, mesh_numbers, mesh_traffic
 from visualize.loss import plot_loss, read_metrics
 from visualize.measured import live_activations, measured_durations, measured_timeline, predicted_timeline
@@ -37,11 +38,13 @@ __all__ = [
     "plot_bytes",
     "plot_cuts",
     "plot_graph",
+    "plot_layouts",
     "plot_ledger",
     "plot_links",
     "plot_loss",
     "plot_measured",
     "plot_memory",
+    "plot_placements",
     "plot_mesh",
     "plot_schedule",
     "plot_schedules",
