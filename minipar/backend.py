@@ -81,9 +81,10 @@ def using(module: Any) -> Iterator[None]:
         use(previous)
 
 
-def use_device(device: str) -> None:
+def use_device(device: str, rank: int = 0) -> None:
     """Choose the array module by the name the command line uses: "cpu" (NumPy) or "cuda" (CuPy).
 
+    Ranks take the GPUs of their host in turns, GPU number `rank` modulo how many there are; several may share one.
     Raises UsageError when CuPy is not installed or finds no GPU.
     """
     if device == "cpu":
@@ -101,6 +102,7 @@ def use_device(device: str) -> None:
         raise UsageError(f"--device cuda: CuPy finds no usable GPU: {error}") from None
     if count == 0:
         raise UsageError("--device cuda: CuPy finds 0 GPUs on this machine")
+    cupy.cuda.Device(rank % count).use()
     use(cupy)
 
 

@@ -107,7 +107,7 @@ def prepare(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Token
                 positions=shape.n_positions,
             )
         config = resolve(config, comm.size)
-        backend.use_device(config.run.device)
+        backend.use_device(config.run.device, comm.rank)
         tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
         if comm.rank == 0:
             prepare_outputs(config)

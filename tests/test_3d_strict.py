@@ -1,0 +1,89 @@
+"""Claims about 3D parallelism on a device: pipelines with tensor parallelism, ZeRO, every schedule and checkpoints keep
+arrays on the device and send them through host buffers, shown on an array that refuses implicit copies as CuPy does; on
+CuPy itself, several ranks on one GPU, where one is found (`-k cupy` shows which it was).
+"""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minipar import backend
+from minipar.comm import DeviceMesh, run_local
+from minipar.train.checkpoint import save
+from minipar.train.config import parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.resume import open_checkpoint
+from minipar.train.trainer import Trainer
+from minipar.train.verify import verify
+
+SHAPE = "--layers 4 --hidden 16 --heads 2 --seq-len 8 --vocab-size 257 --global-batch 8 --steps 2 --dtype float64"
+CASES = [
+    (4, "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --dropout 0.1"),
+    (4, "--tp 2 --pp 2 --schedule 1f1b --microbatches 4 --sequence-parallel --clip-grad 0.5"),
+    (4, "--dp 2 --pp 2 --schedule interleaved-1f1b --microbatches 4 --zero-stage 1 --recompute full"),
+    (4, "--dp 2 --pp 2 --schedule zb-h2 --microbatches 4 --zero-stage 2 --reduction ordered"),
+    (8, "--dp 2 --tp 2 --pp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --sequence-parallel --clip-grad 1"),
+    (8, "--dp 2 --tp 2 --pp 2 --schedule zbv --microbatches 4 --zero-stage 3 --sequence-parallel --dropout 0.1"),
+    (8, "--dp 2 --tp 2 --pp 2 --schedule zb-h1 --microbatches 2 --zero-stage 2 --recompute full"),
+]
+
+
+def train(comm, flags, directory=None, resume=False):
+    """Losses and norms, the parameters (on the ranks that have them), and the verdict."""
+    tokens = load_tokens(None, vocab_size=257, seq_len=8)
+    line = f"{SHAPE} --eps 1e-6 {flags} {f'--resume {directory}' if resume else ''}"
+    config = resolve(parse(line.split()), comm.size)
+    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
+    trainer = Trainer(config, mesh, tokens, open_checkpoint(config, tokens, comm))
+    results = []
+    for result in trainer.train():
+        results.append(result)
+        if directory is not None and not resume and result.step == 0:
+            save(trainer, directory, 1)
+    return [(r.loss, r.grad_norm) for r in results], trainer.ddp.state_dict(), verify(trainer, results, tokens)
+
+
+@pytest.mark.parametrize(("ranks", "flags"), CASES)
+def test_every_layout_trains_on_a_device(device, ranks, flags):
+    outcomes = run_local(ranks, train, flags)
+    with backend.using(np):
+        expected_numbers, expected, _ = run_local(ranks, train, flags)[0]
+    for numbers, state, verdict in outcomes:
+        assert verdict.passed, verdict.line
+        assert numbers == outcomes[0][0]
+        np.testing.assert_allclose(numbers, expected_numbers, rtol=1e-11)
+        assert all(type(array) is np.ndarray for array in state.values())
+    for name, array in expected.items():
+        np.testing.assert_allclose(outcomes[0][1][name], array, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
+    used = []
+
+    class Device:
+        def __init__(self, number):
+            self.number = number
+
+        def use(self):
+            used.append(self.number)
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=lambda: gpus), Device=Device)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    with backend.using(np):
+        for rank in range(4):
+            backend.use_device("cuda", rank)
+    assert used == [rank % gpus for rank in range(4)]
+
+
+def test_a_checkpoint_of_device_arrays_is_resumed_under_another_layout(device, tmp_path):
+    whole = run_local(8, train, CASES[4][1], str(tmp_path))[0]
+    numbers, state, verdict = run_local(
+        4, train, CASES[0][1].replace("--dropout 0.1", "--clip-grad 1"), str(tmp_path), True
+    )[0]
+    assert verdict.passed, verdict.line
+    np.testing.assert_allclose(numbers, whole[0][1:], rtol=1e-11)
+    for name, array in whole[1].items():
+        np.testing.assert_allclose(state[name], array, rtol=1e-8, atol=1e-11)
