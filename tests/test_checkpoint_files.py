@@ -324,7 +324,9 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("flags", BAD_FLAGS)
 def test_under_mpirun_it_is_one_line_and_exit_code_2(flags, copy, whole):
     os.truncate(copy / SECOND, 100)
-    argv = ["-m", "minipar.train", *FLAGS.split(), *flags.format(run=whole, cut=copy).split()]
+    text = copy.parent / "text.txt"
+    text.write_bytes(TOKENS.ids.tobytes())
+    argv = ["-m", "minipar.train", *FLAGS.split(), "--data", str(text), *flags.format(run=whole, cut=copy).split()]
     result = run_mpi(2, argv, timeout=30)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and BAD_FLAGS[flags] in result.stderr
