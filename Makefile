@@ -43,8 +43,9 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m visualize mesh out/demo_trace.json --out out/demo_mesh.png
 	@echo "proved: see the line above. Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
 
+# Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
 
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)

@@ -6,6 +6,7 @@ file just before the deadline, so that a hang shows where every rank stands, and
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import runpy
@@ -13,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,22 +58,7 @@ def run_mpi(
             argv = [str(script)]
         else:
             argv = list(argv_or_script)
-        python = sys.executable
-        after = str(max(0.5, timeout - DUMP_BEFORE_DEADLINE))
-        mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
-        command = [*mpirun, python, __file__, folder, after, *argv]
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=cwd,
-            start_new_session=True,
-        )
+        process = _start(n, argv, folder, timeout, env, cwd, before, options)
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -88,6 +75,60 @@ def run_mpi(
             _end(process)
             raise
         return Result(process.returncode, stdout, stderr)
+
+
+def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float = 60.0) -> Result | None:
+    """Start a program on n ranks and kill all of them, and mpirun, with SIGKILL as soon as `moment()` is true.
+
+    Returns what the job left if it ended by itself before. Raises MPITimeout if neither happens in `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
+        process = _start(n, argv, folder, timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            while not moment():
+                if process.poll() is not None:
+                    return Result(process.returncode, *process.communicate())
+                if time.monotonic() > deadline:
+                    raise MPITimeout(f"{n} ranks of {' '.join(argv)}: the moment to kill them did not come")
+                time.sleep(0.0005)
+            # Each rank is a session of its own, so mpirun's process group is not all of the job.
+            for file in Path(folder).glob("rank*.pid"):
+                with contextlib.suppress(ProcessLookupError, ValueError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return None
+        finally:
+            _end(process)
+
+
+def _start(
+    n: int,
+    argv: Sequence[str],
+    folder: str,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    before: Sequence[str] = (),
+    options: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    python = sys.executable
+    after = str(max(0.5, timeout - DUMP_BEFORE_DEADLINE))
+    mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
+    command = [*mpirun, python, __file__, folder, after, *argv]
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=cwd,
+        start_new_session=True,
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -107,6 +148,7 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 def _run_rank() -> None:
     folder, after, *argv = sys.argv[1:]
     rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
     # Kept open for as long as the process lives: the timer writes to its descriptor.
     file = open(Path(folder) / f"rank{rank}.stack", "w", encoding="utf-8")
     faulthandler.dump_traceback_later(float(after), exit=False, file=file)

@@ -12,9 +12,10 @@ import pytest
 from combinations import AXES, Combination, check, covering, differences, every_legal_pair, legal, pairs, reference
 from launcher import run_mpi
 
-from minipar.comm import run_local
+from minipar.comm import chunk_bounds, run_local
 from minipar.nn import AdamW
 from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.pipeline.split import PipelineParallel
 from minipar.parallel.tensor import TensorGroup, TensorParallel
 from minipar.parallel.zero import ZeroStage1
@@ -36,6 +37,9 @@ def test_the_choice_covers_every_pair_of_values_of_any_two_axes():
     covered = set().union(*(pairs(dataclasses.asdict(c)) for c in covering()))
     assert covered == every_legal_pair()
     assert len(covering()) == len(set(map(str, covering()))) >= 150
+    values = {axis: {getattr(c, axis) for c in covering()} for axis in AXES}
+    assert values["schedule"] == {None, *SCHEDULES} and values["zero"] == {0, 1, 2, 3}
+    assert all(values[axis] == {False, True} for axis in ("sequence", "recompute", "dropout", "clip"))
 
 
 def test_so_every_layout_of_2_to_8_ranks_meets_every_schedule_and_every_stage():
@@ -202,12 +206,11 @@ def _a_forgotten_sum_over_tp(monkeypatch):
 
 
 def _a_forgotten_sum_over_dp(monkeypatch):
-    monkeypatch.setattr(ZeroStage1, "_reduce_scatter", lambda self, full, out: _keep(self, full, out))
+    def keep(self, full, out):
+        start, stop = chunk_bounds(full.size, self.comm.size)[self.comm.rank]
+        out[...] = full[start:stop]
 
-
-def _keep(ddp, full, out):
-    start, stop = next(b.chunk(ddp.comm.rank, ddp.comm.size) for b in ddp.buckets if b.size == full.size)
-    out[...] = full[start:stop]
+    monkeypatch.setattr(ZeroStage1, "_reduce_scatter", keep)
 
 
 def _replicated_parameters_counted_twice(monkeypatch):
@@ -239,7 +242,7 @@ def _a_loss_of_one_replica(monkeypatch):
     monkeypatch.setattr(Trainer, "_sum_over_replicas", lambda t, losses: losses[0] if t.tensor else right(t, losses))
 
 
-def _weight_decay_for_split_biases(monkeypatch):
+def _shards_that_do_not_decay(monkeypatch):
     """A shard that forgets what it is a piece of: matrices cut flat are vectors, which do not decay."""
     right = AdamW.__init__
 
@@ -266,7 +269,7 @@ MISTAKES = {
     _a_norm_of_one_replica: "gradient norm",
     _an_update_not_gathered: "replicas hold different parameters",
     _a_loss_of_one_replica: "loss",
-    _weight_decay_for_split_biases: "wte.weight",
+    _shards_that_do_not_decay: "wte.weight",
 }
 
 

@@ -124,7 +124,7 @@ def test_a_pipeline_of_one_microbatch_stands_still_most_of_the_time():
 
 
 def test_rank_0_says_it_once_under_mpirun():
-    flags = f"{SHAPE} --pp 2 --zero-stage 2".replace("--vocab-size 13", "--vocab-size 256")
+    flags = f"{SHAPE} --pp 2 --zero-stage 2".replace(f"--vocab-size {VOCAB}", "--vocab-size 256")
     result = run_mpi(2, ["-m", "minipar.train", *flags.split()], timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("note: --zero-stage 2 shards nothing") == result.stdout.count("bubble 0.5") == 1

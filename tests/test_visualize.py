@@ -115,7 +115,9 @@ def test_an_optimizer_that_takes_no_time_still_ends_its_step():
         )
         data["traceEvents"] += [optimizer, forward]
     axes = plot_timeline(parse_trace(data)).axes[0]
-    assert axes.get_title(loc="left") == "steps 1 to 2 (of 3, counted from 0)" and axes.get_xlim() == pytest.approx((0, 20))
+    assert axes.get_title(loc="left") == "steps 1 to 2 (of 3, counted from 0)" and axes.get_xlim() == pytest.approx(
+        (0, 20)
+    )
 
 
 def test_steps_that_are_not_there_are_refused():

@@ -21,13 +21,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save as serialize
 
 from minipar.backend import to_host
 from minipar.comm import Communicator
@@ -70,16 +70,19 @@ def save(trainer: Trainer, directory: str | Path, step: int) -> None:
         if comm.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(root)
+            if partial.exists():
+                raise UsageError(f"{what}: {partial} holds files that are not a checkpoint's; move them away")
             partial.mkdir()
     path = partial / f"rank-{comm.rank:05d}.safetensors"
     file: dict[str, Any] = {}
     with agreeing(comm, what):
         pieces, tensors = _own(trainer)
-        save_file(tensors, path)
+        # Not `save_file`: it writes under a name of its own first, which a kill would leave here and nobody would know.
+        data = serialize(tensors)
+        path.write_bytes(data)
         _sync(path)
-        with open(path, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        file = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest, "pieces": pieces}
+        digest = hashlib.sha256(data).hexdigest()
+        file = {"name": path.name, "bytes": len(data), "sha256": digest, "pieces": pieces}
     files = comm.gather_bytes(json.dumps(file).encode())
     with agreeing(comm, what):
         if files is not None:
@@ -172,14 +175,16 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 def _remove_leftovers(root: Path) -> None:
     """What a killed run left, and checkpoints that were renamed to go. Nothing but a checkpoint's own files is removed:
-    a directory with anything else in it stays."""
+    a directory with anything else in it stays, and so does one that cannot go now: no reason to end a training.
+    """
     for entry in list(os.scandir(root)):
         if PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             inside = os.listdir(entry.path)
             if all(name == MANIFEST or FILE.fullmatch(name) for name in inside):
-                for name in inside:
-                    os.unlink(os.path.join(entry.path, name))
-                os.rmdir(entry.path)
+                with suppress(OSError):
+                    for name in inside:
+                        os.unlink(os.path.join(entry.path, name))
+                    os.rmdir(entry.path)
 
 
 def prepare_directory(directory: str, first_step: int) -> None:

@@ -104,6 +104,8 @@ class Checkpoint:
         for file in self.files:
             for piece in file["pieces"]:
                 self.pieces[piece["name"]].append((file["name"], piece))
+        for name in self.pieces.keys() - self.shapes.keys():
+            raise self._refuse(f"a piece of {name!r}, which is none of its parameters")
         self.cuts = {name: self._check_pieces(name) for name in self.shapes}
         self._open: dict[str, Any] = {}
 
@@ -215,6 +217,10 @@ class Checkpoint:
             part[piece["start"] : piece["stop"]] = self._tensor(file, f"{kind}/{name}")
         return from_host(parts[0]) if cut is None else cut.join([from_host(part) for part in parts])
 
+    def close(self) -> None:
+        """Let go of the files: a network file system cannot remove what is open. A later `array` opens them again."""
+        self._open.clear()
+
     def _tensor(self, file: str, key: str) -> np.ndarray:
         try:
             if file not in self._open:
@@ -227,7 +233,8 @@ class Checkpoint:
 def mismatch(value: Any, schema: Any, where: str = "") -> str | None:
     """Where and how a value from JSON differs from what it should look like, or None."""
     kind = schema if isinstance(schema, type) else type(schema)
-    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
+    fitting: Any = (int, float) if kind is float else kind
+    if not isinstance(value, fitting) or isinstance(value, bool):  # JSON's true is no 1
         return f"{where} is {value!r:.60}, expected {kind.__name__}"
     if kind is int and value < 0:
         return f"{where} is {value}, expected a count"

@@ -132,6 +132,7 @@ class Trainer:
         )
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.model, self.ddp, self.optimizer)
+            checkpoint.close()
         self.batches = Batches(
             tokens,
             seq_len=config.model.seq_len,

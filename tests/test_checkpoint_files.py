@@ -1,0 +1,358 @@
+"""Claims about a checkpoint's files: what is not whole, or not ours, is refused by name before anything is loaded."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+from safetensors.numpy import load_file, save_file
+
+from minipar.comm import DeviceMesh, run_local, serial
+from minipar.errors import UsageError
+from minipar.train.checkpoint import prepare_directory, save
+from minipar.train.config import parse, resolve
+from minipar.train.data import Tokens, load_tokens
+from minipar.train.manifest import Checkpoint, checksum
+from minipar.train.resume import open_checkpoint
+from minipar.train.trainer import Trainer
+
+FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
+TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
+SECOND = "step-00000002/rank-00001.safetensors"  # of rank 1, in the newer of two
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Checkpoints of steps 1 and 2, written by dp 2 x tp 2 at stage 1: four files each."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = resolve(parse(f"{FLAGS} --dp 2 --tp 2 --zero-stage 1".split()), 4)
+
+    def rank(comm):
+        trainer = Trainer(config, DeviceMesh(comm, dp=2, tp=2), TOKENS)
+        for result in trainer.train():
+            save(trainer, folder, result.step + 1)
+
+    run_local(4, rank)
+    return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def refused(folder, flags="", ranks=2):
+    """What every rank is told; `open_checkpoint` is before the trainer is built, so nothing can have been loaded."""
+    config = resolve(parse(f"{FLAGS} --resume {folder} {flags}".split()), ranks)
+
+    def rank(comm):
+        with pytest.raises(UsageError) as caught:
+            open_checkpoint(config, TOKENS, comm)
+        return str(caught.value)
+
+    messages = run_local(ranks, rank)
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def accepted(folder, flags=""):
+    config = resolve(parse(f"{FLAGS} --resume {folder} {flags}".split()), 1)
+    return Trainer(config, DeviceMesh(serial()), TOKENS, open_checkpoint(config, TOKENS, serial()))
+
+
+def rewrite(folder, change):
+    """The newest manifest, changed and with a checksum that fits again: what somebody who means it would hand in."""
+    path = folder / "step-00000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+    return path
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def as_link(path):
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    shutil.move(target, path.parents[2] / "elsewhere")
+    path.symlink_to(path.parents[2] / "elsewhere")
+
+
+def replace_by(other):
+    return lambda path: shutil.copy(path.parents[1] / other, path)
+
+
+DAMAGE = {
+    "a bit flipped in the numbers": (lambda path: flip(path, -9), "corrupted"),
+    "a bit flipped in the header": (lambda path: flip(path, 20), "corrupted"),
+    "the last byte cut off": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes were written"),
+    "emptied": (lambda path: os.truncate(path, 0), "has 0 bytes, but"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "bytes were written"),
+    "gone": (lambda path: path.unlink(), "is missing"),
+    "a link": (as_link, "is a link; expected a file"),
+    "a directory": (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
+    "the same rank's of another step": (replace_by("step-00000001/rank-00001.safetensors"), "corrupted"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_refused_by_name(damage, copy):
+    spoil, message = DAMAGE[damage]
+    spoil(copy / SECOND)
+    found = refused(copy)
+    assert str(copy / SECOND) in found and message.replace("bytes were", "were") in found
+    assert accepted(copy / "step-00000001").first_step == 1  # the one before is whole
+
+
+def test_a_file_that_is_not_of_the_checkpoint_is_refused_by_name(copy):
+    (copy / "step-00000002" / "rank-00004.safetensors").write_bytes(b"")
+    assert "rank-00004.safetensors is not a file of this checkpoint" in refused(copy)
+
+
+MANIFESTS = {
+    "cut in the middle": (lambda text: text[: len(text) // 2], "not JSON"),
+    "empty": (lambda text: b"", "not JSON"),
+    "not text": (lambda text: b"\xff\xfe\x00", "not JSON"),
+    "very deep": (lambda text: b"[" * 100_000, "not JSON"),
+    "a list": (lambda text: b"[]", "not a checkpoint of minipar"),
+    "another program's": (lambda text: b'{"metadata": {}, "weight_map": {}}', "not a checkpoint of minipar"),
+    "of a later version": (lambda text: text.replace(b'"version": 1', b'"version": 2'), "version 2 of the format"),
+    "with one digit changed": (lambda text: text.replace(b'"step": 2', b'"step": 1'), "checksum does not fit"),
+    "with one name changed": (lambda text: text.replace(b"ln_f.bias", b"ln_f.bjas", 1), "checksum does not fit"),
+}
+
+
+@pytest.mark.parametrize("damage", MANIFESTS)
+def test_a_damaged_manifest_is_refused_by_name(damage, copy):
+    change, message = MANIFESTS[damage]
+    path = copy / "step-00000002" / "manifest.json"
+    assert change(path.read_bytes()) != path.read_bytes()
+    path.write_bytes(change(path.read_bytes()))
+    found = refused(copy)
+    assert found.startswith(f"{path}: ") and message in found and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    "name", ["../step-00000001/rank-00001.safetensors", "/etc/passwd", "a/b", "", ".", "rank-00001.safetensors/", "x\0"]
+)
+def test_no_name_in_a_manifest_leads_out_of_its_directory(name, copy):
+    path = rewrite(copy, lambda manifest: manifest["files"][1].update(name=name))
+    assert refused(copy) == (
+        f"{path}: file name {name!r}: a checkpoint's files lie beside its manifest, as rank-NNNNN.safetensors"
+    )
+
+
+def piece(manifest, name="wte.weight", file=0):
+    return next(piece for piece in manifest["files"][file]["pieces"] if piece["name"] == name)
+
+
+CHANGES = {
+    "a key that is missing": (lambda m: m.pop("step"), "lacks 'step'"),
+    "a key that nobody knows": (lambda m: m.update(extra=1), "has an unknown key 'extra'"),
+    "a key missing deep inside": (lambda m: m["files"][1].pop("sha256"), "files[1] lacks 'sha256'"),
+    "a step that is no number": (lambda m: m.update(step="2"), "step is '2', expected int"),
+    "a step that is true": (lambda m: m.update(step=True), "step is True, expected int"),
+    "a negative size": (lambda m: m["files"][2].update(bytes=-1), "files[2].bytes is -1, expected a count"),
+    "files that are no list": (lambda m: m.update(files={}), "files is {}, expected list"),
+    "a shape that is no list": (lambda m: m["parameters"].update({"wte.weight": 3}), "parameters.wte.weight is 3"),
+    "no history": (lambda m: m.update(history=[]), "history is empty"),
+    "a dtype that nobody has": (lambda m: m.update(dtype="float8"), "dtype is 'float8'"),
+    "a file twice": (lambda m: m["files"].append(m["files"][0]), "rank-00000.safetensors is listed twice"),
+    "a piece that is missing": (lambda m: m["files"][0]["pieces"].remove(piece(m)), "of part 0 are in no file"),
+    "a gap": (lambda m: piece(m).update(stop=piece(m)["stop"] - 1), "of part 0 are in no file"),
+    "an overlap": (lambda m: piece(m).update(stop=piece(m)["stop"] + 1), "of part 0 are twice"),
+    "a piece that ends before it starts": (lambda m: piece(m).update(start=9, stop=8), "wte.weight: elements"),
+    "a part too many": (lambda m: piece(m)["cut"].update(rank=2), "wte.weight is cut into 2 parts, but"),
+    "cut in two ways": (lambda m: piece(m)["cut"].update(dim=1), "wte.weight is cut in several ways"),
+    "cut that is no cut": (lambda m: piece(m).update(cut=[]), "wte.weight: cut is [], expected dict"),
+    "a parameter too many": (lambda m: m["parameters"].update(more=[2]), "more is in no file"),
+    "a piece of a parameter unknown": (lambda m: m["parameters"].pop("ln_f.bias"), "a piece of 'ln_f.bias', which"),
+    "another model than its flags": (lambda m: m["model"].update(n_layer=2), "which is not what its history says"),
+    "parameters of another shape": (lambda m: m["parameters"].update({"ln_f.bias": [2, 4]}), "not those of its model"),
+    "another dtype than its flags": (lambda m: m.update(dtype="float32"), "its numbers are float32"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_manifest_that_does_not_fit_is_refused_although_its_checksum_does(change, copy):
+    spoil, message = CHANGES[change]
+    path = rewrite(copy, spoil)
+    found = refused(copy)
+    assert found.startswith(f"{path}: ") and message in found
+
+
+def test_a_file_with_other_pieces_than_the_manifest_says_is_refused_although_its_checksum_fits(copy):
+    import hashlib
+
+    path = copy / SECOND
+    tensors = load_file(path)
+    tensors["exp_avg/wte.weight"] = tensors["exp_avg/wte.weight"].astype(np.float32)
+    save_file(tensors, path)
+
+    def fitting(manifest):
+        manifest["files"][1].update(bytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+    rewrite(copy, fitting)
+    assert refused(copy) == f"{path} does not hold what manifest.json says: exp_avg/wte.weight"
+
+
+# ---- directories and flags -------------------------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_checkpoint_is_refused_by_name(copy, tmp_path):
+    assert "No such file or directory" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty" / "step-00000007.partial").mkdir(parents=True)
+    assert f"--resume {tmp_path}/empty: no checkpoint in it" in refused(tmp_path / "empty")
+    (copy / "step-00000002" / "manifest.json").unlink()
+    assert refused(copy) == f"{copy}/step-00000002/manifest.json: No such file or directory"
+    shutil.rmtree(copy / "step-00000002")
+    (copy / "step-00000002").symlink_to(copy / "step-00000001")
+    assert refused(copy) == f"{copy}/step-00000002 is a link; expected a directory"
+    (copy / "step-00000002").unlink()
+    (copy / "step-00000002").write_text("")
+    assert refused(copy) == f"{copy}/step-00000002 is a file; expected a directory"
+
+
+def test_a_manifest_that_is_a_link_is_refused(copy):
+    as_link(copy / "step-00000002" / "manifest.json")
+    assert refused(copy) == f"{copy}/step-00000002/manifest.json is a link; expected a file"
+
+
+DIFFERENT = {
+    "--seed 1": "written with --seed 0, but this run has --seed 1",
+    "--order sequential --betas 0.8 0.9": (
+        "written with --order random, --betas [0.9, 0.999], but this run has --order sequential, --betas [0.8, 0.9]"
+    ),
+    "--layers 2 --hidden 16": "written with --layers 1, --hidden 8, but this run has --layers 2, --hidden 16",
+    "--dtype float32": "written with --dtype float64, but this run has --dtype float32",
+    "--global-batch 8": "written with --global-batch 4, but this run has --global-batch 8",
+    "--steps 1": "step 2 is beyond --steps 1",
+    "--verify --lr 0.5": "written with --lr 0.001, but this run has --lr 0.5; --verify starts from step 0",
+    "--verify --steps 3 --lr-schedule cosine": "but this run has --lr-schedule cosine, --steps 3",
+}
+
+
+@pytest.mark.parametrize("flags", DIFFERENT)
+def test_another_run_than_the_saved_one_is_refused_with_each_difference(flags, whole):
+    found = refused(whole, flags)
+    assert found.startswith(f"{whole}/step-00000002/manifest.json: ") and DIFFERENT[flags] in found
+
+
+def test_another_text_is_refused(whole, tmp_path):
+    (tmp_path / "other.txt").write_text("another text" * 10)
+    config = resolve(parse(f"{FLAGS} --resume {whole}".split()), 1)
+    with pytest.raises(UsageError, match="written while training on another text than .*other.txt"):
+        open_checkpoint(config, load_tokens(str(tmp_path / "other.txt"), vocab_size=256, seq_len=8), serial())
+
+
+def test_what_may_change_may_change(whole):
+    trainer = accepted(whole, "--steps 4 --lr 0.5 --lr-schedule cosine --weight-decay 0 --clip-grad 1 --dropout 0.1")
+    assert [result.step for result in trainer.train()] == [2, 3]
+    assert list(accepted(whole).train()) == []  # nothing is left to do: it can be exported or verified still
+
+
+def test_a_checkpoint_of_a_shorter_sequence_than_its_positions_keeps_its_positions(tmp_path):
+    from minipar.nn import GPT, GPTConfig
+    from minipar.nn.pretrained import export_gpt2
+    from minipar.train.config import with_shape
+
+    export_gpt2(GPT(GPTConfig(256, 32, 8, 1, 2)), tmp_path / "gpt2")
+    words = "--seq-len 8 --global-batch 4 --steps 1 --dtype float64"
+    config = parse(f"{words} --init-from {tmp_path}/gpt2".split())
+    config = resolve(with_shape(config, layers=1, hidden=8, heads=2, vocab_size=256, positions=32), 1)
+    trainer = Trainer(config, DeviceMesh(serial()), TOKENS)
+    list(trainer.train())
+    save(trainer, tmp_path / "run", 1)
+    resumed = accepted(tmp_path / "run")
+    assert resumed.model.config.n_positions == 32
+    found, state = resumed.ddp.state_dict(), trainer.ddp.state_dict()
+    assert all(found[name].tobytes() == state[name].tobytes() for name in state)
+    assert "--verify with --resume starts from step 0, but this run began with --init-from" in refused(
+        tmp_path / "run", "--verify"
+    )
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="^--save .*file/x cannot be written: Not a directory"):
+        prepare_directory(str(tmp_path / "file/x"), 0)
+
+
+def test_only_a_checkpoints_own_files_are_ever_removed(tmp_path):
+    kept = tmp_path / "step-00000001.partial"
+    kept.mkdir()
+    (kept / "rank-00000.safetensors").write_text("")
+    (kept / "thesis.tex").write_text("")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "rank-00000.safetensors").write_text("")
+    (tmp_path / "step-00000002.partial").symlink_to(tmp_path / "outside")
+    prepare_directory(str(tmp_path), 0)
+    with pytest.raises(UsageError, match=r"step-00000001.partial holds files that are not a checkpoint's"):
+        trainer = Trainer(resolve(parse(FLAGS.split()), 1), DeviceMesh(serial()), TOKENS)
+        save(trainer, tmp_path, 1)
+    assert len(list(kept.iterdir())) == 2 and len(list((tmp_path / "outside").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--save-every 2", "--save-every 2 says how often, not where; give --save DIR too"),
+        ("--save d --save-every 0", "--save-every 0 is outside [1, inf)"),
+        ("--resume a --init-from b", "--resume and --init-from both say which weights to start from; give one of them"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags, message):
+    with pytest.raises(UsageError) as caught:
+        parse(flags.split())
+    assert str(caught.value) == message
+
+
+BAD_FLAGS = {
+    "--resume {run} --seed 3": "written with --seed 0, but this run has --seed 3",
+    "--save {run}": "holds a checkpoint of step 2, but this run starts at step 0",
+    "--resume {cut}": "rank-00001.safetensors has 100 bytes, but",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_under_mpirun_it_is_one_line_and_exit_code_2(flags, copy, whole):
+    os.truncate(copy / SECOND, 100)
+    argv = ["-m", "minipar.train", *FLAGS.split(), *flags.format(run=whole, cut=copy).split()]
+    result = run_mpi(2, argv, timeout=30)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and BAD_FLAGS[flags] in result.stderr
+
+
+def test_a_full_disk_on_one_rank_ends_every_rank_with_one_line(tmp_path):
+    """A real write that fails: rank 1 may not write files of more than 4 KiB."""
+    script = f"""
+import resource, sys
+from minipar.comm import main
+from minipar.train.__main__ import run
+
+sys.argv[1:] = {[*FLAGS.split(), "--save", str(tmp_path / "run")]!r}
+def limited(comm):
+    if comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    return run(comm)
+main(limited)
+"""
+    result = run_mpi(2, script, timeout=30)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1 and "rank 1: " in result.stderr and "File too large" in result.stderr
+    assert not any((tmp_path / "run").glob("step-*[0-9]"))
+
+
+def test_a_checkpoint_is_read_without_ranks(whole):
+    """What the docstring promises: whoever sees the directory can read it."""
+    place = whole / "step-00000002"
+    found = Checkpoint(place, (place / "manifest.json").read_bytes())
+    assert found.step == 2 and found.array("exp_avg_sq", "h.0.attn.c_attn.weight").shape == (8, 24)
+    assert (found.array("exp_avg_sq", "wte.weight") >= 0).all()
