@@ -345,15 +345,19 @@ def scaled(comm, slow, link, microbatches, trace=False):
     return comm.clock.now(), traffic, comm.tracer.chrome_events(comm.rank) if trace else []
 
 
-MANY = 16
-jobs = [(None, "NVLink"), *((axis, link) for link in ("InfiniBand", "Ethernet") for axis in AXES)]
-times = {}
-for job in jobs:
-    found = on_eight(scaled, *job, MANY)
-    if rank == 0:
-        times[job] = max(seconds for seconds, _, _ in found)
-        traffic = found[0][1]
+def deal(jobs):
+    """`scaled` for each job, on eight threads; the ranks share out the jobs. {job: what each returned} on rank 0."""
+    mine = json.dumps([run_local(8, scaled, *job) for job in jobs[rank::N]]).encode()
+    hands = [json.loads(hand) for hand in comm.gather_bytes(mine) or []]
+    return {job: hands[i % N][i // N] for i, job in enumerate(jobs)} if rank == 0 else {}
+
+
+jobs = [(None, "NVLink", 16), *((axis, link, 16) for link in ("InfiniBand", "Ethernet") for axis in AXES)]
+traces = [("pp", "Ethernet", 4, True), ("tp", "Ethernet", 4, True)]  # for 7.5
+simulated = deal([*traces, *jobs])
 if rank == 0:
+    times = {job[:2]: max(seconds for seconds, _, _ in simulated[job]) for job in jobs}
+    traffic = simulated[jobs[0]][0][1]
     ideal = times[None, "NVLink"]
     say(f"every axis on NVLink: {ideal * 1e3:.1f} ms. One axis on another link (rank 0's bytes and messages):")
     say("                               InfiniBand               Ethernet")
@@ -396,13 +400,10 @@ if rank == 0:
 # %%
 if rank == 0:
     events, begin = [], 0.0
-for axis in ("pp", "tp"):
-    found = on_eight(scaled, axis, "Ethernet", 4, True)
-    if rank == 0:
-        for _, _, mine in found:
+    for job in traces:
+        for _, _, mine in simulated[job]:
             events += [event | ({"ts": event["ts"] + begin} if "ts" in event else {}) for event in mine]
-        begin += 1e6 * max(seconds for seconds, _, _ in found)
-if rank == 0:
+        begin += 1e6 * max(seconds for seconds, _, _ in simulated[job])
     shown = [event for event in events if event["pid"] in (0, 1, 4, 5) and event["ph"] in "MX"]
     figure = plot_timeline(parse_trace({"traceEvents": shown, "otherData": {"clock": "model"}}))
     title = "dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: pp (left), tp (right)"
