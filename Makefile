@@ -45,7 +45,7 @@ demo: $(VENV)/.base
 
 # Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)

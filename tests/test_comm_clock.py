@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from minipar.comm import DeviceMesh, Network, run_local
+from minipar.comm import DeviceMesh, HostNetwork, Network, run_local
 from minipar.errors import UsageError
 
 ALPHA, BETA = 1.0, 0.125  # powers of two: sums of them are exact in binary
@@ -49,6 +49,31 @@ def test_the_other_algorithms_take_their_formulas(p):
     assert model_times(p, lambda c: c.all_to_all(x())) == [(p - 1) * ALPHA + halved] * p
     assert max(model_times(p, lambda c: c.broadcast(x()))) == lg * (ALPHA + n * BETA)
     assert model_times(p, lambda c: c.barrier()) == [lg * ALPHA] * p
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2), (4, 1)])
+def test_messages_between_hosts_take_the_slow_links_time(dp, tp):
+    """Two hosts of two ranks: a ring over both of them ends at the pace of its slowest link, one inside a host does not
+    touch it."""
+    n, slow = 64, Network(alpha=8.0, beta=0.5)
+    hosts = HostNetwork(ALPHA, BETA, between=slow, per_host=2)
+
+    def program(comm):
+        mesh = DeviceMesh(comm, dp=dp, tp=tp)
+        times = []
+        for axis in (mesh.tp, mesh.dp):
+            start = comm.clock.now()
+            axis.all_reduce(np.zeros(n, np.uint8), algorithm="ring")
+            times.append(comm.clock.now() - start)
+        return times
+
+    def ring(size, link):
+        return 2 * (size - 1) * (link.alpha + n / size * link.beta)
+
+    fast = Network(ALPHA, BETA)
+    expected = [ring(tp, slow if tp > 2 else fast), ring(dp, slow)]
+    times = run_local(4, program, clock="model", network=hosts)
+    assert [max(axis) for axis in zip(*times, strict=True)] == expected
 
 
 def test_a_receiver_continues_at_the_later_of_its_own_time_and_the_arrival():

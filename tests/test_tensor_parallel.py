@@ -193,8 +193,8 @@ def test_one_step_with_adamws_usual_eps_is_within_the_bound_array_by_array_where
     """As in a model that has been trained: a bias of 0.02, not of 0, is what the keys' update is small beside."""
     made = trainer_module.make_model
 
-    def trained(config):
-        model = made(config)
+    def trained(config, checkpoint):
+        model = made(config, checkpoint)
         for name, p in model.named_parameters():
             if name.endswith(".bias"):
                 p.deferred = Deferred(p.shape, p.dtype, partial(init.normal, 9, name, p.shape, 0.02))

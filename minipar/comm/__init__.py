@@ -1,7 +1,7 @@
 """Collectives written from isend and irecv, over MPI and over threads; with counted traffic, clocks and a trace."""
 
 from minipar.comm.chunks import chunk_bounds
-from minipar.comm.clock import CpuClock, ModelClock, Network, WallClock
+from minipar.comm.clock import CpuClock, HostNetwork, ModelClock, Network, WallClock
 from minipar.comm.communicator import Communicator
 from minipar.comm.engine import Work
 from minipar.comm.launch import Parser, main, world
@@ -21,6 +21,7 @@ __all__ = [
     "DeviceMesh",
     "Message",
     "ModelClock",
+    "HostNetwork",
     "Network",
     "Parser",
     "Tracer",

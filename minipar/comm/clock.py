@@ -30,8 +30,24 @@ class Network:
     alpha: float = 0.0  # seconds per message
     beta: float = 0.0  # seconds per byte
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
+        """What a message of `nbytes` takes between two world ranks."""
         return self.alpha + self.beta * nbytes
+
+
+@dataclass(frozen=True)
+class HostNetwork(Network):
+    """Two levels: alpha and beta between ranks of one host, those of `between` from host to host. Ranks are numbered
+    host by host, `per_host` to each; every rank has a card of its own to the outside.
+    """
+
+    between: Network = Network()
+    per_host: int = 8
+
+    def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
+        if source // self.per_host != dest // self.per_host:
+            return self.between.seconds(nbytes, source, dest)
+        return super().seconds(nbytes, source, dest)
 
 
 class Clock(Protocol):

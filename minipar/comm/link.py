@@ -76,11 +76,11 @@ class Link:
 class Stamped:
     """A message with the sender's clock ahead of it: an 8-byte header with the same tag, not counted as traffic."""
 
-    __slots__ = ("arrow", "header", "nbytes", "payload", "stamp")
+    __slots__ = ("arrow", "header", "payload", "seconds", "stamp")
 
-    def __init__(self, payload: Request, nbytes: int, arrow: str, header: Request | None, stamp: np.ndarray | None):
+    def __init__(self, payload: Request, seconds: float, arrow: str, header: Request | None, stamp: np.ndarray | None):
         self.payload = payload
-        self.nbytes = nbytes
+        self.seconds = seconds  # on the way, on a logical clock
         self.arrow = arrow  # the name of this message in the trace; "" for one going out
         self.header = header
         self.stamp = stamp
@@ -125,13 +125,13 @@ class WatchedLink(Link):
         stamp = None
         if clock.logical:
             leaves = max(leaves, self.port)
-            self.port = leaves + self.comm.network.seconds(array.nbytes)
+            self.port = leaves + self._seconds(array, self.rank, dest)
             stamp = np.array([leaves])
             header = self.transport.isend(stamp, dest, self.tag + step, self)
         payload = super().isend(array, dest, step)
         if tracer.enabled:
             tracer.arrow_out(self, self._arrow(self.rank, dest, step), leaves, array.nbytes)
-        return Stamped(payload, array.nbytes, "", header, stamp)
+        return Stamped(payload, 0.0, "", header, stamp)
 
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
         header = None
@@ -140,7 +140,12 @@ class WatchedLink(Link):
             stamp = np.empty(1)
             header = self.transport.irecv(stamp, source, self.tag + step, self)
         payload = super().irecv(array, source, step)
-        return Stamped(payload, array.nbytes, self._arrow(source, self.rank, step), header, stamp)
+        seconds = self._seconds(array, source, self.rank)
+        return Stamped(payload, seconds, self._arrow(source, self.rank, step), header, stamp)
+
+    def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
+        ranks = self.comm.ranks
+        return self.comm.network.seconds(array.nbytes, ranks[source], ranks[dest])
 
     def _arrow(self, source: int, dest: int, step: int) -> str:
         return f"{self.comm.name}#{self.number}.{self.tag + step}:{source}>{dest}"
@@ -163,7 +168,7 @@ class WatchedLink(Link):
             for request in incoming:
                 sent = float(request.stamp[0])
                 self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
-                self.time = max(self.time, sent + self.comm.network.seconds(request.nbytes))
+                self.time = max(self.time, sent + request.seconds)
         else:
             before, self.time = self.time, clock.now()
             self.waited += self.time - before
