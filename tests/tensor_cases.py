@@ -1,5 +1,4 @@
-"""What the tests of tensor parallelism share: shapes, one forward and backward, a training and the one device that it is
-compared with."""
+"""What the tests of tensor parallelism share: shapes, one forward and backward, a training, and one device."""
 
 from functools import cache
 
