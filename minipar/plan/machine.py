@@ -46,24 +46,32 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """How much of the printed numbers a program gets. One set for all GPUs and models; no value is fitted to one run.
+    """How much of the printed numbers a program gets. One set for all GPUs and models; no value is fitted to one run."""
 
-    The first is what large 16-bit products reach on an A100 in the vendors' own libraries (about 0.75 to 0.8 of the
-    peak); copies and links reach 0.8 of theirs in their benchmarks (STREAM-like kernels, nccl-tests' bus bandwidth).
-    """
-
-    products: float = 0.75  # of peak
-    half_work: float = 2e9  # FLOPs of a product at which it reaches half of that: launch and tile quantization
-    copies: float = 0.8  # of memory bandwidth
-    links: float = 0.8  # of both links' bandwidth
+    # Of the peak, in large 16-bit products. An assumption: what the makers' own libraries reach on an A100.
+    products: float = 0.75
+    # FLOPs of a product at which it reaches half of that: launch and tile quantization. An assumption.
+    half_work: float = 2e9
+    # Of memory bandwidth, in kernels that only copy and add (STREAM-like). An assumption.
+    copies: float = 0.8
+    # Of both links' bandwidth: nccl-tests on A100 hosts print 230 of 300 GB/s inside, 85 to 96 of 100 between three hosts
+    # (github.com/NVIDIA/nccl-tests, issues 149 and 119).
+    links: float = 0.8
     # Elementwise kernels move each kept activation byte this often: forward writes and reads it; backward reads it and
-    # the gradient and writes another.
+    # the gradient and writes another. An assumption.
     forward_traffic: float = 2.0
     backward_traffic: float = 4.0
-    alpha_inside: float = 5e-6  # seconds per message
-    alpha_between: float = 10e-6
-    overlap: float = 0.9  # of the backward that gradients may travel behind
-    memory_used: float = 0.92  # of a GPU's memory: the rest is the context's and fragmentation's
+    # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc, ring,
+    # protocol "Simple").
+    alpha_inside: float = 3.4e-6
+    alpha_between: float = 14e-6
+    # Of the computation that communication may hide behind, how much there is at the right time. An assumption.
+    overlap: float = 0.9
+    # What each hidden second of communication takes from the computation beside it: NCCL's kernels occupy a
+    # multiprocessor for each channel, up to 24 of an A100's 108. An assumption as to how many.
+    contention: float = 0.2
+    # Of a GPU's memory: the rest is the context's, the libraries' and fragmentation's. An assumption.
+    memory_used: float = 0.92
 
 
 @dataclass(frozen=True)

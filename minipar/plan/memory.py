@@ -6,7 +6,7 @@ equations 1 to 6 and section 4.2.3 for what a pipeline keeps in flight; 16-bit a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from minipar.parallel.model_state import MIXED, Precision, model_state
@@ -62,7 +62,7 @@ def layer_activations(model: ModelShape, layout: Layout, length: int) -> float:
     return tokens * (whole / (t if layout.sequence_parallel else 1) + (split + core) / t)
 
 
-def in_flight(layout: Layout) -> float:
+def in_flight(layout: Layout) -> Fraction | int:
     """Microbatches whose activations the first rank keeps, each counted as all of the rank's layers."""
     p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
     match layout.schedule:
@@ -79,9 +79,13 @@ def in_flight(layout: Layout) -> float:
 
 
 def memory(model: ModelShape, layout: Layout, length: int, precision: Precision = MIXED) -> Memory:
-    """What the fullest rank holds at its fullest."""
+    """What the fullest rank holds at its fullest.
+
+    From stage 2 on no rank keeps whole gradients: each microbatch's are reduced (communication.volume counts that), as
+    DeepSpeed does. NB: minipar's trainer does so with --sync-every-microbatch.
+    """
     psi = rank_parameters(model, layout)
-    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision, accumulating=layout.microbatches > 1)
+    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision)
     layers, kept = layout.layers_per_rank(model), layer_activations(model, layout, length)
     tokens = length * layout.microbatch
     logits = 6 * tokens * model.vocab_size / layout.tp  # in 16 bits, and the softmax in 32
@@ -92,15 +96,10 @@ def memory(model: ModelShape, layout: Layout, length: int, precision: Precision 
         ends = activations + logits
     buffers = ends - activations
     if layout.recompute == "full":
-        buffers += layer_activations(model, _without_recompute(layout), length)
+        buffers += layer_activations(model, replace(layout, recompute="none"), length)
     if layout.zero == 3:  # the unit at work and the one that is fetched
         buffers += 2 * precision.parameters * layer_state(model, layout.tp)
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer_state(model, layout.tp)
     return Memory(float(state.parameters), float(state.gradients), float(state.optimizer), activations, buffers)
 
-
-def _without_recompute(layout: Layout) -> Layout:
-    from dataclasses import replace
-
-    return replace(layout, recompute="none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minipar.errors import UsageError
 from minipar.plan.layout import Layout
@@ -76,11 +76,10 @@ def schedules(model: ModelShape, pp: int, m: int, only: str | None) -> Iterator[
         yield "1f1b", 1
         return
     layers = model.layers // pp
-    for name in ("1f1b", "zb-h1", "zb-h2") if only is None else (only,):
-        if name not in ("interleaved-1f1b", "zbv"):
-            yield name, 1
-    if only in (None, "zbv") and layers % 2 == 0:
-        yield "zbv", 1
+    for name in ("1f1b", "zb-h1") if only is None else (only,):
+        if name == "zbv" and layers % 2 or name == "interleaved-1f1b" or name == "zb-h1" and m < pp:
+            continue
+        yield name, 1
     if only in (None, "interleaved-1f1b") and m % pp == 0:
         yield from (("interleaved-1f1b", v) for v in divisors(layers) if v > 1)
 
@@ -165,7 +164,3 @@ def _nothing_fits(
     factor = needed / room
     return f"{message}; a GPU with {factor:.1f} times the memory would do, or about {factor:.0f} times as many GPUs"
 
-
-def narrowed(search: Search, **given: object) -> Search:
-    """`search` with what is not None in place."""
-    return replace(search, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
