@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minipar.parallel.model_state import MIXED, Precision
 from minipar.plan.model import ModelShape
+
+# Bytes of parameters, gradients, optimizer state: 16 in all (Rajbhandari et al. 2020), or with gradients added up and
+# sent in fp32, as Megatron-LM does when it trains in bf16.
+PRECISIONS = {"fp16": MIXED, "bf16": Precision(2, 4, 12)}
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Layout:
     virtual_stages: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
+    precision: Precision = MIXED
 
     @property
     def gpus(self) -> int:

@@ -1,4 +1,6 @@
-"""What a cluster is, to a planner: GPUs, hosts, links. Every constant stands here, with its source or as an assumption."""
+"""What a cluster is, to a planner: GPUs, hosts, links. Every constant stands here, with its source or as an
+assumption.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ class Gpu:
 
 
 # Vendors' data sheets: V100 SXM2 32 GB (125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways), A100 SXM 80 GB (312, 2039,
-# 600), H100 SXM (989, 3350, 900), H200 SXM (989, 4800, 900). Between hosts one network card per GPU: 200 Gb/s on DGX A100
-# (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs.
+# 600), H100 SXM (989, 3350, 900), H200 SXM (989, 4800, 900). Between hosts one network card per GPU: 200 Gb/s on DGX
+# A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs.
 GPUS = {
     "v100": Gpu(125e12, 32 * GB, 900 * GB, 150 * GB, 6.25 * GB),
     "a100": Gpu(312e12, 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
@@ -46,7 +48,9 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """How much of the printed numbers a program gets. One set for all GPUs and models; no value is fitted to one run."""
+    """How much of the printed numbers a program gets. One set for all GPUs and models; no value is fitted to one
+    run.
+    """
 
     # Of the peak, in large 16-bit products. An assumption: what the makers' own libraries reach on an A100.
     products: float = 0.75
@@ -54,15 +58,15 @@ class Assumptions:
     half_work: float = 2e9
     # Of memory bandwidth, in kernels that only copy and add (STREAM-like). An assumption.
     copies: float = 0.8
-    # Of both links' bandwidth: nccl-tests on A100 hosts print 230 of 300 GB/s inside, 85 to 96 of 100 between three hosts
-    # (github.com/NVIDIA/nccl-tests, issues 149 and 119).
+    # Of both links' bandwidth: nccl-tests on A100 hosts print 230 of 300 GB/s inside, 85 to 96 of 100 between three
+    # hosts (github.com/NVIDIA/nccl-tests, issues 149 and 119).
     links: float = 0.8
     # Elementwise kernels move each kept activation byte this often: forward writes and reads it; backward reads it and
     # the gradient and writes another. An assumption.
     forward_traffic: float = 2.0
     backward_traffic: float = 4.0
-    # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc, ring,
-    # protocol "Simple").
+    # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc,
+    # ring, protocol "Simple").
     alpha_inside: float = 3.4e-6
     alpha_between: float = 14e-6
     # Of the computation that communication may hide behind, how much there is at the right time. An assumption.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from minipar.parallel.model_state import MIXED, Precision, model_state
+from minipar.parallel.model_state import model_state
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
 
@@ -30,7 +30,9 @@ class Memory:
 
 
 def layer_state(model: ModelShape, tp: int) -> int:
-    """Parameters of one layer on a rank: matrices and the biases of column layers are split, the rest is on every rank."""
+    """Parameters of one layer on a rank: matrices and the biases of column layers are split, the rest is on every
+    rank.
+    """
     whole = 2 * model.norm_parameters + 2 * model.hidden * model.biases
     return -(-(model.layer_parameters - whole) // tp) + whole
 
@@ -71,20 +73,20 @@ def in_flight(layout: Layout) -> Fraction | int:
         case "naive":
             return 1
         case "interleaved-1f1b" if v > 1:
-            return min(m, p * (1 + Fraction(p - 1, p * v)))
+            return min(Fraction(m), p * (1 + Fraction(p - 1, p * v)))
         case "zb-h2":
             return min(m, 2 * p - 1)
         case _:  # 1f1b, zb-h1, zbv
             return min(m, p)
 
 
-def memory(model: ModelShape, layout: Layout, length: int, precision: Precision = MIXED) -> Memory:
+def memory(model: ModelShape, layout: Layout, length: int) -> Memory:
     """What the fullest rank holds at its fullest.
 
     From stage 2 on no rank keeps whole gradients: each microbatch's are reduced (communication.volume counts that), as
     DeepSpeed does. NB: minipar's trainer does so with --sync-every-microbatch.
     """
-    psi = rank_parameters(model, layout)
+    psi, precision = rank_parameters(model, layout), layout.precision
     state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision)
     layers, kept = layout.layers_per_rank(model), layer_activations(model, layout, length)
     tokens = length * layout.microbatch
@@ -102,4 +104,3 @@ def memory(model: ModelShape, layout: Layout, length: int, precision: Precision 
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer_state(model, layout.tp)
     return Memory(float(state.parameters), float(state.gradients), float(state.optimizer), activations, buffers)
-

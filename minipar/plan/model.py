@@ -105,6 +105,12 @@ class ModelShape:
         matrices = h * self.qkv + h * h + (3 if self.gated else 2) * h * self.inner
         return 2 * length * matrices + self.attention_core_flops(length)
 
+    @property
+    def column_share(self) -> float:
+        """Of a layer's matrices, those that tensor parallelism splits by columns: q, k, v and the MLP's first."""
+        columns = self.qkv + (2 if self.gated else 1) * self.inner
+        return columns / (columns + self.hidden + self.inner)
+
     def head_flops(self, length: int) -> int:
         """Forward of the output head: 2 s h V."""
         return 2 * length * self.hidden * self.vocab_size
@@ -179,9 +185,10 @@ def find_model(name: str) -> ModelShape:
         if found["model_type"] == "gpt2":
             return _gpt(found["n_layer"], found["n_embd"], found["n_head"], found["vocab_size"], found["n_positions"])
         if found["model_type"] == "llama":
-            shape = [found[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
-            kv = found.get("num_key_value_heads", shape[2])
-            return _llama(*shape, kv, found["intermediate_size"], found["vocab_size"])
+            heads = found["num_attention_heads"]
+            kv = found.get("num_key_value_heads", heads)
+            sizes = found["intermediate_size"], found["vocab_size"]
+            return _llama(found["num_hidden_layers"], found["hidden_size"], heads, kv, *sizes)
         raise UsageError(f"{path}: model_type {found['model_type']!r}: expected gpt2 or llama")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} does not describe a model: {type(error).__name__} {error}") from None

@@ -1,7 +1,8 @@
 """Time of a pipeline: the schedule simulator's, and the closed form that a search uses.
 
-A stage's F and I each take a message's time more than they compute: a rank waits for the other side of its exchange, once
-on the way forward and once on the way back (Narayanan et al. 2021 section 4.1; Megatron's `send_forward_recv_backward`).
+A stage's F and I each take a message's time more than they compute: a rank waits for the other side of its exchange,
+once on the way forward and once on the way back (Narayanan et al. 2021 section 4.1; Megatron's
+`send_forward_recv_backward`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ MOST_ACTIONS = 40_000  # simulated at most: a second or so
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds that one microbatch takes on one rank: F, I, W of its layers, the output head's forward on the last rank (its
-    I and W take as long), and the hop, a message's.
+    """Seconds that one microbatch takes on one rank: F, I, W of its layers, the output head's forward on the last rank
+    (its I and W take as long), and the hop, a message's.
     """
 
     forward: float
@@ -41,8 +42,9 @@ def stages_per_rank(schedule: str, virtual_stages: int) -> int:
 def closed_form(schedule: str, p: int, m: int, v: int, stage: Stage) -> float:
     """Makespan: the last rank, which has the head, works through m microbatches; one has to get there and back.
 
-    1F1B and GPipe (p-1)(F+I+W) beside it, exactly; interleaved a v-th of that (Narayanan et al. 2021, section 2.2); ZB-H1
-    (p-1)(F+I-W) (Qi et al. 2023, section 2.1), but never less than the first forward's way there and the W left at the end.
+    1F1B and GPipe (p-1)(F+I+W) beside it, exactly; interleaved a v-th of that (Narayanan et al. 2021, section 2.2);
+    ZB-H1 (p-1)(F+I-W) (Qi et al. 2023, section 2.1), but never less than the first forward's way there and the W left
+    at the end.
     """
     one = stage.layers + (2 * stages_per_rank(schedule, v) * stage.hop if p > 1 else 0.0)
     slowest = one + 3 * stage.head

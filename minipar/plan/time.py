@@ -7,7 +7,7 @@ slows down what it hides behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from minipar.plan.communication import BYTES, gather_seconds
@@ -23,8 +23,8 @@ UPDATE_BYTES = 30  # AdamW in mixed precision reads 16 bytes and writes 14 for e
 @dataclass(frozen=True)
 class StepTime:
     """Seconds. `compute`: products and elementwise work of one rank; `tp`, `pp`, `dp`: communication that nothing hides
-    (dp's with what it takes from the computation that hides the rest); `bubble`: waiting in the pipeline; `optimizer`: the
-    update. `exact`: the pipeline's time is the simulator's.
+    (dp's with what it takes from the computation that hides the rest); `bubble`: waiting in the pipeline; `optimizer`:
+    the update. `exact`: the pipeline's time is the simulator's.
     """
 
     compute: float
@@ -42,8 +42,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Costs:
-    """One microbatch on one layer, in seconds: F, I and W with their communication, `tp` (what of them is that), and the
-    output head's forward.
+    """One microbatch on one layer, in seconds: F, I and W with their communication, `tp` (what of them is that), and
+    the output head's forward.
     """
 
     forward: float
@@ -55,9 +55,20 @@ class Costs:
 
 @lru_cache(maxsize=4096)
 def layer_costs(
-    model: ModelShape, cluster: Cluster, length: int, tp: int, microbatch: int, sequence_parallel: bool, recompute: str
+    model: ModelShape,
+    cluster: Cluster,
+    length: int,
+    tp: int,
+    microbatch: int,
+    sequence_parallel: bool,
+    recompute: str,
+    split_backward: bool,
 ) -> Costs:
-    """A layer's F, I (with what is recomputed) and W on one rank."""
+    """A layer's F, I (with what is recomputed) and W on one rank.
+
+    Forward's sums over tp wait for row layers, and nothing hides them. Backward's are of column layers' input gradients
+    and hide behind the same layers' weight gradients, unless the schedule splits I from W (`split_backward`).
+    """
     a, gpu = cluster.assumptions, cluster.gpu
 
     def products(flops: float) -> float:
@@ -75,25 +86,40 @@ def layer_costs(
     again = {"none": 0.0, "full": forward + sums, "selective": products(core)}[recompute]
     backward_weight = products(flops - core)
     backward_input = products(flops + core) + a.backward_traffic * copy + again
+    hidden = 0.0 if split_backward else min(sums, a.overlap * model.column_share * backward_weight)
+    back = sums - hidden + a.contention * hidden
     head = products(microbatch * model.head_flops(length))
-    total = (3 if recompute == "full" else 2) * sums
-    return Costs(forward + sums, backward_input + sums, backward_weight, total, head)
+    total = (2 if recompute == "full" else 1) * sums + back
+    return Costs(forward + sums, backward_input + back, backward_weight, total, head)
 
 
 def hop_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> float:
-    """A microbatch's activations to the next stage: b s h / t elements from each tp rank (Narayanan et al. 2021, 4.1)."""
+    """A microbatch's activations to the next stage: b s h / t elements from each tp rank (Narayanan et al. 2021,
+    4.1).
+    """
     if layout.pp == 1:
         return 0.0
     link = cluster.link(layout.tp * layout.dp, layout.pp)
     return link.alpha + length * layout.microbatch * model.hidden * BYTES / layout.tp * link.beta
 
 
+def tied_seconds(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
+    """The token embedding's two gradients, the first stage's and the last's, are added at the end of the step
+    (Narayanan et al. 2021; Megatron's `allreduce_word_embedding_grads`): V h / t elements each way.
+    """
+    if layout.pp == 1 or not model.tied:
+        return 0.0
+    link = cluster.link(layout.tp * layout.dp, layout.pp)
+    return link.alpha + model.vocab_size * model.hidden / layout.tp * layout.precision.gradients * link.beta
+
+
 def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, exact: bool = True) -> StepTime:
     """One optimizer step. With `exact` the pipeline's time is the simulator's, if the schedule is not too long for it;
     else the closed form's (a search looks at thousands).
     """
+    split = layout.schedule.startswith("zb")
     costs = layer_costs(
-        model, cluster, length, layout.tp, layout.microbatch, layout.sequence_parallel, layout.recompute
+        model, cluster, length, layout.tp, layout.microbatch, layout.sequence_parallel, layout.recompute, split
     )
     p, m, v, layers = layout.pp, layout.microbatches, layout.virtual_stages, layout.layers_per_rank(model)
     hop = hop_seconds(model, layout, cluster, length)
@@ -103,13 +129,15 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     found = simulated(layout.schedule, p, m, v, stage) if exact else None
     makespan = closed_form(layout.schedule, p, m, v, stage) if found is None else found
     tp = m * layers * costs.tp
-    pp = m * 2 * stages_per_rank(layout.schedule, v) * hop
+    hops = m * 2 * stages_per_rank(layout.schedule, v) * hop
     compute = m * (stage.layers + 3 * costs.head * (p == 1)) - tp
+    bubble = max(0.0, makespan - compute - tp - hops)
+    pp = hops + tied_seconds(model, layout, cluster)
     psi = rank_parameters(model, layout)
     dp = exposed_dp(layout, cluster, psi, layers, compute, m * (costs.backward_input + costs.backward_weight) * layers)
     touched = psi / (layout.dp if layout.zero else 1) * UPDATE_BYTES
     optimizer = touched / (cluster.gpu.memory_bandwidth * cluster.assumptions.copies)
-    return StepTime(compute, tp, pp, dp, max(0.0, makespan - compute - tp - pp), optimizer, found is not None)
+    return StepTime(compute, tp, pp, dp, bubble, optimizer, found is not None)
 
 
 def exposed_dp(layout: Layout, cluster: Cluster, psi: int, layers: int, compute: float, backward: float) -> float:
@@ -121,13 +149,14 @@ def exposed_dp(layout: Layout, cluster: Cluster, psi: int, layers: int, compute:
     """
     if layout.dp == 1:
         return 0.0
-    a, m = cluster.assumptions, layout.microbatches
-    one = gather_seconds(cluster, psi * BYTES, layout.tp, layout.dp, pieces=layers)
+    a, m, precision = cluster.assumptions, layout.microbatches, layout.precision
+    gather = gather_seconds(cluster, psi * precision.parameters, layout.tp, layout.dp, pieces=layers)
+    reduce = gather_seconds(cluster, psi * precision.gradients, layout.tp, layout.dp, pieces=layers)
     beside, behind, after = {
-        0: (2 * one, backward / m, 0.0),
-        1: (one, backward / m, one),
-        2: (m * one, backward, one),
-        3: (3 * m * one, compute, 0.0),
+        0: (2 * reduce, backward / m, 0.0),
+        1: (reduce, backward / m, gather),
+        2: (m * reduce, backward, gather),
+        3: (m * (2 * gather + reduce), compute, 0.0),
     }[layout.zero]
     hidden = min(beside, a.overlap * behind)
     return beside - hidden + a.contention * hidden + after
