@@ -9,7 +9,7 @@ forward. *Model* FLOPs are what training needs; *hardware* FLOPs add what recomp
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minipar.errors import UsageError
@@ -183,12 +183,14 @@ def find_model(name: str) -> ModelShape:
     try:
         found = json.loads(path.read_text())
         if found["model_type"] == "gpt2":
-            return _gpt(found["n_layer"], found["n_embd"], found["n_head"], found["vocab_size"], found["n_positions"])
+            own = [found[key] for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")]
+            return replace(_gpt(*own), ffn=found.get("n_inner"))
         if found["model_type"] == "llama":
             heads = found["num_attention_heads"]
             kv = found.get("num_key_value_heads", heads)
             sizes = found["intermediate_size"], found["vocab_size"]
-            return _llama(found["num_hidden_layers"], found["hidden_size"], heads, kv, *sizes)
+            shape = _llama(found["num_hidden_layers"], found["hidden_size"], heads, kv, *sizes)
+            return replace(shape, tied=bool(found.get("tie_word_embeddings", False)))
         raise UsageError(f"{path}: model_type {found['model_type']!r}: expected gpt2 or llama")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} does not describe a model: {type(error).__name__} {error}") from None

@@ -199,8 +199,8 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
         only = f" with {', '.join(asked)}" if asked else ""
         return (
             f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of "
-            f"{cluster.per_host}, {model.layers} layers, {model.heads} heads; dp*tp*pp = GPUs, dp*microbatch divides the batch, tp divides "
-            "the heads and a host"
+            f"{cluster.per_host}, {model.layers} layers, {model.heads} heads; dp*tp*pp = GPUs, dp*microbatch divides "
+            "the batch, tp divides the heads and a host"
         )
     needed, layout = least
     used = cluster.assumptions.memory_used

@@ -7,7 +7,7 @@ slows down what it hides behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from minipar.plan.communication import BYTES, gather_seconds
@@ -78,14 +78,17 @@ def layer_costs(
     flops = microbatch * model.layer_flops(length)
     core = microbatch * model.attention_core_flops(length)
     layout = Layout(1, tp, 1, microbatch, 1, sequence_parallel=sequence_parallel)
-    copy = layer_activations(model, layout, length) / (gpu.memory_bandwidth * a.copies)
+    seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
+    kept = layer_activations(model, layout, length)
+    scores = kept - layer_activations(model, replace(layout, recompute="selective"), length)
     # Two all-reduces forward and two backward, or as many pairs of all-gather and reduce-scatter: 2 n (t-1)/t each.
     n = length * microbatch * model.hidden * BYTES
     sums = 2 * 2 * gather_seconds(cluster, n, 1, tp)
-    forward = products(flops) + a.forward_traffic * copy
-    again = {"none": 0.0, "full": forward + sums, "selective": products(core)}[recompute]
+    forward = products(flops) + a.forward_traffic * kept * seconds_per_byte
+    core_again = products(core) + a.forward_traffic * scores * seconds_per_byte
+    again = {"none": 0.0, "full": forward + sums, "selective": core_again}[recompute]
     backward_weight = products(flops - core)
-    backward_input = products(flops + core) + a.backward_traffic * copy + again
+    backward_input = products(flops + core) + a.backward_traffic * kept * seconds_per_byte + again
     hidden = 0.0 if split_backward else min(sums, a.overlap * model.column_share * backward_weight)
     back = sums - hidden + a.contention * hidden
     head = products(microbatch * model.head_flops(length))
