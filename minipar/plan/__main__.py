@@ -72,10 +72,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(told: argparse.Namespace) -> None:
-    model, cluster = find_model(told.model), Cluster(find_gpu(told.gpu), told.gpus, told.gpus_per_node)
     for flag, value, most in (("gpus", told.gpus, MOST_GPUS), ("global-batch", told.global_batch, MOST_BATCH)):
         if value > most:
             raise UsageError(f"--{flag} {value}: at most {most} can be planned")
+    model, cluster = find_model(told.model), Cluster(find_gpu(told.gpu), told.gpus, told.gpus_per_node)
     if 0 < model.positions < told.seq_len:
         if told.model not in MODELS:
             raise UsageError(f"--seq-len {told.seq_len}: {told.model} has {model.positions} learned positions")
@@ -85,18 +85,16 @@ def _plan(told: argparse.Namespace) -> None:
     )
     asked = Question(told.model, model, told.gpu, cluster, told.global_batch, told.seq_len, search)
     found = plan(model, cluster, told.global_batch, told.seq_len, search, min(told.top, 50))
-    if told.json != "-":
-        print(as_text(asked, found))
-    if told.json is None:
-        return
     text = json.dumps(as_json(asked, found), indent=1) + "\n"
     if told.json == "-":
         sys.stdout.write(text)
         return
-    try:
-        Path(told.json).write_text(text)
-    except OSError as error:
-        raise UsageError(f"--json {told.json} cannot be written: {error.strerror}") from None
+    if told.json:
+        try:
+            Path(told.json).write_text(text)
+        except OSError as error:
+            raise UsageError(f"--json {told.json} cannot be written: {error.strerror}") from None
+    print(as_text(asked, found))
 
 
 if __name__ == "__main__":

@@ -107,8 +107,6 @@ def schedules(model: ModelShape, pp: int, m: int, only: str | None) -> Iterator[
         yield "1f1b", 1
         return
     layers = -(-model.layers // pp)
-    if layers * (pp - 1) >= model.layers:
-        return  # a rank would have none
     for name in SEARCHED if only is None else (only,):
         if name == "interleaved-1f1b":
             # The first and the last stage may do with embedding and head alone, as Llama 3's do (arXiv 2407.21783,
@@ -200,7 +198,8 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
         return (
             f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of "
             f"{cluster.per_host}, {model.layers} layers, {model.heads} heads; dp*tp*pp = GPUs, dp*microbatch divides "
-            "the batch, tp divides the heads and a host"
+            "the batch, tp divides the heads and a host, interleaved-1f1b needs pp to divide the microbatches, zbv "
+            "2*pp the layers"
         )
     needed, layout = least
     used = cluster.assumptions.memory_used
