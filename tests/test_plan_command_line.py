@@ -46,6 +46,7 @@ def test_json_alone_on_standard_output():
         assert one["mfu"] == pytest.approx(
             1536 * found["flops_per_sequence"]["model"] / one["seconds"]["total"] / 1024 / 312e12
         )
+        assert one["tokens_per_second"] == pytest.approx(1536 * 2048 / one["seconds"]["total"])
         assert set(one["communication_bytes"]) == {"tp", "pp", "dp"} and one["why"] and one["simulated"]
     assert found["search"]["layouts"] >= found["search"]["fitting"] > 100
     assert found["assumptions"]["text"] and found["assumptions"]["products"] == 0.75

@@ -162,6 +162,24 @@ def test_links_of_a_mesh():
     assert cluster.between == Link(cluster.assumptions.alpha_between, 1 / (25e9 * 0.8))
 
 
+def test_half_of_the_sums_over_tp_hide_behind_weight_gradients():
+    """Four all-reduces a layer and microbatch: forward's two are waited for, backward's two hide, at a price."""
+    model, cluster = find_model("gpt3-175b"), a100s(64)
+    assert model.column_share == 7 / 12  # 3 h^2 + 4 h^2 of 12 h^2
+    sums = 2 * 2 * gather_seconds(cluster, 2048 * model.hidden * 2, 1, 8)
+    for schedule, waited in (("1f1b", 1 + cluster.assumptions.contention), ("zb-h1", 2)):
+        time = step_time(model, Layout(1, 8, 8, 1, 32, 0, schedule, 1, True), cluster, 2048)
+        assert time.tp == pytest.approx(32 * 12 * waited * sums)
+
+
+def test_every_message_between_stages_is_waited_for():
+    model, cluster = find_model("llama-2-70b"), a100s(64)  # its head is a matrix of its own: nothing else over pp
+    hop = cluster.between.alpha + 2048 * model.hidden * 2 / 8 * cluster.between.beta
+    for schedule, v in (("1f1b", 1), ("interleaved-1f1b", 5)):
+        time = step_time(model, Layout(1, 8, 8, 1, 32, 0, schedule, v, True), cluster, 2048)
+        assert time.pp == pytest.approx(32 * 2 * v * hop)
+
+
 def test_zero_3_pays_for_every_microbatch():
     model, cluster = find_model("megatron-7.5b"), a100s(128)
     few, many = (step_time(model, Layout(128, 1, 1, 4 // m, m, zero=3), cluster, 2048) for m in (1, 4))

@@ -14,7 +14,7 @@ from minipar.parallel.pipeline import Action, Durations, make, simulate
 
 # Schedules whose closed form the tests hold against the simulator. Others are simulated whenever they are asked for.
 CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
-MOST_ACTIONS = 40_000  # simulated at most: a second or so
+MOST_ACTIONS = 60_000  # simulated at most: a second or so
 
 
 @dataclass(frozen=True)
