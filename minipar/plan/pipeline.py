@@ -44,7 +44,7 @@ def closed_form(schedule: str, p: int, m: int, v: int, stage: Stage) -> float:
 
     1F1B and GPipe (p-1)(F+I+W) beside it, exactly; interleaved a v-th of that (Narayanan et al. 2021, section 2.2);
     ZB-H1 (p-1)(F+I-W) (Qi et al. 2023, section 2.1), but never less than the first forward's way there and the W left
-    at the end.
+    at the end. For zb-h2 and zbv 1F1B's, which they stay below.
     """
     one = stage.layers + (2 * stages_per_rank(schedule, v) * stage.hop if p > 1 else 0.0)
     slowest = one + 3 * stage.head
