@@ -1,4 +1,4 @@
-"""python -m visualize trace|mesh|loss|traffic|memory FILE --out FIG; schedule --schedule NAME ...; gallery --out DIR"""
+"""python -m visualize trace|mesh|loss|traffic|memory|plan FILE --out FIG; schedule --schedule NAME ...; gallery --out DIR"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from minipar.errors import UsageError
-from visualize import communication, links, loss, memory, mesh, schedule_command, style, timeline
+from visualize import communication, links, loss, memory, mesh, plan, schedule_command, style, timeline
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,7 +31,7 @@ _steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
 def main(argv: Sequence[str]) -> int:
     """Draw. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
     parser = _Parser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    names = "trace|mesh|loss|traffic|memory|schedule|gallery"
+    names = "trace|mesh|loss|traffic|memory|plan|schedule|gallery"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     every = _Parser(add_help=False)
     every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
@@ -62,6 +62,9 @@ def main(argv: Sequence[str]) -> int:
     held = commands.add_parser("memory", parents=[every], help="memory over a step, from minipar.train --memory")
     held.add_argument("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
     held.add_argument("--rank", type=int, default=0, metavar="R", help="whose memory (default: 0)")
+
+    chosen = commands.add_parser("plan", parents=[every], help="what a planner weighed, from minipar.plan --json")
+    chosen.add_argument("file", metavar="FILE.json", help="the planner's JSON")
 
     schedule_command.add_schedule(commands)
     schedule_command.add_gallery(commands)
@@ -103,6 +106,8 @@ def _draw(told: argparse.Namespace) -> list[str]:
     elif told.command == "loss":
         runs = {Path(file).stem: loss.read_metrics(file) for file in told.files}
         figure = loss.plot_loss(runs, told.reference, told.reference_label)
+    elif told.command == "plan":
+        figure = plan.plot_plan(plan.read_plan(told.file))
     elif told.command == "memory":
         names = [Path(file).stem for file in told.files]
         names = names if len(set(names)) == len(names) else told.files  # files of one name in several directories

@@ -1,0 +1,101 @@
+"""`python -m minipar.plan`: the layouts of a model on a cluster that fit, fastest first. It needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from minipar.errors import UsageError
+from minipar.parallel.pipeline import SCHEDULES
+from minipar.plan.layout import PRECISIONS
+from minipar.plan.machine import GPUS, Cluster, find_gpu
+from minipar.plan.model import MODELS, RECOMPUTE, find_model
+from minipar.plan.planner import TOP, Search, plan
+from minipar.plan.report import Question, as_json, as_text
+
+MOST_GPUS = 1 << 20
+MOST_BATCH = 1 << 24
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 up."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+count.__name__ = "whole number from 1 up"  # what argparse calls it
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = _Parser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
+    add = made.add_argument
+    add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, or a directory with a config.json")
+    add("--gpus", required=True, type=count, metavar="N", help="in all")
+    add("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a JSON file with numbers of your own")
+    add("--gpus-per-node", type=count, default=8, metavar="N", help="in one host (default 8)")
+    add("--global-batch", required=True, type=count, metavar="B", help="sequences per step")
+    add("--seq-len", required=True, type=count, metavar="S", help="tokens per sequence")
+    add("--precision", choices=list(PRECISIONS), default="fp16", help="16 bytes per parameter, or bf16's 18")
+    narrow = made.add_argument_group("narrow the search")
+    for flag, what in (("--tp", "tensor-parallel size"), ("--pp", "stages"), ("--microbatch", "sequences in one")):
+        narrow.add_argument(flag, type=count, metavar="N", help=what)
+    narrow.add_argument("--zero-stage", type=int, choices=range(4))
+    narrow.add_argument("--schedule", choices=list(SCHEDULES))
+    narrow.add_argument("--recompute", choices=RECOMPUTE)
+    add("--top", type=count, default=TOP, metavar="K", help=f"how many meshes to show (default {TOP}, 50 at most)")
+    add("--json", metavar="FILE", help="everything; - is standard output. `python -m visualize plan FILE` draws it")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan. Returns the exit code: 2 when the input is wrong or nothing fits, with one line on standard error."""
+    try:
+        told = parser().parse_args(argv)
+        _plan(told)
+    except UsageError as error:
+        print(f"minipar: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(told: argparse.Namespace) -> None:
+    for flag, value, most in (("gpus", told.gpus, MOST_GPUS), ("global-batch", told.global_batch, MOST_BATCH)):
+        if value > most:
+            raise UsageError(f"--{flag} {value}: at most {most} can be planned")
+    model, cluster = find_model(told.model), Cluster(find_gpu(told.gpu), told.gpus, told.gpus_per_node)
+    if 0 < model.positions < told.seq_len:
+        if told.model not in MODELS:
+            raise UsageError(f"--seq-len {told.seq_len}: {told.model} has {model.positions} learned positions")
+        model = replace(model, positions=told.seq_len)  # a named size, to be trained from scratch
+    search = Search(
+        told.tp, told.pp, told.zero_stage, told.recompute, told.schedule, told.microbatch, PRECISIONS[told.precision]
+    )
+    asked = Question(told.model, model, told.gpu, cluster, told.global_batch, told.seq_len, search)
+    found = plan(model, cluster, told.global_batch, told.seq_len, search, min(told.top, 50))
+    text = json.dumps(as_json(asked, found), indent=1) + "\n"
+    if told.json == "-":
+        sys.stdout.write(text)
+        return
+    if told.json:
+        try:
+            Path(told.json).write_text(text)
+        except OSError as error:
+            raise UsageError(f"--json {told.json} cannot be written: {error.strerror}") from None
+    print(as_text(asked, found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

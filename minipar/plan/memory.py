@@ -1,0 +1,106 @@
+"""Memory of the fullest rank, in parts: model state, activations, buffers.
+
+Model state: Rajbhandari et al. 2020 (parallel/model_state.py). Activations: Korthikanti et al. 2022 (arXiv 2205.05198),
+equations 1 to 6 and section 4.2.3 for what a pipeline keeps in flight; 16-bit activations, one-byte dropout masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from minipar.parallel.model_state import model_state
+from minipar.plan.layout import Layout
+from minipar.plan.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float  # what is there for a while only: a gathered unit of ZeRO stage 3, a recomputed layer, logits
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def layer_state(model: ModelShape, tp: int) -> int:
+    """Parameters of one layer on a rank: matrices and the biases of column layers are split, the rest is on every
+    rank.
+    """
+    whole = 2 * model.norm_parameters + 2 * model.hidden * model.biases
+    return -(-(model.layer_parameters - whole) // tp) + whole
+
+
+def rank_parameters(model: ModelShape, layout: Layout) -> int:
+    """Of the fullest pipeline rank, the first: embeddings and its layers; without a pipeline all."""
+    embedding = -(-model.vocab_size * model.hidden // layout.tp) + model.positions * model.hidden
+    own = embedding + layout.layers_per_rank(model) * layer_state(model, layout.tp)
+    if layout.pp == 1:
+        own += model.norm_parameters + (0 if model.tied else -(-model.vocab_size * model.hidden // layout.tp))
+    return own
+
+
+def layer_activations(model: ModelShape, layout: Layout, length: int) -> float:
+    """Bytes that one layer keeps of one microbatch, for backward.
+
+    GPT-2 with s, b, h, a, t: without parallelism s b h (34 + 5as/h); tensor-parallel s b h (10 + 24/t + 5as/(ht)), with
+    sequence parallelism all of it over t; "selective" recomputation drops the 5as/h, "full" keeps the 2 s b h input.
+    """
+    h, t = model.hidden, layout.tp
+    tokens = length * layout.microbatch
+    whole = 10 * h  # inputs of the norms and of the two column layers 8, two dropout masks 2
+    split: float = 2 * model.qkv + 2 * h + (8 if model.gated else 4) * model.inner  # q k v, context, MLP
+    core = 5 * model.heads * length  # scores, softmax, mask of the attention probabilities
+    if layout.recompute == "full":
+        return tokens * 2 * h / (t if layout.sequence_parallel else 1)
+    if layout.recompute == "selective":
+        core = 0
+    return tokens * (whole / (t if layout.sequence_parallel else 1) + (split + core) / t)
+
+
+def in_flight(layout: Layout) -> Fraction | int:
+    """Microbatches whose activations the first rank keeps, each counted as all of the rank's layers."""
+    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
+    match layout.schedule:
+        case "gpipe":
+            return m
+        case "naive":
+            return 1
+        case "interleaved-1f1b" if v > 1:
+            return min(Fraction(m), p * (1 + Fraction(p - 1, p * v)))
+        case "zb-h2":
+            return min(m, 2 * p - 1)
+        case _:  # 1f1b, zb-h1, zbv
+            return min(m, p)
+
+
+def memory(model: ModelShape, layout: Layout, length: int) -> Memory:
+    """What the fullest rank holds at its fullest.
+
+    From stage 2 on no rank keeps whole gradients: each microbatch's are reduced (communication.volume counts that), as
+    DeepSpeed does. NB: minipar's trainer does so with --sync-every-microbatch.
+    """
+    psi, precision = rank_parameters(model, layout), layout.precision
+    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision)
+    layers, kept = layout.layers_per_rank(model), layer_activations(model, layout, length)
+    tokens = length * layout.microbatch
+    logits = 6 * tokens * model.vocab_size / layout.tp  # in 16 bits, and the softmax in 32
+    activations = float(in_flight(layout)) * layers * kept
+    if layout.pp > 1:  # the last rank has one microbatch in flight, and the logits
+        ends = max(activations, layers * kept + logits)
+    else:
+        ends = activations + logits
+    buffers = ends - activations
+    if layout.recompute == "full":
+        buffers += layer_activations(model, replace(layout, recompute="none"), length)
+    if layout.zero == 3:  # the unit at work and the one that is fetched
+        buffers += 2 * precision.parameters * layer_state(model, layout.tp)
+    if layout.zero >= 2:
+        buffers += 2 * precision.gradients * layer_state(model, layout.tp)
+    return Memory(float(state.parameters), float(state.gradients), float(state.optimizer), activations, buffers)

@@ -1,0 +1,116 @@
+"""Claims about `python -m minipar.plan`: its table, its JSON, its picture, and bad input as one line and code 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from minipar.plan.__main__ import main
+from visualize.__main__ import main as visualize
+
+GIVEN = "--model gpt3-175b --gpus 1024 --gpu a100 --gpus-per-node 8 --global-batch 1536 --seq-len 2048".split()
+
+
+def test_the_table_says_what_it_stands_on(capsys):
+    assert main(GIVEN) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "174,615,846,912 parameters",
+        "3,145,728 tokens per step",
+        "Assumptions",
+        "312 TFLOP/s",
+        "Memory of the fullest rank",
+        "bubble",
+        "MFU",
+        "2. ",
+        "s slower",
+    ):
+        assert words in printed
+
+
+def test_json_alone_on_standard_output():
+    """A program of its own: no MPI, nothing else on standard output."""
+    run = subprocess.run(
+        [sys.executable, "-m", "minipar.plan", *GIVEN, "--json", "-", "--top", "3"], capture_output=True, text=True
+    )
+    assert run.returncode == 0 and run.stderr == ""
+    found = json.loads(run.stdout)
+    assert [one["rank"] for one in found["plans"]] == [1, 2, 3]
+    for one in found["plans"]:
+        assert one["dp"] * one["tp"] * one["pp"] == 1024 == found["gpus"]
+        assert one["dp"] * one["microbatch"] * one["microbatches"] == 1536
+        seconds, held = dict(one["seconds"]), dict(one["memory_bytes"])
+        assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
+        assert held.pop("total") == pytest.approx(sum(held.values()))
+        assert one["mfu"] == pytest.approx(
+            1536 * found["flops_per_sequence"]["model"] / one["seconds"]["total"] / 1024 / 312e12
+        )
+        assert one["tokens_per_second"] == pytest.approx(1536 * 2048 / one["seconds"]["total"])
+        assert set(one["communication_bytes"]) == {"tp", "pp", "dp"} and one["why"] and one["simulated"]
+    assert found["search"]["layouts"] >= found["search"]["fitting"] > 100
+    assert found["assumptions"]["text"] and found["assumptions"]["products"] == 0.75
+
+
+def test_flags_narrow_the_search(capsys):
+    narrow = "--tp 8 --pp 8 --zero-stage 1 --schedule 1f1b --recompute full --microbatch 2 --precision bf16".split()
+    assert main([*GIVEN, *narrow, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (one,) = found["plans"]
+    asked = [one[key] for key in ("tp", "pp", "zero_stage", "schedule", "recompute", "microbatch")]
+    assert asked == [8, 8, 1, "1f1b", "full", 2]
+    assert one["memory_bytes"]["gradients"] == 2 * one["memory_bytes"]["parameters"]
+
+
+def test_the_picture_is_drawn_from_the_file(tmp_path, capsys):
+    assert main([*GIVEN, "--json", str(tmp_path / "plan.json")]) == 0
+    assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    for text in ("{}", '{"plans": [], "meshes": []}', '{"plans": [{}], "meshes": []}', "[1]"):
+        (tmp_path / "other.json").write_text(text)
+        assert visualize(["plan", str(tmp_path / "other.json"), "--out", str(tmp_path / "x.png")]) == 2
+    assert "was not written by minipar.plan" in capsys.readouterr().err
+
+
+def changed(**given):
+    argv = list(GIVEN)
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in argv:
+            argv[argv.index(flag) + 1] = value
+        else:
+            argv += [flag, value]
+    return argv
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": "gpt5"}, "--model gpt5"),
+        ({"gpu": "b17"}, "--gpu b17"),
+        ({"gpus": "12"}, "not a multiple of gpus-per-node 8"),
+        ({"gpus": "0"}, "--gpus"),
+        ({"gpus": "9999999"}, "--gpus 9999999"),
+        ({"gpus": "eight"}, "--gpus"),
+        ({"global_batch": "-1"}, "--global-batch"),
+        ({"global_batch": "7", "tp": "1", "pp": "1"}, "no layout divides"),
+        ({"gpus": "8"}, "nothing fits"),
+        ({"tp": "16"}, "no layout divides with tp 16"),
+        ({"zero_stage": "4"}, "--zero-stage"),
+        ({"schedule": "fast"}, "--schedule"),
+        ({"json": "/nowhere/plan.json"}, "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(given, words, capsys):
+    assert main(changed(**given)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minipar: error: ") and printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_positions_of_a_named_model_grow_and_those_of_a_directory_do_not(tmp_path, capsys):
+    assert main(changed(model="gpt2", seq_len="4096")) == 0
+    sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    assert main(changed(model=str(tmp_path), seq_len="4096")) == 2
+    assert "1024 learned positions" in capsys.readouterr().err

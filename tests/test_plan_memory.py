@@ -1,0 +1,109 @@
+"""Claims about memory and traffic of a layout: the papers' formulas, with nothing rounded."""
+
+from fractions import Fraction
+
+import pytest
+
+from minipar.parallel.pipeline import make, peak_live
+from minipar.plan.communication import volume
+from minipar.plan.layout import PRECISIONS, Layout
+from minipar.plan.memory import in_flight, layer_activations, memory, rank_parameters
+from minipar.plan.model import find_model
+
+GPT3 = find_model("gpt3-175b")
+
+
+def layout(**given):
+    return Layout(**({"dp": 1, "tp": 1, "pp": 1, "microbatch": 1, "microbatches": 1} | given))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "megatron-22b", "gpt3-175b"])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_korthikantis_activation_formulas(name, tp, microbatch):
+    model, s = find_model(name), 2048
+    h, a, t = model.hidden, model.heads, tp
+    sbh = s * microbatch * h
+
+    def kept(**given):
+        return layer_activations(model, layout(tp=tp, microbatch=microbatch, **given), s)
+
+    assert kept() == pytest.approx(sbh * (10 + 24 / t + 5 * a * s / (h * t)), rel=1e-12)
+    assert kept(sequence_parallel=True) == pytest.approx(sbh * (34 + 5 * a * s / h) / t, rel=1e-12)
+    assert kept(sequence_parallel=True, recompute="selective") == pytest.approx(34 * sbh / t, rel=1e-12)
+    assert kept(recompute="full") == 2 * sbh
+    if tp == 1:
+        assert kept() == pytest.approx(sbh * (34 + 5 * a * s / h), rel=1e-12)
+
+
+def test_sequence_parallelism_and_selective_recompute_keep_a_fifth():
+    # Korthikanti et al. 2022, abstract: "reduces activation memory by 5x".
+    plain = layer_activations(GPT3, layout(tp=8), 2048)
+    both = layer_activations(GPT3, layout(tp=8, sequence_parallel=True, recompute="selective"), 2048)
+    assert 0.15 < both / plain < 0.25
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16), (8, 32)])
+def test_in_flight_is_what_the_schedule_itself_keeps(name, p, m):
+    v = 2 if name in ("interleaved-1f1b", "zbv") else 1
+    schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
+    expected = Fraction(max(peak_live(actions) for actions in schedule.ranks), v)
+    counted = in_flight(layout(pp=p, microbatches=m, schedule=name, virtual_stages=v))
+    assert counted == expected
+
+
+@pytest.mark.parametrize(("stage", "own", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)])
+@pytest.mark.parametrize("dp", [1, 4, 64])
+def test_model_state_is_the_zero_papers(stage, own, shared, dp):
+    one = layout(dp=dp, zero=stage, microbatches=4)
+    psi = rank_parameters(GPT3, one)
+    held = memory(GPT3, one, 2048)
+    total = held.parameters + held.gradients + held.optimizer
+    assert psi == GPT3.parameters
+    assert total == pytest.approx(own * psi + shared * psi / dp, rel=1e-12)
+
+
+def test_gradients_in_fp32_take_two_bytes_more():
+    narrow, wide = (memory(GPT3, layout(precision=PRECISIONS[name]), 2048) for name in ("fp16", "bf16"))
+    assert wide.gradients - narrow.gradients == 2 * GPT3.parameters
+    assert (wide.parameters, wide.optimizer) == (narrow.parameters, narrow.optimizer)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (8, 1), (1, 8), (8, 8), (4, 12)])
+def test_ranks_hold_the_model_between_them(tp, pp):
+    """tp ranks of every stage add up to the model and what all of them have: norms, row layers' biases, positions."""
+    first = rank_parameters(GPT3, layout(tp=tp, pp=pp))
+    h, layers = GPT3.hidden, GPT3.layers // pp
+    again = (tp - 1) * (layers * 6 * h + 2048 * h + (2 * h if pp == 1 else 0))
+    rest = (pp - 1) * layers * GPT3.layer_parameters + (2 * h if pp > 1 else 0)
+    assert first * tp - again + rest == GPT3.parameters
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_bytes_of_tensor_parallelism(tp, sequence_parallel):
+    one = layout(tp=tp, microbatch=4, microbatches=6, sequence_parallel=sequence_parallel)
+    n = 4 * 2048 * GPT3.hidden * 2
+    assert volume(GPT3, one, 2048).tp == Fraction(8 * n * (tp - 1), tp) * 6 * 96
+    full = layout(tp=tp, microbatch=4, microbatches=6, recompute="full")
+    assert volume(GPT3, full, 2048).tp == volume(GPT3, one, 2048).tp * 3 / 2
+
+
+@pytest.mark.parametrize(("stage", "passes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_bytes_of_zero_with_one_microbatch(stage, passes):
+    one = layout(dp=64, zero=stage)
+    assert volume(GPT3, one, 2048).dp == Fraction(passes * 2 * GPT3.parameters * 63, 64)
+
+
+def test_bytes_of_zero_with_several_microbatches():
+    sent = [volume(GPT3, layout(dp=4, zero=stage, microbatches=5), 2048).dp for stage in range(4)]
+    one = Fraction(2 * GPT3.parameters * 3, 4)
+    assert sent == [2 * one, 2 * one, 6 * one, 15 * one]
+
+
+@pytest.mark.parametrize(("schedule", "v", "times"), [("1f1b", 1, 1), ("interleaved-1f1b", 3, 3), ("zbv", 1, 2)])
+def test_bytes_between_stages(schedule, v, times):
+    one = layout(tp=8, pp=4, microbatch=2, microbatches=8, schedule=schedule, virtual_stages=v)
+    assert volume(GPT3, one, 2048).pp == Fraction(2 * 2 * 2048 * GPT3.hidden * 2 * 8 * times, 8)
+    assert volume(GPT3, layout(), 2048).pp == 0
