@@ -1,4 +1,4 @@
-"""python -m visualize trace|mesh|loss|traffic|memory|plan FILE --out FIG; schedule --schedule NAME ...; gallery --out DIR"""
+"""python -m visualize trace|mesh|loss|traffic|memory|plan FILE --out FIG; schedule|gallery: see --help"""
 
 from __future__ import annotations
 
