@@ -55,7 +55,7 @@ D = N // P  # replicas of it, for data parallelism
 say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
 if rank == 0:
     from visualize import gallery, parse_trace, plot_schedule, plot_schedules, plot_timeline, show, show_source
-say(f"{N} rank{'s' if N > 1 else ''}: a pipeline of {P}, {D} time{'s' if D > 1 else ''}")
+say(f"{N} rank{'s' if N > 1 else ''}: {D} pipeline{'s' if D > 1 else ''} of {P}")
 
 # %% [markdown]
 # ## 6.1 A schedule is data

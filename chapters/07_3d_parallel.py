@@ -82,7 +82,8 @@ def on_eight(work, *arguments):
     return [json.loads(result) for result in gathered] if rank == 0 else []
 
 
-say(f"{N} rank{'s' if N > 1 else ''}: dp {DP} x tp {TP} x pp {PP}; eight of them as {'ranks' if N == 8 else 'threads'}")
+say(f"{N} rank{'s' if N > 1 else ''}: dp {DP} x tp {TP} x pp {PP}")
+say(f"where eight are needed: {'these' if N == 8 else 'threads of rank 0'}")
 
 # %% [markdown]
 # ## 7.1 A grid of ranks
@@ -156,7 +157,7 @@ again = sum(whole for _, whole, _ in held) * (TP - 1) // (TP * DP)  # the copies
 assert sum(part for part, _, _ in held) // DP == trainer.size + again
 say(f"the model: {trainer.size:,} parameters; {again:,} more as tp's copies")
 for r, (part, _, chunk) in enumerate(held):
-    say(f"rank {r}: {part:>7,} parameters after tp and pp; of the optimizer's state those of {chunk:>7,}")
+    say(f"rank {r}: {part:>7,} parameters after tp and pp; its optimizer updates {chunk:>7,} of them")
 
 # %% [markdown]
 # ## 7.2 Six layouts, one loss curve
@@ -219,8 +220,9 @@ runs = {label: on_eight(curve, flags) for label, flags in LAYOUTS.items()}  # of
 if rank == 0:
     for label, (first, *_) in runs.items():
         assert first["passed"], (label, first["verdict"])
-        say(f"{' '.join(label.split()):<60} parameters within {first['apart'][-1]:.1e} after {STEPS} steps")
-    say(f"the last one's verdict in full:\n  {first['verdict']}")
+        apart = f"within {first['apart'][-1]:.1e} of one device with the whole batch"
+        say(f"{' '.join(label.split()):<60} {STEPS} steps: {apart}")
+    say(f"the last one's verdict in full (one device, the whole batch at once):\n  {first['verdict']}")
     assert runs["dp 8"][0]["bits"] == runs["dp 8, ZeRO 3"][0]["bits"]
     say("dp 8 and dp 8 with ZeRO 3: the same bits")
     curves = {label: (first["losses"], first["apart"]) for label, (first, *_) in runs.items()}
@@ -468,7 +470,7 @@ MOVES = (
 for number, (before, after, never_stopped) in enumerate(MOVES):
     for passed, line, bits in on_eight(move, before, after, f"{folder}/{number}")[:1]:
         assert passed, line
-        say(f"{before}  ->  {after}\n  {line}")
+        say(f"{before}  ->  {after}\n  {line} (one device, the whole batch at once)")
         if never_stopped:
             assert bits == runs[never_stopped][0]["bits"]
             say("  and the bits of the run in this layout that never stopped (7.2)")
@@ -688,6 +690,7 @@ catching = {
     "5. tp outermost": set(),
 }
 assert caught == (catching if rank == 0 else {}), caught
+say("5 is right in every number, and slow: only a clock notices (7.4)")
 
 # %% [markdown]
 # No mistake shows in the loss.

@@ -103,6 +103,21 @@ def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: f
             _end(process)
 
 
+def interrupt_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float = 60.0) -> Result:
+    """Start a program on n ranks, press Ctrl-C as soon as `moment()` is true, and return what the job left."""
+    with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
+        process = _start(n, argv, folder, timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            while not moment() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(process.pid, signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            return Result(process.returncode, stdout, stderr)
+        finally:
+            _end(process)
+
+
 def _start(
     n: int,
     argv: Sequence[str],

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from launcher import ROOT, MPITimeout, run_mpi
+from launcher import ROOT, MPITimeout, interrupt_mpi, run_mpi
 
 HEADER = "import sys, time\nimport numpy as np\nfrom minipar.comm import *\nfrom minipar.errors import UsageError\n"
 SECONDS = 30.0  # starting 4 ranks on a busy machine, and ending them
@@ -127,3 +127,21 @@ def test_a_hang_shows_every_ranks_stack():
     for rank in (0, 1):
         stack = text.split(f"--- rank {rank}\n")[1].split("---")[0]
         assert "in stuck_here" in stack and "in wait" in stack
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ctrl_c_ends_the_job_with_one_line_of_its_own(ranks, tmp_path):
+    started = tmp_path / "started"
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import pathlib, time\n"
+        "from minipar.comm import main\n"
+        "def wait(comm):\n"
+        "    comm.barrier()\n"
+        f"    pathlib.Path({str(started)!r}).touch()\n"
+        "    time.sleep(60)\n"
+        "main(wait)\n"
+    )
+    result = interrupt_mpi(ranks, [str(script)], started.exists, timeout=30)
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert result.stderr.count("minipar: interrupted") == 1

@@ -61,7 +61,8 @@ def main(fn: Callable[[Communicator], object], clock: str | Clock | None = None)
     """Run a program: `fn(comm)` on every rank, then exit with code 0 (or with the int that fn returns).
 
     UsageError on every rank: rank 0 prints one line and all exit with code 2. UsageError on some ranks only: after a
-    few seconds one of them prints its line and ends the job with code 2. Anything else: that rank's traceback, code 1.
+    few seconds one of them prints its line and ends the job with code 2. Ctrl-C: one line, code 130. Anything else:
+    that rank's traceback, code 1.
     """
     try:
         comm = world(clock)
@@ -71,6 +72,12 @@ def main(fn: Callable[[Communicator], object], clock: str | Clock | None = None)
         sys.exit(2)
     try:
         result = fn(comm)
+    except KeyboardInterrupt:
+        # mpirun passes Ctrl-C on to every rank; whoever is first ends them all, without their tracebacks.
+        if comm.rank == 0:
+            print("minipar: interrupted", file=sys.stderr, flush=True)
+        comm.abort(130)
+        sys.exit(130)  # where another rank's abort came first, this one's returns
     except UsageError as error:
         if _everyone_fails(comm):
             if comm.rank == 0:

@@ -17,7 +17,7 @@ from minipar.train.checkpoint import agreeing, prepare_directory, save
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.manifest import Checkpoint
-from minipar.train.progress import Metrics, Progress, describe, notes, save_ledgers
+from minipar.train.progress import Metrics, Progress, describe, notes, save_ledgers, written
 from minipar.train.resume import open_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
@@ -42,9 +42,11 @@ def run(comm: Communicator) -> int:
         state = trainer.ddp.state_dict()
         if comm.rank == 0:
             export_gpt2(trainer.model, config.run.export, state)
+    out = progress_stream(config) if comm.rank == 0 else None
+    if out is not None and (files := written(config)):
+        print(f"minipar: wrote {files}", file=out, flush=True)
     if not config.run.verify:
         return 0
-    out = progress_stream(config) if comm.rank == 0 else None
     verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
     if out is not None:
         print(verdict.line, file=out, flush=True)

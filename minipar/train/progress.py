@@ -144,3 +144,10 @@ def notes(config: TrainConfig, positions: int) -> list[str]:
         why = "one microbatch" if m == 1 else "--schedule naive"
         found.append(f"{why}: the pipeline's ranks work one after another, bubble {bubble:.3g} (idle / total)")
     return [f"minipar: note: {note}" for note in found]
+
+
+def written(config: TrainConfig) -> str:
+    """What the run has left on the disk, each path with its flag; "" if nothing."""
+    run = config.run
+    paths = {"metrics": run.metrics, "trace": run.trace, "memory": run.memory, "save": run.save, "export": run.export}
+    return ", ".join(f"{path} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))

@@ -189,9 +189,9 @@ class Trainer:
             )
             self.optimizer.step()
             self.ddp.refresh_parameters()
-            if self.pipelined is not None:
-                self.pipelined.pipeline.refresh(self.ddp.whole)
             backend.synchronize()
+        if self.pipelined is not None:  # not in the region: the last stage waits in it and computes nothing
+            self.pipelined.pipeline.refresh(self.ddp.whole)
         seconds = time.perf_counter() - start
         return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds)
 
