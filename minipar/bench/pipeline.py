@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
     parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
     parser.add_argument("--seq-len", type=int, default=64, help="tokens per sample (64)")
-    parser.add_argument("--batch", type=int, default=4, help="samples per microbatch (4)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per microbatch (8)")
     parser.add_argument("--microbatches", type=int, help="microbatches per step (as many as ranks)")
-    parser.add_argument("--repeat", type=int, default=5, help="steps measured of each schedule")
+    parser.add_argument("--repeat", type=int, default=3, help="steps measured of each schedule")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
