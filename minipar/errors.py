@@ -1,4 +1,7 @@
-"""The two ways a job ends early on purpose."""
+"""The two ways a job ends early on purpose, and how the first is said on a command line."""
+
+import argparse
+from typing import NoReturn
 
 
 class UsageError(ValueError):
@@ -7,3 +10,15 @@ class UsageError(ValueError):
 
 class CommunicationError(RuntimeError):
     """A message had the wrong size, a peer died, a wait timed out, or no rank can go on."""
+
+
+def error_line(error: UsageError) -> str:
+    """What is printed of it: one line, whatever the message holds."""
+    return f"minipar: error: {' '.join(str(error).split())}"
+
+
+class UsageParser(argparse.ArgumentParser):
+    """argparse, where a mistake is a UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)

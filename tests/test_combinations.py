@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,8 +98,11 @@ def chosen(ranks, count):
 JOBS = {2: 4, 3: 3, 4: 6, 6: 6, 8: 8}
 
 
-def test_the_jobs_are_25_combinations_or_more():
+def test_the_jobs_are_25_combinations_or_more_and_readme_says_how_many():
     assert sum(JOBS.values()) >= 25
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"| {len(covering())} combinations of" in readme
+    assert f"{sum(JOBS.values())} of them under `mpirun`" in readme
     assert all(len(set(chosen(ranks, count))) == count for ranks, count in JOBS.items())
 
 

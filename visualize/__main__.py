@@ -6,15 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, UsageParser
 from visualize import communication, links, loss, memory, mesh, plan, schedule_command, style, timeline
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def _steps(text: str) -> slice:
@@ -30,10 +24,10 @@ _steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
 
 def main(argv: Sequence[str]) -> int:
     """Draw. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
-    parser = _Parser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
+    parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
     names = "trace|mesh|loss|traffic|memory|plan|schedule|gallery"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
-    every = _Parser(add_help=False)
+    every = UsageParser(add_help=False)
     every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
 
     trace = commands.add_parser("trace", parents=[every], help="every rank's timeline, from minipar.train --trace")

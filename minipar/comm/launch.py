@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.local import serial
-from minipar.errors import UsageError
+from minipar.errors import UsageError, UsageParser, error_line
 
 # What the launchers tell each process about the number of ranks: MPICH and Intel MPI, Open MPI, Slurm's PMI.
 RANK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
@@ -94,7 +93,7 @@ def main(fn: Callable[[Communicator], object], clock: str | Clock | None = None)
 
 def _print_error(error: UsageError) -> None:
     sys.stdout.flush()
-    print(f"minipar: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    print(error_line(error), file=sys.stderr, flush=True)
 
 
 def _everyone_fails(comm: Communicator) -> bool:
@@ -112,15 +111,12 @@ def _everyone_fails(comm: Communicator) -> bool:
     return True
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse for many ranks: a mistake is a UsageError, and only the rank that talks prints the help."""
+class Parser(UsageParser):
+    """For many ranks: only the one that talks prints the help."""
 
     def __init__(self, *args: Any, talks: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.talks = talks
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if self.talks:

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, UsageParser, error_line
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.plan.layout import PRECISIONS
 from minipar.plan.machine import GPUS, Cluster, find_gpu
@@ -20,11 +19,6 @@ from minipar.plan.report import Question, as_json, as_text
 
 MOST_GPUS = 1 << 20
 MOST_BATCH = 1 << 24
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
 
 
 def count(text: str) -> int:
@@ -40,7 +34,7 @@ count.__name__ = "whole number from 1 up"  # what argparse calls it
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = _Parser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
+    made = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
     add = made.add_argument
     add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, or a directory with a config.json")
     add("--gpus", required=True, type=count, metavar="N", help="in all")
@@ -66,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         told = parser().parse_args(argv)
         _plan(told)
     except UsageError as error:
-        print(f"minipar: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     return 0
 

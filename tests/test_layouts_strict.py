@@ -1,6 +1,6 @@
-"""Claims about 3D parallelism on a device: pipelines with tensor parallelism, ZeRO, every schedule and checkpoints keep
-arrays on the device and send them through host buffers, shown on an array that refuses implicit copies as CuPy does; on
-CuPy itself, several ranks on one GPU, where one is found (`-k cupy` shows which it was).
+"""Claims about tensor parallelism, pipelines and their compositions on a device: with ZeRO, every kind of schedule and
+checkpoints, arrays stay on the device and travel through host buffers, shown on an array that refuses implicit copies
+as CuPy does; on CuPy itself, several ranks on one GPU, where one is found (`-k cupy` shows which it was).
 """
 
 import sys
@@ -20,6 +20,14 @@ from minipar.train.verify import verify
 
 SHAPE = "--layers 4 --hidden 16 --heads 2 --seq-len 8 --vocab-size 257 --global-batch 8 --steps 2 --dtype float64"
 CASES = [
+    (2, "--layers 1 --tp 2 --global-batch 4 --clip-grad 1"),
+    (
+        2,
+        "--layers 1 --tp 2 --global-batch 4 --dropout 0.1 --sequence-parallel --recompute full --reduction ordered "
+        "--microbatches 2",
+    ),
+    (4, "--layers 1 --tp 2 --global-batch 4 --dropout 0.1 --sequence-parallel --zero-stage 3 --clip-grad 1"),
+    (4, "--layers 1 --tp 2 --global-batch 4 --dropout 0.1 --zero-stage 1 --reduction ordered"),
     (4, "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --dropout 0.1"),
     (4, "--tp 2 --pp 2 --schedule 1f1b --microbatches 4 --sequence-parallel --clip-grad 0.5"),
     (4, "--dp 2 --pp 2 --schedule interleaved-1f1b --microbatches 4 --zero-stage 1 --recompute full"),
@@ -55,8 +63,9 @@ def test_every_layout_trains_on_a_device(device, ranks, flags):
         assert numbers == outcomes[0][0]
         np.testing.assert_allclose(numbers, expected_numbers, rtol=1e-11)
         assert all(type(array) is np.ndarray for array in state.values())
-    for name, array in expected.items():
-        np.testing.assert_allclose(outcomes[0][1][name], array, rtol=1e-8, atol=1e-11)
+        for name, array in state.items():  # all of them on rank 0, all or none on the others
+            np.testing.assert_allclose(array, expected[name], rtol=1e-8, atol=1e-11)
+    assert list(outcomes[0][1]) == list(expected)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3])
@@ -79,10 +88,10 @@ def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
 
 
 def test_a_checkpoint_of_device_arrays_is_resumed_under_another_layout(device, tmp_path):
-    whole = run_local(8, train, CASES[4][1], str(tmp_path))[0]
-    numbers, state, verdict = run_local(
-        4, train, CASES[0][1].replace("--dropout 0.1", "--clip-grad 1"), str(tmp_path), True
-    )[0]
+    before = "--dp 2 --tp 2 --pp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --sequence-parallel --clip-grad 1"
+    after = "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --clip-grad 1"
+    whole = run_local(8, train, before, str(tmp_path))[0]
+    numbers, state, verdict = run_local(4, train, after, str(tmp_path), True)[0]
     assert verdict.passed, verdict.line
     np.testing.assert_allclose(numbers, whole[0][1:], rtol=1e-11)
     for name, array in whole[1].items():
