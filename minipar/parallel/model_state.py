@@ -101,7 +101,7 @@ def check_limit(
     note = ""
     if accumulating and ranks > 1:
         note = " (whole gradients while microbatches accumulate, from stage 2 on beside the chunk of their sum; "
-        note += "--sync-every-microbatch keeps them sharded)"
+        note += "without a pipeline, --sync-every-microbatch keeps them sharded)"
     if fitting:
         raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}{note}")
     least = min(STAGES, key=lambda s: model_state(psi, own, s, precision, accumulating).total)
