@@ -23,8 +23,8 @@ from minipar.errors import UsageError
 class Network:
     """A message of n bytes takes alpha + beta*n seconds.
 
-    The messages that one operation sends leave a rank one after the other; those of different operations and ranks do
-    not slow one another down.
+    The messages that a communicator's collectives send leave a rank one after the other; those of different
+    communicators and ranks do not slow one another down.
     """
 
     alpha: float = 0.0  # seconds per message

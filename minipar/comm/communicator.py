@@ -227,8 +227,17 @@ class Communicator(Group):
         colors = self.all_gather_bytes(str(color).encode())
         if color is None:
             return None
-        members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
-        name = f"{self.name}/{self._splits}.{axis}{color}"
+        return self._among([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
+
+    def row(self, members: list[int], axis: str) -> Communicator:
+        """The group of these ranks, this one among them, in this order. Nothing is sent: every rank must call it as
+        often as the others, and each member with the same list.
+        """
+        self._splits += 1
+        return self._among(members, axis)
+
+    def _among(self, members: list[int], axis: str) -> Communicator:
+        name = f"{self.name}/{self._splits}.{axis}{members[0]}"
         ranks = [self.ranks[rank] for rank in members]
         return Communicator(self.transport.group(members, name), axis, parent=self, ranks=ranks, name=name)
 

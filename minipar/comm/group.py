@@ -64,6 +64,7 @@ class Group:
             self.traffic = parent.traffic
             self.tracer = parent.tracer
         self.stream_time = 0.0  # when the last operation here ended, on a logical clock
+        self.stream_port = 0.0  # and when its last message had left
         self.message_numbers: dict[tuple[int, int, int], int] = {}  # for the arrows of a trace
         self._stream = Stream(self.engine)
         self._operations = 0

@@ -104,8 +104,8 @@ class WatchedLink(Link):
 
     NB: an asynchronous collective of NCCL runs on a CUDA stream beside the computation; this is that stream's time.
     It starts at the later of the call and the end of the previous operation here; each arriving message moves it to
-    max(now, sender's clock + alpha + beta*bytes). Messages of one operation leave one after the other: p-1 sends posted
-    at once take (p-1)(alpha + beta*bytes), as the formulas of the literature have it.
+    max(now, sender's clock + alpha + beta*bytes). Messages of a communicator's collectives leave one after the other:
+    p-1 sends posted at once take (p-1)(alpha + beta*bytes), as the formulas of the literature have it.
     """
 
     __slots__ = ("called", "nbytes", "port", "started", "time", "waited")
@@ -154,10 +154,11 @@ class WatchedLink(Link):
         """The same steps, with the time they take. Runs when the operation's turn has come."""
         comm, clock = self.comm, self.comm.clock
         self.started = self.time = max(self.called, comm.stream_time) if clock.logical else clock.now()
+        self.port = comm.stream_port
         for requests in steps:
             yield requests
             self.settle(requests)
-        comm.stream_time = self.time
+        comm.stream_time, comm.stream_port = self.time, self.port
         self.record()
 
     def settle(self, requests: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.transport import Owner, Request, Waitable, message_size_error
 from minipar.errors import CommunicationError, UsageError
 
+LOOK_SECONDS = 0.05  # between two looks at the watch by a rank that waits; a message wakes it at once
 RELEASE_SECONDS = 10.0  # how long a failed run waits for ranks that compute and have not noticed yet
 
 
@@ -55,7 +56,7 @@ class _Message:
         return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.array.nbytes} bytes, tag {self.tag})"
 
 
-class _World:
+class LocalWorld:
     """What the threads share: unmatched messages, who waits for what, and the first failure."""
 
     def __init__(self, size: int) -> None:
@@ -66,6 +67,8 @@ class _World:
         self.news = [False] * size  # a message of this rank was delivered since it last paused
         self.waiting: list[Waitable | None] = [None] * size
         self.finished = [False] * size
+        self.delivered = 0  # messages
+        self.idle = 0  # ranks that have returned, or wait and have no news
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> None:
@@ -83,26 +86,31 @@ class _World:
             other = queue.popleft()
             if not queue:
                 del self.unmatched[key]
+            self.delivered += 1
             send, receive = (message, other) if message.direction == "send to" else (other, message)
             receive.arrived = send.array.nbytes
             if receive.arrived == receive.array.nbytes:
                 receive.array.view(np.uint8)[...] = send.array.view(np.uint8)
             for half in (send, receive):
                 half.done = True
-                self.news[half.world_rank] = True
-                if self.waiting[half.world_rank] is not None:
-                    self.wake[half.world_rank].notify()
+                rank = half.world_rank
+                if self.waiting[rank] is not None:
+                    self.idle -= not self.news[rank]
+                    self.wake[rank].notify()
+                self.news[rank] = True
 
     def pause(self, rank: int, waiting_for: Waitable) -> None:
         """Sleep until one of this rank's messages has been delivered, or a moment has passed."""
         with self.lock:
             if not self.news[rank] and self.failure is None:
                 self.waiting[rank] = waiting_for
-                if self._stuck():
+                self.idle += 1
+                if self.idle == self.size:
                     self.waiting[rank] = None
                     raise CommunicationError(self._deadlock(rank, waiting_for))
-                self.wake[rank].wait(timeout=0.05)
+                self.wake[rank].wait(timeout=LOOK_SECONDS)
                 self.waiting[rank] = None
+                self.idle -= not self.news[rank]
             self.news[rank] = False
             if self.failure is not None:
                 raise _Released
@@ -111,7 +119,8 @@ class _World:
         """This rank has returned. If all others wait, nobody is left to send: one of them is woken to say so."""
         with self.lock:
             self.finished[rank] = True
-            if self._stuck():
+            self.idle += 1
+            if self.idle == self.size:
                 for other in range(self.size):
                     if not self.finished[other]:
                         self.wake[other].notify()
@@ -127,11 +136,6 @@ class _World:
                 condition.notify_all()
             return first
 
-    def _stuck(self) -> bool:
-        return all(
-            self.finished[rank] or (self.waiting[rank] is not None and not self.news[rank]) for rank in range(self.size)
-        )
-
     def _deadlock(self, rank: int, waiting_for: Waitable) -> str:
         lines = ["every rank waits and no message is on its way:"]
         for other in range(self.size):
@@ -145,7 +149,7 @@ class LocalTransport:
 
     launcher = "run_local"
 
-    def __init__(self, world: _World, ranks: Sequence[int], rank: int, name: str = "world") -> None:
+    def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.world = world
         self.ranks = list(ranks)  # group rank -> thread number
         self.rank = rank
@@ -189,25 +193,25 @@ def run_local(
     ranks: int,
     fn: Callable[..., Any],
     *args: Any,
-    clock: str | None = None,
+    clock: str | Callable[[], Clock] | None = None,
     network: Network | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator; return each rank's value.
 
-    `clock` is "wall" (default), "cpu" or "model"; `network` prices messages on the two logical clocks.
+    `clock` is "wall" (default), "cpu", "model", or what makes each rank's; `network` prices messages on logical clocks.
     The first exception in time is raised here, with a note that names its rank, and the other ranks are released at
     once. If every rank waits and no message can come, CommunicationError says what each one waits for.
     """
     if ranks < 1:
         raise UsageError(f"run_local needs at least 1 rank, not {ranks}")
-    world = _World(ranks)
+    world = LocalWorld(ranks)
     results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
         try:
             transport = LocalTransport(world, range(ranks), rank)
-            comm = Communicator(transport, clock=clock, network=network)
+            comm = Communicator(transport, clock=clock() if callable(clock) else clock, network=network)
             results[rank] = fn(comm, *args, **kwargs)
             world.finish(rank)
         except _Released:
@@ -237,4 +241,4 @@ def run_local(
 
 def serial(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
     """A world of one rank in the calling thread: the same program on one device."""
-    return Communicator(LocalTransport(_World(1), [0], 0), clock=clock, network=network)
+    return Communicator(LocalTransport(LocalWorld(1), [0], 0), clock=clock, network=network)

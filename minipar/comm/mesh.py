@@ -43,7 +43,4 @@ class DeviceMesh:
         return (place["pp"] * self.shape["dp"] + place["dp"]) * self.shape["tp"] + place["tp"]
 
     def _along(self, axis: str) -> Communicator:
-        first = self.rank_at(**{axis: 0})  # ranks on one row share its first rank, and no other row has it
-        row = self.world.split(first, axis)
-        assert row is not None
-        return row
+        return self.world.row([self.rank_at(**{axis: place}) for place in range(self.shape[axis])], axis)

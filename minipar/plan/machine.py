@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 
 from minipar.errors import UsageError
+from minipar.plan.program import MEGATRON, MINIPAR, Program
 
 GB = 1e9
 
@@ -65,12 +67,15 @@ class Assumptions:
     # the gradient and writes another. An assumption.
     forward_traffic: float = 2.0
     backward_traffic: float = 4.0
+    # Bytes that the optimizer moves for each parameter: AdamW in mixed precision reads 16 and writes 14.
+    update_traffic: float = 30.0
+    # Seconds of one layer's forward that no size shrinks; its input and its weight gradient take as long each. On a
+    # GPU launches queue up ahead of the work. An assumption.
+    overhead: float = 0.0
     # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc,
     # ring, protocol "Simple").
     alpha_inside: float = 3.4e-6
     alpha_between: float = 14e-6
-    # Of the computation that communication may hide behind, how much there is at the right time. An assumption.
-    overlap: float = 0.9
     # What each hidden second of communication takes from the computation beside it: NCCL's kernels occupy a
     # multiprocessor for each channel, up to 24 of an A100's 108. An assumption as to how many.
     contention: float = 0.2
@@ -82,15 +87,14 @@ class Assumptions:
 class Cluster:
     """`gpus` GPUs, `per_host` to a host (the last dividing the first, or all in one). UsageError otherwise.
 
-    `hierarchical`: collectives over several hosts reduce inside each first, as NCCL's do, so that only 1/k of the bytes
-    cross between hosts for each of a host's k members. minipar's own rings do not: False.
+    `program`: what trains on it.
     """
 
     gpu: Gpu
     gpus: int
     per_host: int = 8
     assumptions: Assumptions = Assumptions()
-    hierarchical: bool = True
+    program: Program = MEGATRON
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.per_host < 1:
@@ -113,6 +117,28 @@ class Cluster:
     def link(self, stride: int, size: int) -> Link:
         """The slowest between neighbours of the ranks 0, stride, 2 stride, ... (size of them)."""
         return self.inside if stride * size <= self.per_host else self.between
+
+
+def model_clock_cluster(
+    ranks: int, flops_per_second: float, inside: Link, between: Link | None = None, per_host: int | None = None
+) -> Cluster:
+    """What the clock `model` shows of minipar: products at one speed, messages alpha + beta n, all else takes no time.
+
+    `per_host` ranks to a host, `between` hosts another link; by default one host has all of them.
+    """
+    between = between or inside
+    gpu = Gpu(flops_per_second, inf, inf, 1 / inside.beta, 1 / between.beta)
+    exactly = Assumptions(
+        products=1.0,
+        half_work=0.0,
+        copies=1.0,
+        links=1.0,
+        alpha_inside=inside.alpha,
+        alpha_between=between.alpha,
+        contention=0.0,
+        memory_used=1.0,
+    )
+    return Cluster(gpu, ranks, per_host or ranks, exactly, MINIPAR)
 
 
 def find_gpu(name: str) -> Gpu:

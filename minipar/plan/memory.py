@@ -12,6 +12,7 @@ from fractions import Fraction
 from minipar.parallel.model_state import model_state
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
+from minipar.plan.program import MEGATRON, Kept, Program
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,20 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
     return own
 
 
-def layer_activations(model: ModelShape, layout: Layout, length: int) -> float:
+def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Kept = MEGATRON.kept) -> float:
     """Bytes that one layer keeps of one microbatch, for backward.
 
     GPT-2 with s, b, h, a, t: without parallelism s b h (34 + 5as/h); tensor-parallel s b h (10 + 24/t + 5as/(ht)), with
     sequence parallelism all of it over t; "selective" recomputation drops the 5as/h, "full" keeps the 2 s b h input.
     """
     h, t = model.hidden, layout.tp
-    tokens = length * layout.microbatch
-    whole = 10 * h  # inputs of the norms and of the two column layers 8, two dropout masks 2
-    split: float = 2 * model.qkv + 2 * h + (8 if model.gated else 4) * model.inner  # q k v, context, MLP
-    core = 5 * model.heads * length  # scores, softmax, mask of the attention probabilities
+    sliced = t if layout.sequence_parallel else 1
+    tokens = length * layout.microbatch * layout.precision.parameters
     if layout.recompute == "full":
-        return tokens * 2 * h / (t if layout.sequence_parallel else 1)
-    if layout.recompute == "selective":
-        core = 0
-    return tokens * (whole / (t if layout.sequence_parallel else 1) + (split + core) / t)
+        return tokens * h / sliced
+    core = 0 if layout.recompute == "selective" else kept.scores * model.heads * length
+    split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.inner
+    return tokens * ((kept.sliced * h + kept.rows) / sliced + kept.gathered * h + (split + core) / t)
 
 
 def in_flight(layout: Layout) -> Fraction | int:
@@ -80,7 +79,7 @@ def in_flight(layout: Layout) -> Fraction | int:
             return min(m, p)
 
 
-def memory(model: ModelShape, layout: Layout, length: int) -> Memory:
+def memory(model: ModelShape, layout: Layout, length: int, program: Program = MEGATRON) -> Memory:
     """What the fullest rank holds at its fullest.
 
     From stage 2 on no rank keeps whole gradients: each microbatch's are reduced (communication.volume counts that), as

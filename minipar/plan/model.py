@@ -106,10 +106,11 @@ class ModelShape:
         return 2 * length * matrices + self.attention_core_flops(length)
 
     @property
-    def column_share(self) -> float:
-        """Of a layer's matrices, those that tensor parallelism splits by columns: q, k, v and the MLP's first."""
-        columns = self.qkv + (2 if self.gated else 1) * self.inner
-        return columns / (columns + self.hidden + self.inner)
+    def column_shares(self) -> tuple[float, float]:
+        """Of a layer's matrices, the two that tensor parallelism splits by columns: q, k, v and the MLP's first."""
+        first, second = self.qkv, (2 if self.gated else 1) * self.inner
+        whole = first + second + self.hidden + self.inner
+        return first / whole, second / whole
 
     def head_flops(self, length: int) -> int:
         """Forward of the output head: 2 s h V."""

@@ -1,0 +1,148 @@
+"""Seconds of one microbatch on one rank, part by part: the embedding, a layer, the output head.
+
+A part's F, I and W are its products, its elementwise work and the tensor-parallel collectives in it; beside them stand
+the collectives over dp that its parameters need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from minipar.plan.communication import fetch_seconds, gather_seconds
+from minipar.plan.layout import Layout
+from minipar.plan.machine import Cluster
+from minipar.plan.memory import layer_activations, layer_state
+from minipar.plan.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds. F, I (with what is recomputed) and W, the collectives over tp in them that are waited for included.
+
+    tp        what of these is communication: waited for, or what it takes from the computation it hides behind
+    gather    an all-gather over dp of its parameters
+    reduce    its gradient's way over dp: an all-reduce, from ZeRO stage 1 on a reduce-scatter
+    partial   what is summed over tp first: gradients of which each rank has only its tokens' share
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    tp: float
+    gather: float
+    reduce: float
+    partial: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model's parts on a rank; every layer is the same."""
+
+    embedding: Part
+    layer: Part
+    head: Part
+
+
+@lru_cache(maxsize=4096)
+def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> Parts:
+    """The parts of one microbatch. `layout`: `per_microbatch(layout)`, so that what is counted once is looked up.
+
+    Forward's sums over tp wait for row layers, and nothing hides them: two all-reduces a layer, or with sequence
+    parallelism two pairs of all-gather and reduce-scatter, of the same bytes. Backward's are of column layers' input
+    gradients and hide behind the same layers' weight gradients, unless the schedule splits I from W; with sequence
+    parallelism half of them are all-gathers of row layers' gradients, which nothing hides.
+    """
+    a, gpu, t = cluster.assumptions, cluster.gpu, layout.tp
+    split_backward = layout.schedule.startswith("zb")
+    tokens = layout.microbatch * length
+    width = layout.precision.parameters
+    seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
+    gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)  # half of an all-reduce
+
+    def products(flops: float, of: int) -> float:
+        """`of` products on each tp rank."""
+        return flops / t / (gpu.peak * a.products) * (1 + a.half_work * of * t / flops)
+
+    def back(columns: list[float], rows: int) -> tuple[float, float]:
+        """Backward's sums, of column layers whose weight gradients take these seconds, and of row layers: what is
+        waited for, and what hidden ones cost."""
+        sequence = layout.sequence_parallel
+        each = gather if sequence else 2 * gather
+        hidden = [0.0 if split_backward else min(each, seconds) for seconds in columns]
+        return len(columns) * each - sum(hidden) + sequence * rows * gather, a.contention * sum(hidden)
+
+    # The layer.
+    flops = layout.microbatch * model.layer_flops(length)
+    core = layout.microbatch * model.attention_core_flops(length)
+    once = replace(layout, recompute="none")
+    kept = layer_activations(model, once, length, cluster.program.kept)
+    scores = kept - layer_activations(model, replace(once, recompute="selective"), length, cluster.program.kept)
+    sums = 4 * gather
+    forward = products(flops, 4) + a.forward_traffic * kept * seconds_per_byte + a.overhead
+    core_again = products(core, 2) + a.forward_traffic * scores * seconds_per_byte
+    again = {"none": 0.0, "full": forward + sums, "selective": core_again}[layout.recompute]
+    weights = products(flops - core, 4)
+    waited, taken = back([weights * share for share in model.column_shares], rows=2)
+    inputs = products(flops + core, 4) + a.backward_traffic * kept * seconds_per_byte + a.overhead + again
+    tp = sums * (2 if layout.recompute == "full" else 1) + waited + taken
+    layer = Part(
+        forward + sums,
+        inputs + waited + taken,
+        weights + a.overhead,
+        tp,
+        *_over_dp(cluster, layout, layer_state(model, t), 2 * model.norm_parameters + 2 * model.hidden * model.biases),
+    )
+
+    # The ends. Without a pipeline their parameters travel together.
+    table = -(-model.vocab_size * model.hidden // t)
+    positions = model.positions * model.hidden
+    last = model.norm_parameters + (0 if model.tied else table)
+    together = layout.pp == 1
+    sequence = layout.sequence_parallel
+    embedding = Part(
+        gather if sequence else 2 * gather,
+        gather if sequence else 0.0,
+        0.0,
+        2 * gather,
+        *_over_dp(
+            cluster, layout, table + positions + (last if together else 0), positions + together * model.norm_parameters
+        ),
+    )
+    logits = products(layout.microbatch * model.head_flops(length), 1)
+    softmax = cluster.program.kept.logits * tokens * model.vocab_size / t * width * seconds_per_byte
+    loss = sum(2 * gather_seconds(cluster, n * tokens * 4, 1, t) for n in (1, 2))  # maxima; sums and targets' logits
+    waited, taken = back([logits], rows=0)
+    enter = gather if sequence else 0.0
+    shared = _over_dp(cluster, layout, last + (table + positions if together else 0), model.norm_parameters)
+    head = Part(
+        logits + enter + loss + a.forward_traffic * softmax,
+        logits + waited + taken + a.backward_traffic * softmax,
+        logits,
+        enter + loss + waited + taken,
+        shared[0],
+        0.0 if together else shared[1],
+        0.0 if together else shared[2],
+    )
+    return Parts(embedding, layer, head)
+
+
+def per_microbatch(layout: Layout) -> Layout:
+    """What two layouts have in common whose parts take the same time."""
+    schedule = "zb-h1" if layout.schedule.startswith("zb") else "1f1b"
+    return replace(layout, microbatches=1, virtual_stages=1, schedule=schedule, pp=min(layout.pp, 2))
+
+
+def _over_dp(cluster: Cluster, layout: Layout, parameters: int, replicated: int) -> tuple[float, float, float]:
+    """(gather, reduce, partial) of a part with so many parameters on a rank, some of them on every tp rank."""
+    precision, stride = layout.precision, layout.tp
+    gather = fetch_seconds(cluster, parameters * precision.parameters, stride, layout.dp)
+    reduce = gather_seconds(cluster, parameters * precision.gradients, stride, layout.dp)
+    partial = 0.0
+    if layout.sequence_parallel:
+        partial = 2 * gather_seconds(cluster, replicated * precision.gradients, 1, layout.tp)
+    return gather, reduce * (1 if layout.zero else 2), partial
