@@ -22,7 +22,7 @@ ALLOWED = {
     "minipar.parallel": {"errors", "backend", "memory", "autograd", "nn", "comm"},
     "minipar.train": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel"},
     "minipar.plan": {"errors", "nn", "parallel"},
-    "minipar.bench": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "train"},
+    "minipar.bench": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "train", "plan"},
     "visualize": {"errors", "parallel"},
 }
 
