@@ -1,14 +1,17 @@
 """What minipar computes in, as few constants: CPU seconds of each piece of a training step, for a shape.
 
-    block    F = flops / R + a_F kept + o_F        I, W alike, with their own a and o; B = I + W
-    more     W + c parameters                      for each microbatch after a step's first: gradients are added
+    block    F = flops / R + a_F kept + r parameters + c elements of hidden if tp > 1 + o_F
+             I alike, with its own a and o; W = flops / R + a_W kept + o_W;  B = I + W
+    more     W + g parameters                      for each microbatch after a step's first: gradients are added
     head     flops / R + a elements of logits + b elements of hidden + o, forward and backward
     embed    a elements of hidden + o, forward and backward
     norm     a parameters + o tensors: the gradient's norm; update (AdamW) alike
 
 flops: of the matrix products (ModelShape.layer_flops / tp; I has those of the layers' matrices and twice attention's, W
 those of the matrices). kept: bytes that the block keeps for backward as the papers count them (layer_activations: 16
-bits, masks), in whose place all elementwise work is taken. R is one for all passes.
+bits, masks), in whose place all elementwise work is taken. parameters: of the block's matrices on the rank, which come
+from memory. hidden: B T h; what tensor parallelism is to sum is copied first, whatever the network. R, r and c are the
+same for all passes.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class Costs:
     """Seconds per what the name says, and flops_per_second (float32, one thread).
 
     *_byte: per byte kept of a block;  *_block: once per block and pass;  *_logit: per element of the logits, *_hidden
-    per element of (B, T, h), *_call once per pass;  *_parameter, *_tensor: per parameter and per tensor of them.
+    per element of (B, T, h), *_call once per pass;  *_parameter, *_tensor: per parameter and per tensor of them. With
+    sequence parallelism the head has B T h / tp elements; embed_* and copy_hidden count all.
     """
 
     flops_per_second: float
@@ -41,6 +45,8 @@ class Costs:
     forward_block: float
     input_block: float
     weight_block: float
+    read_parameter: float
+    copy_hidden: float
     accumulate_parameter: float
     head_forward_logit: float
     head_forward_hidden: float
@@ -93,7 +99,11 @@ def kept(shape: Shape) -> float:
 
 
 def _hidden(shape: Shape) -> float:
-    return shape.samples * shape.seq_len * shape.hidden / (shape.tp if shape.sequence_parallel else 1)
+    return shape.samples * shape.seq_len * shape.hidden
+
+
+def _matrices(shape: Shape) -> float:
+    return 12 * shape.hidden**2 / shape.tp
 
 
 def _logits(shape: Shape) -> float:
@@ -101,17 +111,27 @@ def _logits(shape: Shape) -> float:
 
 
 def _block(name: str) -> Callable[[Shape, float], dict[str, float]]:
-    return lambda shape, _: {f"{name}_byte": kept(shape), f"{name}_block": 1.0}
+    def count(shape: Shape, _: float) -> dict[str, float]:
+        through = {"read_parameter": _matrices(shape), "copy_hidden": _hidden(shape) * (shape.tp > 1)}
+        return {f"{name}_byte": kept(shape), f"{name}_block": 1.0} | through
+
+    return count
+
+
+def _weight(shape: Shape, _: float) -> dict[str, float]:
+    return {"weight_byte": kept(shape), "weight_block": 1.0}
 
 
 def _more(shape: Shape, _: float) -> dict[str, float]:
-    matrices = 12 * shape.hidden**2 / shape.tp
-    return _block("weight")(shape, 0) | {"accumulate_parameter": matrices}
+    return _weight(shape, 0) | {"accumulate_parameter": _matrices(shape)}
 
 
 def _head(way: str) -> Callable[[Shape, float], dict[str, float]]:
-    name = f"head_{way}"
-    return lambda shape, _: {f"{name}_logit": _logits(shape), f"{name}_hidden": _hidden(shape), f"{name}_call": 1.0}
+    def count(shape: Shape, _: float) -> dict[str, float]:
+        hidden = _hidden(shape) / (shape.tp if shape.sequence_parallel else 1)
+        return {f"head_{way}_logit": _logits(shape), f"head_{way}_hidden": hidden, f"head_{way}_call": 1.0}
+
+    return count
 
 
 def _embed(way: str) -> Callable[[Shape, float], dict[str, float]]:
@@ -126,7 +146,7 @@ def _optimizer(name: str) -> Callable[[Shape, float], dict[str, float]]:
 PIECES: dict[str, Callable[[Shape, float], dict[str, float]]] = {
     "F": _block("forward"),
     "I": _block("input"),
-    "W": _block("weight"),
+    "W": _weight,
     "W more": _more,
     "head F": _head("forward"),
     "head B": _head("backward"),
