@@ -61,7 +61,7 @@ def test_the_cost_model_counts_the_operations_that_the_pieces_do(shape):
     with metering(counted.append):
         pieces.pieces(shape, repeat=1)
     rounds = pieces.WARMUP + 1
-    block = 5 * flops("F", shape) + 5 * (flops("I", shape) + flops("W", shape))
+    block = 4 * flops("F", shape) + 4 * (flops("I", shape) + flops("W", shape))
     ends = flops("head F", shape) + flops("head B", shape)
     assert sum(counted) == rounds * (pieces.BLOCKS * block + ends)
 

@@ -30,7 +30,7 @@ FITTED: tuple[tuple[Any, ...], ...] = (
     (2, 1, 4), (1, 1, 8, 2), (1, 1, 8, 8), (1, 1, 4, 4), (1, 1, 8, 4, True), (2, 1, 4, 2, True), (1, 1, 4, 1, False, 4),
 )  # fmt: skip
 CHECKED: tuple[tuple[Any, ...], ...] = (
-    (0.5, 1, 2), (0.5, 1, 8), (1, 0.5, 4), (1, 1, 2), (1, 1, 16), (2, 2, 2), (1, 1, 8, 4), (1, 1, 4, 2), (1, 1, 4, 8),
+    (0.5, 1, 2), (0.5, 1, 8), (1, 0.5, 4), (1, 1, 2), (1, 2, 2), (2, 0.5, 2), (1, 1, 8, 4), (1, 1, 4, 2), (1, 1, 4, 8),
     (2, 1, 8, 4, True), (1, 2, 2, 2, False, 2),
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=256, help="middle of the hidden sizes, a multiple of 8 (256)")
     parser.add_argument("--seq-len", type=int, default=64, help="middle of the sequence lengths, a multiple of 4 (64)")
     parser.add_argument("--vocab-size", type=int, default=256, help="least number of tokens that exist (256)")
-    parser.add_argument("--repeat", type=int, default=5, help="times that each piece is measured")
+    parser.add_argument("--repeat", type=int, default=3, help="times that each piece is measured")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:

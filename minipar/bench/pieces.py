@@ -107,16 +107,13 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 
     for _ in range(WARMUP + repeat):
         with ddp.no_sync():
+            ddp.zero_grad()
             for more in ("", " more"):
-                ddp.zero_grad()
-                if more:
-                    blocks.forward(0, x)
-                    blocks.backward(0, gradient)
                 watch.time("F", blocks.forward, 0, x)
                 watch.time("B" + more, blocks.backward, 0, gradient)
-                if not more:
-                    ddp.zero_grad()
-                blocks.forward(0, x)
+            ddp.zero_grad()
+            for more in ("", " more"):
+                watch.time("F", blocks.forward, 0, x)
                 watch.time("I", blocks.backward_input, 0, gradient)
                 watch.time("W" + more, blocks.backward_weight, 0)
             ddp.zero_grad()
