@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from minipar.bench import collectives, overlap, pipeline, step
+from minipar.bench import collectives, layouts, machine, overlap, pipeline, step
 from minipar.comm import Communicator, Parser, main
 
-SUBCOMMANDS = {"collectives": collectives, "step": step, "overlap": overlap, "pipeline": pipeline}
+SUBCOMMANDS = {
+    "collectives": collectives,
+    "step": step,
+    "overlap": overlap,
+    "pipeline": pipeline,
+    "machine": machine,
+    "layouts": layouts,
+}
 
 
 def bench(comm: Communicator) -> None:

@@ -74,7 +74,7 @@ def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) ->
     timed = Communicator(comm.transport, clock="cpu")
     mesh = DeviceMesh(timed, pp=comm.size)
     # All of them first: too few layers for one schedule's stages show before any time is spent on another's steps.
-    trainers = {name: Trainer(config, mesh, _random_tokens(config)) for name, config in configs.items()}
+    trainers = {name: Trainer(config, mesh, random_tokens(config)) for name, config in configs.items()}
     schedules = {name: schedule_of(config) for name, config in configs.items()}
     steps: dict[str, list[Timeline]] = {name: [] for name in configs}
     for step in range(WARMUP + repeat):
@@ -89,10 +89,11 @@ def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) ->
     return [_row(configs[name], schedules[name], found) for name, found in steps.items()]
 
 
-def _random_tokens(config: TrainConfig) -> Tokens:
+def random_tokens(config: TrainConfig) -> Tokens:
+    """A text for the model's vocabulary, the same on every rank."""
     random = np.random.Generator(np.random.Philox(0))
-    ids = random.integers(0, VOCABULARY, 64 * config.model.seq_len + 1, dtype=np.uint16)
-    return Tokens(ids, "random tokens", VOCABULARY)
+    ids = random.integers(0, config.model.vocab_size, 64 * config.model.seq_len + 1, dtype=np.uint16)
+    return Tokens(ids, "random tokens", config.model.vocab_size)
 
 
 def _timeline(comm: Communicator, schedule: Schedule) -> Timeline | None:
