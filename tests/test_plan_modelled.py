@@ -31,15 +31,29 @@ def compared(flops, dp=1, tp=1, pp=1, microbatches=4, vocab=64, layers=8, recomp
 
 
 SIXTY_FOUR = {
-    "dp 64, ZeRO-3": dict(dp=64, zero_stage=3, microbatches=2),
-    "dp 8, tp 4, pp 2": dict(dp=8, tp=4, pp=2, zero_stage=1, sequence_parallel=True),
-    "dp 8, tp 2, pp 4": dict(dp=8, tp=2, pp=4, microbatches=8),
-    "dp 4, tp 4, pp 4, ZeRO-2": dict(dp=4, tp=4, pp=4, zero_stage=2, sequence_parallel=True, recompute="full"),
-    "dp 2, tp 4, pp 8, interleaved": dict(
-        dp=2, tp=4, pp=8, zero_stage=1, microbatches=8, layers=16, schedule="interleaved-1f1b", virtual_stages=2
-    ),
-    "dp 8, pp 8, ZB-H1": dict(dp=8, pp=8, microbatches=8, schedule="zb-h1"),
-    "128 ranks": dict(dp=8, tp=4, pp=4, zero_stage=1, sequence_parallel=True),
+    "dp 64, ZeRO-3": {"dp": 64, "zero_stage": 3, "microbatches": 2},
+    "dp 8, tp 4, pp 2": {"dp": 8, "tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
+    "dp 8, tp 2, pp 4": {"dp": 8, "tp": 2, "pp": 4, "microbatches": 8},
+    "dp 4, tp 4, pp 4, ZeRO-2": {
+        "dp": 4,
+        "tp": 4,
+        "pp": 4,
+        "zero_stage": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+    },
+    "dp 2, tp 4, pp 8, interleaved": {
+        "dp": 2,
+        "tp": 4,
+        "pp": 8,
+        "zero_stage": 1,
+        "microbatches": 8,
+        "layers": 16,
+        "schedule": "interleaved-1f1b",
+        "virtual_stages": 2,
+    },
+    "dp 8, pp 8, ZB-H1": {"dp": 8, "pp": 8, "microbatches": 8, "schedule": "zb-h1"},
+    "128 ranks": {"dp": 8, "tp": 4, "pp": 4, "zero_stage": 1, "sequence_parallel": True},
 }
 
 
@@ -50,32 +64,32 @@ def test_64_ranks_and_more_take_what_the_planner_says(name):
 
 
 ONE_BY_ONE = {
-    "one device": (1e-9, dict()),
-    "one device, recompute": (1e-9, dict(recompute="full")),
-    "dp over two hosts": (1e-3, dict(dp=16)),
-    "ZeRO-1": (1e-3, dict(dp=16, zero_stage=1)),
-    "ZeRO-2": (1e-3, dict(dp=16, zero_stage=2)),
-    "ZeRO-3": (1e-3, dict(dp=16, zero_stage=3)),
-    "ZeRO-3, one microbatch": (1e-3, dict(dp=16, zero_stage=3, microbatches=1)),
-    "tp": (1e-4, dict(tp=4)),
-    "tp, sequence parallel": (1e-4, dict(tp=4, sequence_parallel=True)),
-    "tp, sequence parallel, recompute": (1e-4, dict(tp=4, sequence_parallel=True, recompute="full")),
-    "tp, a large vocabulary": (1e-2, dict(tp=2, vocab=1000)),
-    "naive": (1e-3, dict(pp=4, schedule="naive")),
-    "gpipe": (1e-3, dict(pp=4, microbatches=8, schedule="gpipe")),
-    "1f1b": (1e-3, dict(pp=4, microbatches=8)),
-    "1f1b, stages that are not equal": (1e-3, dict(pp=3, vocab=500)),
-    "interleaved": (1e-3, dict(pp=4, microbatches=8, schedule="interleaved-1f1b", virtual_stages=2)),
-    "zb-h1": (5e-3, dict(pp=4, microbatches=8, schedule="zb-h1")),
-    "zb-h2": (5e-3, dict(pp=4, microbatches=8, schedule="zb-h2")),
-    "zbv": (5e-3, dict(pp=4, microbatches=8, schedule="zbv")),
-    "tp and zb-h1": (5e-2, dict(tp=2, pp=4, microbatches=8, schedule="zb-h1")),
-    "3D": (1e-3, dict(dp=2, tp=2, pp=2)),
-    "3D, sequence parallel": (1e-2, dict(dp=2, tp=2, pp=2, zero_stage=1, sequence_parallel=True)),
-    "pp and ZeRO-2": (1e-2, dict(dp=2, pp=4, zero_stage=2)),
-    "pp and ZeRO-3": (3e-2, dict(dp=2, pp=4, zero_stage=3)),
+    "one device": (1e-9, {}),
+    "one device, recompute": (1e-9, {"recompute": "full"}),
+    "dp over two hosts": (1e-3, {"dp": 16}),
+    "ZeRO-1": (1e-3, {"dp": 16, "zero_stage": 1}),
+    "ZeRO-2": (1e-3, {"dp": 16, "zero_stage": 2}),
+    "ZeRO-3": (1e-3, {"dp": 16, "zero_stage": 3}),
+    "ZeRO-3, one microbatch": (1e-3, {"dp": 16, "zero_stage": 3, "microbatches": 1}),
+    "tp": (1e-4, {"tp": 4}),
+    "tp, sequence parallel": (1e-4, {"tp": 4, "sequence_parallel": True}),
+    "tp, sequence parallel, recompute": (1e-4, {"tp": 4, "sequence_parallel": True, "recompute": "full"}),
+    "tp, a large vocabulary": (1e-2, {"tp": 2, "vocab": 1000}),
+    "naive": (1e-3, {"pp": 4, "schedule": "naive"}),
+    "gpipe": (1e-3, {"pp": 4, "microbatches": 8, "schedule": "gpipe"}),
+    "1f1b": (1e-3, {"pp": 4, "microbatches": 8}),
+    "1f1b, stages that are not equal": (1e-3, {"pp": 3, "vocab": 500}),
+    "interleaved": (1e-3, {"pp": 4, "microbatches": 8, "schedule": "interleaved-1f1b", "virtual_stages": 2}),
+    "zb-h1": (5e-3, {"pp": 4, "microbatches": 8, "schedule": "zb-h1"}),
+    "zb-h2": (5e-3, {"pp": 4, "microbatches": 8, "schedule": "zb-h2"}),
+    "zbv": (5e-3, {"pp": 4, "microbatches": 8, "schedule": "zbv"}),
+    "tp and zb-h1": (5e-2, {"tp": 2, "pp": 4, "microbatches": 8, "schedule": "zb-h1"}),
+    "3D": (1e-3, {"dp": 2, "tp": 2, "pp": 2}),
+    "3D, sequence parallel": (1e-2, {"dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True}),
+    "pp and ZeRO-2": (1e-2, {"dp": 2, "pp": 4, "zero_stage": 2}),
+    "pp and ZeRO-3": (3e-2, {"dp": 2, "pp": 4, "zero_stage": 3}),
     # Some neighbours of this pipeline share a host, and the planner takes the slower link for all of them.
-    "pp, every other message inside a host": (5e-2, dict(dp=4, pp=4, zero_stage=1)),
+    "pp, every other message inside a host": (5e-2, {"dp": 4, "pp": 4, "zero_stage": 1}),
 }
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 
 from minipar.bench.fit import fit
 from minipar.bench.pieces import BLOCKS, Shape
+from minipar.plan.compute import Compute
 from minipar.plan.layout import Layout
 from minipar.plan.memory import layer_activations
 from minipar.plan.model import ModelShape
@@ -66,6 +67,32 @@ class Costs:
     def seconds(self, piece: str, shape: Shape, parameters: float) -> float:
         """Of a piece as `pieces.pieces` names it; `parameters` of the rank, for the norm and the update."""
         return sum(self._terms(piece, shape, parameters))
+
+    def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> Compute:
+        """For the planner (Cluster.measured). What the microbatches after a step's first take more is spread over all;
+        the output head's W is its products.
+        """
+        shape = Shape(
+            model.hidden, model.heads, length, layout.microbatch, layout.tp, layout.sequence_parallel, model.vocab_size
+        )
+        took = {name: self.seconds(name, shape, parameters) for name in PIECES}
+        m = layout.microbatches
+        head_weight = flops("head B", shape) / 2 / self.flops_per_second
+        again = took["F"] if layout.recompute == "full" else 0.0
+        tensors = 12 * layout.layers_per_rank(model) + 4
+        update = self.norm_parameter + self.update_parameter, self.norm_tensor + self.update_tensor
+        return Compute(
+            forward=took["F"],
+            backward_input=took["I"],
+            backward_weight=(took["W"] + (m - 1) * took["W more"]) / m,
+            again=again,
+            head_forward=took["head F"],
+            head_backward_input=took["head B"] - head_weight,
+            head_backward_weight=head_weight,
+            embedding_forward=took["embed F"],
+            embedding_backward=took["embed B"],
+            update=update[0] * parameters + update[1] * tensors,
+        )
 
     def _terms(self, piece: str, shape: Shape, parameters: float) -> Iterator[float]:
         constants = asdict(self)

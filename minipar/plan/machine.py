@@ -5,12 +5,19 @@ assumption.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minipar.errors import UsageError
 from minipar.plan.program import MEGATRON, MINIPAR, Program
+
+if TYPE_CHECKING:
+    from minipar.plan.compute import Compute
+    from minipar.plan.layout import Layout
+    from minipar.plan.model import ModelShape
 
 GB = 1e9
 
@@ -69,9 +76,6 @@ class Assumptions:
     backward_traffic: float = 4.0
     # Bytes that the optimizer moves for each parameter: AdamW in mixed precision reads 16 and writes 14.
     update_traffic: float = 30.0
-    # Seconds of one layer's forward that no size shrinks; its input and its weight gradient take as long each. On a
-    # GPU launches queue up ahead of the work. An assumption.
-    overhead: float = 0.0
     # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc,
     # ring, protocol "Simple").
     alpha_inside: float = 3.4e-6
@@ -87,7 +91,8 @@ class Assumptions:
 class Cluster:
     """`gpus` GPUs, `per_host` to a host (the last dividing the first, or all in one). UsageError otherwise.
 
-    `program`: what trains on it.
+    `program`: what trains on it. `measured(model, layout, length, parameters)`: what computation takes where that was
+    measured, `parameters` being those that a rank updates; without it compute.gpu_compute says so.
     """
 
     gpu: Gpu
@@ -95,6 +100,7 @@ class Cluster:
     per_host: int = 8
     assumptions: Assumptions = Assumptions()
     program: Program = MEGATRON
+    measured: Callable[[ModelShape, Layout, int, float], Compute] | None = None
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.per_host < 1:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from minipar.plan.communication import fetch_seconds, gather_seconds
+from minipar.plan.compute import Compute, gpu_compute
 from minipar.plan.layout import Layout
 from minipar.plan.machine import Cluster
-from minipar.plan.memory import layer_activations, layer_state
+from minipar.plan.memory import layer_state, rank_parameters
 from minipar.plan.model import ModelShape
 
 
@@ -57,16 +58,11 @@ def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> P
     gradients and hide behind the same layers' weight gradients, unless the schedule splits I from W; with sequence
     parallelism half of them are all-gathers of row layers' gradients, which nothing hides.
     """
-    a, gpu, t = cluster.assumptions, cluster.gpu, layout.tp
+    t, contention = layout.tp, cluster.assumptions.contention
     split_backward = layout.schedule.startswith("zb")
     tokens = layout.microbatch * length
-    width = layout.precision.parameters
-    seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
-    gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)  # half of an all-reduce
-
-    def products(flops: float, of: int) -> float:
-        """`of` products on each tp rank."""
-        return flops / t / (gpu.peak * a.products) * (1 + a.half_work * of * t / flops)
+    gather = gather_seconds(cluster, tokens * model.hidden * layout.precision.parameters, 1, t)  # half an all-reduce
+    took = compute(model, layout, cluster, length)
 
     def back(columns: list[float], rows: int) -> tuple[float, float]:
         """Backward's sums, of column layers whose weight gradients take these seconds, and of row layers: what is
@@ -74,27 +70,16 @@ def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> P
         sequence = layout.sequence_parallel
         each = gather if sequence else 2 * gather
         hidden = [0.0 if split_backward else min(each, seconds) for seconds in columns]
-        return len(columns) * each - sum(hidden) + sequence * rows * gather, a.contention * sum(hidden)
+        return len(columns) * each - sum(hidden) + sequence * rows * gather, contention * sum(hidden)
 
-    # The layer.
-    flops = layout.microbatch * model.layer_flops(length)
-    core = layout.microbatch * model.attention_core_flops(length)
-    once = replace(layout, recompute="none")
-    kept = layer_activations(model, once, length, cluster.program.kept)
-    scores = kept - layer_activations(model, replace(once, recompute="selective"), length, cluster.program.kept)
     sums = 4 * gather
-    forward = products(flops, 4) + a.forward_traffic * kept * seconds_per_byte + a.overhead
-    core_again = products(core, 2) + a.forward_traffic * scores * seconds_per_byte
-    again = {"none": 0.0, "full": forward + sums, "selective": core_again}[layout.recompute]
-    weights = products(flops - core, 4)
-    waited, taken = back([weights * share for share in model.column_shares], rows=2)
-    inputs = products(flops + core, 4) + a.backward_traffic * kept * seconds_per_byte + a.overhead + again
-    tp = sums * (2 if layout.recompute == "full" else 1) + waited + taken
+    full = layout.recompute == "full"
+    waited, taken = back([took.backward_weight * share for share in model.column_shares], rows=2)
     layer = Part(
-        forward + sums,
-        inputs + waited + taken,
-        weights + a.overhead,
-        tp,
+        took.forward + sums,
+        took.backward_input + took.again + full * sums + waited + taken,
+        took.backward_weight,
+        (1 + full) * sums + waited + taken,
         *_over_dp(cluster, layout, layer_state(model, t), 2 * model.norm_parameters + 2 * model.hidden * model.biases),
     )
 
@@ -104,25 +89,23 @@ def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> P
     last = model.norm_parameters + (0 if model.tied else table)
     together = layout.pp == 1
     sequence = layout.sequence_parallel
+    enter, leave = (gather if sequence else 0.0), (gather if sequence else 2 * gather)
+    partial = positions + together * model.norm_parameters
     embedding = Part(
-        gather if sequence else 2 * gather,
-        gather if sequence else 0.0,
-        0.0,
-        2 * gather,
-        *_over_dp(
-            cluster, layout, table + positions + (last if together else 0), positions + together * model.norm_parameters
-        ),
+        took.embedding_forward + leave,
+        enter,
+        took.embedding_backward,
+        enter + leave,
+        *_over_dp(cluster, layout, table + positions + (last if together else 0), partial),
     )
-    logits = products(layout.microbatch * model.head_flops(length), 1)
-    softmax = cluster.program.kept.logits * tokens * model.vocab_size / t * width * seconds_per_byte
-    loss = sum(2 * gather_seconds(cluster, n * tokens * 4, 1, t) for n in (1, 2))  # maxima; sums and targets' logits
-    waited, taken = back([logits], rows=0)
-    enter = gather if sequence else 0.0
+    wide = max(4, layout.precision.parameters)
+    loss = sum(2 * gather_seconds(cluster, n * tokens * wide, 1, t) for n in (1, 2))  # maxima; sums, targets' logits
+    waited, taken = back([took.head_backward_weight], rows=0)
     shared = _over_dp(cluster, layout, last + (table + positions if together else 0), model.norm_parameters)
     head = Part(
-        logits + enter + loss + a.forward_traffic * softmax,
-        logits + waited + taken + a.backward_traffic * softmax,
-        logits,
+        took.head_forward + enter + loss,
+        took.head_backward_input + waited + taken,
+        took.head_backward_weight,
         enter + loss + waited + taken,
         shared[0],
         0.0 if together else shared[1],
@@ -131,10 +114,19 @@ def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> P
     return Parts(embedding, layer, head)
 
 
+@lru_cache(maxsize=4096)
+def compute(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> Compute:
+    """As measured on this machine, or from what is known of its GPU."""
+    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)
+    if cluster.measured is not None:
+        return cluster.measured(model, layout, length, parameters)
+    return gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
+
+
 def per_microbatch(layout: Layout) -> Layout:
-    """What two layouts have in common whose parts take the same time."""
+    """What layouts have in common whose parts take the same time."""
     schedule = "zb-h1" if layout.schedule.startswith("zb") else "1f1b"
-    return replace(layout, microbatches=1, virtual_stages=1, schedule=schedule, pp=min(layout.pp, 2))
+    return replace(layout, virtual_stages=1, schedule=schedule)
 
 
 def _over_dp(cluster: Cluster, layout: Layout, parameters: int, replicated: int) -> tuple[float, float, float]:

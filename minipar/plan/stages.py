@@ -9,7 +9,7 @@ from minipar.plan.layout import Layout
 from minipar.plan.machine import Cluster
 from minipar.plan.model import ModelShape
 from minipar.plan.overlap import Work, run
-from minipar.plan.parts import Part, parts, per_microbatch
+from minipar.plan.parts import Part, compute, parts, per_microbatch
 from minipar.plan.pipeline import Simulated, StageTime, closed_form, rank_of, simulated, stages_per_rank
 
 STEADY = 3  # microbatches; each further one takes as long as the last of them
@@ -33,6 +33,7 @@ class Stages:
     def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int, hop: float) -> None:
         self.layout, self.program = layout, cluster.program
         self.parts = parts(model, per_microbatch(layout), cluster, length)
+        self.update = compute(model, per_microbatch(layout), cluster, length).update
         self.layers = layers_of_stages(model, layout, cluster.program.balanced_stages, length)
         self.last = len(self.layers) - 1
         self.blocked = hop if cluster.program.blocking_hops else 0.0  # of a message, for its rank

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from minipar.plan.communication import number_seconds
 from minipar.plan.layout import Layout
 from minipar.plan.machine import Cluster
-from minipar.plan.memory import rank_parameters
 from minipar.plan.model import ModelShape
 from minipar.plan.stages import Stages
 
@@ -91,14 +90,12 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     # The loss over pp and dp; the norm over all three (over dp where each rank has its part of the gradients).
     stride = {"tp": 1, "dp": layout.tp, "pp": layout.tp * layout.dp}
     number = {axis: number_seconds(cluster, stride[axis], getattr(layout, axis)) for axis in stride}
-    psi = rank_parameters(model, layout)
-    touched = psi / (layout.dp if layout.zero else 1) * cluster.assumptions.update_traffic
     return StepTime(
         compute,
         tp + number["tp"],
         pp + 2 * number["pp"],
         dp + (2 if layout.zero else 1) * number["dp"],
         bubble,
-        touched / (cluster.gpu.memory_bandwidth * cluster.assumptions.copies),
+        stages.update,
         layout.pp == 1 or simulation is not None,
     )
