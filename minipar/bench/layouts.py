@@ -3,6 +3,8 @@
 A rank's time is its own CPU time between communication calls, and a message takes alpha + beta*bytes, so that ranks
 which share cores show what as many cores with that network would. A layout of n ranks runs on the first n; the others
 wait. The layouts take turns, step by step, so that whatever else the machine does happens to all.
+
+With the constants of `bench machine` each row also says what the planner predicts.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from minipar.bench.pipeline import random_tokens
+from minipar.bench.planned import agreement, load_machine, predict
 from minipar.bench.report import publish
 from minipar.comm import Communicator, DeviceMesh, Network
 from minipar.errors import UsageError
@@ -28,6 +31,7 @@ COLUMNS = (
     "ranks", "dp", "tp", "pp", "zero_stage", "schedule", "microbatches", "sequence_parallel", "recompute", "seconds",
     "seconds_min", "seconds_max", "peak_bytes",
 )  # fmt: skip
+PREDICTED = ("predicted_seconds", "ratio", "predicted_bytes", "bytes_ratio")
 # As `python -m minipar.train` takes them.
 LAYOUTS = (
     "",
@@ -59,7 +63,7 @@ LAYOUTS = (
     "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
     "--dp 2 --tp 2 --pp 2 --sequence-parallel --recompute full --microbatches 4",
 )
-NETWORK = (20e-6, 1e-9)
+NETWORK = Network(20e-6, 1e-9)
 RECORDED = 2  # steps with the ledger: the second begins with all that the first one left
 WARMUP = 1  # round without: the models made meanwhile have taken the memory that these steps had left
 
@@ -73,19 +77,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=64, help="tokens per sample (64)")
     parser.add_argument("--vocab-size", type=int, default=256, help="tokens that exist (256)")
     parser.add_argument("--global-batch", type=int, default=32, help="samples per step, over all replicas (32)")
-    parser.add_argument("--network", type=float, nargs=2, default=NETWORK, metavar=("ALPHA", "BETA"),
-                        help="seconds per message and per byte (20e-6 1e-9)")  # fmt: skip
+    parser.add_argument("--machine", metavar="FILE", help="of `bench machine --json FILE`: predict each layout with it")
+    parser.add_argument("--network", type=float, nargs=2, metavar=("ALPHA", "BETA"),
+                        help="seconds per message and per byte (measured with --machine, else 20e-6 1e-9)")  # fmt: skip
     parser.add_argument("--repeat", type=int, default=5, help="steps measured of each layout")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
     """One row for each layout that these ranks are enough for."""
-    if args.repeat < 1 or min(args.network) < 0:
-        alpha, beta = args.network
-        raise UsageError(f"--repeat {args.repeat} --network {alpha:g} {beta:g}: expected at least 1, and no negative")
+    machine = load_machine(args.machine) if args.machine else None
+    network = NETWORK if machine is None else machine.network
+    if args.network is not None:
+        network = Network(*args.network)
+    if args.repeat < 1 or min(network.alpha, network.beta) < 0:
+        raise UsageError(
+            f"--repeat {args.repeat} --network {network.alpha:g} {network.beta:g}: expected at least 1, and no negative"
+        )
     model = ModelConfig(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
-    rows = measure(comm, configs(model, args.global_batch, comm.size), args.repeat, Network(*args.network))
-    publish(comm, rows, COLUMNS, args.json)
+    asked = configs(model, args.global_batch, comm.size)
+    rows = measure(comm, asked, args.repeat, network)
+    if machine is None:
+        publish(comm, rows, COLUMNS, args.json)
+        return
+    for row, config in zip(rows, asked, strict=True) if comm.rank == 0 else ():
+        time, memory = predict(config, replace(machine, network=network), args.seq_len)
+        row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
+        row |= {"predicted_bytes": memory.total, "bytes_ratio": memory.total / row["peak_bytes"]}
+    publish(comm, rows, COLUMNS + PREDICTED, args.json)  # rank 0's: it alone has seen every layout
+    if comm.rank == 0 and args.json != "-":
+        print(f"{len(rows)} layouts: {agreement(rows)}")
 
 
 def configs(model: ModelConfig, global_batch: int, ranks: int) -> list[TrainConfig]:

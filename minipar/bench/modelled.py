@@ -6,18 +6,16 @@ what the cluster would take. So the planner can be held against the program on c
 
 from __future__ import annotations
 
-import numpy as np
-
+from minipar.bench.pipeline import random_tokens
 from minipar.comm import Communicator, DeviceMesh, HostNetwork, ModelClock, Network, run_local
 from minipar.plan.machine import Cluster
 from minipar.train.config import TrainConfig
-from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 
 
 def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
-    """Seconds of one training step of a resolved configuration on a cluster (`plan.machine.model_clock_cluster`): from the
-    common start until the last rank is done.
+    """Seconds of one training step of a resolved configuration on a `plan.machine.model_clock_cluster`: from the common
+    start until the last rank is done.
     """
     inside, between = cluster.inside, cluster.between
     network = HostNetwork(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
@@ -30,10 +28,3 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
         return comm.clock.now() - start
 
     return max(run_local(cluster.gpus, step, clock=lambda: ModelClock(cluster.gpu.peak), network=network))
-
-
-def random_tokens(config: TrainConfig) -> Tokens:
-    """A text for a run of which only the time is of interest."""
-    random = np.random.Generator(np.random.Philox(0))
-    size, vocab_size = 64 * config.model.seq_len + 1, config.model.vocab_size
-    return Tokens(random.integers(0, vocab_size, size, dtype=np.uint16), "random tokens", vocab_size)

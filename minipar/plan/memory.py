@@ -12,6 +12,7 @@ from fractions import Fraction
 from minipar.parallel.model_state import model_state
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
+from minipar.plan.pipeline import stages_per_rank
 from minipar.plan.program import MEGATRON, Kept, Program
 
 
@@ -82,22 +83,28 @@ def in_flight(layout: Layout) -> Fraction | int:
 def memory(model: ModelShape, layout: Layout, length: int, program: Program = MEGATRON) -> Memory:
     """What the fullest rank holds at its fullest.
 
-    From stage 2 on no rank keeps whole gradients: each microbatch's are reduced (communication.volume counts that), as
-    DeepSpeed does. NB: minipar's trainer does so with --sync-every-microbatch.
+    Where gradients are reduced after each microbatch (Program.every_microbatch), no rank keeps whole ones from stage 2
+    on, as in DeepSpeed; else they add up in whole ones beside the rank's own part.
     """
     psi, precision = rank_parameters(model, layout), layout.precision
-    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision)
-    layers, kept = layout.layers_per_rank(model), layer_activations(model, layout, length)
-    tokens = length * layout.microbatch
-    logits = 6 * tokens * model.vocab_size / layout.tp  # in 16 bits, and the softmax in 32
-    activations = float(in_flight(layout)) * layers * kept
+    accumulating = layout.microbatches > 1 and not program.every_microbatch
+    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision, accumulating)
+    layers, kept = layout.layers_per_rank(model), layer_activations(model, layout, length, program.kept)
+    tokens = length * layout.microbatch * precision.parameters
+    hidden = tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    logits = program.kept.head * hidden + program.kept.logits * tokens * model.vocab_size / layout.tp
+    flying = float(in_flight(layout))
+    activations = flying * layers * kept
     if layout.pp > 1:  # the last rank has one microbatch in flight, and the logits
-        ends = max(activations, layers * kept + logits)
+        # The first rank's first stage takes in no activations; GPipe's other ranks hold as many microbatches as it.
+        ends = flying * (2 * stages_per_rank(layout.schedule, layout.virtual_stages) - (layout.schedule != "gpipe"))
+        activations += program.kept.boundary * hidden * ends
+        most = max(activations, layers * kept + logits)
     else:
-        ends = activations + logits
-    buffers = ends - activations
+        most = activations + logits
+    buffers = most - activations + program.kept.moving * hidden + program.kept.moving_whole * tokens * model.hidden
     if layout.recompute == "full":
-        buffers += layer_activations(model, replace(layout, recompute="none"), length)
+        buffers += layer_activations(model, replace(layout, recompute="none"), length, program.kept)
     if layout.zero == 3:  # the unit at work and the one that is fetched
         buffers += 2 * precision.parameters * layer_state(model, layout.tp)
     if layout.zero >= 2:

@@ -23,6 +23,8 @@ class Kept:
     scores    for each head and each token attended to, split over tp
     logits    of vocabulary size, split over tp
     head      of hidden size, on the rank with the output head: its norm and its input
+    boundary  of hidden size, in a pipeline: what came into a stage, and what it has made, each
+    moving, moving_whole   of hidden size, once: gradients on their way through backward, sliced, and whole in any case
     """
 
     sliced: float
@@ -35,6 +37,9 @@ class Kept:
     scores: float
     logits: float
     head: float
+    boundary: float
+    moving: float
+    moving_whole: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,21 @@ MEGATRON = Program(
     pairwise=False,
     gathers_ahead=True,
     embedding_returns=False,
-    kept=Kept(sliced=5, gathered=0, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5, logits=3, head=2),
+    kept=Kept(
+        sliced=5,
+        gathered=0,
+        rows=0,
+        qkv=1,
+        context=1,
+        inner=2,
+        gated=4,
+        scores=2.5,
+        logits=3,
+        head=2,
+        boundary=0,
+        moving=0,
+        moving_whole=0,
+    ),
 )
 
 # tests/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
@@ -88,5 +107,19 @@ MINIPAR = Program(
     pairwise=True,
     gathers_ahead=False,
     embedding_returns=True,
-    kept=Kept(sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=0, scores=1, logits=2, head=2),
+    kept=Kept(
+        sliced=2,
+        gathered=2,
+        rows=2,
+        qkv=1,
+        context=1,
+        inner=3,
+        gated=0,
+        scores=1,
+        logits=2,
+        head=2,
+        boundary=1,
+        moving=2,
+        moving_whole=1,
+    ),
 )

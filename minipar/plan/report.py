@@ -104,8 +104,9 @@ def assumptions(asked: Question) -> list[str]:
         "(weights, gradients, AdamW), 16-bit activations; attention's scores are stored, not recomputed tile by tile",
         "tp: forward waits for its sums, backward's hide behind weight gradients (not in zb schedules); pp: every "
         "message is waited for",
-        f"dp: gradients hide behind backward, stage 3's gathers behind all computation, as "
-        f"far as there is any, and take {a.contention:.0%} of the hidden time from it; from stage 2 on they travel for every microbatch",
+        "dp: gradients hide behind backward, stage 3's gathers behind all computation, updated parameters of stages 1 "
+        f"and 2 behind the next forward, and take {a.contention:.0%} of the hidden time from it; from stage 2 on "
+        "gradients travel for every microbatch",
         "attention counts all pairs of tokens; data loading, checkpoints, stragglers, failures: not counted",
     ]
 

@@ -1,0 +1,112 @@
+"""The planner against minipar's own runs: time on the `cpu` clock, memory in the ledger.
+
+`recorded/calibration.json` holds what `mpirun -n 8 python -m minipar.bench machine` and `bench layouts --machine`
+measured on a quiet machine with 2 cores: the constants, and 28 layouts of one model. What the planner says of them is
+computed here; measuring again is the bench's business, since no timed test is a test. Memory is measured here.
+"""
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+
+from minipar.bench.costs import Costs
+from minipar.bench.layouts import LAYOUTS, RECORDED, configs, ranks_of
+from minipar.bench.pipeline import random_tokens
+from minipar.bench.planned import Agreement, Machine, agreement, layout_of, load_machine, predict, program_of, shape_of
+from minipar.comm import DeviceMesh, Network, run_local
+from minipar.errors import UsageError
+from minipar.memory import MemoryLedger
+from minipar.plan.memory import memory
+from minipar.train.config import ModelConfig
+from minipar.train.trainer import Trainer
+
+FOUND = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
+
+
+def machine_of(constants):
+    costs = Costs(**{field.name: constants[field.name] for field in fields(Costs)})
+    return Machine(costs, Network(constants["message_alpha"], constants["message_beta"]))
+
+
+def predicted_rows(machine):
+    model = dict(FOUND["model"])
+    asked = configs(ModelConfig(**{k: v for k, v in model.items() if k != "global_batch"}), model["global_batch"], 8)
+    rows = []
+    for row, config in zip(FOUND["layouts"], asked, strict=True):
+        time, held = predict(config, machine, model["seq_len"])
+        rows.append(row | {"predicted_seconds": time.total, "predicted_bytes": held.total})
+    return rows
+
+
+def test_the_record_is_of_the_layouts_that_the_bench_has():
+    assert tuple(row["flags"] for row in FOUND["layouts"]) == LAYOUTS and len(LAYOUTS) >= 20
+
+
+def test_step_times_within_20_percent_median_10_and_in_the_same_order():
+    found = agreement(predicted_rows(machine_of(FOUND["constants"])))
+    assert found.largest < 0.20 and found.median < 0.10 and found.spearman >= 0.9
+    assert found.memory_largest < 0.10
+
+
+@pytest.mark.parametrize("wrong", ["flops_per_second", "forward_byte", "message_beta"])
+def test_with_a_constant_that_is_wrong_by_a_factor_of_four_they_are_not(wrong):
+    """So the claim above can fail."""
+    constants = FOUND["constants"] | {wrong: FOUND["constants"][wrong] * (0.25 if wrong[:5] == "flops" else 4)}
+    found = agreement(predicted_rows(machine_of(constants)))
+    assert found.largest > 0.20
+
+
+def test_agreement_of_four_rows():
+    rows = [
+        {"seconds": s, "predicted_seconds": p, "peak_bytes": 100, "predicted_bytes": b}
+        for s, p, b in ((1.0, 1.1, 100), (2.0, 2.0, 95), (3.0, 2.4, 100), (4.0, 2.2, 103))
+    ]
+    found = agreement(rows)
+    expected = Agreement(median=0.15, largest=0.45, spearman=0.8, memory_largest=0.05)
+    assert asdict(found) == pytest.approx(asdict(expected), rel=1e-6)
+    assert str(found) == "seconds predicted within 45.0%, median 15.0%, Spearman 0.800; memory within 5.0%"
+
+
+@pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])
+def test_memory_of_the_fullest_rank_within_10_percent_of_the_ledger(which):
+    asked = configs(ModelConfig(8, 64, 8, 32, 64), 32, 8)
+    config = asked[which]
+
+    def peak(comm):
+        ledger = MemoryLedger()
+        with ledger.recording():
+            trainer = Trainer(config, DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp), random_tokens(config))
+            for step in range(RECORDED):
+                trainer.step(step)
+        return ledger.peak
+
+    predicted = memory(shape_of(config), layout_of(config), 32, program_of(config)).total
+    assert predicted == pytest.approx(max(run_local(ranks_of(config), peak)), rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "KeyError 'flops_per_second'"),
+        ("x", "JSONDecodeError"),
+        ('[{"row": "constant", "name": "flops_per_second", "value": "fast"}]', "ValueError"),
+    ],
+)
+def test_a_file_that_is_no_machine(tmp_path, text, words):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="bench machine --json FILE") as caught:
+        load_machine(str(path))
+    assert words in str(caught.value)
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        load_machine(str(tmp_path / "none.json"))
+
+
+def test_a_machine_is_read_as_the_bench_writes_it(tmp_path):
+    rows = [{"row": "constant", "name": name, "value": value} for name, value in FOUND["constants"].items()]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps([*rows, {"row": "piece", "name": "F"}]))
+    assert load_machine(str(path)) == machine_of(FOUND["constants"])
+    assert replace(load_machine(str(path)), network=Network()).network == Network(0.0, 0.0)
