@@ -93,6 +93,16 @@ def test_korthikantis_iteration_times_within_15_percent(name, gpus, batch, pp, v
         assert abs(step_time(find_model(name), one, a100s(gpus), 2048).total / printed - 1) < 0.15
 
 
+@pytest.mark.parametrize(("gpus", "printed"), [(8192, 0.43), (16384, 0.41)])
+def test_llama_3_405b_within_15_percent(gpus, printed):
+    """Llama Team 2024 (arXiv 2407.21783), table 4: tp 8, pp 16, 16 million tokens of 8192 to a sequence; flash
+    attention.
+    """
+    search = Search(tp=8, pp=16, attention="flash")
+    (theirs,) = plan(find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus), 2048, 8192, search).plans
+    assert theirs.mesh == (gpus // 128, 8, 16) and abs(theirs.mfu / printed - 1) < 0.15
+
+
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
 SHAPES = [(1, 1, 1), (1, 1.2, 0.8), (1.0, 2.1, 0.9)]  # F, I, W; the last with full recompute
@@ -254,14 +264,17 @@ def test_every_layout_divides_and_every_choice_is_there():
     assert len(set(seen)) == len(seen)
     for one in seen:
         assert one.gpus == 64 and one.dp * one.microbatch * one.microbatches == 128 and one.tp <= 8
-        assert one.sequence_parallel == (one.tp > 1)
+        assert one.tp > 1 or not one.sequence_parallel
     assert {one.zero for one in seen} == {0, 1, 2, 3}
     assert {one.schedule for one in seen} == {"1f1b", "interleaved-1f1b", "zb-h1"}
     assert {one.recompute for one in seen} == {"none", "selective", "full"}
     assert {one.tp for one in seen} == {1, 2, 4, 8} and {1, 2, 4, 8, 16} <= {one.pp for one in seen}
-    narrow = Search(tp=2, pp=4, zero=1, recompute="full", schedule="gpipe", microbatch=2)
-    asked = {(o.tp, o.pp, o.zero, o.recompute, o.schedule, o.microbatch) for o in layouts(model, cluster, 128, narrow)}
-    assert asked == {(2, 4, 1, "full", "gpipe", 2)}
+    assert {(one.tp, one.sequence_parallel) for one in seen} == {(t, s) for t in (2, 4, 8) for s in (0, 1)} | {(1, 0)}
+    narrow = Search(tp=2, pp=4, zero=1, recompute="full", schedule="gpipe", microbatch=2, sequence_parallel=False)
+    (asked,) = layouts(model, cluster, 128, narrow)
+    assert asked == Layout(8, 2, 4, 2, 8, 1, "gpipe", 1, False, "full")
+    flash = list(layouts(model, cluster, 128, Search(attention="flash")))
+    assert {one.attention for one in flash} == {"flash"} and {one.recompute for one in flash} == {"none", "full"}
 
 
 def test_a_layer_count_that_no_power_of_two_divides():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minipar.errors import UsageError, UsageParser, error_line
 from minipar.parallel.pipeline import SCHEDULES
-from minipar.plan.layout import PRECISIONS
+from minipar.plan.layout import ATTENTION, PRECISIONS
 from minipar.plan.machine import GPUS, Cluster, find_gpu
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
 from minipar.plan.planner import TOP, Search, plan
@@ -43,12 +43,14 @@ def parser() -> argparse.ArgumentParser:
     add("--global-batch", required=True, type=count, metavar="B", help="sequences per step")
     add("--seq-len", required=True, type=count, metavar="S", help="tokens per sequence")
     add("--precision", choices=list(PRECISIONS), default="fp16", help="16 bytes per parameter, or bf16's 18")
+    add("--attention", choices=ATTENTION, default="stored", help="scores kept for backward, or flash attention")
     narrow = made.add_argument_group("narrow the search")
     for flag, what in (("--tp", "tensor-parallel size"), ("--pp", "stages"), ("--microbatch", "sequences in one")):
         narrow.add_argument(flag, type=count, metavar="N", help=what)
     narrow.add_argument("--zero-stage", type=int, choices=range(4))
     narrow.add_argument("--schedule", choices=list(SCHEDULES))
     narrow.add_argument("--recompute", choices=RECOMPUTE)
+    narrow.add_argument("--sequence-parallel", choices=("on", "off"), help="where tp > 1 (default: what is faster)")
     add("--top", type=count, default=TOP, metavar="K", help=f"how many meshes to show (default {TOP}, 50 at most)")
     add("--json", metavar="FILE", help="everything; - is standard output. `python -m visualize plan FILE` draws it")
     return made
@@ -75,7 +77,15 @@ def _plan(told: argparse.Namespace) -> None:
             raise UsageError(f"--seq-len {told.seq_len}: {told.model} has {model.positions} learned positions")
         model = replace(model, positions=told.seq_len)  # a named size, to be trained from scratch
     search = Search(
-        told.tp, told.pp, told.zero_stage, told.recompute, told.schedule, told.microbatch, PRECISIONS[told.precision]
+        told.tp,
+        told.pp,
+        told.zero_stage,
+        told.recompute,
+        told.schedule,
+        told.microbatch,
+        None if told.sequence_parallel is None else told.sequence_parallel == "on",
+        told.attention,
+        PRECISIONS[told.precision],
     )
     asked = Question(told.model, model, told.gpu, cluster, told.global_batch, told.seq_len, search)
     found = plan(model, cluster, told.global_batch, told.seq_len, search, min(told.top, 50))

@@ -56,9 +56,10 @@ def gpu_compute(model: ModelShape, layout: Layout, length: int, parameters: floa
     core_forward = products(core, 2) + a.forward_traffic * (kept - unscored) * seconds_per_byte
     logits = products(layout.microbatch * model.head_flops(length), 1)
     softmax = MEGATRON.kept.logits * layout.precision.parameters * tokens * model.vocab_size / t * seconds_per_byte
+    tiles = products(core, 2) if layout.attention == "flash" else 0.0  # the scores once more, beside their gradients
     return Compute(
         forward=forward,
-        backward_input=products(flops + core, 4) + a.backward_traffic * kept * seconds_per_byte,
+        backward_input=products(flops + core, 4) + tiles / 2 + a.backward_traffic * kept * seconds_per_byte,
         backward_weight=products(flops - core, 4),
         again={"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute],
         head_forward=logits + a.forward_traffic * softmax,

@@ -9,13 +9,15 @@ from minipar.plan.model import ModelShape
 
 # Bytes of parameters, gradients, optimizer state: 16 in all (Rajbhandari et al. 2020), or with gradients added up and
 # sent in fp32, as Megatron-LM does when it trains in bf16.
+ATTENTION = ("stored", "flash")
 PRECISIONS = {"fp16": MIXED, "bf16": Precision(2, 4, 12)}
 
 
 @dataclass(frozen=True)
 class Layout:
     """`microbatch`: samples in one; `microbatches`: of them per replica and step. dp * microbatch * microbatches is the
-    global batch.
+    global batch. `attention`: "stored" keeps the scores for backward, "flash" computes them tile by tile, and once more
+    in backward (Dao et al. 2022, arXiv 2205.14135).
     """
 
     dp: int
@@ -28,6 +30,7 @@ class Layout:
     virtual_stages: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
+    attention: str = "stored"
     precision: Precision = MIXED
 
     @property
@@ -45,4 +48,5 @@ class Layout:
             words += [self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")]
         words += ["sequence-parallel"] * self.sequence_parallel
         words += [f"{self.recompute} recompute"] * (self.recompute != "none")
+        words += ["flash attention"] * (self.attention == "flash")
         return ", ".join(words)

@@ -52,14 +52,16 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Kept
     """Bytes that one layer keeps of one microbatch, for backward.
 
     GPT-2 with s, b, h, a, t: without parallelism s b h (34 + 5as/h); tensor-parallel s b h (10 + 24/t + 5as/(ht)), with
-    sequence parallelism all of it over t; "selective" recomputation drops the 5as/h, "full" keeps the 2 s b h input.
+    sequence parallelism all of it over t; "selective" recomputation drops the 5as/h, as
+    flash attention does, "full" keeps the 2 s b h input.
     """
     h, t = model.hidden, layout.tp
     sliced = t if layout.sequence_parallel else 1
     tokens = length * layout.microbatch * layout.precision.parameters
     if layout.recompute == "full":
         return tokens * h / sliced
-    core = 0 if layout.recompute == "selective" else kept.scores * model.heads * length
+    stored = layout.recompute == "none" and layout.attention == "stored"
+    core = kept.scores * model.heads * length if stored else 0
     split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.inner
     return tokens * ((kept.sliced * h + kept.rows) / sliced + kept.gathered * h + (split + core) / t)
 

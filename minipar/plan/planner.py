@@ -46,6 +46,8 @@ class Search:
     recompute: str | None = None
     schedule: str | None = None
     microbatch: int | None = None
+    sequence_parallel: bool | None = None
+    attention: str = "stored"
     precision: Precision = PRECISIONS["fp16"]
 
 
@@ -68,8 +70,8 @@ def divisors(n: int) -> list[int]:
 def layouts(model: ModelShape, cluster: Cluster, global_batch: int, search: Search = Search()) -> Iterator[Layout]:
     """Every layout that divides: tp inside a host and the heads, pp no more than the layers, dp the rest.
 
-    Microbatches are powers of two unless one is asked for; sequence parallelism always goes with tp: it sends the same
-    and holds less.
+    Microbatches are powers of two unless one is asked for. Sequence parallelism is tried with and without: it sends the
+    same and holds less, but backward waits for more of it.
     """
     gpus = cluster.gpus
     for tp in divisors(min(cluster.per_host, gpus)):
@@ -95,10 +97,28 @@ def layouts(model: ModelShape, cluster: Cluster, global_batch: int, search: Sear
                             # W after I needs what recomputation throws away, so the two do not go together.
                             if schedule.startswith("zb") and recompute == "full" and search.recompute is None:
                                 continue
-                            if search.recompute in (None, recompute):
-                                yield Layout(
-                                    dp, tp, pp, microbatch, m, zero, schedule, v, tp > 1, recompute, search.precision
+                            if search.recompute not in (None, recompute):
+                                continue
+                            if recompute == "selective" and search.attention == "flash":
+                                continue  # keeps no scores in any case
+                            yield from (
+                                Layout(
+                                    dp,
+                                    tp,
+                                    pp,
+                                    microbatch,
+                                    m,
+                                    zero,
+                                    schedule,
+                                    v,
+                                    sequence,
+                                    recompute,
+                                    search.attention,
+                                    search.precision,
                                 )
+                                for sequence in ((False, True) if tp > 1 else (False,))
+                                if search.sequence_parallel in (None, sequence) or tp == 1
+                            )
 
 
 def schedules(model: ModelShape, pp: int, m: int, only: str | None) -> Iterator[tuple[str, int]]:

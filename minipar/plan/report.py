@@ -78,6 +78,7 @@ def _plan(asked: Question, rank: int, plan: Plan, winner: Plan) -> dict[str, Any
         "microbatches": layout.microbatches,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": layout.recompute,
+        "attention": layout.attention,
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**seconds, "total": plan.time.total},
         "simulated": exact,
@@ -101,7 +102,8 @@ def assumptions(asked: Question) -> list[str]:
         f"{a.links:.0%} on links; a message starts in {a.alpha_inside * 1e6:.1f} us inside and "
         f"{a.alpha_between * 1e6:.0f} us between hosts; {a.memory_used:.0%} of memory can be used",
         f"{asked.precision}: {widths.parameters} + {widths.gradients} + {widths.optimizer} bytes per parameter "
-        "(weights, gradients, AdamW), 16-bit activations; attention's scores are stored, not recomputed tile by tile",
+        "(weights, gradients, AdamW), 16-bit activations; "
+        + ("attention's scores are stored" if asked.search.attention == "stored" else "flash attention"),
         "tp: forward waits for its sums, backward's hide behind weight gradients (not in zb schedules); pp: every "
         "message is waited for",
         "dp: gradients hide behind backward, stage 3's gathers behind all computation, updated parameters of stages 1 "
