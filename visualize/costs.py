@@ -37,7 +37,8 @@ def plot_fit(panels: Mapping[str, Mapping[str, Parts]], room: float, most: float
                 left += width
             text = f"{total / 1e9:.0f}" + ("  $\\rightarrow$" if total > most else "")
             look = {"va": "center", "fontsize": 9, "color": INK, "weight": "bold" if total > room else "normal"}
-            axes.annotate(text, (left / 1e9, place), xytext=(5, 0), textcoords="offset points", **look)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            axes.annotate(text, (left / 1e9, place), xytext=(5, 0), textcoords="offset points", bbox=behind, **look)
         axes.axvline(room / 1e9, color=INK, linestyle="--", linewidth=1.4)
         axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
         axes.invert_yaxis()

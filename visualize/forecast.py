@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from visualize.costs import powers
 from visualize.plan import TIME
-from visualize.style import BLUE, GREY, INK, LINES, ORANGE, Picture, ink_on, picture, tidy
+from visualize.style import BLUE, INK, LINES, ORANGE, Picture, ink_on, picture, tidy
 
 
 def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float]]]]) -> Picture:
@@ -75,7 +77,7 @@ def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], flo
 
 
 def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> Picture:
-    """Predicted over printed, a point for each row of each group; `band` is what counts as right."""
+    """Predicted time over printed time, a point for each row of each group; `band` is what counts as right."""
     figure = picture(8.5, 1.1 + 0.26 * sum(len(rows) for rows in groups.values()))
     axes = figure.add_subplot()
     axes.axvspan(1 - band, 1 + band, color="#EEF3F7")
@@ -85,49 +87,49 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
         places = [len(names) + k for k in range(len(rows))]
         axes.plot(list(rows.values()), places, mark, color=colour, markersize=7, linestyle="", label=group)
         for place, ratio in zip(places, rows.values(), strict=True):
-            look = {"va": "center", "fontsize": 8, "color": INK}
-            axes.annotate(f"{ratio - 1:+.0%}", (ratio, place), xytext=(8, 0), textcoords="offset points", **look)
+            look = {"va": "center", "ha": "right" if ratio < 1 else "left", "fontsize": 8, "color": INK}
+            way = (-8 if ratio < 1 else 8, 0)
+            axes.annotate(f"{ratio - 1:+.0%}", (ratio, place), xytext=way, textcoords="offset points", **look)
         names += rows
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     reach = max([1.5 * band, *(1.25 * abs(ratio - 1) for rows in groups.values() for ratio in rows.values())])
     axes.set_xlim(1 - reach, 1 + reach)
-    axes.set_xlabel(f"predicted speed / printed speed (band: {band:.0%})")
+    axes.set_xlabel(f"predicted time / printed time (band: {band:.0%})")
     tidy(axes)
     axes.grid(visible=False, axis="y")
     figure.legend(loc="outside upper center", ncols=len(groups), frameon=False, fontsize=9)
     return figure
 
 
-def plot_tornado(effects: Mapping[str, Mapping[str, tuple[float, bool]]], title: str) -> Picture:
-    """How far the predicted time moves when one constant is changed, the largest effect on top.
+def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, bool]]]]) -> Picture:
+    """How far the predicted time moves when one constant is changed, the largest effect of the first panel on top.
 
-    effects  {constant: {change, as "-20 %": (relative change of time, whether another layout is best now)}}
+    panels  {question: {constant: {change, as "-20 %": (relative change of time, whether another layout is best now)}}}
     """
-    order = sorted(effects, key=lambda name: -max(abs(moved) for moved, _ in effects[name].values()))
-    changes = list(effects[order[0]])
-    figure = picture(8.5, 1.2 + 0.34 * len(order))
-    axes = figure.add_subplot()
-    widest = max(abs(moved) for name in order for moved, _ in effects[name].values())
-    for place, name in enumerate(order):
-        for number, (moved, other) in enumerate(effects[name].values()):
-            axes.barh(place + 0.19 * (2 * number - 1), moved, 0.36, color=(ORANGE, BLUE)[number % 2])
-            if other:
-                end = moved + (0.025 if moved >= 0 else -0.025) * widest
-                axes.plot(end, place + 0.19 * (2 * number - 1), "*", color=INK, markersize=7, clip_on=False)
-    axes.axvline(0, color=INK, linewidth=1.0)
-    axes.set_yticks(range(len(order)), order, fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(-1.15 * widest, 1.15 * widest)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel("change of the predicted time of a step")
-    axes.set_title(title, loc="left", fontsize=10)
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
-    handles: list[object] = [
-        Patch(color=(ORANGE, BLUE)[k % 2], label=f"constant {change}") for k, change in enumerate(changes)
-    ]
-    handles += axes.plot([], [], "*", color=INK, markersize=8, linestyle="", label="another layout becomes the best")
-    axes.legend(handles=handles, frameon=False, fontsize=9, loc="lower right")
-    axes.spines["left"].set_color(GREY)
+    first = next(iter(panels.values()))
+    order = sorted(first, key=lambda name: -max(abs(moved) for moved, _ in first[name].values()))
+    changes, colours = list(first[order[0]]), (ORANGE, BLUE)
+    figure = picture(10.5, 1.3 + 0.34 * len(order))
+    widest = max(abs(moved) for effects in panels.values() for one in effects.values() for moved, _ in one.values())
+    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (question, effects) in zip(drawn, panels.items(), strict=True):
+        for place, name in enumerate(order):
+            for number, (moved, other) in enumerate(effects[name].values()):
+                height = place + 0.19 * (2 * number - 1)
+                axes.barh(height, moved, 0.36, color=colours[number % 2])
+                if other:
+                    axes.plot(moved + (0.05 if moved >= 0 else -0.05) * widest, height, "*", color=INK, markersize=7)
+        axes.axvline(0, color=INK, linewidth=1.0)
+        axes.set_xlim(-1.2 * widest, 1.2 * widest)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_xlabel("change of the predicted time of a step")
+        axes.set_title(question, loc="left", fontsize=10)
+        tidy(axes)
+        axes.grid(visible=False, axis="y")
+    drawn[0].set_yticks(range(len(order)), order, fontsize=9)
+    drawn[0].invert_yaxis()
+    handles: list[Artist] = [Patch(color=colours[k % 2], label=change) for k, change in enumerate(changes)]
+    handles.append(Line2D([], [], color=INK, marker="*", linestyle="", label="another layout becomes the best"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     return figure
