@@ -49,6 +49,7 @@
 import json
 from dataclasses import asdict, fields, replace
 from fractions import Fraction
+from functools import cache
 from math import isclose
 
 import numpy as np
@@ -86,8 +87,8 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 #
 # ### Parameters
 #
-# A layer of GPT has four matrices. With hidden size $h$: queries, keys and values $h \times 3h$; the projection
-# $h \times h$; the MLP $h \times 4h$ and $4h \times h$. Together $12h^2$. Their biases are $3h + h + 4h + h$, the two
+# A layer of GPT has four matrices. With hidden size $h$: queries, keys and values $h \times 3h$; the projection $h
+# \times h$; the MLP $h \times 4h$ and $4h \times h$. Together $12h^2$. Their biases are $3h + h + 4h + h$, the two
 # LayerNorms $2 \cdot 2h$: $13h$ more. Outside of the layers are $V$ tokens and $s$ positions of $h$ numbers each, and
 # the last LayerNorm. With $l$ layers
 #
@@ -158,8 +159,8 @@ for name, length in (("gpt2", 1024), *LENGTH.items(), (MIDDLE, 32768)):
 # you train, HFU how busy you are.
 #
 # Korthikanti et al. (2022, arXiv 2205.05198, table 5) print iteration times on A100s, of 312 TFLOP/s. Predict the
-# second line: 175 billion parameters, a batch of 64 sequences of 2048 tokens, 64 GPUs, 13.75 s. By the rule,
-# $6 \cdot 175\cdot10^9 \cdot 64 \cdot 2048 / (13.75 \cdot 64 \cdot 312\cdot10^{12}) = 0.50$. With attention:
+# second line: 175 billion parameters, a batch of 64 sequences of 2048 tokens, 64 GPUs, 13.75 s. By the rule, $6 \cdot
+# 175\cdot10^9 \cdot 64 \cdot 2048 / (13.75 \cdot 64 \cdot 312\cdot10^{12}) = 0.50$. With attention:
 
 # %%
 KORTHIKANTI = {  # GPUs, batch, tp, pp, stages per rank, seconds with selective and with full recompute, MFU printed
@@ -339,16 +340,17 @@ fits = {
     ),
 }
 total = [{label: sum(parts.values()) for label, parts in panel.items()} for panel in fits.values()]
-assert total[0]["dp 8"] > A100_MEMORY > total[0]["ZeRO-1"]
+assert total[0]["dp 8"] > A100_MEMORY > total[0]["ZeRO-1"] > 0.92 * A100_MEMORY > total[0]["ZeRO-2"]
+assert 2 * total[0]["tp 8,\nmicrobatch of 4"] < A100_MEMORY
 assert total[1]["dp 64, ZeRO-3"] > A100_MEMORY > total[1]["the same, full"]
 assert total[1]["tp 8 x pp 8, GPipe"] > total[1]["1F1B"] > A100_MEMORY > total[1]["1F1B, selective"]
 if rank == 0:
     show(plot_fit(fits, A100_MEMORY, 200e9), "08_memory")
 
 # %% [markdown]
-# 1. **ZeRO-1**, just so: a third of what is left are the activations of one sequence. A planner must also leave room
-# for what it does not see, the libraries and fragmentation (it takes 92 % of the 80 GB: then ZeRO-2 is the safe answer,
-# or recompute).
+# 1. **ZeRO-1**, just so: 76 GB, nearly half of them the activations of one sequence. A planner must also leave room for
+# what it does not see, the libraries and fragmentation (it takes 92 % of the 80 GB: then ZeRO-2 is the safe answer, or
+# recompute). The last bar: tp 8 divides all four parts, so four sequences at once fit twice, without any ZeRO.
 #
 # 2. **No**: the state is small, but a GPU without tp has all 80 layers' activations, 544 GB for one sequence of 4096.
 # ZeRO divides state only. It fits with full recompute.
@@ -394,9 +396,9 @@ for gpu in ("a100", "h100"):
 #
 # **dp.** A rank with $\Psi'$ parameters sums $2\Psi'$ bytes of gradients once per step: an all-reduce moves $4\Psi'$,
 # ZeRO-1's reduce-scatter half of that, and the gather of the new parameters the other half. The last microbatch's
-# backward has $4\Psi'n$ operations to hide it behind. It hides if $n > F\beta$ tokens, for ZeRO-1's half if $n >
-# F\beta/2$. ZeRO-3 moves $6\Psi'$ with *every* microbatch, beside its $6\Psi'n$ operations: $n > F\beta$ again, each
-# time.
+# backward has $4\Psi'n$ operations to hide it behind. With many replicas, each on hosts of its own, it hides if $n >
+# F\beta$ tokens, for ZeRO-1's half if $n > F\beta/2$. ZeRO-3 moves $6\Psi'$ with *every* microbatch, beside its
+# $6\Psi'n$ operations: $n > F\beta$ again, each time.
 #
 # **pp.** A stage of $l/p$ layers gets and gives $2nh/t$ bytes per microbatch, both ways, beside $72nh^2l/(pt)$
 # operations:
@@ -426,14 +428,14 @@ for link, machine in wires.items():
 # %% [markdown]
 # There it is. tp on the network would take twice as long as what it divides: **tp stays inside a host**, where the link
 # is twelve times as fast, and costs a fifth even there. (Half of backward's sums hide behind weight gradients: 5.11.)
-# pp could live on anything. dp is in between: it must have enough tokens to hide behind, per microbatch and replica.
-# 5 to 12 thousand tokens are 3 to 6 sequences of 2048.
+# pp could live on anything. dp is in between: it must have enough tokens to hide behind, per microbatch and replica. 5
+# to 12 thousand tokens are 3 to 6 sequences of 2048.
 #
 # ### Over the whole step
 #
 # The ratios say how it is at one size. The step has $m$ microbatches, and the latencies too. GPT-3 on 128 A100s, 8
-# stages, a batch of 512: the other 16 GPUs are shared between tp and dp. Then tp 8 x pp 8 and more and more replicas,
-# for the same batch. Predict the slopes: which line falls, which stays, as $dp$ grows?
+# stages, a batch of 512: tp and dp share the remaining factor of 16. Then tp 8 x pp 8 and more and more replicas, for
+# the same batch. Predict the slopes: which line falls, which stays, as $dp$ grows?
 
 
 # %%
@@ -513,10 +515,10 @@ assert all(exposed[1, b] > 0.5 for b in (1, 2, 4, 8, 16))  # its gather
 
 # %% [markdown]
 # The rule is right about where it turns. (It turns a little early: attention and elementwise kernels give more to hide
-# behind than the rule counts.) What is left at the bottom are 20 %, the planner's price of hidden
-# communication: it runs on the same GPU and takes some of its cores. ZeRO-1's second half is never hidden (in this
-# planner: frameworks that gather the new parameters behind the next forward do hide it). ZeRO-3 pays with each
-# microbatch, so it wants few large ones. Large microbatches need memory: that is why it goes with recompute.
+# behind than the rule counts.) What is left at the bottom are 20 %, the planner's price of hidden communication: it
+# runs on the same GPU and takes some of its cores. ZeRO-1's second half is never hidden (in this planner: frameworks
+# that gather the new parameters behind the next forward do hide it). ZeRO-3 pays with each microbatch, so it wants few
+# large ones. Large microbatches need memory: that is why it goes with recompute.
 #
 # ## 8.4 Then the bubble
 #
@@ -525,8 +527,8 @@ assert all(exposed[1, b] > 0.5 for b in (1, 2, 4, 8, 16))  # its gather
 # $$\text{bubble} = \frac{p-1}{m+p-1}, \qquad \text{interleaved } \frac{(p-1)/v}{m+(p-1)/v}.$$
 #
 # And $m$ is not free. A global batch of $B$ sequences is what the optimizer bears; it does not grow with the cluster.
-# $B = dp \cdot b \cdot m$. **Twice as many replicas leave half as many microbatches.** Predict: 8 stages, $B = 512$,
-# $b = 1$. How many replicas until a quarter of the time is bubble?
+# $B = dp \cdot b \cdot m$. **Twice as many replicas leave half as many microbatches.** Predict: 8 stages, $B = 512$, $b
+# = 1$. How many replicas until a quarter of the time is bubble?
 
 # %%
 from minipar.parallel.pipeline import Durations, simulate
@@ -548,7 +550,7 @@ for (name, p, m, v), found in fractions.items():
         assert isclose(found, ((p - 1) / v) / (m + (p - 1) / v))
 replicas = (1, 2, 4, 8, 16, 32, 64)
 shrinking = {f"pp {p}": {d: (p - 1) / (512 // d + p - 1) for d in replicas} for p in (4, 8, 16, 64)}
-quarter = next(d for d in range(1, 512) if 7 / (512 / d + 7) >= 0.25)
+quarter = next(d for d in range(1, 512) if (P - 1) / (512 / d + P - 1) >= 0.25)
 say(f"8 stages, batch 512: from dp {quarter} on a quarter is bubble: m = {512 / quarter:.1f}, and 3 (p - 1) = 21")
 assert 512 / quarter <= 3 * (P - 1) < 512 / (quarter - 1)
 if rank == 0:
@@ -584,11 +586,11 @@ if rank == 0:
 # runs.
 
 # %%
-from minipar.plan import planner
+from minipar.errors import UsageError
 from minipar.plan.planner import judge, plan, why
 
 if rank == 0:
-    show_source(planner.plan)
+    show_source(plan)
 
 # %% [markdown]
 # The models, each with the batch that it, or one like it, was trained with:
@@ -618,7 +620,7 @@ def best(name, gpu, gpus):
     """The planner's first choice, or its message."""
     try:
         found = plan(find_model(name), Cluster(GPUS[gpu], gpus), BATCH[name], LENGTH[name], top=3)
-    except planner.UsageError as error:
+    except UsageError as error:
         return {"error": str(error)}
     first, second = found.plans[0], found.plans[1] if len(found.plans) > 1 else None
     seconds = asdict(first.time)
@@ -651,7 +653,7 @@ for name in (SMALL, MIDDLE, LARGE):
             counts = f"{found['looked']:,} {found['fitting']:>6,}"
             numbers = f"{found['tokens']:>12,.0f}{found['mfu']:>7.1%}{found['memory'] / 1e9:>6.0f}"
             say(f"{label:<18}{counts:>16}{numbers}   {found['layout']}")
-            assert np.prod(found["mesh"]) == gpus and found["memory"] < 0.92 * GPUS[gpu].memory
+            assert np.prod(found["mesh"]) == gpus and found["memory"] < GPUS[gpu].memory * Assumptions.memory_used
             assert found["mesh"][1] <= 8  # tp inside a host
 
 # %% [markdown]
@@ -685,13 +687,15 @@ if rank == 0:
                 n: (found["tokens"], found["mfu"]) for n, found in points.items() if "error" not in found
             }
     show(plot_scaling(scaling), "08_scaling")
-loss = {}
+left = {}  # of the utilization on the smallest cluster, on the largest
 for name in (SMALL, MIDDLE, LARGE):
-    few, many = (
-        next(plans[name, "a100", n] for n in order if "mfu" in plans[name, "a100", n]) for order in (SIZES, SIZES[::-1])
-    )
-    loss[name] = many["mfu"] / few["mfu"]
-assert loss[SMALL] < min(loss[MIDDLE], loss[LARGE])
+    for gpu in ("a100", "h100"):
+        mfu = [plans[name, gpu, n]["mfu"] for n in SIZES if "mfu" in plans[name, gpu, n]]
+        left[name, gpu] = mfu[-1] / mfu[0]
+    pairs = [[plans[name, gpu, n].get("mfu", 0) for gpu in ("a100", "h100")] for n in SIZES]
+    assert all(newer < older or newer == 0 for older, newer in pairs)
+for gpu in ("a100", "h100"):
+    assert left[SMALL, gpu] < min(left[MIDDLE, gpu], left[LARGE, gpu])
 rule = 1024 * 0.5 * 312e12 / (6 * find_model(MIDDLE).parameters)
 say(f"1. the rule says {rule:,.0f} tokens/s, the planner {plans[MIDDLE, 'a100', 1024]['tokens']:,.0f}")
 assert abs(plans[MIDDLE, "a100", 1024]["tokens"] / rule - 1) < 0.25
@@ -722,18 +726,22 @@ for name in (SMALL, MIDDLE, LARGE):
 #
 # The planner says how much is missing, and what would do. Try its advice:
 
+
 # %%
-for name, gpus in ((SMALL, 1), (LARGE, 64)):
-    try:
-        plan(find_model(name), Cluster(GPUS["a100"], gpus), BATCH[name], LENGTH[name])
-        raise AssertionError("it should not fit")
-    except planner.UsageError as error:
-        message = str(error)
+def advised(name, gpus):
+    """The planner's message, the number of GPUs that it advises, and what these bring."""
+    message = best(name, "a100", gpus)["error"]
     more = int(message.partition(" such GPUs")[0].split()[-1])
-    advice = plan(find_model(name), Cluster(GPUS["a100"], more), BATCH[name], LENGTH[name], top=1)
-    assert message.startswith("nothing fits") and advice.fitting > 0
+    found = best(name, "a100", more)
+    return message, more, found
+
+
+jobs = [(SMALL, 1), (LARGE, 64)]
+for (name, gpus), (message, more, found) in zip(jobs, shared(advised, jobs), strict=True):
+    assert message.startswith("nothing fits") and found["fitting"] > 0
     say(f"{SHORT[name]} on {gpus} A100{'s' if gpus > 1 else ''}: {message}")
-    say(f"  with {more}: {advice.fitting} of {advice.looked:,} layouts fit. MFU {advice.plans[0].mfu:.0%}\n")
+    numbers = f"MFU {found['mfu']:.0%}, {found['total']:,.0f} s per step"
+    say(f"  with {more}: {found['fitting']} of {found['looked']:,} layouts fit. {numbers}\n")
 
 # %% [markdown]
 # "It fits" is not yet "it is sensible": on 256 GPUs a handful of layouts hold the 1T, all with full recompute, and a
@@ -753,7 +761,8 @@ for name, gpus in ((SMALL, 1), (LARGE, 64)):
 # - **LLaMA and Llama 2** (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens with
 # 7B; 380 tokens per second and GPU with 65B on 2048; 1,720,320 GPU hours for 2.0T tokens with 70B. Batches of 4M
 # tokens. Their layouts are not printed, so the planner's best one stands in; for 7B and 70B neither is the number of
-# GPUs: we take 256 and 2048. No constant of the planner knows these.
+# GPUs: we take 256 and 2048. No constant of the planner knows these. (They had fused attention, which it has not: where
+# it agrees, some of that is luck.)
 
 # %%
 NARAYANAN = {  # tp, pp, GPUs, batch, microbatch, TFLOP/s per GPU as printed
@@ -838,8 +847,7 @@ if rank == 0:
 # %% [markdown]
 # Which of these matter? Change each by 20 % (shares to at most 1): how much does the best layout's predicted time
 # change, is it still the best, and if not, how much is lost by having believed the old constant? Two questions: the 70B
-# on 1024 A100s, whose best layout is a pipeline, and the 7.5B, whose best one is ZeRO-3. Predict the two
-# longest bars.
+# on 1024 A100s, whose best layout is a pipeline, and the 7.5B, whose best one is ZeRO-3. Predict the two longest bars.
 
 # %%
 CHANGES = {"-20 %": 0.8, "+20 %": 1.2}
@@ -847,6 +855,7 @@ CONSTANTS = [field.name for field in fields(Assumptions) if isinstance(field.def
 QUESTIONS = {"70B on 1024 A100s": (MIDDLE, "a100", 1024), "7.5B on 1024 A100s": (SMALL, "a100", 1024)}
 
 
+@cache
 def first_choice(name, cluster):
     return plan(find_model(name), cluster, BATCH[name], LENGTH[name], top=3).plans[0]
 
@@ -882,7 +891,7 @@ for question, others in lost.items():
         say(f"  {what:<24} {layout}: the old one {regret}")
     order = sorted(effects[question], key=lambda one: -max(abs(moved) for moved, _ in effects[question][one].values()))
     say(f"  time depends most on {', '.join(order[:3])}")
-    assert order[0] == "products"
+    assert order[0] == "products" and all(what.startswith("memory_used") for what in others)
     assert max(abs(moved) for moved, _ in effects[question]["alpha_inside"].values()) < 0.05
 if rank == 0:
     show(plot_tornado(effects), "08_sensitivity")
@@ -893,8 +902,7 @@ if rank == 0:
 # shows the trap in this.)
 #
 # The *choice* is sturdier than the time, because an error in a constant falls on all layouts. Of all these changes only
-# one moves it: the limit of memory. **Memory first** once more: it decides at a threshold,
-# everything else by degrees.
+# one moves it: the limit of memory. **Memory first** once more: it decides at a threshold, everything else by degrees.
 #
 # But these were numbers. An assumption about *how something is done* weighs more. One of the planner's: ZeRO-3's
 # gathers reduce inside each host first and use all its network cards, as NCCL's do. If yours go round one ring, GPU by
@@ -905,11 +913,8 @@ flat = replace(Cluster(GPUS["a100"], 1024), hierarchical=False)
 was, now = first_choice(SMALL, Cluster(GPUS["a100"], 1024)), first_choice(SMALL, flat)
 same = judge(find_model(SMALL), was.layout, flat, BATCH[SMALL], LENGTH[SMALL]).time.total
 say(f"7.5B on 1024 A100s, host by host: {was.layout}\n  one ring for all: {now.layout}")
-say(
-    f"  the old layout takes {same / was.time.total - 1:.0%} longer than planned, and {same / now.time.total - 1:.0%}",
-    end="",
-)
-say(" longer than the new one")
+say(f"  the old layout takes {same / was.time.total - 1:.0%} longer than planned;", end="")
+say(f" {same / now.time.total - 1:.0%} longer than the new one")
 assert now.layout != was.layout and same > 1.2 * now.time.total
 
 # %% [markdown]
