@@ -24,6 +24,7 @@ EXPECTED = {
     "05_tensor_parallel",
     "06_pipeline",
     "07_3d_parallel",
+    "08_planning",
 }
 
 # An engine's error under %autopx is an output like any other: it does not fail the cell.

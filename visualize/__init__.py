@@ -4,7 +4,9 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 """
 
 from visualize.communication import plot_bench, plot_bytes
+from visualize.costs import plot_bubbles, plot_fit, plot_wires
 from visualize.explore import explore_schedules
+from visualize.forecast import plot_predictions, plot_scaling, plot_spending, plot_tornado
 from visualize.layouts import plot_layouts, plot_placements
 from visualize.links import MeshTraffic, mesh_numbers, mesh_traffic
 from visualize.loss import plot_loss, read_metrics
@@ -34,9 +36,11 @@ __all__ = [
     "picture",
     "plot_activations",
     "plot_bench",
+    "plot_bubbles",
     "plot_bucket_sizes",
     "plot_bytes",
     "plot_cuts",
+    "plot_fit",
     "plot_graph",
     "plot_layouts",
     "plot_ledger",
@@ -44,12 +48,17 @@ __all__ = [
     "plot_loss",
     "plot_measured",
     "plot_memory",
-    "plot_placements",
     "plot_mesh",
+    "plot_placements",
+    "plot_predictions",
+    "plot_scaling",
     "plot_schedule",
     "plot_schedules",
     "plot_shares",
+    "plot_spending",
     "plot_timeline",
+    "plot_tornado",
+    "plot_wires",
     "predicted_timeline",
     "read_ledger",
     "read_metrics",

@@ -1,0 +1,49 @@
+"""Pictures of what a planner foresees: what is drawn is what was given."""
+
+import pytest
+from matplotlib.colors import to_hex
+
+from visualize import plot_predictions, plot_scaling, plot_spending, plot_tornado
+from visualize.plan import TIME
+from visualize.style import BLUE, ORANGE
+
+SECONDS = dict.fromkeys(TIME, 0.0) | {"compute": 3.0, "bubble": 1.0}
+
+
+def test_scaling_has_a_line_for_each_model_and_a_dashed_one_for_what_was_hoped():
+    axes = plot_scaling({"A100": {"7B": {64: (100.0, 0.5), 256: (300.0, 0.375)}}}).axes[0]
+    real, hoped = axes.lines
+    assert list(real.get_ydata()) == [100, 300] and list(hoped.get_ydata()) == [100, 400]
+    assert [text.get_text() for text in axes.texts] == ["50%", "38%"]
+
+
+def test_spending_is_in_parts_of_the_whole():
+    axes = plot_spending({"7B": {"dp 8": (SECONDS, 0.4)}, "70B": {"tp 8": (SECONDS, 0.5)}}).axes[0]
+    heights = [bar.get_height() for bar in axes.patches if bar.get_height()]
+    assert heights == pytest.approx([0.75, 0.25] * 2)
+    words = [text.get_text() for text in axes.texts]
+    assert words == ["7B", "75%", "25%", "40%", "70B", "75%", "25%", "50%"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["dp 8", "tp 8"]
+
+
+def test_predictions_are_points_and_all_of_them_are_inside_the_picture():
+    axes = plot_predictions({"a": {"x": 0.9, "y": 1.02}, "b": {"z": 1.5}}, 0.15).axes[0]
+    points = [list(line.get_xdata()) for line in axes.lines[1:]]
+    assert points == [[0.9, 1.02], [1.5]]
+    low, high = axes.get_xlim()
+    assert low < 0.5 and high > 1.5
+    assert [text.get_text() for text in axes.texts] == ["-10%", "+2%", "+50%"]
+
+
+def test_a_tornado_is_sorted_and_stars_are_where_another_layout_wins():
+    effects = {
+        "little": {"-20 %": (0.01, False), "+20 %": (-0.01, False)},
+        "much": {"-20 %": (0.2, True), "+20 %": (-0.1, False)},
+    }
+    left, right = plot_tornado({"one": effects, "two": effects}).axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["much", "little"]
+    for axes in (left, right):
+        assert [bar.get_width() for bar in axes.patches] == [0.2, -0.1, 0.01, -0.01]
+        assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == [ORANGE, BLUE] * 2
+        stars = [line for line in axes.lines if line.get_marker() == "*"]
+        assert len(stars) == 1 and stars[0].get_xdata()[0] > 0.2

@@ -1,0 +1,135 @@
+"""What a planner foresees: how models scale, where a step's time goes, how right it was, and what it hangs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
+
+from visualize.costs import powers
+from visualize.plan import TIME
+from visualize.style import BLUE, INK, LINES, ORANGE, Picture, ink_on, picture, tidy
+
+
+def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float]]]]) -> Picture:
+    """Tokens per second against GPUs, with the model FLOPs utilization at each point and a dashed line where every
+    GPU would be worth as much as the first ones.
+
+    panels  {kind of GPU: {model: {gpus: (tokens per second, MFU)}}}
+    """
+    figure = picture(10.5, 4.8)
+    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (kind, models) in zip(drawn, panels.items(), strict=True):
+        for (model, points), colour, mark in zip(models.items(), LINES, "osD^vP", strict=False):
+            gpus, tokens = list(points), [speed for speed, _ in points.values()]
+            axes.plot(gpus, tokens, f"-{mark}", color=colour, markersize=6, label=model)
+            axes.plot(gpus, [tokens[0] * n / gpus[0] for n in gpus], "--", color=colour, linewidth=1.0)
+            for n, (speed, mfu) in points.items():
+                look = {"ha": "left", "va": "top", "fontsize": 8, "color": INK}
+                axes.annotate(f"{mfu:.0%}", (n, speed), xytext=(4, -5), textcoords="offset points", **look)
+        axes.set_yscale("log")
+        powers(axes, sorted({n for points in models.values() for n in points}))
+        axes.margins(x=0.12)
+        axes.set_xlabel(f"{kind} GPUs (at each point: MFU)")
+        tidy(axes)
+    drawn[0].set_ylabel("tokens per second")
+    handles, labels = drawn[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    return figure
+
+
+def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], float]]]) -> Picture:
+    """Where the time of a step goes, in parts of the whole: {group: {layout: ({part: seconds}, MFU)}}."""
+    count = sum(len(group) for group in bars.values())
+    figure = picture(10.5, 4.6)
+    axes = figure.add_subplot()
+    left, names, places = 0.0, [], []
+    for title, group in bars.items():
+        axes.text(left + (len(group) - 1) / 2, 1.09, title, ha="center", va="bottom", fontsize=10, color=INK)
+        for name, (seconds, mfu) in group.items():
+            bottom, total = 0.0, sum(seconds.values())
+            for part, colour in TIME.items():
+                height = seconds[part] / total
+                axes.bar(left, height, 0.78, bottom, color=colour, edgecolor="white", linewidth=0.5)
+                if height > 0.055:
+                    look = {"ha": "center", "va": "center", "fontsize": 8, "color": ink_on(colour)}
+                    axes.text(left, bottom + height / 2, f"{height:.0%}", **look)
+                bottom += height
+            axes.text(left, 1.015, f"{mfu:.0%}", ha="center", va="bottom", fontsize=9, weight="bold", color=INK)
+            names.append(name)
+            places.append(left)
+            left += 1.0
+        left += 0.6
+    axes.set_xticks(places, names, fontsize=8 if count > 8 else 9)
+    axes.set_xlim(-0.7, left - 0.9)
+    axes.set_ylim(0, 1.16)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylabel("of a step's time (above the bars: MFU)")
+    tidy(axes)
+    axes.grid(visible=False, axis="x")
+    handles = [Patch(color=colour, label=part) for part, colour in TIME.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    return figure
+
+
+def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> Picture:
+    """Predicted time over printed time, a point for each row of each group; `band` is what counts as right."""
+    figure = picture(8.5, 1.1 + 0.26 * sum(len(rows) for rows in groups.values()))
+    axes = figure.add_subplot()
+    axes.axvspan(1 - band, 1 + band, color="#EEF3F7")
+    axes.axvline(1.0, color=INK, linewidth=1.2)
+    names: list[str] = []
+    for (group, rows), colour, mark in zip(groups.items(), LINES, "osD^vP", strict=False):
+        places = [len(names) + k for k in range(len(rows))]
+        axes.plot(list(rows.values()), places, mark, color=colour, markersize=7, linestyle="", label=group)
+        for place, ratio in zip(places, rows.values(), strict=True):
+            look = {"va": "center", "ha": "right" if ratio < 1 else "left", "fontsize": 8, "color": INK}
+            way = (-8 if ratio < 1 else 8, 0)
+            axes.annotate(f"{ratio - 1:+.0%}", (ratio, place), xytext=way, textcoords="offset points", **look)
+        names += rows
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    reach = max([1.5 * band, *(1.25 * abs(ratio - 1) for rows in groups.values() for ratio in rows.values())])
+    axes.set_xlim(1 - reach, 1 + reach)
+    axes.set_xlabel(f"predicted time / printed time (band: {band:.0%})")
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    figure.legend(loc="outside upper center", ncols=len(groups), frameon=False, fontsize=9)
+    return figure
+
+
+def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, bool]]]]) -> Picture:
+    """How far the predicted time moves when one constant is changed, the largest effect of the first panel on top.
+
+    panels  {question: {constant: {change, as "-20 %": (relative change of time, whether another layout is best now)}}}
+    """
+    first = next(iter(panels.values()))
+    order = sorted(first, key=lambda name: -max(abs(moved) for moved, _ in first[name].values()))
+    changes, colours = list(first[order[0]]), (ORANGE, BLUE)
+    figure = picture(10.5, 1.3 + 0.34 * len(order))
+    widest = max(abs(moved) for effects in panels.values() for one in effects.values() for moved, _ in one.values())
+    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (question, effects) in zip(drawn, panels.items(), strict=True):
+        for place, name in enumerate(order):
+            for number, (moved, other) in enumerate(effects[name].values()):
+                height = place + 0.19 * (2 * number - 1)
+                axes.barh(height, moved, 0.36, color=colours[number % 2])
+                if other:
+                    axes.plot(moved + (0.05 if moved >= 0 else -0.05) * widest, height, "*", color=INK, markersize=7)
+        axes.axvline(0, color=INK, linewidth=1.0)
+        axes.set_xlim(-1.2 * widest, 1.2 * widest)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_xlabel("change of the predicted time of a step")
+        axes.set_title(question, loc="left", fontsize=10)
+        tidy(axes)
+        axes.grid(visible=False, axis="y")
+    drawn[0].set_yticks(range(len(order)), order, fontsize=9)
+    drawn[0].invert_yaxis()
+    handles: list[Artist] = [Patch(color=colours[k % 2], label=change) for k, change in enumerate(changes)]
+    handles.append(Line2D([], [], color=INK, marker="*", linestyle="", label="another layout becomes the best"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    return figure
