@@ -46,6 +46,12 @@
 # %autopx
 
 # %%
+from minipar.comm import world  # before NumPy: it sets one BLAS thread for each rank, and some times here are measured
+
+comm = world()
+rank, N = comm.rank, comm.size
+
+# %%
 import json
 from dataclasses import asdict, fields, replace
 from fractions import Fraction
@@ -54,13 +60,10 @@ from math import isclose
 
 import numpy as np
 
-from minipar.comm import world
-
-comm = world()
-rank, N = comm.rank, comm.size
 say = print if rank == 0 else (lambda *words, **how: None)  # rank 0 talks and draws; every rank checks
 if rank == 0:
     from visualize import (
+        plot_agreement,
         plot_bubbles,
         plot_fit,
         plot_predictions,
@@ -182,8 +185,10 @@ for name, (gpus, batch, *_, seconds, slower, printed) in KORTHIKANTI.items():
 # Our count gives their MFU to three tenths of a point. Look at the last two columns: with full recompute the GPUs are
 # *as busy* as before, and take 30 % longer. Who compares HFU compares heaters.
 #
-# (HFU needs care for another reason: people count differently. Megatron-LM's README prints 57.0 % for the last row,
-# half a point above ours. That number comes out if the scores computed again are charged three times their forward.)
+# (HFU needs care for another reason: people count differently. For selective recompute on the last row the paper prints
+# 57.0 %, half a point above ours. We add what is computed again: attention's core, once, $s/18h$ beside the 1 of $72 l s
+# h^2$ operations, as $s/6h$ is three times that. Their appendix doubles the $s/6h$: the core charged three times its
+# forward.)
 
 # %%
 model, (gpus, batch, *_, seconds, _, _) = find_model("megatron-1t"), KORTHIKANTI["megatron-1t"]
@@ -370,6 +375,7 @@ if rank == 0:
 # %%
 from minipar.plan.communication import gather_seconds, volume
 from minipar.plan.machine import GPUS, Assumptions, Cluster
+from minipar.plan.program import MEGATRON
 from minipar.plan.time import step_time
 
 BALANCE = {}
@@ -395,10 +401,11 @@ for gpu in ("a100", "h100"):
 # The number of tokens is not in it. A larger batch does not help, only a larger $h$, or a faster wire.
 #
 # **dp.** A rank with $\Psi'$ parameters sums $2\Psi'$ bytes of gradients once per step: an all-reduce moves $4\Psi'$,
-# ZeRO-1's reduce-scatter half of that, and the gather of the new parameters the other half. The last microbatch's
-# backward has $4\Psi'n$ operations to hide it behind. With many replicas, each on hosts of its own, it hides if $n >
-# F\beta$ tokens, for ZeRO-1's half if $n > F\beta/2$. ZeRO-3 moves $6\Psi'$ with *every* microbatch, beside its
-# $6\Psi'n$ operations: $n > F\beta$ again, each time.
+# and the last microbatch's backward has $4\Psi'n$ operations to hide it behind. With many replicas, each on hosts of its
+# own, it hides if $n > F\beta$ tokens. ZeRO-1 sends the same in two halves: the reduce-scatter hides behind that
+# backward ($n > F\beta/2$), the gather of the new parameters behind the next step's first forward, of $2\Psi'n$
+# operations ($n > F\beta$). ZeRO-3 moves $6\Psi'$ with *every* microbatch, beside its $6\Psi'n$ operations: $n > F\beta$
+# again, each time.
 #
 # **pp.** A stage of $l/p$ layers gets and gives $2nh/t$ bytes per microbatch, both ways, beside $72nh^2l/(pt)$
 # operations:
@@ -448,7 +455,7 @@ def on_the_wires(model, layout, cluster, length):
     return {
         "compute": step_time(model, layout, cluster, length, exact=False).compute,
         "tp": layout.microbatches * layers * sums,
-        "dp": 2 * gather_seconds(cluster, 2 * psi, layout.tp, layout.dp, pieces=layers),
+        "dp": 2 * layers * gather_seconds(cluster, 2 * psi / layers, layout.tp, layout.dp),
         "pp": layout.microbatches * 2 * (link.alpha + n / layout.tp * link.beta) if layout.pp > 1 else 0.0,
     }
 
@@ -462,7 +469,7 @@ by_dp = {d: on_the_wires(GPT3, gpt3(8, d), Cluster(GPUS["a100"], 64 * d), 2048) 
 host = Cluster(GPUS["a100"], 128, assumptions=free)
 nvlink = float(volume(GPT3, gpt3(8, 2), 2048).tp) * host.inside.beta
 assert isclose(on_the_wires(GPT3, gpt3(8, 2), host, 2048)["tp"], nvlink)  # the bytes of 7.3, times beta
-one_card = replace(Cluster(GPUS["a100"], 128), hierarchical=False)
+one_card = Cluster(GPUS["a100"], 128, program=replace(MEGATRON, ring_per_card=False))
 worse = on_the_wires(GPT3, gpt3(16, 1), one_card, 2048)["tp"] / by_tp[16]["tp"]
 say(f"tp 8: sums take {by_tp[8]['tp'] / by_tp[8]['compute']:.0%} of the computation, tp 16: ", end="")
 say(f"{by_tp[16]['tp'] / by_tp[16]['compute']:.0%}, and {worse:.1f} times that if a tp group has one network card")
@@ -478,8 +485,8 @@ if rank == 0:
 # %% [markdown]
 # Left: more tp means fewer replicas, so each does more microbatches, and sends more of everything that goes with them.
 # Computation stays as it is: as many GPUs share the same work. The purple line comes up to an eighth of it, and jumps
-# where tp leaves the host, to half of it. NB: that is with rings that use all eight network cards of a host for one tp
-# group, as NCCL's do. With one card sums would take three times as long as computation.
+# where tp leaves the host, to two fifths of it. NB: that is with eight rings at once, one through each network card of a
+# host, as NCCL builds them (`ring_per_card`). With one ring, sums would take three times as long as computation.
 #
 # Right: all that goes with microbatches, computation, tp and pp, falls with $1/dp$. The gradients are of the same
 # parameters whatever the batch: dp's line does not fall. **Sooner or later every cluster is too large for its batch**,
@@ -488,9 +495,10 @@ if rank == 0:
 #
 # ### What hides
 #
-# What hides behind the last backward? The rule said: from $F\beta$ tokens per microbatch on (an all-reduce), from half
-# of that on ZeRO-1's reduce-scatter, while its gather comes after the update and hides behind nothing. The 7.5B on 64
-# A100s, one replica on each *host* (tp 8), so that the gradients have one network card each:
+# The rule said: from $F\beta$ tokens per microbatch on, an all-reduce hides behind the last backward, and ZeRO-1's two
+# halves behind a backward and a forward. The planner does not use the rule. It goes through the backward layer by layer:
+# a layer's gradients leave when they are there *and* what left before has arrived (`overlap.run`; 3.4's buckets). The
+# 7.5B on 64 A100s, one replica on each *host* (tp 8), so that the gradients have one network card each:
 
 # %%
 network = BALANCE["a100"]["network"]
@@ -503,22 +511,21 @@ for b in (1, 2, 4, 8, 16):
     for stage, m in ((0, 1), (1, 1), (3, 4)):
         layout = Layout(8, 8, 1, b, m, stage, sequence_parallel=True, recompute="selective")
         psi, layers = rank_parameters(SMALL_MODEL, layout), SMALL_MODEL.layers
-        one = gather_seconds(machine, 2 * psi, 8, 8, pieces=layers)
+        one = layers * gather_seconds(machine, 2 * psi / layers, 8, 8)
         wire = {0: 2, 1: 2, 3: 3 * m}[stage] * one
         exposed[stage, b] = step_time(SMALL_MODEL, layout, machine, 2048).dp / wire
         row += f"{exposed[stage, b] * wire:>9.3f} ({wire:.2f})"
         row += "  " if stage == 1 else ""
     say(f"{b * 2048:>22,} {b * 2048 / network:>6.2f}      {row}")
-for stage in (0, 3):  # far below the rule most of it shows, far above it little
+for stage in (0, 1, 3):  # far below the rule most of it shows, far above it little
     assert exposed[stage, 1] > 0.5 > 0.35 > exposed[stage, 16]
-assert all(exposed[1, b] > 0.5 for b in (1, 2, 4, 8, 16))  # its gather
 
 # %% [markdown]
 # The rule is right about where it turns. (It turns a little early: attention and elementwise kernels give more to hide
-# behind than the rule counts.) What is left at the bottom are 20 %, the planner's price of hidden communication: it
-# runs on the same GPU and takes some of its cores. ZeRO-1's second half is never hidden (in this planner: frameworks
-# that gather the new parameters behind the next forward do hide it). ZeRO-3 pays with each microbatch, so it wants few
-# large ones. Large microbatches need memory: that is why it goes with recompute.
+# behind than the rule counts.) What is left at the bottom is the last bucket, which has nothing to hide behind, and 20 %
+# of the rest, the planner's price of hidden communication: it runs on the same GPU and takes some of its cores. ZeRO-3
+# pays with each microbatch, so it wants few large ones. Large microbatches need memory: that is why it goes with
+# recompute.
 #
 # ## 8.4 Then the bubble
 #
@@ -574,20 +581,334 @@ if rank == 0:
 
 # %% [markdown]
 # ## 8.5 Predict, run, compare
+#
+# So far the planner agreed with formulas. A formula cannot say what it has forgotten. A run can. minipar is a training
+# program whose time can be had on a clock of our choice (2.6), so everything above can be held against a run, in three
+# steps: pencil against planner, planner against the program on a clock without noise, planner against the program on
+# this machine.
+#
+# One thing first. Programs differ: whether a rank waits for a message between stages, whether collectives between hosts
+# use all network cards, whether ZeRO-1's gather hides behind the next forward. The planner must know which program it
+# speaks of. What two programs do differently is data too, a `Program`. There are two: `MEGATRON`, used so far, what the
+# published figures were measured with, and `MINIPAR`, this repository's.
 
 # %%
-# (written next)
+from minipar.plan.program import MINIPAR
+
+say("a program that                 Megatron   minipar")
+for field in fields(MEGATRON):
+    if field.name != "kept":
+        say(f"  {field.name:<27}{getattr(MEGATRON, field.name)!s:>10}{getattr(MINIPAR, field.name)!s:>10}")
+
+# %% [markdown]
+# ### With pencil and paper
+#
+# Four devices of $R = 10^{10}$ operations per second, in one host; a message of $n$ bytes takes $\alpha + n\beta$ with
+# $\alpha$ = 3 µs and $1/\beta$ = 2 GB/s. A GPT with 8 layers, $h$ = 48, 96 tokens in its vocabulary; 8 microbatches of
+# one sequence of $s$ = 24 tokens; float32; tp 2 x pp 2, 1F1B: four layers on each stage, the head on the second.
+#
+# On each rank a layer takes $F = (24sh^2 + 4s^2h)/(tR)$ forward and twice that backward, the head $F_V = 2shV/(tR)$.
+# The busiest rank is the one with the head. It computes
+#
+# $$m \cdot 3\,(4F + F_V).$$
+#
+# An all-reduce of $n = 4sh$ bytes over $t$ ranks takes $A = 2(t-1)(\alpha + \frac{n}{t}\beta)$. Forward waits for two
+# of them in each layer; backward's hide. The sums take
+#
+# $$m \cdot 4 \cdot 2A.$$
+#
+# And the pipeline fills and drains: $p - 1$ times what a stage does with one microbatch,
+#
+# $$(p-1)\,(3 \cdot 4F + 4 \cdot 2A).$$
+#
+# Put in the numbers before you run the cell. (There is more: the embedding, the loss's own sums, messages between
+# stages, the norm. The pencil leaves it out.)
+
+# %%
+from minipar.bench.modelled import modelled_step
+from minipar.bench.planned import agreement, layout_of, predict, shape_of
+from minipar.comm import Communicator, DeviceMesh, HostNetwork, ModelClock, Network, run_local
+from minipar.plan.communication import fetch_seconds
+from minipar.plan.machine import Link, model_clock_cluster
+from minipar.train.config import DataConfig, ModelConfig, parse, resolve
+
+INSIDE, BETWEEN, R = Link(3e-6, 1 / 2e9), Link(14e-6, 1 / 0.5e9), 1e10
+GPT_SMALL = ModelConfig(layers=8, hidden=48, heads=24, seq_len=24, vocab_size=96)
+
+
+def configured(flags, model=GPT_SMALL, samples=None):
+    """A layout, given as `python -m minipar.train` takes it, of this model; one sample in a microbatch unless told."""
+    told = parse(flags.split(), 1)
+    size = (told.mesh.dp or 1) * told.mesh.tp * told.mesh.pp
+    m = told.data.microbatches
+    data = DataConfig(global_batch=samples or (told.mesh.dp or 1) * m, microbatches=m)
+    return resolve(replace(told, model=model, data=data), size), size
+
+
+def planned(config, machine):
+    """What the planner says of a step."""
+    return step_time(shape_of(config), layout_of(config), machine, config.model.seq_len)
+
+
+say(f"{'':<12}{'pencil':>12}{'planner':>12}")
+config, size = configured("--tp 2 --pp 2 --microbatches 8")
+h, s, V, t, p, m = 48, 24, 96, 2, 2, 8
+layer, head = (24 * s * h**2 + 4 * s**2 * h) / (t * R), 2 * s * h * V / (t * R)
+all_reduce = 2 * (t - 1) * (INSIDE.alpha + 4 * s * h / t * INSIDE.beta)
+pencil = {
+    "compute": m * 3 * (4 * layer + head),
+    "tp": m * 4 * 2 * all_reduce,
+    "bubble": (p - 1) * (3 * 4 * layer + 4 * 2 * all_reduce),
+}
+machine = model_clock_cluster(size, R, INSIDE, BETWEEN, per_host=4)
+step = planned(config, machine)
+for part, seconds in asdict(step).items():
+    if part != "exact":
+        say(f"{part:<12}{1e3 * pencil.get(part, 0):>9.3f} ms{1e3 * seconds:>9.3f} ms")
+say(f"{'together':<12}{1e3 * sum(pencil.values()):>9.3f} ms{1e3 * step.total:>9.3f} ms")
+assert isclose(pencil["compute"], step.compute)
+assert 0 < 1 - sum(pencil.values()) / step.total < 0.03  # what the pencil left out
+((seconds,),) = shared(lambda: [modelled_step(config, machine)], [()])
+say(f"{'and a run':<24}{1e3 * seconds:>9.3f} ms, on four threads and the model clock")
+assert isclose(seconds, step.total, rel_tol=1e-4)
+
+# %% [markdown]
+# The last line is the point. It is a *training step*: four ranks compute all products, send all messages, update all
+# parameters. Only the time is modelled: the clock moves by operations / $R$ with each product and by $\alpha + n\beta$
+# with each message. The planner has never seen the program run, and says what it takes, to four digits.
+#
+# ### The program, on a clock without noise
+#
+# Now the ranks of this run, over MPI. Hosts of four. Everything at once: data parallelism, ZeRO, tensor and sequence
+# parallelism, schedules, recompute. Predict which layout will be off the most. (A hint: in `pp 8` only one hop of seven
+# leaves a host.)
+
+# %%
+from minipar.bench.pipeline import random_tokens
+from minipar.train.trainer import Trainer
+
+PER_HOST = 4
+OURS = [  # that these ranks can do: with the greatest possible axes
+    f"--dp {N}",
+    f"--dp {N} --zero-stage 3 --microbatches 2",
+    f"--tp {N}",
+    f"--tp {N} --sequence-parallel --recompute full",
+    f"--pp {N} --microbatches {2 * N}",
+    f"--pp {N} --microbatches {2 * N} --schedule zb-h1",
+]
+if N == 1:
+    OURS = ["--microbatches 2", "--recompute full"]
+if N == 8:
+    OURS += [
+        "--dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel --microbatches 4",
+        "--tp 2 --pp 4 --microbatches 8 --schedule interleaved-1f1b",
+    ]
+
+
+def on_the_model_clock(config, machine):
+    """Seconds of a training step of the ranks of this run."""
+    between = Network(machine.between.alpha, machine.between.beta)
+    network = HostNetwork(machine.inside.alpha, machine.inside.beta, between, machine.per_host)
+    timed = Communicator(comm.transport, clock=ModelClock(machine.gpu.peak), network=network)
+    trainer = Trainer(config, DeviceMesh(timed, tp=config.mesh.tp, pp=config.mesh.pp), random_tokens(config))
+    trainer.step(0)
+    return max(np.frombuffer(b"".join(comm.all_gather_bytes(np.array([timed.clock.now()]).tobytes()))))
+
+
+def compared(flags, predicted, measured):
+    say(f"{flags:<76}{1e3 * predicted:>9.3f}{1e3 * measured:>9.3f} ms {predicted / measured - 1:>+8.2%}")
+    assert abs(predicted / measured - 1) < 0.05, flags
+    return predicted, measured
+
+
+say(f"{f'{N} rank(s) of this run':<76}{'planner':>9}{'run':>9}")
+modelled = {}
+for flags in OURS:
+    config, _ = configured(flags)
+    machine = model_clock_cluster(N, R, INSIDE, BETWEEN, per_host=min(PER_HOST, N))
+    modelled[flags] = compared(flags, planned(config, machine).total, on_the_model_clock(config, machine))
+
+# %% [markdown]
+# 64 ranks are as easy: threads of one process, eight hosts of eight. They do compute everything, so this takes a few
+# seconds. And if only messages are wanted, hundreds of ranks fit into *one* thread, because a collective is a generator
+# that can be resumed (2.5): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
+
+# %%
+from minipar.comm.turns import OneThread
+
+FAR = [
+    "--dp 64 --zero-stage 3 --microbatches 2",
+    "--dp 4 --tp 4 --pp 4 --zero-stage 1 --sequence-parallel --microbatches 4",
+]
+
+
+def far(flags):
+    """(predicted, measured) seconds on 64 ranks."""
+    config, size = configured(flags, ModelConfig(layers=4, hidden=32, heads=4, seq_len=16, vocab_size=64))
+    machine = model_clock_cluster(size, R / 10, INSIDE, BETWEEN, per_host=8)
+    return planned(config, machine).total, modelled_step(config, machine)
+
+
+def gradients_of_512():
+    """(predicted, measured) seconds of the collectives of ZeRO-1 along dp 64, beside tp 8, on 512 ranks."""
+    network = HostNetwork(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
+    ranks = OneThread(512, ModelClock, network)
+    machine = model_clock_cluster(512, R, INSIDE, BETWEEN, per_host=8)
+    n = 64 * 64
+    rows = [DeviceMesh(each, tp=8).dp for each in ranks.ranks]
+    gradients, chunks = [[np.ones(k, np.float32) for _ in rows] for k in (n, n // 64)]
+    pairs = list(zip(rows, gradients, chunks, strict=True))
+    reduced = ranks.take_turns([row.reduce_scatter(x, algorithm="ring", async_op=True) for row, x, _ in pairs])
+    gathered = ranks.take_turns(
+        [row.all_gather(c, out=x, algorithm="pairwise", async_op=True) for row, x, c in pairs]
+    )
+    predicted = gather_seconds(machine, 4 * n, 8, 64), fetch_seconds(machine, 4 * n, 8, 64)
+    return predicted, (reduced, gathered - reduced)
+
+
+jobs = [(far, (flags,)) for flags in FAR] + [(gradients_of_512, ())]
+*steps, (predicted, measured) = shared(lambda work, told: work(*told), jobs)
+say(f"{'64 ranks, hosts of 8':<76}{'planner':>9}{'run':>9}")
+for flags, seconds in zip(FAR, steps, strict=True):
+    modelled[flags] = compared(flags, *seconds)
+say("512 ranks, 64 hosts, along dp")
+for what, *seconds in zip(("  a reduce-scatter, in a ring", "  a gather, pairwise"), predicted, measured, strict=True):
+    compared(what, *seconds)
+    assert isclose(*seconds, rel_tol=1e-9)
+
+# %% [markdown]
+# ### This machine
+#
+# On the `cpu` clock a rank's time is its own CPU time, and messages take what a network model says (2.6). Now
+# computation is real. Its price must be *measured*: not by timing training steps and fitting the planner to them, which
+# would prove nothing, but piece by piece. One block's forward, its two backward halves, the head, the embedding, the
+# norm, the update, each for a dozen shapes. To these times few constants are fitted: seconds per operation, per byte
+# that is kept, per call, per parameter.
+
+# %%
+from minipar.bench.costs import Costs, fit_costs
+from minipar.bench.pieces import Shape, pieces
+
+if rank == 0:
+    show_source(fit_costs)
+
+HIDDEN, HEADS, SEQ, VOCAB, SAMPLES = 128, 8, 32, 256, 24
+SHAPES = [  # hidden, heads, sequence, samples, tp, sequence-parallel, vocabulary
+    Shape(HIDDEN // 2, 4, SEQ, 2, vocab_size=VOCAB),
+    Shape(HIDDEN // 2, 4, 2 * SEQ, 6, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 3, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 6, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 24, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, 2 * SEQ, 6, vocab_size=VOCAB),
+    Shape(2 * HIDDEN, 16, SEQ, 3, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 6, vocab_size=4 * VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 24, tp=2, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 6, tp=2, sequence_parallel=True, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 24, tp=8, vocab_size=VOCAB),
+    Shape(HIDDEN, HEADS, SEQ, 24, tp=8, sequence_parallel=True, vocab_size=VOCAB),
+]
+REPEAT = 3
+
+
+def measured_pieces(number):
+    """CPU seconds of each piece, for one shape."""
+    return pieces(SHAPES[number], REPEAT)
+
+
+comm.barrier()
+found = list(zip(SHAPES, shared(measured_pieces, [(k,) for k in range(len(SHAPES))]), strict=True))
+costs = fit_costs(found)
+off = [costs.seconds(name, shape, one["parameters"]) / one[name] for shape, one in found for name in one if name != "parameters"]
+say(f"{len(off)} times, {len(fields(Costs))} constants: half of the times within {np.median(np.abs(np.array(off) - 1)):.0%}")
+say(f"products: {costs.flops_per_second / 1e9:.0f} GFLOP/s; beside them forward takes {costs.forward_byte * 1e9:.2f} ns for each kept byte,")
+say(f"{costs.forward_block * 1e6:.0f} us for each block; AdamW {costs.update_parameter * 1e9:.1f} ns for each parameter")
+assert all(value >= 0 for value in asdict(costs).values()) and costs.flops_per_second > 0
+assert all(one == found[0][1] for _, one in found[:1])  # the same on every rank: the ranks gathered them
+
+# %% [markdown]
+# Each rank measured other shapes, all at the same time, since in a run too all compute at the same time and share
+# caches and memory. With these constants and a network of 20 µs and 1 GB/s: predict steps of a GPT with 8 layers, and
+# the memory of the fullest rank. Then train in each layout, on the first ranks as many as it takes, and look at the
+# clock, and at the ledger of bytes held (4.5).
+
+# %%
+from minipar.bench import layouts as bench
+from minipar.bench.planned import Machine
+
+GPT_MIDDLE = ModelConfig(layers=8, hidden=HIDDEN, heads=HEADS, seq_len=SEQ, vocab_size=VOCAB)
+CASES = (
+    "--microbatches 4",
+    "--recompute full --microbatches 2",
+    "--dp 2 --zero-stage 3 --microbatches 4",
+    "--tp 2 --sequence-parallel --microbatches 4",
+    "--pp 2 --schedule gpipe --microbatches 4",
+    "--dp 8 --zero-stage 1",
+    "--tp 8",
+    "--pp 8 --schedule 1f1b --microbatches 12",
+    "--pp 4 --schedule zb-h1 --microbatches 8",
+    "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
+)
+network = Network(20e-6, 1e-9)
+cases = {flags: config for flags in CASES for config, size in [configured(flags, GPT_MIDDLE, SAMPLES)] if size <= N}
+rows = bench.measure(comm, list(cases.values()), 3, network)
+say(f"{'':<54}{'seconds of a step':>22}{'MB of the fullest rank':>30}")
+say(f"{'':<54}{'planner':>10}{'run':>8}{'':>8}{'planner':>10}{'ledger':>8}")
+for (flags, config), row in zip(cases.items(), rows, strict=True):
+    if rank == 0:
+        seconds, held = predict(config, Machine(costs, network), SEQ)
+        row |= {"predicted_seconds": seconds.total, "predicted_bytes": held.total}
+        numbers = f"{seconds.total:>10.3f}{row['seconds']:>8.3f} {seconds.total / row['seconds'] - 1:>+7.1%}"
+        apart = held.total / row["peak_bytes"] - 1
+        say(f"{flags:<54}{numbers}{held.total / 1e6:>10.1f}{row['peak_bytes'] / 1e6:>8.1f} {apart:>+7.1%}")
+        assert abs(apart) < 0.15, flags
+if rank == 0:
+    say(f"{len(rows)} layouts: {agreement(rows)}")
+    panels = {
+        "seconds on the model clock": modelled,
+        "seconds on this machine's CPU clock": {flags: (row["predicted_seconds"], row["seconds"]) for flags, row in zip(cases, rows, strict=True)},
+        "bytes in the ledger": {flags: (row["predicted_bytes"], row["peak_bytes"]) for flags, row in zip(cases, rows, strict=True)},
+    }
+    show(plot_agreement(panels, 0.2), "08_agreement")
+
+# %% [markdown]
+# Memory is asserted, time is not: eight ranks share a few cores with whatever else runs here, and these constants were
+# measured in seconds. Taking its time, `python -m minipar.bench machine` measures 30 shapes and the messages too, and
+# `python -m minipar.bench layouts --machine FILE` predicts 28 layouts. On a quiet machine with two cores they found: all
+# 28 within 14.3 %, half of them within 3.5 %, the same order but for neighbours (Spearman's rank correlation 0.992),
+# and memory within 8.3 %. A test holds the planner to that record. It also shows that the record can be contradicted:
+# with one constant wrong by a factor of four it fails.
+#
+# ### Why it agrees, and where not
+#
+# Because the planner is an *abstraction* of the program, not a theory beside it. It cuts layers into stages with the
+# program's own function. It walks through the same lists of actions as the executor (a schedule is data). Its rings are
+# the rings of chapter 2, message by message; its buckets are those that ZeRO sends; what hides behind what is computed
+# event by event, as it happens. What it leaves out is the numbers.
+#
+# Where it does not agree:
+#
+# - **Hops.** Where some neighbours of a pipeline share a host and others do not, the planner takes the slower link for
+# all.
+#
+# - **Shared caches.** A rank's CPU time grows when its neighbours use the same cache and memory. Constants are measured
+# with all ranks at work; a layout of one rank that has the machine for itself is faster than they say.
+#
+# - **The slowest rank.** Every sum waits for its last rank. A rank that was held up for a moment holds up all of them,
+# at every sum; medians of pieces know nothing of that. Layouts with many sums (tp 8) come out slower than planned.
+#
+# All three are true of GPUs as well. What is *not* tested here is the price of a GPU: the constants of 8.3 and 8.8.
+# For those there are only published runs (8.7).
 
 # %% [markdown]
 # ## 8.6 Three models, 64 to 4096 GPUs
 #
-# The planner does what we did: every layout that divides (dp, tp, pp, ZeRO stage, schedule, microbatch, recompute), its
-# memory; of those that fit the time; the fastest. Thousands of layouts, in a fraction of a second, because nothing
-# runs.
+# The planner does what we did: every layout that divides (dp, tp, pp, ZeRO stage, schedule, microbatch, recompute,
+# sequence parallelism), its memory; of those that fit the time; the fastest. Thousands of layouts, in a second, because
+# nothing runs.
 
 # %%
 from minipar.errors import UsageError
-from minipar.plan.planner import judge, plan, why
+from minipar.plan.planner import Search, judge, plan, why
 
 if rank == 0:
     show_source(plan)
@@ -611,6 +932,9 @@ if rank == 0:
 # 3. Does the 1T need pp? Does the 7.5B need tp?
 
 # %%
+# With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (5.9), but
+# here it wins nowhere, and looking takes twice as long.
+ASK = Search(sequence_parallel=True)
 BATCH = {SMALL: 2048, MIDDLE: 1024, LARGE: 3072}
 SHORT = {SMALL: "7.5B", MIDDLE: "70B", LARGE: "1T"}
 SIZES = (64, 256, 1024, 4096)
@@ -619,7 +943,7 @@ SIZES = (64, 256, 1024, 4096)
 def best(name, gpu, gpus):
     """The planner's first choice, or its message."""
     try:
-        found = plan(find_model(name), Cluster(GPUS[gpu], gpus), BATCH[name], LENGTH[name], top=3)
+        found = plan(find_model(name), Cluster(GPUS[gpu], gpus), BATCH[name], LENGTH[name], ASK, top=3)
     except UsageError as error:
         return {"error": str(error)}
     first, second = found.plans[0], found.plans[1] if len(found.plans) > 1 else None
@@ -696,6 +1020,10 @@ for name in (SMALL, MIDDLE, LARGE):
     assert all(newer < older or newer == 0 for older, newer in pairs)
 for gpu in ("a100", "h100"):
     assert left[SMALL, gpu] < min(left[MIDDLE, gpu], left[LARGE, gpu])
+for (name, gpu, gpus), found in plans.items():
+    if "mesh" in found:
+        _, tp, pp = found["mesh"]
+        assert {LARGE: tp == 8 and pp > 1, MIDDLE: tp == 4 and pp > 1, SMALL: gpus > 256 or tp == pp == 1}[name]
 rule = 1024 * 0.5 * 312e12 / (6 * find_model(MIDDLE).parameters)
 say(f"1. the rule says {rule:,.0f} tokens/s, the planner {plans[MIDDLE, 'a100', 1024]['tokens']:,.0f}")
 assert abs(plans[MIDDLE, "a100", 1024]["tokens"] / rule - 1) < 0.25
@@ -749,20 +1077,22 @@ for (name, gpus), (message, more, found) in zip(jobs, shared(advised, jobs), str
 #
 # ## 8.7 Is it true?
 #
-# Nobody should believe a planner that was never held against a run. Three sources, on A100s. One set of constants for
-# all (8.8), none of them fitted to one row:
+# 8.5 held the planner against a program. Whether the constants of a GPU are right only runs on GPUs can say. Four
+# sources. One set of constants for all (8.8), none of them fitted to one row:
 #
-# - **Narayanan et al. 2021** (arXiv 2104.04473, table 1): TFLOP/s per GPU, recomputation included. 1F1B, no ZeRO, full
+# - **Narayanan et al. 2021** (arXiv 2104.04473, table 1): TFLOP/s per A100, recomputation included. 1F1B, no ZeRO, full
 # recompute. The layouts are theirs.
 #
 # - **Korthikanti et al. 2022** (arXiv 2205.05198, table 5): seconds of an iteration, with selective recompute and
-# sequence parallelism, and with neither but full recompute. The layouts are theirs.
+# sequence parallelism, and with neither but full recompute. A100s; the layouts are theirs.
+#
+# - **Llama 3** (Llama Team 2024, arXiv 2407.21783, table 4): MFU of 405B on 8192 and 16,384 H100s, tp 8, pp 16, with
+# flash attention, which keeps no scores (8.8).
 #
 # - **LLaMA and Llama 2** (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens with
-# 7B; 380 tokens per second and GPU with 65B on 2048; 1,720,320 GPU hours for 2.0T tokens with 70B. Batches of 4M
-# tokens. Their layouts are not printed, so the planner's best one stands in; for 7B and 70B neither is the number of
-# GPUs: we take 256 and 2048. No constant of the planner knows these. (They had fused attention, which it has not: where
-# it agrees, some of that is luck.)
+# 7B; 380 tokens per second and GPU with 65B on 2048; 1,720,320 GPU hours for 2.0T tokens with 70B. A100s, batches of 4M
+# tokens, attention that keeps no scores. Their layouts are not printed, so the planner's best one stands in; for 7B and
+# 70B neither is the number of GPUs: we take 256 and 2048.
 
 # %%
 NARAYANAN = {  # tp, pp, GPUs, batch, microbatch, TFLOP/s per GPU as printed
@@ -773,6 +1103,7 @@ NARAYANAN = {  # tp, pp, GPUs, batch, microbatch, TFLOP/s per GPU as printed
     "megatron-1t": (8, 64, 3072, 3072, 1, 163),
 }
 LLAMA_65B = replace(find_model("llama-7b"), layers=80, hidden=8192, heads=64, kv_heads=64, ffn=22016)
+LLAMA_3 = {8192: 0.43, 16384: 0.41}  # GPUs, MFU as printed
 TOUVRON = {  # shape, GPUs, batch, sequence, tokens per second and GPU as printed
     "LLaMA 7B": (find_model("llama-7b"), 256, 2048, 2048, 1.0e12 / 82_432 / 3600),
     "LLaMA 65B": (LLAMA_65B, 2048, 2048, 2048, 380),
@@ -797,15 +1128,23 @@ def predicted_iteration(name, recompute):
     return step_time(find_model(name), layout, Cluster(GPUS["a100"], gpus), 2048).total
 
 
-def predicted_llama(name):
+def predicted_llama(name, attention="flash"):
     """Tokens per second and GPU of the planner's best layout."""
     model, gpus, batch, length, _ = TOUVRON[name]
-    return batch * length / plan(model, Cluster(GPUS["a100"], gpus), batch, length, top=3).plans[0].time.total / gpus
+    ask = replace(ASK, attention=attention)
+    return batch * length / plan(model, Cluster(GPUS["a100"], gpus), batch, length, ask, top=3).plans[0].time.total / gpus
+
+
+def predicted_llama_3(gpus):
+    """MFU of the best layout with the printed tp and pp; 16 million tokens, 8192 to a sequence."""
+    ask = Search(tp=8, pp=16, attention="flash", sequence_parallel=True)
+    return plan(find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus), 2048, 8192, ask, top=1).plans[0].mfu
 
 
 def ratios():
     """{source: {row: predicted time / printed time}}, and what to print of it."""
-    rows, lines = {"Narayanan 2021": {}, "Korthikanti 2022": {}, "Touvron 2023": {}}, []
+    rows = {"Narayanan 2021": {}, "Korthikanti 2022": {}, "Llama 3, 2024": {}, "Touvron 2023": {}}
+    lines = []
     for name, (*_, printed) in NARAYANAN.items():
         found = predicted_table(name)
         rows["Narayanan 2021"][name.removeprefix("megatron-").upper()] = printed / found
@@ -816,6 +1155,10 @@ def ratios():
             short = name.removeprefix("megatron-").removeprefix("gpt3-").upper()
             rows["Korthikanti 2022"][f"{short}, {recompute}"] = found / printed
             lines.append(f"{name:<14}{recompute:<12}{found:>12.2f}{printed:>10.2f} s")
+    for gpus, printed in LLAMA_3.items():
+        found = predicted_llama_3(gpus)
+        rows["Llama 3, 2024"][f"405B, {gpus:,} GPUs"] = printed / found
+        lines.append(f"{'llama-3-405b':<14}{gpus:>6,} GPUs{found:>13.1%}{printed:>10.0%} MFU")
     for name, (*_, printed) in TOUVRON.items():
         found = predicted_llama(name)
         rows["Touvron 2023"][name] = printed / found
@@ -826,15 +1169,23 @@ def ratios():
 ((rows, lines),) = shared(ratios, [()])
 say(f"{'':<14}{'':<12}{'predicted':>12}{'printed':>10}")
 say("\n".join(lines))
-assert all(abs(ratio - 1) < 0.15 for source in list(rows)[:2] for ratio in rows[source].values())
-assert all(abs(ratio - 1) < 0.2 for ratio in rows["Touvron 2023"].values())
+assert all(abs(ratio - 1) < 0.15 for source in list(rows)[:3] for ratio in rows[source].values())
+assert all(0.65 < ratio < 0.9 for ratio in rows["Touvron 2023"].values())
 if rank == 0:
     show(plot_predictions(rows, 0.15), "08_published")
 
 # %% [markdown]
-# Nearly all lie to the left of the line: **the planner is an optimist**, by some 5 to 15 %, and for a reason: every
-# assumption says how well something goes, and none says what goes wrong. Errors that all layouts share do no harm to a
-# choice between them. A planner is for ranking; for promises take something off.
+# Where the layout is printed, every row is within 15 %. Most lie to the left of the line: **the planner is an optimist**,
+# by some 5 to 12 %, and for a reason: every assumption says how well something goes, and none says what goes wrong.
+#
+# The last three rows are another matter. Where nobody says what was run, the planner answers another question: what is
+# the *most* that these GPUs could have done? Between 20 and 40 % more tokens per second than was printed. GPU hours of
+# a whole run have everything in them that is no step: restarts, checkpoints, evaluation. And nobody knows whether the
+# layout was the best. (A trap. With stored attention, which these runs did not have, the same three rows come out within
+# about 20 %, and look like a success. Two errors of opposite sign are not a model.)
+#
+# Errors that all layouts share do no harm to a choice between them. A planner is for ranking; for promises take
+# something off.
 #
 # ## 8.8 Where the model is wrong, and why
 #
@@ -847,7 +1198,7 @@ if rank == 0:
 # %% [markdown]
 # Which of these matter? Change each by 20 % (shares to at most 1): how much does the best layout's predicted time
 # change, is it still the best, and if not, how much is lost by having believed the old constant? Two questions: the 70B
-# on 1024 A100s, whose best layout is a pipeline, and the 7.5B, whose best one is ZeRO-3. Predict the two longest bars.
+# on 1024 A100s, whose best layout is a pipeline, and the 7.5B, whose best one has none. Predict the two longest bars.
 
 # %%
 CHANGES = {"-20 %": 0.8, "+20 %": 1.2}
@@ -856,8 +1207,8 @@ QUESTIONS = {"70B on 1024 A100s": (MIDDLE, "a100", 1024), "7.5B on 1024 A100s": 
 
 
 @cache
-def first_choice(name, cluster):
-    return plan(find_model(name), cluster, BATCH[name], LENGTH[name], top=3).plans[0]
+def first_choice(name, cluster, ask=ASK):
+    return plan(find_model(name), cluster, BATCH[name], LENGTH[name], ask, top=3).plans[0]
 
 
 def shaken(question, constant, change):
@@ -871,9 +1222,9 @@ def shaken(question, constant, change):
     other = replace(usual, assumptions=replace(usual.assumptions, **{constant: changed}))
     was, now = first_choice(name, usual), first_choice(name, other)
     same = judge(find_model(name), was.layout, other, BATCH[name], LENGTH[name])
-    regret = f"takes {same.time.total / now.time.total - 1:.1%} longer"
+    regret = same.time.total / now.time.total - 1
     if same.memory.total > other.gpu.memory * other.assumptions.memory_used:
-        regret = "does not fit"
+        regret = None  # does not fit
     return same.time.total / was.time.total - 1, now.layout != was.layout, regret, str(now.layout)
 
 
@@ -888,10 +1239,12 @@ for question, others in lost.items():
     name, gpu, gpus = QUESTIONS[question]
     say(f"{question}: {plans[name, gpu, gpus]['layout']}")
     for what, (regret, layout) in others.items():
-        say(f"  {what:<24} {layout}: the old one {regret}")
+        loss = "does not fit" if regret is None else f"takes {regret:.1%} longer"
+        say(f"  {what:<24} {layout}: the old one {loss}")
+        assert regret is None or regret < 0.02
     order = sorted(effects[question], key=lambda one: -max(abs(moved) for moved, _ in effects[question][one].values()))
     say(f"  time depends most on {', '.join(order[:3])}")
-    assert order[0] == "products" and all(what.startswith("memory_used") for what in others)
+    assert order[:2] == ["products", "copies"]
     assert max(abs(moved) for moved, _ in effects[question]["alpha_inside"].values()) < 0.05
 if rank == 0:
     show(plot_tornado(effects), "08_sensitivity")
@@ -899,25 +1252,54 @@ if rank == 0:
 # %% [markdown]
 # Time hangs on how much of the peak a product gets; then on memory bandwidth, and on how often elementwise kernels pass
 # over it. What communication costs comes after that: the search has chosen layouts in which it hardly matters. (8.9
-# shows the trap in this.)
+# shows the trap in this.) Latencies do next to nothing.
 #
-# The *choice* is sturdier than the time, because an error in a constant falls on all layouts. Of all these changes only
-# one moves it: the limit of memory. **Memory first** once more: it decides at a threshold, everything else by degrees.
+# The *choice* is sturdier than the time, because an error in a constant falls on all layouts. A star says that another
+# layout has become the best. Look at the list: wherever that happens, the two are so close that having believed the old
+# constant costs a percent or so, mostly a tenth of one. The best few layouts are nearly tied, and any change breaks the
+# tie anew.
 #
-# But these were numbers. An assumption about *how something is done* weighs more. One of the planner's: ZeRO-3's
-# gathers reduce inside each host first and use all its network cards, as NCCL's do. If yours go round one ring, GPU by
-# GPU:
+# But these were numbers. An assumption about *how something is done* weighs more. Three of them, on the same two
+# questions. What if collectives between hosts go round *one* ring, not one for each network card? What if ZeRO-1's
+# gather does not hide behind the next forward? And what if attention does not store its scores, but computes them tile
+# by tile, and once more in backward ("flash", Dao et al. 2022, arXiv 2205.14135; `--attention flash`)? Predict which
+# of them changes what.
 
 # %%
-flat = replace(Cluster(GPUS["a100"], 1024), hierarchical=False)
-was, now = first_choice(SMALL, Cluster(GPUS["a100"], 1024)), first_choice(SMALL, flat)
-same = judge(find_model(SMALL), was.layout, flat, BATCH[SMALL], LENGTH[SMALL]).time.total
-say(f"7.5B on 1024 A100s, host by host: {was.layout}\n  one ring for all: {now.layout}")
-say(f"  the old layout takes {same / was.time.total - 1:.0%} longer than planned;", end="")
-say(f" {same / now.time.total - 1:.0%} longer than the new one")
-assert now.layout != was.layout and same > 1.2 * now.time.total
+HOW = {
+    "one ring between hosts": (replace(MEGATRON, ring_per_card=False), ASK),
+    "gathers do not hide": (replace(MEGATRON, gathers_ahead=False), ASK),
+    "flash attention": (MEGATRON, replace(ASK, attention="flash")),
+}
+
+
+def otherwise(question, what):
+    """Relative change of time if the layout stays, and if the planner may choose again; its choice."""
+    name, gpu, gpus = QUESTIONS[question]
+    program, ask = HOW[what]
+    was = first_choice(name, Cluster(GPUS[gpu], gpus))
+    other = Cluster(GPUS[gpu], gpus, program=program)
+    kept = replace(was.layout, attention=ask.attention)
+    if ask.attention == "flash" and kept.recompute == "selective":
+        kept = replace(kept, recompute="none")
+    same = judge(find_model(name), kept, other, BATCH[name], LENGTH[name])
+    now = first_choice(name, other, ask)
+    return same.time.total / was.time.total - 1, now.time.total / was.time.total - 1, str(now.layout)
+
+
+jobs = [(question, what) for question in QUESTIONS for what in HOW]
+structure = dict(zip(jobs, shared(otherwise, jobs), strict=True))
+say(f"{'':<46}{'same layout':>14}{'best layout':>14}")
+for (question, what), (same, now, layout) in structure.items():
+    say(f"{question + ', ' + what:<46}{same:>+14.1%}{now:>+14.1%}   {layout}")
+for question in QUESTIONS:
+    ring, gather, flash = (structure[question, what] for what in HOW)
+    assert ring[0] > 0.1 and abs(gather[0]) < 0.15 and flash[1] < -0.1
+    assert ring[2] != str(first_choice(QUESTIONS[question][0], Cluster(GPUS["a100"], 1024)).layout)
 
 # %% [markdown]
+# STRUCTURE-PROSE
+#
 # And the best few of a list are often within a percent or two, less than any planner knows. Take its first five
 # seriously, not its first one, and measure those.
 #
@@ -964,8 +1346,7 @@ assert rounds(2048, 2048) < 0.6 < 0.9 < rounds(2048, 12800)
 # The planner has a smooth curve where the truth has teeth: in the 7.5B a second sequence takes half as long as the
 # first, because it fills the second round. (Libraries choose among many tile shapes and soften it.)
 #
-# **Attention.** The planner counts and stores all scores, as in the papers that it is held against. A fused kernel
-# stores none, and a causal one computes half. How much is that?
+# **Attention.** Stored scores are those of the papers of 2021 and 2022. How much of all are they?
 
 # %%
 say(f"{'70B':<12}{'scores, of all operations':>28}{'scores, of all activations':>30}")
@@ -973,14 +1354,15 @@ for length in (2048, 4096, 32768):
     model = find_model(MIDDLE)
     core = model.layers * 3 * model.attention_core_flops(length) / model.model_flops(length)
     whole, without = (
-        layer_activations(model, Layout(1, 1, 1, 1, 1, recompute=r), length) for r in ("none", "selective")
+        layer_activations(model, Layout(1, 1, 1, 1, 1, attention=kind), length) for kind in ("stored", "flash")
     )
     say(f"{length:>7,} tokens{core:>25.0%}{1 - without / whole:>30.0%}")
 
 # %% [markdown]
-# At 4096 tokens it decides the memory of every layout. Plan `--recompute selective` for a fused kernel: the memory is
-# nearly that, and both compute the scores twice. The time stays too long, because here scores travel through memory.
-# And a causal kernel's speed, held against all pairs of tokens, is an MFU for work that nobody did.
+# At 4096 tokens they decide the memory of every layout. For a run of today plan with `--attention flash`. Two things are
+# still not in it. The planner gives a flash kernel's products the speed of any other product; real ones reach less. And
+# a causal kernel computes half of the pairs of tokens, where all are counted here and in the papers: a kernel's speed,
+# held against all pairs, is an MFU for work that nobody did.
 #
 # **Contention.** Each collective here has the wire to itself. In truth dp, pp and the file system share network cards,
 # and switches above the hosts are often oversubscribed. NCCL's choice of ring or tree, and its buffers, are not here.
@@ -1083,9 +1465,9 @@ def eye_print():
 right_flops, right_activations, right_volume = ModelShape.model_flops, layer_activations, volume
 
 
-def gathers_once(model, layout, length):
+def gathers_once(model, layout, length, program=MEGATRON):
     """Mistake 2: of 3m passes over the parameters, 2m gathers became 2."""
-    m, true = layout.microbatches, right_volume(model, layout, length)
+    m, true = layout.microbatches, right_volume(model, layout, length, program)
     return replace(true, dp=true.dp * Fraction(2 + m, 3 * m)) if layout.zero == 3 else true
 
 
@@ -1096,7 +1478,7 @@ MISTAKES = {
     "3. activations divided by dp": lambda: patch.object(
         memories,
         "layer_activations",
-        lambda model, layout, length: right_activations(model, layout, length) / layout.dp,
+        lambda model, layout, *more: right_activations(model, layout, *more) / layout.dp,
     ),
     "4. recomputation is useful": lambda: patch.object(
         ModelShape, "model_flops", lambda model, n: right_flops(model, n) + model.layers * model.layer_flops(n)
@@ -1110,7 +1492,7 @@ def examine(name):
     """Which eyes notice, and what this planner recommends, with what that really takes."""
     with MISTAKES[name]():
         noticed = [eye for eye, sees in EYES.items() if sees()]
-        chosen = plan(find_model(MIDDLE), Cluster(GPUS["a100"], 256), BATCH[MIDDLE], LENGTH[MIDDLE], top=1).plans[0]
+        chosen = plan(find_model(MIDDLE), Cluster(GPUS["a100"], 256), BATCH[MIDDLE], LENGTH[MIDDLE], ASK, 1).plans[0]
     honest = judge(find_model(MIDDLE), chosen.layout, Cluster(GPUS["a100"], 256), BATCH[MIDDLE], LENGTH[MIDDLE])
     return noticed, str(chosen.layout), chosen.mfu, honest.mfu, honest.memory.total
 

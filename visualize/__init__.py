@@ -6,7 +6,7 @@ Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook
 from visualize.communication import plot_bench, plot_bytes
 from visualize.costs import plot_bubbles, plot_fit, plot_wires
 from visualize.explore import explore_schedules
-from visualize.forecast import plot_predictions, plot_scaling, plot_spending, plot_tornado
+from visualize.forecast import plot_agreement, plot_predictions, plot_scaling, plot_spending, plot_tornado
 from visualize.layouts import plot_layouts, plot_placements
 from visualize.links import MeshTraffic, mesh_numbers, mesh_traffic
 from visualize.loss import plot_loss, read_metrics

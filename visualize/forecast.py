@@ -102,6 +102,30 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
     return figure
 
 
+def plot_agreement(panels: Mapping[str, Mapping[str, tuple[float, float]]], band: float) -> Picture:
+    """Predicted against measured, a point for each row, both axes logarithmic: {quantity: {row: (predicted,
+    measured)}}. On the line they are equal; `band` is shaded.
+    """
+    figure = picture(10.5, 3.9)
+    drawn = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (quantity, rows), colour, mark in zip(drawn, panels.items(), LINES, "osD^vP", strict=False):
+        predicted, measured = zip(*rows.values(), strict=True)
+        ends = min(predicted + measured) / 1.5, max(predicted + measured) * 1.5
+        axes.fill_between(ends, [(1 - band) * x for x in ends], [(1 + band) * x for x in ends], color="#E3EBF2")
+        axes.plot(ends, ends, color=INK, linewidth=1.0)
+        axes.plot(measured, predicted, mark, color=colour, markersize=6, alpha=0.8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(*ends)
+        axes.set_ylim(*ends)
+        axes.set_aspect("equal")
+        axes.set_title(quantity, loc="left", fontsize=10)
+        axes.set_xlabel("measured")
+        tidy(axes)
+    drawn[0].set_ylabel(f"predicted (band: {band:.0%})")
+    return figure
+
+
 def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, bool]]]]) -> Picture:
     """How far the predicted time moves when one constant is changed, the largest effect of the first panel on top.
 
