@@ -186,9 +186,9 @@ for name, (gpus, batch, *_, seconds, slower, printed) in KORTHIKANTI.items():
 # *as busy* as before, and take 30 % longer. Who compares HFU compares heaters.
 #
 # (HFU needs care for another reason: people count differently. For selective recompute on the last row the paper prints
-# 57.0 %, half a point above ours. We add what is computed again: attention's core, once, $s/18h$ beside the 1 of $72 l s
-# h^2$ operations, as $s/6h$ is three times that. Their appendix doubles the $s/6h$: the core charged three times its
-# forward.)
+# 57.0 %, half a point above ours. Of attention's core the model's operations have the term $s/6h$: forward once,
+# backward twice. Computing it again adds a third of that. Their appendix writes $s/3h$: the core computed again is
+# charged three times its forward.)
 
 # %%
 model, (gpus, batch, *_, seconds, _, _) = find_model("megatron-1t"), KORTHIKANTI["megatron-1t"]
@@ -401,11 +401,11 @@ for gpu in ("a100", "h100"):
 # The number of tokens is not in it. A larger batch does not help, only a larger $h$, or a faster wire.
 #
 # **dp.** A rank with $\Psi'$ parameters sums $2\Psi'$ bytes of gradients once per step: an all-reduce moves $4\Psi'$,
-# and the last microbatch's backward has $4\Psi'n$ operations to hide it behind. With many replicas, each on hosts of its
-# own, it hides if $n > F\beta$ tokens. ZeRO-1 sends the same in two halves: the reduce-scatter hides behind that
+# and the last microbatch's backward has $4\Psi'n$ operations to hide it behind. With many replicas, each on hosts of
+# its own, it hides if $n > F\beta$ tokens. ZeRO-1 sends the same in two halves: the reduce-scatter hides behind that
 # backward ($n > F\beta/2$), the gather of the new parameters behind the next step's first forward, of $2\Psi'n$
-# operations ($n > F\beta$). ZeRO-3 moves $6\Psi'$ with *every* microbatch, beside its $6\Psi'n$ operations: $n > F\beta$
-# again, each time.
+# operations ($n > F\beta$). ZeRO-3 moves $6\Psi'$ with *every* microbatch, beside its $6\Psi'n$ operations: $n >
+# F\beta$ again, each time.
 #
 # **pp.** A stage of $l/p$ layers gets and gives $2nh/t$ bytes per microbatch, both ways, beside $72nh^2l/(pt)$
 # operations:
@@ -485,8 +485,8 @@ if rank == 0:
 # %% [markdown]
 # Left: more tp means fewer replicas, so each does more microbatches, and sends more of everything that goes with them.
 # Computation stays as it is: as many GPUs share the same work. The purple line comes up to an eighth of it, and jumps
-# where tp leaves the host, to two fifths of it. NB: that is with eight rings at once, one through each network card of a
-# host, as NCCL builds them (`ring_per_card`). With one ring, sums would take three times as long as computation.
+# where tp leaves the host, to two fifths of it. NB: that is with eight rings at once, one through each network card of
+# a host, as NCCL builds them (`ring_per_card`). With one ring, sums would take three times as long as computation.
 #
 # Right: all that goes with microbatches, computation, tp and pp, falls with $1/dp$. The gradients are of the same
 # parameters whatever the batch: dp's line does not fall. **Sooner or later every cluster is too large for its batch**,
@@ -496,9 +496,9 @@ if rank == 0:
 # ### What hides
 #
 # The rule said: from $F\beta$ tokens per microbatch on, an all-reduce hides behind the last backward, and ZeRO-1's two
-# halves behind a backward and a forward. The planner does not use the rule. It goes through the backward layer by layer:
-# a layer's gradients leave when they are there *and* what left before has arrived (`overlap.run`; 3.4's buckets). The
-# 7.5B on 64 A100s, one replica on each *host* (tp 8), so that the gradients have one network card each:
+# halves behind a backward and a forward. The planner does not use the rule. It goes through the backward layer by
+# layer: a layer's gradients leave when they are there *and* what left before has arrived (`overlap.run`; 3.4's
+# buckets). The 7.5B on 64 A100s, one replica on each *host* (tp 8), so that the gradients have one network card each:
 
 # %%
 network = BALANCE["a100"]["network"]
@@ -522,9 +522,9 @@ for stage in (0, 1, 3):  # far below the rule most of it shows, far above it lit
 
 # %% [markdown]
 # The rule is right about where it turns. (It turns a little early: attention and elementwise kernels give more to hide
-# behind than the rule counts.) What is left at the bottom is the last bucket, which has nothing to hide behind, and 20 %
-# of the rest, the planner's price of hidden communication: it runs on the same GPU and takes some of its cores. ZeRO-3
-# pays with each microbatch, so it wants few large ones. Large microbatches need memory: that is why it goes with
+# behind than the rule counts.) What is left at the bottom is the last bucket, which has nothing to hide behind, and 20
+# % of the rest, the planner's price of hidden communication: it runs on the same GPU and takes some of its cores.
+# ZeRO-3 pays with each microbatch, so it wants few large ones. Large microbatches need memory: that is why it goes with
 # recompute.
 #
 # ## 8.4 Then the bubble
@@ -583,7 +583,7 @@ if rank == 0:
 # ## 8.5 Predict, run, compare
 #
 # So far the planner agreed with formulas. A formula cannot say what it has forgotten. A run can. minipar is a training
-# program whose time can be had on a clock of our choice (2.6), so everything above can be held against a run, in three
+# program whose time can be had on a clock of our choice (6.8), so everything above can be held against a run, in three
 # steps: pencil against planner, planner against the program on a clock without noise, planner against the program on
 # this machine.
 #
@@ -679,20 +679,21 @@ assert isclose(seconds, step.total, rel_tol=1e-4)
 #
 # ### The program, on a clock without noise
 #
-# Now the ranks of this run, over MPI. Hosts of four. Everything at once: data parallelism, ZeRO, tensor and sequence
-# parallelism, schedules, recompute. Predict which layout will be off the most. (A hint: in `pp 8` only one hop of seven
-# leaves a host.)
+# Now the ranks of this run, over MPI. Hosts of four: between them a message takes 14 µs and 0.5 GB/s. Everything at
+# once: data parallelism, ZeRO, tensor and sequence parallelism, schedules, recompute. With eight ranks, which layouts
+# will be off? (A hint: in `pp 8` one hop of seven leaves a host.)
 
 # %%
 from minipar.bench.pipeline import random_tokens
 from minipar.train.trainer import Trainer
 
 PER_HOST = 4
-OURS = [  # that these ranks can do: with the greatest possible axes
+TP = min(N, PER_HOST)  # tp inside a host
+OURS = [  # that these ranks can do
     f"--dp {N}",
     f"--dp {N} --zero-stage 3 --microbatches 2",
-    f"--tp {N}",
-    f"--tp {N} --sequence-parallel --recompute full",
+    f"--dp {N // TP} --tp {TP}",
+    f"--dp {N // TP} --tp {TP} --sequence-parallel --recompute full",
     f"--pp {N} --microbatches {2 * N}",
     f"--pp {N} --microbatches {2 * N} --schedule zb-h1",
 ]
@@ -729,9 +730,12 @@ for flags in OURS:
     modelled[flags] = compared(flags, planned(config, machine).total, on_the_model_clock(config, machine))
 
 # %% [markdown]
+# To rounding, but for pipelines some of whose hops leave a host while others do not: the planner takes the slower link
+# for all of them, and is 2 or 3 % too high.
+#
 # 64 ranks are as easy: threads of one process, eight hosts of eight. They do compute everything, so this takes a few
 # seconds. And if only messages are wanted, hundreds of ranks fit into *one* thread, because a collective is a generator
-# that can be resumed (2.5): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
+# that can be resumed (2.2): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
 
 # %%
 from minipar.comm.turns import OneThread
@@ -759,9 +763,7 @@ def gradients_of_512():
     gradients, chunks = [[np.ones(k, np.float32) for _ in rows] for k in (n, n // 64)]
     pairs = list(zip(rows, gradients, chunks, strict=True))
     reduced = ranks.take_turns([row.reduce_scatter(x, algorithm="ring", async_op=True) for row, x, _ in pairs])
-    gathered = ranks.take_turns(
-        [row.all_gather(c, out=x, algorithm="pairwise", async_op=True) for row, x, c in pairs]
-    )
+    gathered = ranks.take_turns([row.all_gather(c, out=x, algorithm="pairwise", async_op=True) for row, x, c in pairs])
     predicted = gather_seconds(machine, 4 * n, 8, 64), fetch_seconds(machine, 4 * n, 8, 64)
     return predicted, (reduced, gathered - reduced)
 
@@ -779,7 +781,7 @@ for what, *seconds in zip(("  a reduce-scatter, in a ring", "  a gather, pairwis
 # %% [markdown]
 # ### This machine
 #
-# On the `cpu` clock a rank's time is its own CPU time, and messages take what a network model says (2.6). Now
+# On the `cpu` clock a rank's time is its own CPU time, and messages take what a network model says (6.8). Now
 # computation is real. Its price must be *measured*: not by timing training steps and fitting the planner to them, which
 # would prove nothing, but piece by piece. One block's forward, its two backward halves, the head, the embedding, the
 # norm, the update, each for a dozen shapes. To these times few constants are fitted: seconds per operation, per byte
@@ -818,18 +820,21 @@ def measured_pieces(number):
 comm.barrier()
 found = list(zip(SHAPES, shared(measured_pieces, [(k,) for k in range(len(SHAPES))]), strict=True))
 costs = fit_costs(found)
-off = [costs.seconds(name, shape, one["parameters"]) / one[name] for shape, one in found for name in one if name != "parameters"]
-say(f"{len(off)} times, {len(fields(Costs))} constants: half of the times within {np.median(np.abs(np.array(off) - 1)):.0%}")
-say(f"products: {costs.flops_per_second / 1e9:.0f} GFLOP/s; beside them forward takes {costs.forward_byte * 1e9:.2f} ns for each kept byte,")
-say(f"{costs.forward_block * 1e6:.0f} us for each block; AdamW {costs.update_parameter * 1e9:.1f} ns for each parameter")
-assert all(value >= 0 for value in asdict(costs).values()) and costs.flops_per_second > 0
-assert all(one == found[0][1] for _, one in found[:1])  # the same on every rank: the ranks gathered them
+times = [(shape, one["parameters"], name, one[name]) for shape, one in found for name in one if name != "parameters"]
+off = [abs(costs.seconds(name, shape, parameters) / took - 1) for shape, parameters, name, took in times]
+say(f"{len(off)} times, {len(fields(Costs))} constants: half of the times within {np.median(off):.0%}")
+say(
+    f"products {costs.flops_per_second / 1e9:.0f} GFLOP/s; a block's forward {costs.forward_block * 1e6:.0f} us, and ",
+    end="",
+)
+say(f"{costs.forward_byte * 1e9:.2f} ns for each byte kept; AdamW {costs.update_parameter * 1e9:.1f} ns per parameter")
+assert all(0 <= value < np.inf for value in asdict(costs).values())
 
 # %% [markdown]
 # Each rank measured other shapes, all at the same time, since in a run too all compute at the same time and share
 # caches and memory. With these constants and a network of 20 µs and 1 GB/s: predict steps of a GPT with 8 layers, and
 # the memory of the fullest rank. Then train in each layout, on the first ranks as many as it takes, and look at the
-# clock, and at the ledger of bytes held (4.5).
+# clock, and at the ledger of bytes held (4.2).
 
 # %%
 from minipar.bench import layouts as bench
@@ -864,19 +869,22 @@ for (flags, config), row in zip(cases.items(), rows, strict=True):
 if rank == 0:
     say(f"{len(rows)} layouts: {agreement(rows)}")
     panels = {
-        "seconds on the model clock": modelled,
-        "seconds on this machine's CPU clock": {flags: (row["predicted_seconds"], row["seconds"]) for flags, row in zip(cases, rows, strict=True)},
-        "bytes in the ledger": {flags: (row["predicted_bytes"], row["peak_bytes"]) for flags, row in zip(cases, rows, strict=True)},
+        "a step on the model clock, ms": [
+            (1e3 * predicted, 1e3 * measured) for predicted, measured in modelled.values()
+        ],
+        "a step on the CPU clock, ms": [(1e3 * row["predicted_seconds"], 1e3 * row["seconds"]) for row in rows],
+        "memory in the ledger, MB": [(row["predicted_bytes"] / 1e6, row["peak_bytes"] / 1e6) for row in rows],
     }
     show(plot_agreement(panels, 0.2), "08_agreement")
 
 # %% [markdown]
 # Memory is asserted, time is not: eight ranks share a few cores with whatever else runs here, and these constants were
-# measured in seconds. Taking its time, `python -m minipar.bench machine` measures 30 shapes and the messages too, and
-# `python -m minipar.bench layouts --machine FILE` predicts 28 layouts. On a quiet machine with two cores they found: all
-# 28 within 14.3 %, half of them within 3.5 %, the same order but for neighbours (Spearman's rank correlation 0.992),
-# and memory within 8.3 %. A test holds the planner to that record. It also shows that the record can be contradicted:
-# with one constant wrong by a factor of four it fails.
+# measured in seconds. On a busy machine most points lie below the line, and the small layouts furthest: see the end of
+# this section. Taking its time, `python -m minipar.bench machine` measures 30 shapes and the messages too, and
+# `python -m minipar.bench layouts --machine FILE` predicts 28 layouts. On a quiet machine with two cores they found:
+# all 28 within 14.3 %, half of them within 3.5 %, the same order but for neighbours (Spearman's rank correlation
+# 0.992), and memory within 8.3 %. A test holds the planner to that record. It also shows that the record can be
+# contradicted: with one constant wrong by a factor of four it fails.
 #
 # ### Why it agrees, and where not
 #
@@ -908,7 +916,7 @@ if rank == 0:
 
 # %%
 from minipar.errors import UsageError
-from minipar.plan.planner import Search, judge, plan, why
+from minipar.plan.planner import Search, judge, layouts, plan, why
 
 if rank == 0:
     show_source(plan)
@@ -963,7 +971,7 @@ def best(name, gpu, gpus):
     }
 
 
-jobs = [(name, gpu, gpus) for name in (LARGE, MIDDLE, SMALL) for gpu in ("a100", "h100") for gpus in SIZES]
+jobs = [(name, gpu, gpus) for gpus in SIZES for name in (LARGE, MIDDLE, SMALL) for gpu in ("a100", "h100")]
 plans = dict(zip(jobs, shared(best, jobs), strict=True))
 say(f"{'':<18}{'looked at, fit':>16}{'tokens/s':>12}{'MFU':>7}{'GB':>6}   the fastest")
 for name in (SMALL, MIDDLE, LARGE):
@@ -1020,9 +1028,9 @@ for name in (SMALL, MIDDLE, LARGE):
     assert all(newer < older or newer == 0 for older, newer in pairs)
 for gpu in ("a100", "h100"):
     assert left[SMALL, gpu] < min(left[MIDDLE, gpu], left[LARGE, gpu])
-for (name, gpu, gpus), found in plans.items():
+for (name, _, gpus), found in plans.items():
     if "mesh" in found:
-        _, tp, pp = found["mesh"]
+        tp, pp = found["mesh"][1:]
         assert {LARGE: tp == 8 and pp > 1, MIDDLE: tp == 4 and pp > 1, SMALL: gpus > 256 or tp == pp == 1}[name]
 rule = 1024 * 0.5 * 312e12 / (6 * find_model(MIDDLE).parameters)
 say(f"1. the rule says {rule:,.0f} tokens/s, the planner {plans[MIDDLE, 'a100', 1024]['tokens']:,.0f}")
@@ -1057,15 +1065,17 @@ for name in (SMALL, MIDDLE, LARGE):
 
 # %%
 def advised(name, gpus):
-    """The planner's message, the number of GPUs that it advises, and what these bring."""
-    message = best(name, "a100", gpus)["error"]
+    """The planner's message, and what comes of following it."""
+    message = plans[name, "a100", gpus]["error"]
     more = int(message.partition(" such GPUs")[0].split()[-1])
-    found = best(name, "a100", more)
-    return message, more, found
+    if (name, "a100", more) not in plans:
+        plans[name, "a100", more] = best(name, "a100", more)
+    return message, more, plans[name, "a100", more]
 
 
-jobs = [(SMALL, 1), (LARGE, 64)]
-for (name, gpus), (message, more, found) in zip(jobs, shared(advised, jobs), strict=True):
+plans[SMALL, "a100", 1] = best(SMALL, "a100", 1)
+for name, gpus in ((SMALL, 1), (LARGE, 64)):
+    message, more, found = advised(name, gpus)
     assert message.startswith("nothing fits") and found["fitting"] > 0
     say(f"{SHORT[name]} on {gpus} A100{'s' if gpus > 1 else ''}: {message}")
     numbers = f"MFU {found['mfu']:.0%}, {found['total']:,.0f} s per step"
@@ -1086,8 +1096,9 @@ for (name, gpus), (message, more, found) in zip(jobs, shared(advised, jobs), str
 # - **Korthikanti et al. 2022** (arXiv 2205.05198, table 5): seconds of an iteration, with selective recompute and
 # sequence parallelism, and with neither but full recompute. A100s; the layouts are theirs.
 #
-# - **Llama 3** (Llama Team 2024, arXiv 2407.21783, table 4): MFU of 405B on 8192 and 16,384 H100s, tp 8, pp 16, with
-# flash attention, which keeps no scores (8.8).
+# - **Llama 3** (Llama Team 2024, arXiv 2407.21783, table 4): MFU of 405B on 8192 and 16,384 H100s, tp 8, pp 16,
+# sequences of 8192. The rest of the layout is left to the planner; then once more without recompute, as they trained.
+# With attention that keeps no scores (8.8).
 #
 # - **LLaMA and Llama 2** (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens with
 # 7B; 380 tokens per second and GPU with 65B on 2048; 1,720,320 GPU hours for 2.0T tokens with 70B. A100s, batches of 4M
@@ -1132,57 +1143,74 @@ def predicted_llama(name, attention="flash"):
     """Tokens per second and GPU of the planner's best layout."""
     model, gpus, batch, length, _ = TOUVRON[name]
     ask = replace(ASK, attention=attention)
-    return batch * length / plan(model, Cluster(GPUS["a100"], gpus), batch, length, ask, top=3).plans[0].time.total / gpus
+    return (
+        batch * length / plan(model, Cluster(GPUS["a100"], gpus), batch, length, ask, top=3).plans[0].time.total / gpus
+    )
 
 
 def predicted_llama_3(gpus):
-    """MFU of the best layout with the printed tp and pp; 16 million tokens, 8192 to a sequence."""
+    """MFU of the best layout with the printed tp and pp, and of that without recompute; the memory of each."""
     ask = Search(tp=8, pp=16, attention="flash", sequence_parallel=True)
-    return plan(find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus), 2048, 8192, ask, top=1).plans[0].mfu
+    model, cluster, (batch, length) = find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus), (2048, 8192)
+    (first,) = plan(model, cluster, batch, length, ask).plans
+    again = judge(model, replace(first.layout, zero=1, recompute="none"), cluster, batch, length)
+    return [(one.mfu, one.memory.total) for one in (first, again)]
 
 
-def ratios():
-    """{source: {row: predicted time / printed time}}, and what to print of it."""
-    rows = {"Narayanan 2021": {}, "Korthikanti 2022": {}, "Llama 3, 2024": {}, "Touvron 2023": {}}
-    lines = []
-    for name, (*_, printed) in NARAYANAN.items():
-        found = predicted_table(name)
-        rows["Narayanan 2021"][name.removeprefix("megatron-").upper()] = printed / found
-        lines.append(f"{name:<14}{found:>24.0f}{printed:>10} TFLOP/s per GPU")
-    for name, (*_, selective, full, _) in KORTHIKANTI.items():
-        for recompute, printed in (("selective", selective), ("full", full)):
-            found = predicted_iteration(name, recompute)
-            short = name.removeprefix("megatron-").removeprefix("gpt3-").upper()
-            rows["Korthikanti 2022"][f"{short}, {recompute}"] = found / printed
-            lines.append(f"{name:<14}{recompute:<12}{found:>12.2f}{printed:>10.2f} s")
-    for gpus, printed in LLAMA_3.items():
-        found = predicted_llama_3(gpus)
-        rows["Llama 3, 2024"][f"405B, {gpus:,} GPUs"] = printed / found
-        lines.append(f"{'llama-3-405b':<14}{gpus:>6,} GPUs{found:>13.1%}{printed:>10.0%} MFU")
-    for name, (*_, printed) in TOUVRON.items():
-        found = predicted_llama(name)
-        rows["Touvron 2023"][name] = printed / found
-        lines.append(f"{name:<14}{found:>24.0f}{printed:>10.0f} tokens/s per GPU")
-    return rows, lines
+SOURCES = {"table": predicted_table, "iteration": predicted_iteration, "llama": predicted_llama, "3": predicted_llama_3}
+jobs = [("3", (gpus,)) for gpus in LLAMA_3]
+jobs += [("llama", (name, attention)) for name in TOUVRON for attention in ("flash", "stored")]
+jobs += [("iteration", (name, recompute)) for name in KORTHIKANTI for recompute in ("selective", "full")]
+jobs += [("table", (name,)) for name in NARAYANAN]
+predictions = dict(zip(jobs, shared(lambda source, row: SOURCES[source](*row), jobs), strict=True))
 
-
-((rows, lines),) = shared(ratios, [()])
+rows = {"Narayanan 2021": {}, "Korthikanti 2022": {}, "Llama 3, 2024": {}, "Touvron 2023": {}}
+lines = []  # {source: {row: predicted time / printed time}}, and what to print of it
+for name, (*_, printed) in NARAYANAN.items():
+    found = predictions["table", (name,)]
+    rows["Narayanan 2021"][name.removeprefix("megatron-").upper()] = printed / found
+    lines.append(f"{name:<14}{found:>24.0f}{printed:>10} TFLOP/s per GPU")
+for name, (*_, selective, full, _) in KORTHIKANTI.items():
+    for recompute, printed in (("selective", selective), ("full", full)):
+        found = predictions["iteration", (name, recompute)]
+        short = name.removeprefix("megatron-").removeprefix("gpt3-").upper()
+        rows["Korthikanti 2022"][f"{short}, {recompute}"] = found / printed
+        lines.append(f"{name:<14}{recompute:<12}{found:>12.2f}{printed:>10.2f} s")
+for gpus, printed in LLAMA_3.items():
+    for kind, (mfu, nbytes) in zip(("planner's", "no recompute"), predictions["3", (gpus,)], strict=True):
+        rows["Llama 3, 2024"][f"405B, {gpus:,}, {kind}"] = printed / mfu
+        what = f"MFU of {gpus:,}; {nbytes / 1e9:.0f} GB"
+        lines.append(f"{'llama-3-405b':<14}{kind:<12}{mfu:>12.1%}{printed:>10.0%} {what}")
+for name, (*_, printed) in TOUVRON.items():
+    found, stored = (predictions["llama", (name, attention)] for attention in ("flash", "stored"))
+    rows["Touvron 2023"][name] = printed / found
+    lines.append(f"{name:<14}{found:>24.0f}{printed:>10.0f} tokens/s per GPU; with stored attention {stored:.0f}")
 say(f"{'':<14}{'':<12}{'predicted':>12}{'printed':>10}")
 say("\n".join(lines))
-assert all(abs(ratio - 1) < 0.15 for source in list(rows)[:3] for ratio in rows[source].values())
+assert all(abs(ratio - 1) < 0.15 for source in list(rows)[:2] for ratio in rows[source].values())
+assert all(
+    (1 < ratio < 1.15) if "planner" in row else (0.8 < ratio < 1) for row, ratio in rows["Llama 3, 2024"].items()
+)
 assert all(0.65 < ratio < 0.9 for ratio in rows["Touvron 2023"].values())
 if rank == 0:
     show(plot_predictions(rows, 0.15), "08_published")
 
 # %% [markdown]
-# Where the layout is printed, every row is within 15 %. Most lie to the left of the line: **the planner is an optimist**,
-# by some 5 to 12 %, and for a reason: every assumption says how well something goes, and none says what goes wrong.
+# Where the whole layout is printed, every row is within 10 %. Most lie to the left of the line: **the planner is an
+# optimist**, and for a reason: every assumption says how well something goes, and none says what goes wrong.
 #
-# The last three rows are another matter. Where nobody says what was run, the planner answers another question: what is
-# the *most* that these GPUs could have done? Between 20 and 40 % more tokens per second than was printed. GPU hours of
-# a whole run have everything in them that is no step: restarts, checkpoints, evaluation. And nobody knows whether the
-# layout was the best. (A trap. With stored attention, which these runs did not have, the same three rows come out within
-# about 20 %, and look like a success. Two errors of opposite sign are not a model.)
+# The other rows are harder, and say more.
+#
+# **Llama 3.** The planner's own layout comes within 15 %, for two wrong reasons that cancel. It recomputes every
+# forward, because without it needs more than the 80 GB. The authors trained without: they freed tensors by hand as soon
+# as they were of no use (their section 3.3.2), which no formula here knows. With what they really did, the planner is
+# an optimist once more, by some 15 %.
+#
+# **LLaMA and Llama 2.** Where nobody says what was run, the planner answers another question: what is the *most* that
+# these GPUs could have done? 20 to 40 % more tokens per second than was printed. GPU hours of a whole run have
+# everything in them that is no step: restarts, checkpoints, evaluation. And nobody knows whether the layout was the
+# best. (With stored attention, which these runs did not have, the same rows come out within about 20 %. Two errors of
+# opposite sign again. One number that agrees is not a model that agrees: that is why 8.5 compared part by part.)
 #
 # Errors that all layouts share do no harm to a choice between them. A planner is for ranking; for promises take
 # something off.
@@ -1206,25 +1234,55 @@ CONSTANTS = [field.name for field in fields(Assumptions) if isinstance(field.def
 QUESTIONS = {"70B on 1024 A100s": (MIDDLE, "a100", 1024), "7.5B on 1024 A100s": (SMALL, "a100", 1024)}
 
 
+def everything(question):
+    """All layouts of a question, in one order on every rank."""
+    name, gpu, gpus = QUESTIONS[question]
+    return list(layouts(find_model(name), Cluster(GPUS[gpu], gpus), BATCH[name], ASK))
+
+
+def near(question):
+    """Which of them fit a whole GPU and take at most a fifth longer than the best: it will be one of these."""
+    name, gpu, gpus = QUESTIONS[question]
+    model, cluster = find_model(name), Cluster(GPUS[gpu], gpus)
+    seconds = {}
+    for k, layout in enumerate(everything(question)):
+        if memory(model, layout, LENGTH[name]).total <= cluster.gpu.memory:
+            seconds[k] = step_time(model, layout, cluster, LENGTH[name], exact=False).total
+    best = plans[name, gpu, gpus]["total"]
+    return [k for k in seconds if seconds[k] <= 1.2 * best]
+
+
+CANDIDATES = {}
+for question, found in zip(QUESTIONS, shared(near, [(question,) for question in QUESTIONS]), strict=True):
+    every = everything(question)
+    CANDIDATES[question] = [every[k] for k in found]
+    say(f"{question}: {len(found)} of {len(every):,} layouts are at most a fifth slower than the best")
+
+
 @cache
-def first_choice(name, cluster, ask=ASK):
-    return plan(find_model(name), cluster, BATCH[name], LENGTH[name], ask, top=3).plans[0]
+def fastest(question, cluster):
+    """Of the candidates, as `plan` would choose: by closed form, then the first few simulated."""
+    name = QUESTIONS[question][0]
+    model, length, room = find_model(name), LENGTH[name], cluster.gpu.memory * cluster.assumptions.memory_used
+    fitting = [one for one in CANDIDATES[question] if memory(model, one, length).total <= room]
+    fitting.sort(key=lambda one: step_time(model, one, cluster, length, exact=False).total)
+    few = [judge(model, one, cluster, BATCH[name], length) for one in fitting[:5]]
+    return min(few, key=lambda one: one.time.total)
 
 
 def shaken(question, constant, change):
     """With one constant changed: by how much the time of the layout that was best changes; whether another is best
-    now; what is lost by keeping the old one; the new one.
+    now; what is lost by keeping the old one (None: it does not fit); the new one.
     """
     name, gpu, gpus = QUESTIONS[question]
     usual = Cluster(GPUS[gpu], gpus)
     value = getattr(usual.assumptions, constant)
     changed = value * CHANGES[change] if value > 1 else min(1.0, value * CHANGES[change])
     other = replace(usual, assumptions=replace(usual.assumptions, **{constant: changed}))
-    was, now = first_choice(name, usual), first_choice(name, other)
+    was, now = fastest(question, usual), fastest(question, other)
     same = judge(find_model(name), was.layout, other, BATCH[name], LENGTH[name])
-    regret = same.time.total / now.time.total - 1
-    if same.memory.total > other.gpu.memory * other.assumptions.memory_used:
-        regret = None  # does not fit
+    fits = same.memory.total <= other.gpu.memory * other.assumptions.memory_used
+    regret = same.time.total / now.time.total - 1 if fits else None
     return same.time.total / was.time.total - 1, now.layout != was.layout, regret, str(now.layout)
 
 
@@ -1236,8 +1294,9 @@ for (question, constant, change), (moved, another, regret, layout) in zip(jobs, 
     if another:
         lost[question][f"{constant} {change}"] = regret, layout
 for question, others in lost.items():
-    name, gpu, gpus = QUESTIONS[question]
-    say(f"{question}: {plans[name, gpu, gpus]['layout']}")
+    layout = plans[QUESTIONS[question]]["layout"]
+    assert layout == str(fastest(question, Cluster(GPUS[QUESTIONS[question][1]], QUESTIONS[question][2])).layout)
+    say(f"{question}: {layout}")
     for what, (regret, layout) in others.items():
         loss = "does not fit" if regret is None else f"takes {regret:.1%} longer"
         say(f"  {what:<24} {layout}: the old one {loss}")
@@ -1277,13 +1336,13 @@ def otherwise(question, what):
     """Relative change of time if the layout stays, and if the planner may choose again; its choice."""
     name, gpu, gpus = QUESTIONS[question]
     program, ask = HOW[what]
-    was = first_choice(name, Cluster(GPUS[gpu], gpus))
+    was = fastest(question, Cluster(GPUS[gpu], gpus))
     other = Cluster(GPUS[gpu], gpus, program=program)
     kept = replace(was.layout, attention=ask.attention)
     if ask.attention == "flash" and kept.recompute == "selective":
         kept = replace(kept, recompute="none")
     same = judge(find_model(name), kept, other, BATCH[name], LENGTH[name])
-    now = first_choice(name, other, ask)
+    now = plan(find_model(name), other, BATCH[name], LENGTH[name], ask, top=3).plans[0]
     return same.time.total / was.time.total - 1, now.time.total / was.time.total - 1, str(now.layout)
 
 
@@ -1293,12 +1352,25 @@ say(f"{'':<46}{'same layout':>14}{'best layout':>14}")
 for (question, what), (same, now, layout) in structure.items():
     say(f"{question + ', ' + what:<46}{same:>+14.1%}{now:>+14.1%}   {layout}")
 for question in QUESTIONS:
-    ring, gather, flash = (structure[question, what] for what in HOW)
-    assert ring[0] > 0.1 and abs(gather[0]) < 0.15 and flash[1] < -0.1
-    assert ring[2] != str(first_choice(QUESTIONS[question][0], Cluster(GPUS["a100"], 1024)).layout)
+    assert structure[question, "flash attention"][0] < -0.1
+pipeline, small = QUESTIONS
+for what in list(HOW)[:2]:
+    assert structure[small, what][0] > 0.1 and structure[small, what][1] > 0.02 > structure[pipeline, what][1]
 
 # %% [markdown]
-# STRUCTURE-PROSE
+# Any of them can be larger than all constants but the first. And they do move the choice:
+#
+# - **One ring**: of the 7.5B's layout four GPUs of each host are in the same sum. With one ring they share one of the
+# host's cards, and a step takes more than half as long again. The planner then prefers tp 8, where only one GPU of each
+# host is in a sum, and all cards are busy in any case. The 70B's pipeline sends few gradients and hardly notices.
+#
+# - **Gathers that wait**: with one or two microbatches to hide behind, ZeRO-1's gather is an eighth of the step.
+# ZeRO-3, which gathers while it computes, gets most of that back. This one was wrong in an earlier version of this
+# planner, and it recommended ZeRO-3 for a reason that no longer holds.
+#
+# - **Flash attention** is worth 10 to 20 %, and the memory that it saves lets the 7.5B do without tp.
+#
+# So before you fit a constant, read what the program does.
 #
 # And the best few of a list are often within a percent or two, less than any planner knows. Take its first five
 # seriously, not its first one, and measure those.
@@ -1359,10 +1431,10 @@ for length in (2048, 4096, 32768):
     say(f"{length:>7,} tokens{core:>25.0%}{1 - without / whole:>30.0%}")
 
 # %% [markdown]
-# At 4096 tokens they decide the memory of every layout. For a run of today plan with `--attention flash`. Two things are
-# still not in it. The planner gives a flash kernel's products the speed of any other product; real ones reach less. And
-# a causal kernel computes half of the pairs of tokens, where all are counted here and in the papers: a kernel's speed,
-# held against all pairs, is an MFU for work that nobody did.
+# At 4096 tokens they decide the memory of every layout. For a run of today plan with `--attention flash`. Two things
+# are still not in it. The planner gives a flash kernel's products the speed of any other product; real ones reach less.
+# And a causal kernel computes half of the pairs of tokens, where all are counted here and in the papers: a kernel's
+# speed, held against all pairs, is an MFU for work that nobody did.
 #
 # **Contention.** Each collective here has the wire to itself. In truth dp, pp and the file system share network cards,
 # and switches above the hosts are often oversubscribed. NCCL's choice of ring or tree, and its buffers, are not here.
@@ -1405,13 +1477,10 @@ for length in (2048, 4096, 32768):
 from contextlib import nullcontext
 from unittest.mock import patch
 
-from minipar.comm import DeviceMesh, run_local
 from minipar.parallel.model_state import FLOAT64
 from minipar.plan import communication
 from minipar.plan import memory as memories
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
 
 text = load_tokens(None, vocab_size=256, seq_len=16)
 RUN = (

@@ -35,6 +35,7 @@ __all__ = [
     "parse_trace",
     "picture",
     "plot_activations",
+    "plot_agreement",
     "plot_bench",
     "plot_bubbles",
     "plot_bucket_sizes",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 from visualize.costs import powers
 from visualize.plan import TIME
@@ -102,20 +102,24 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
     return figure
 
 
-def plot_agreement(panels: Mapping[str, Mapping[str, tuple[float, float]]], band: float) -> Picture:
-    """Predicted against measured, a point for each row, both axes logarithmic: {quantity: {row: (predicted,
-    measured)}}. On the line they are equal; `band` is shaded.
+def plot_agreement(panels: Mapping[str, Sequence[tuple[float, float]]], band: float) -> Picture:
+    """Predicted against measured, both axes logarithmic: {quantity: [(predicted, measured), ...]}. On the line they are
+    equal; `band` is shaded.
     """
     figure = picture(10.5, 3.9)
     drawn = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (quantity, rows), colour, mark in zip(drawn, panels.items(), LINES, "osD^vP", strict=False):
-        predicted, measured = zip(*rows.values(), strict=True)
+    for axes, (quantity, points), colour, mark in zip(drawn, panels.items(), LINES, "osD^vP", strict=False):
+        predicted, measured = zip(*points, strict=True)
         ends = min(predicted + measured) / 1.5, max(predicted + measured) * 1.5
         axes.fill_between(ends, [(1 - band) * x for x in ends], [(1 + band) * x for x in ends], color="#E3EBF2")
         axes.plot(ends, ends, color=INK, linewidth=1.0)
-        axes.plot(measured, predicted, mark, color=colour, markersize=6, alpha=0.8)
+        axes.plot(measured, predicted, mark, color=colour, markersize=6, alpha=0.8, linestyle="")
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_locator(NullLocator())
         axes.set_xlim(*ends)
         axes.set_ylim(*ends)
         axes.set_aspect("equal")
