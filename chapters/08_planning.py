@@ -22,11 +22,12 @@
 #
 # The order is that of the title. **Memory** says what is possible at all. **Bandwidth** says which axis may lie on
 # which wires. The **bubble** says how far a pipeline may grow. At each step: predict first, on paper, then run the
-# cell. At the end a model of 7.5, one of 70 and one of 1000 billion parameters are planned on 64 to 4096 GPUs, the
-# planner is held against published runs, and we ask where it is wrong, and why.
+# cell. Then the planner is held against this repository's own training, on clocks without and with noise. At the end a
+# model of 7.5, one of 70 and one of 1000 billion parameters are planned on 64 to 4096 GPUs, the planner is held against
+# published runs, and we ask where it is wrong, and why.
 #
 # Run it as `mpirun -n 8 python chapters/08_planning.py`, with any number of ranks. A planner needs no ranks; they share
-# out the plans.
+# out the plans, and in 8.5 they train what was planned.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -904,8 +905,8 @@ if rank == 0:
 # - **The slowest rank.** Every sum waits for its last rank. A rank that was held up for a moment holds up all of them,
 # at every sum; medians of pieces know nothing of that. Layouts with many sums (tp 8) come out slower than planned.
 #
-# All three are true of GPUs as well. What is *not* tested here is the price of a GPU: the constants of 8.3 and 8.8.
-# For those there are only published runs (8.7).
+# GPUs have the first and the last as well. What is *not* tested here is the price of a GPU: the constants of 8.3 and
+# 8.8. For those there are only published runs (8.7).
 
 # %% [markdown]
 # ## 8.6 Three models, 64 to 4096 GPUs
@@ -1187,11 +1188,12 @@ for name, (*_, printed) in TOUVRON.items():
     lines.append(f"{name:<14}{found:>24.0f}{printed:>10.0f} tokens/s per GPU; with stored attention {stored:.0f}")
 say(f"{'':<14}{'':<12}{'predicted':>12}{'printed':>10}")
 say("\n".join(lines))
-assert all(abs(ratio - 1) < 0.15 for source in list(rows)[:2] for ratio in rows[source].values())
+assert all(abs(ratio - 1) < 0.10 for source in list(rows)[:2] for ratio in rows[source].values())
 assert all(
     (1 < ratio < 1.15) if "planner" in row else (0.8 < ratio < 1) for row, ratio in rows["Llama 3, 2024"].items()
 )
 assert all(0.65 < ratio < 0.9 for ratio in rows["Touvron 2023"].values())
+assert all(0.8 < row[-1] / predictions["llama", (name, "stored")] < 1 for name, row in TOUVRON.items())
 if rank == 0:
     show(plot_predictions(rows, 0.15), "08_published")
 
@@ -1356,9 +1358,11 @@ for question in QUESTIONS:
 pipeline, small = QUESTIONS
 for what in list(HOW)[:2]:
     assert structure[small, what][0] > 0.1 and structure[small, what][1] > 0.02 > structure[pipeline, what][1]
+for what, choice in zip(HOW, ("tp 8", "ZeRO-3", "tp 1"), strict=True):
+    assert choice in structure[small, what][2].split(", ")
 
 # %% [markdown]
-# Any of them can be larger than all constants but the first. And they do move the choice:
+# Each of them can weigh more than any constant but the first. And they do move the choice:
 #
 # - **One ring**: of the 7.5B's layout four GPUs of each host are in the same sum. With one ring they share one of the
 # host's cards, and a step takes more than half as long again. The planner then prefers tp 8, where only one GPU of each
