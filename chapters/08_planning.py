@@ -1369,8 +1369,8 @@ for what, choice in zip(HOW, ("tp 8", "ZeRO-3", "tp 1"), strict=True):
 # host is in a sum, and all cards are busy in any case. The 70B's pipeline sends few gradients and hardly notices.
 #
 # - **Gathers that wait**: with one or two microbatches to hide behind, ZeRO-1's gather is an eighth of the step.
-# ZeRO-3, which gathers while it computes, gets most of that back. This one was wrong in an earlier version of this
-# planner, and it recommended ZeRO-3 for a reason that no longer holds.
+# ZeRO-3, which gathers while it computes, gets most of that back: a planner that does not know how the gather is done
+# recommends another stage.
 #
 # - **Flash attention** is worth 10 to 20 %, and the memory that it saves lets the 7.5B do without tp.
 #
