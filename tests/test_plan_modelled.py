@@ -87,6 +87,11 @@ ONE_BY_ONE = {
     "3D": (1e-3, {"dp": 2, "tp": 2, "pp": 2}),
     "3D, sequence parallel": (1e-2, {"dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True}),
     "pp and ZeRO-2": (1e-2, {"dp": 2, "pp": 4, "zero_stage": 2}),
+    "pp and ZeRO-2, four layers to a stage": (1e-2, {"dp": 4, "pp": 2, "zero_stage": 2, "per_host": 4}),
+    "sequence parallel, zb-h1": (
+        1e-2,
+        {"dp": 2, "tp": 2, "pp": 2, "schedule": "zb-h1", "zero_stage": 1, "sequence_parallel": True},
+    ),
     "pp and ZeRO-3": (3e-2, {"dp": 2, "pp": 4, "zero_stage": 3}),
     # Some neighbours of this pipeline share a host, and the planner takes the slower link for all of them.
     "pp, every other message inside a host": (5e-2, {"dp": 4, "pp": 4, "zero_stage": 1}),

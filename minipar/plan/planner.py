@@ -150,7 +150,7 @@ def plan(
     looked = fitting = 0
     for layout in layouts(model, cluster, global_batch, search):
         looked += 1
-        needed = memory(model, layout, length).total
+        needed = memory(model, layout, length, cluster.program).total
         if needed > room:
             continue
         fitting += 1
@@ -173,9 +173,9 @@ def judge(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int
     peak = cluster.gpu.peak
     return Plan(
         layout,
-        memory(model, layout, length),
+        memory(model, layout, length, cluster.program),
         time,
-        volume(model, layout, length),
+        volume(model, layout, length, cluster.program),
         utilization(work, time.total, cluster.gpus, peak),
         utilization(hardware, time.total, cluster.gpus, peak),
         hardware / time.total / cluster.gpus / 1e12,
@@ -206,7 +206,8 @@ def _least(
     model: ModelShape, cluster: Cluster, global_batch: int, length: int, search: Search
 ) -> tuple[float, Layout] | None:
     """The layout that needs the least memory, and how much; None if no layout divides."""
-    found = [(memory(model, one, length).total, one) for one in layouts(model, cluster, global_batch, search)]
+    tried = layouts(model, cluster, global_batch, search)
+    found = [(memory(model, one, length, cluster.program).total, one) for one in tried]
     return min(found, key=lambda one: one[0], default=None)
 
 

@@ -12,7 +12,7 @@ from minipar.plan.overlap import Work, run
 from minipar.plan.parts import Part, compute, parts, per_microbatch
 from minipar.plan.pipeline import Simulated, StageTime, closed_form, rank_of, simulated, stages_per_rank
 
-STEADY = 3  # microbatches; each further one takes as long as the last of them
+STEADY = 3  # microbatches looked at; each further one takes as long as the second
 
 
 def layers_of_stages(model: ModelShape, layout: Layout, balanced: bool, length: int) -> list[int]:
