@@ -31,8 +31,8 @@ def compared(flops, dp=1, tp=1, pp=1, microbatches=4, vocab=64, layers=8, recomp
 
 
 SIXTY_FOUR = {
-    "dp 64, ZeRO-3": {"dp": 64, "zero_stage": 3, "microbatches": 2},
-    "dp 8, tp 4, pp 2": {"dp": 8, "tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
+    "dp 64, ZeRO-3": {"dp": 64, "zero_stage": 3, "microbatches": 2, "layers": 3},
+    "dp 8, tp 4, pp 2": {"dp": 8, "tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": True, "layers": 4},
     "dp 8, tp 2, pp 4": {"dp": 8, "tp": 2, "pp": 4, "microbatches": 8},
     "dp 4, tp 4, pp 4, ZeRO-2": {
         "dp": 4,
@@ -53,7 +53,7 @@ SIXTY_FOUR = {
         "virtual_stages": 2,
     },
     "dp 8, pp 8, ZB-H1": {"dp": 8, "pp": 8, "microbatches": 8, "schedule": "zb-h1"},
-    "128 ranks": {"dp": 8, "tp": 4, "pp": 4, "zero_stage": 1, "sequence_parallel": True},
+    "128 ranks": {"dp": 8, "tp": 4, "pp": 4, "zero_stage": 1, "sequence_parallel": True, "layers": 4},
 }
 
 

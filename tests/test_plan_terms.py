@@ -1,4 +1,4 @@
-"""Each term of a step's time by itself, as the papers' program has it (MEGATRON), in closed form.
+"""Each term of a step's communication by itself, as the papers' program has it (MEGATRON), in closed form.
 
 Messages have no latency here, so that a collective takes its bytes' time, and a sum of collectives that of their bytes.
 """
@@ -113,9 +113,9 @@ def test_after_a_pipeline_the_last_layers_gradients_are_waited_for(zero, exact):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_waits_for_tensor_parallelism_at_the_ends_of_the_model(sequence):
-    """Embedding: an all-reduce, or a reduce-scatter there and an all-gather back. Head: an all-gather of its input if it
-    is cut, and three numbers of each token (maximum, sum, the target's logit), at least 32 bits wide. The gradient of
-    its input hides behind its weight's.
+    """Embedding: an all-reduce, or a reduce-scatter there and an all-gather back. Head: an all-gather of its input if
+    that is cut, and three numbers of each token (maximum, sum, the target's logit), at least 32 bits wide. The gradient
+    of its input hides behind its weight's.
     """
     cluster, layout = wires(), Layout(1, 8, 1, 2, 1, sequence_parallel=sequence)
     found = parts(GPT3, layout, cluster, LENGTH)
@@ -191,6 +191,20 @@ def test_the_tied_embeddings_gradient_goes_from_the_last_stage_to_the_first(prec
     nbytes = GPT3.vocab_size * GPT3.hidden / 8 * layout.precision.gradients
     assert tied_seconds(GPT3, layout, cluster) == pytest.approx(nbytes * cluster.inside.beta, rel=1e-12)
     assert tied_seconds(LLAMA, layout, cluster) == tied_seconds(GPT3, replace(layout, pp=1), cluster) == 0
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_what_goes_over_pp(zero):
+    """Two messages of each microbatch, if they are waited for; the tied embedding's gradient; in minipar its new value
+    comes back, for which ZeRO-3 gathers it once more.
+    """
+    layout = Layout(4, 1, 2, 1, 4, zero)
+    for program in (MEGATRON, MINIPAR):
+        cluster = wires(program=program)
+        hop, tied = hop_seconds(GPT2, layout, cluster, LENGTH), tied_seconds(GPT2, layout, cluster)
+        table = parts(GPT2, layout, cluster, LENGTH).embedding.gather
+        more = 4 * 2 * hop if program is MEGATRON else table * (zero == 3)
+        assert step_time(GPT2, layout, cluster, LENGTH).pp == pytest.approx(tied + more, rel=1e-12)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
