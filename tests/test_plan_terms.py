@@ -13,6 +13,7 @@ from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.machine import GPUS, Assumptions, Cluster
 from minipar.plan.memory import rank_parameters
 from minipar.plan.model import find_model
+from minipar.plan.overlap import Work, run
 from minipar.plan.parts import parts
 from minipar.plan.program import MEGATRON, MINIPAR
 from minipar.plan.stages import Stages, layers_of_stages
@@ -45,6 +46,12 @@ def test_what_dp_sends_takes_its_bytes_time(model, zero, precision, program):
         found = stages(model, layout, cluster)
         sent = float(volume(model, layout, LENGTH, program).dp)
         assert found.over_dp([0]) + found.refresh() == pytest.approx(sent * cluster.inside.beta, rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_with_zero_a_rank_updates_its_part(zero):
+    whole = stages(GPT2, Layout(1, 1, 1, 1, 3), wires()).update
+    assert stages(GPT2, Layout(8, 1, 1, 1, 3, zero), wires()).update == pytest.approx(whole / (8 if zero else 1))
 
 
 def test_the_rank_with_the_embeddings_gathers_longest_what_was_updated():
@@ -106,6 +113,22 @@ def test_after_a_pipeline_the_last_layers_gradients_are_waited_for(zero, exact):
     assert last == 1 and (waits > 1e-6) == (zero == 3)
     expected = found.parts.layer.reduce + waits
     assert step_time(GPT2, layout, cluster, LENGTH, exact).dp == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_pass_beside_its_stream():
+    """Gathers: the next unit's is on its way when a unit begins. Reductions: one after the other; with few gradients a
+    unit waits until the last but one has gone.
+    """
+    forward = [Work(1.0, gather=2.0)] * 3
+    assert run(forward) == (7.0, 6.0)
+    assert run(forward, now=10.0, stream=3.0) == (17.0, 16.0)
+    assert run(forward, now=10.0, stream=15.0) == (22.0, 21.0)
+    assert run([Work(3.0, gather=2.0)] * 3, now=1.0) == (12.0, 8.0)
+    backward = [Work(1.0, reduce=3.0)] * 4
+    assert run(backward) == (4.0, 13.0)
+    assert run(backward, few_gradients=True) == (8.0, 13.0)
+    assert run(backward, stream=5.0, few_gradients=True) == (12.0, 17.0)
+    assert run([Work(3.0, reduce=1.0)] * 4, few_gradients=True) == run([Work(3.0, reduce=1.0)] * 4) == (12.0, 13.0)
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def layers_of_stages(model: ModelShape, layout: Layout, balanced: bool, length: 
     """Layers of each stage: cut so that the head counts, or as many on all as the fullest has."""
     stages = layout.pp * stages_per_rank(layout.schedule, layout.virtual_stages)
     if not balanced:
-        return [-(-layout.layers_per_rank(model) * layout.pp // stages)] * stages
+        return [-(-model.layers // stages)] * stages
     costs = [0, *[model.layer_flops(length)] * model.layers, model.head_flops(length)]
     counts = balanced_cuts(costs, stages)
     counts[0] -= 1  # the embedding, and the head
