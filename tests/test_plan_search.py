@@ -13,6 +13,7 @@ from minipar.plan.memory import memory
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.planner import Search, judge, layouts, plan, why
 from minipar.plan.program import MINIPAR
+from minipar.plan.time import StepTime
 
 
 def a100s(gpus):
@@ -154,3 +155,30 @@ def test_fewer_gpus_than_a_host_has_would_fit_in_full_hosts():
 def test_flash_attention_leaves_selective_recomputation_nothing():
     with pytest.raises(UsageError, match="flash attention keeps no scores"):
         plan(find_model("gpt2"), a100s(8), 64, 1024, Search(recompute="selective", attention="flash"))
+
+
+def test_what_is_shown_is_sorted_by_the_simulators_time(monkeypatch):
+    """And not by the closed form's, which chose it: here the simulator finds the first the slowest."""
+    real = planner.judge
+
+    def backwards(*given):
+        made = real(*given)
+        return replace(made, time=StepTime(1 / made.time.total, 0, 0, 0, 0, 0, True))
+
+    monkeypatch.setattr(planner, "judge", backwards)
+    found = plan(find_model("gpt2"), a100s(8), 64, 1024, top=3)
+    totals = [one.time.total for one in found.plans]
+    assert totals == sorted(totals) and len(set(totals)) == 3
+    assert found.plans[-1].layout == found.meshes[0][2]
+
+
+def test_recomputation_is_in_hardware_flops_and_not_in_the_models():
+    gpt2 = find_model("gpt2")
+    made = judge(gpt2, Layout(8, 1, 1, 1, 8, recompute="full"), a100s(8), 64, 1024)
+    assert made.hfu / made.mfu == pytest.approx(gpt2.hardware_flops(1024, "full") / gpt2.model_flops(1024), rel=1e-12)
+    assert made.tflops * 1e12 == pytest.approx(made.hfu * GPUS["a100"].peak, rel=1e-12)
+
+
+def test_where_there_is_one_replica_any_zero_stage_is_none():
+    found = list(layouts(find_model("gpt3-175b"), a100s(8), 8, Search(tp=8, zero=2)))
+    assert {(one.dp, one.zero) for one in found} == {(1, 0)}
