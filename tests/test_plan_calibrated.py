@@ -12,10 +12,20 @@ from pathlib import Path
 import pytest
 
 from minipar.bench.costs import Costs
-from minipar.bench.layouts import LAYOUTS, RECORDED, configs, ranks_of
+from minipar.bench.layouts import LAYOUTS, RECORDED, configs
 from minipar.bench.pieces import Shape
 from minipar.bench.pipeline import random_tokens
-from minipar.bench.planned import Agreement, Machine, agreement, layout_of, load_machine, predict, program_of, shape_of
+from minipar.bench.planned import (
+    Agreement,
+    Machine,
+    agreement,
+    layout_of,
+    load_machine,
+    predict,
+    program_of,
+    ranks_of,
+    shape_of,
+)
 from minipar.comm import DeviceMesh, Network, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger

@@ -3,6 +3,7 @@
 Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook shows by itself and `save` writes.
 """
 
+from visualize.agreement import plot_agreement, read_layouts
 from visualize.communication import plot_bench, plot_bytes
 from visualize.costs import plot_bubbles, plot_fit, plot_wires
 from visualize.explore import explore_schedules
@@ -35,6 +36,7 @@ __all__ = [
     "parse_trace",
     "picture",
     "plot_activations",
+    "plot_agreement",
     "plot_bench",
     "plot_bubbles",
     "plot_bucket_sizes",
@@ -60,6 +62,7 @@ __all__ = [
     "plot_tornado",
     "plot_wires",
     "predicted_timeline",
+    "read_layouts",
     "read_ledger",
     "read_metrics",
     "read_trace",
