@@ -64,9 +64,9 @@ import numpy as np
 say = print if rank == 0 else (lambda *words, **how: None)  # rank 0 talks and draws; every rank checks
 if rank == 0:
     from visualize import (
-        plot_agreement,
         plot_bubbles,
         plot_fit,
+        plot_points,
         plot_predictions,
         plot_scaling,
         plot_spending,
@@ -876,7 +876,7 @@ if rank == 0:
         "a step on the CPU clock, ms": [(1e3 * row["predicted_seconds"], 1e3 * row["seconds"]) for row in rows],
         "memory in the ledger, MB": [(row["predicted_bytes"] / 1e6, row["peak_bytes"] / 1e6) for row in rows],
     }
-    show(plot_agreement(panels, 0.2), "08_agreement")
+    show(plot_points(panels, 0.2), "08_agreement")
 
 # %% [markdown]
 # Memory is asserted, time is not: eight ranks share a few cores with whatever else runs here, and these constants were

@@ -66,6 +66,31 @@ def test_the_cost_model_counts_the_operations_that_the_pieces_do(shape):
     assert sum(counted) == rounds * (pieces.BLOCKS * block + ends)
 
 
+def test_what_tensor_and_sequence_parallelism_cut():
+    """Products, logits and matrices; with sequence parallelism the head's input and all that a block keeps. What is to
+    be summed is copied whole, if there is anybody to sum with.
+    """
+    one, cut, sliced = (Shape(32, 4, 8, 2, tp, sequence, 64) for tp, sequence in ((1, False), (4, False), (4, True)))
+
+    def counts(piece, shape):
+        return costs.PIECES[piece](shape, 0.0)
+
+    hidden, logits = 2 * 8 * 32.0, 2 * 8 * 64.0
+    assert [counts("F", shape)["copy_hidden"] for shape in (one, cut, sliced)] == [0, hidden, hidden]
+    assert [counts("head F", shape)["head_forward_hidden"] for shape in (one, cut, sliced)] == [
+        hidden,
+        hidden,
+        hidden / 4,
+    ]
+    assert [counts("head B", shape)["head_backward_logit"] for shape in (one, cut, sliced)] == [
+        logits,
+        *[logits / 4] * 2,
+    ]
+    assert [counts("I", shape)["read_parameter"] for shape in (one, cut)] == [12 * 32**2, 3 * 32**2]
+    assert [costs.kept(one) / costs.kept(shape) for shape in (one, sliced)] == [1, 4]
+    assert costs.kept(one) / 4 < costs.kept(cut) < costs.kept(one)
+
+
 # ---- the subcommands -------------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,13 @@ def test_messages_between_hosts_take_the_slow_links_time(dp, tp):
     assert [max(axis) for axis in zip(*times, strict=True)] == expected
 
 
+def test_a_message_is_slow_where_it_leaves_its_host_and_nowhere_else():
+    hosts = HostNetwork(ALPHA, BETA, between=Network(alpha=8.0, beta=0.5), per_host=4)
+    slow, fast = 8.0 + 16 * 0.5, ALPHA + 16 * BETA
+    pairs = {(0, 3): fast, (3, 4): slow, (4, 3): slow, (4, 7): fast, (0, 4): slow, (9, 10): fast}
+    assert {pair: hosts.seconds(16, *pair) for pair in pairs} == pairs
+
+
 def test_a_receiver_continues_at_the_later_of_its_own_time_and_the_arrival():
     def program(comm):
         if comm.rank == 0:
@@ -118,6 +125,22 @@ def test_asynchronous_work_overlaps_with_computation_exactly(computing):
 
     for _ in range(5):
         assert model_times(2, program) == [max(computing, 2 * one)] * 2
+
+
+@pytest.mark.parametrize("wait_for_each", [False, True])
+def test_a_rank_that_only_sends_sends_one_message_after_the_other(wait_for_each):
+    """Also from one collective to the next: a broadcast's root is done at once, its message is not through."""
+
+    def program(comm):
+        works = []
+        for _ in range(3):
+            works.append(comm.broadcast(np.zeros(8, np.uint8), async_op=True))
+            if wait_for_each:
+                works[-1].wait()
+        for work in works:
+            work.wait()
+
+    assert model_times(2, program) == [0.0, 3 * (ALPHA + 8 * BETA)]
 
 
 def test_streams_of_two_axes_run_side_by_side():

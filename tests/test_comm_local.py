@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import run_local
+from minipar.comm.local import LocalTransport, LocalWorld
 from minipar.errors import CommunicationError, UsageError
 
 
@@ -58,6 +59,54 @@ def test_waiting_for_a_rank_that_has_returned_is_a_deadlock():
 def test_a_send_nobody_receives_is_a_deadlock():
     with pytest.raises(CommunicationError, match="send to rank 1"):
         run_local(2, lambda comm: comm.rank or comm.isend(np.zeros(1), 1).wait())
+
+
+class Asleep:
+    """A condition that lets something happen in the middle of its wait."""
+
+    def __init__(self, world, happens):
+        self.world, self.happens = world, happens
+        self.idle = None
+
+    def wait(self, timeout):
+        self.idle = self.world.idle
+        self.world.lock.release()
+        self.happens()
+        self.world.lock.acquire()
+
+    def notify(self):
+        pass
+
+
+@pytest.mark.parametrize("messages", [0, 1, 2, 3])
+def test_a_rank_that_sleeps_is_idle_until_the_first_of_its_messages(messages):
+    """However many arrive before it wakes; or a deadlock would be seen where there is none, or never."""
+
+    class Owner:
+        def title(self):
+            return "a test"
+
+    world, owner = LocalWorld(2), Owner()
+    receiver, sender = (LocalTransport(world, range(2), rank) for rank in range(2))
+    requests = [receiver.irecv(np.zeros(1), 1, tag, owner) for tag in range(3)]
+    idle = []
+
+    def send():
+        for tag in range(messages):
+            sender.isend(np.ones(1), 0, tag, owner)
+            idle.append(world.idle)
+
+    world.wake[0] = Asleep(world, send)
+    receiver.pause(0, requests[-1])
+    assert world.wake[0].idle == 1 and idle == [0] * messages and world.idle == 0
+    assert [request.test() for request in requests] == [tag < messages for tag in range(3)]
+    assert world.waiting == [None, None] and world.news[0] is False
+    # What arrives while it is awake is news too: it looks once more before it sleeps.
+    sender.isend(np.ones(1), 0, 7, owner)
+    receiver.irecv(np.zeros(1), 1, 7, owner)
+    world.wake[0] = None
+    receiver.pause(1, requests[-1])
+    assert world.idle == 0
 
 
 def test_a_wait_ends_after_the_timeout(monkeypatch):

@@ -18,6 +18,22 @@ def test_tp_is_fastest_then_dp_then_pp():
     assert placed[9] == ({"tp": 1, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
 
 
+def test_a_mesh_of_some_ranks_knows_them_by_their_place_in_the_world():
+    """Which hosts a message goes between hangs on it (HostNetwork). Groups have names of their own, the same on all of
+    their members.
+    """
+
+    def program(comm):
+        mesh = DeviceMesh(comm.split(comm.rank % 2, "half"), tp=2)
+        axes = [mesh.tp, mesh.dp, DeviceMesh(comm, tp=2).tp, DeviceMesh(comm, tp=2).tp]
+        return [(tuple(axis.ranks), axis.name) for axis in axes]
+
+    rows = run_local(8, program)
+    assert [ranks for ranks, _ in rows[5]] == [(5, 7), (1, 5), (4, 5), (4, 5)]
+    known = {group for row in rows for group in row}
+    assert len(known) == 4 * 4 == len({name for _, name in known})
+
+
 def test_dp_takes_what_tp_and_pp_leave():
     assert run_local(8, lambda comm: DeviceMesh(comm, tp=2, pp=2).shape)[0] == {"tp": 2, "dp": 2, "pp": 2}
 

@@ -118,3 +118,16 @@ def test_nothing_is_recorded_before_it_starts():
 def test_a_path_that_cannot_be_written_is_every_ranks_error(tmp_path):
     with pytest.raises(UsageError, match="--trace .*No such file or directory"):
         run_local(2, lambda comm: save_chrome_trace(str(tmp_path / "missing" / "trace.json"), comm))
+
+
+def test_what_a_slice_waited_is_what_its_sender_was_late_and_not_the_way(tmp_path):
+    def late(comm):
+        start_trace(comm)
+        comm.clock.advance(5.0 * comm.rank)
+        comm.broadcast(np.zeros(8, np.uint8), root=1)
+        save_chrome_trace(str(tmp_path / "trace.json"), comm)
+
+    run_local(2, late, clock="model", network=Network(1.0, 0.125))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = {e["pid"]: (e["dur"], e["args"]["wait"]) for e in events if e["ph"] == "X"}
+    assert slices == {0: (7e6, 5.0), 1: (0.0, 0.0)}

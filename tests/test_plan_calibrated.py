@@ -12,13 +12,26 @@ from pathlib import Path
 import pytest
 
 from minipar.bench.costs import Costs
-from minipar.bench.layouts import LAYOUTS, RECORDED, configs, ranks_of
+from minipar.bench.layouts import LAYOUTS, RECORDED, configs
+from minipar.bench.pieces import Shape
 from minipar.bench.pipeline import random_tokens
-from minipar.bench.planned import Agreement, Machine, agreement, layout_of, load_machine, predict, program_of, shape_of
+from minipar.bench.planned import (
+    Agreement,
+    Machine,
+    agreement,
+    layout_of,
+    load_machine,
+    predict,
+    program_of,
+    ranks_of,
+    shape_of,
+)
 from minipar.comm import DeviceMesh, Network, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
+from minipar.plan.layout import Layout
 from minipar.plan.memory import memory
+from minipar.plan.model import ModelShape
 from minipar.train.config import ModelConfig
 from minipar.train.trainer import Trainer
 
@@ -67,6 +80,41 @@ def test_agreement_of_four_rows():
     expected = Agreement(median=0.15, largest=0.45, spearman=0.8, memory_largest=0.05)
     assert asdict(found) == pytest.approx(asdict(expected), rel=1e-6)
     assert str(found) == "seconds predicted within 45.0%, median 15.0%, Spearman 0.800; memory within 5.0%"
+
+
+def test_what_the_planner_is_told_of_computation_adds_up_to_the_pieces():
+    costs = Costs(*(1e9 if field.name == "flops_per_second" else 1e-9 * i for i, field in enumerate(fields(Costs), 1)))
+    model, layout = ModelShape(5, 32, 4, 64, 8), Layout(2, 2, 2, 3, 4, sequence_parallel=True, recompute="full")
+    told = costs.compute(model, layout, 8, 1000.0)
+
+    def takes(piece):
+        return costs.seconds(piece, Shape(32, 4, 8, 3, 2, True, 64), 1000.0)
+
+    assert (told.forward, told.backward_input, told.again) == (takes("F"), takes("I"), takes("F"))
+    assert costs.compute(model, replace(layout, recompute="none"), 8, 1000.0) == replace(told, again=0.0)
+    # Four microbatches: from the second on gradients are added to.
+    assert 4 * told.backward_weight == pytest.approx(takes("W") + 3 * takes("W more"), rel=1e-12)
+    assert (told.head_forward, told.embedding_forward) == (takes("head F"), takes("embed F"))
+    assert told.head_backward_input + told.head_backward_weight == pytest.approx(takes("head B"), rel=1e-12)
+    assert told.head_backward_weight == 2 * 3 * 8 * 32 * 64 / 2 / 1e9
+    assert told.embedding_backward == takes("embed B")
+    tensors = 12 * 3 + 4  # of the fullest rank, three layers
+    expected = (costs.norm_parameter + costs.update_parameter) * 1000 + (
+        costs.norm_tensor + costs.update_tensor
+    ) * tensors
+    assert told.update == pytest.approx(expected, rel=1e-12)
+
+
+def test_messages_take_what_the_network_says_and_nothing_where_it_is_free():
+    """On the `cpu` clock what is hidden costs nothing: of two replicas' gradients only the last bucket's waits."""
+    machine, asked = machine_of(FOUND["constants"]), configs(ModelConfig(8, 256, 8, 64, 256), 32, 8)
+    for config in asked:
+        time, _ = predict(config, replace(machine, network=Network(0.0, 0.0)), 64)
+        assert [time.tp, time.pp, time.dp] == pytest.approx([0, 0, 0], abs=1e-12)
+    (two,) = [config for flags, config in zip(LAYOUTS, asked, strict=True) if flags == "--dp 2"]
+    time, _ = predict(two, replace(machine, network=Network(0.0, 1e-10)), 64)
+    ends = (256 + 64 + 2) * 256  # tokens, positions, the last norm
+    assert time.dp == pytest.approx(2 * ends * 4 / 2 * 1e-10, rel=1e-6)
 
 
 @pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])

@@ -7,8 +7,9 @@ import pytest
 from minipar.parallel.pipeline import make, peak_live
 from minipar.plan.communication import volume
 from minipar.plan.layout import PRECISIONS, Layout
-from minipar.plan.memory import in_flight, layer_activations, memory, rank_parameters
+from minipar.plan.memory import in_flight, layer_activations, layer_state, memory, rank_parameters
 from minipar.plan.model import find_model
+from minipar.plan.program import MEGATRON, MINIPAR
 
 GPT3 = find_model("gpt3-175b")
 
@@ -111,3 +112,68 @@ def test_bytes_between_stages(schedule, v, times):
     one = layout(tp=8, pp=4, microbatch=2, microbatches=8, schedule=schedule, virtual_stages=v)
     assert volume(GPT3, one, 2048).pp == Fraction(2 * 2 * 2048 * GPT3.hidden * 2 * 8 * times, 8)
     assert volume(GPT3, layout(), 2048).pp == 0
+
+
+PROGRAMS = {"megatron": MEGATRON, "minipar": MINIPAR}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_there_for_a_while_only(program, sequence_parallel):
+    """The logits; gradients on their way; with ZeRO the units at work and under way; with recomputation one layer's
+    activations.
+    """
+    given, program = {"dp": 4, "tp": 8, "sequence_parallel": sequence_parallel}, PROGRAMS[program]
+    hidden = 2 * 2048 * GPT3.hidden
+    sliced = hidden / (8 if sequence_parallel else 1)
+    moving = 2 * sliced + (3 if program is MEGATRON else 2) * 2 * 2048 * GPT3.vocab_size / 8
+    moving += 0 if program is MEGATRON else 2 * sliced + hidden
+    one, whole = layer_state(GPT3, 8), layer_activations(GPT3, layout(**given), 2048, program.kept)
+    for zero, units in ((0, 0), (1, 0), (2, 2), (3, 4)):
+        assert memory(GPT3, layout(zero=zero, **given), 2048, program).buffers == moving + units * 2 * one
+        full = memory(GPT3, layout(zero=zero, recompute="full", **given), 2048, program).buffers
+        assert full == pytest.approx(moving + units * 2 * one + whole, rel=1e-12)
+    wide = memory(GPT3, layout(zero=2, precision=PRECISIONS["bf16"], **given), 2048, program).buffers
+    assert wide == moving + 2 * 4 * one
+
+
+@pytest.mark.parametrize(("schedule", "v", "ends"), [("1f1b", 1, 1), ("gpipe", 1, 2), ("interleaved-1f1b", 3, 5)])
+def test_a_stage_of_minipar_keeps_what_came_in_and_what_it_made(schedule, v, ends):
+    """Of the first rank all but its first stage; of GPipe's others, which hold as many microbatches, both."""
+    one = layout(tp=8, pp=4, microbatches=8, schedule=schedule, virtual_stages=v, sequence_parallel=True)
+    layers = 24 * layer_activations(GPT3, one, 2048, MINIPAR.kept)
+    kept = memory(GPT3, one, 2048, MINIPAR).activations
+    assert kept == pytest.approx(float(in_flight(one)) * (layers + ends * 2 * 2048 * GPT3.hidden / 8), rel=1e-12)
+    assert memory(GPT3, one, 2048).activations == pytest.approx(
+        float(in_flight(one)) * 24 * layer_activations(GPT3, one, 2048), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_rank_with_the_logits_may_be_the_fullest(pp):
+    """2 s b h bytes of norm and of head (Korthikanti et al. 2022, section 4.3), the logits in 16 bits and their softmax
+    in 32.
+    """
+    one = layout(tp=8, pp=pp)
+    held = memory(GPT3, one, 2048)
+    logits = 2048 * (2 * 2 * GPT3.hidden + (4 + 2) * GPT3.vocab_size / 8)
+    expected = one.layers_per_rank(GPT3) * layer_activations(GPT3, one, 2048) + logits
+    assert held.activations + held.buffers == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("zero", "microbatches", "whole"), [(1, 4, True), (2, 4, True), (2, 1, False), (3, 4, True)])
+def test_gradients_that_add_up_before_they_are_reduced_are_whole(zero, microbatches, whole):
+    one = layout(dp=8, zero=zero, microbatches=microbatches)
+    psi = rank_parameters(GPT3, one)
+    part = 0 if zero == 1 else 2 * psi / 8
+    assert memory(GPT3, one, 2048, MINIPAR).gradients == pytest.approx(part + (2 * psi if whole else 0), rel=1e-12)
+    assert memory(GPT3, one, 2048).gradients == (2 * psi if zero == 1 else 2 * psi / 8)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3])
+def test_a_layer_of_minipar_keeps_what_is_counted_in_the_program(microbatch):
+    """tests/test_tensor_traffic.py counts it: 20 N + A + 2 B T elements, N = B T h, A = B a T^2."""
+    given = layout(microbatch=microbatch, precision=PRECISIONS["bf16"])
+    n, scores = microbatch * 2048 * GPT3.hidden, microbatch * GPT3.heads * 2048**2
+    kept = layer_activations(GPT3, given, 2048, MINIPAR.kept)
+    assert kept == 2 * (20 * n + scores + 2 * microbatch * 2048)

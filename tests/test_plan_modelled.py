@@ -31,8 +31,8 @@ def compared(flops, dp=1, tp=1, pp=1, microbatches=4, vocab=64, layers=8, recomp
 
 
 SIXTY_FOUR = {
-    "dp 64, ZeRO-3": {"dp": 64, "zero_stage": 3, "microbatches": 2},
-    "dp 8, tp 4, pp 2": {"dp": 8, "tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
+    "dp 64, ZeRO-3": {"dp": 64, "zero_stage": 3, "microbatches": 2, "layers": 3},
+    "dp 8, tp 4, pp 2": {"dp": 8, "tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": True, "layers": 4},
     "dp 8, tp 2, pp 4": {"dp": 8, "tp": 2, "pp": 4, "microbatches": 8},
     "dp 4, tp 4, pp 4, ZeRO-2": {
         "dp": 4,
@@ -53,7 +53,7 @@ SIXTY_FOUR = {
         "virtual_stages": 2,
     },
     "dp 8, pp 8, ZB-H1": {"dp": 8, "pp": 8, "microbatches": 8, "schedule": "zb-h1"},
-    "128 ranks": {"dp": 8, "tp": 4, "pp": 4, "zero_stage": 1, "sequence_parallel": True},
+    "128 ranks": {"dp": 8, "tp": 4, "pp": 4, "zero_stage": 1, "sequence_parallel": True, "layers": 4},
 }
 
 
@@ -87,6 +87,11 @@ ONE_BY_ONE = {
     "3D": (1e-3, {"dp": 2, "tp": 2, "pp": 2}),
     "3D, sequence parallel": (1e-2, {"dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True}),
     "pp and ZeRO-2": (1e-2, {"dp": 2, "pp": 4, "zero_stage": 2}),
+    "pp and ZeRO-2, four layers to a stage": (1e-2, {"dp": 4, "pp": 2, "zero_stage": 2, "per_host": 4}),
+    "sequence parallel, zb-h1": (
+        1e-2,
+        {"dp": 2, "tp": 2, "pp": 2, "schedule": "zb-h1", "zero_stage": 1, "sequence_parallel": True},
+    ),
     "pp and ZeRO-3": (3e-2, {"dp": 2, "pp": 4, "zero_stage": 3}),
     # Some neighbours of this pipeline share a host, and the planner takes the slower link for all of them.
     "pp, every other message inside a host": (5e-2, {"dp": 4, "pp": 4, "zero_stage": 1}),

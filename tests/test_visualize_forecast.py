@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from visualize import plot_agreement, plot_predictions, plot_scaling, plot_spending, plot_tornado
+from visualize import plot_points, plot_predictions, plot_scaling, plot_spending, plot_tornado
 from visualize.plan import TIME
 from visualize.style import BLUE, ORANGE
 
@@ -35,8 +35,8 @@ def test_predictions_are_points_and_all_of_them_are_inside_the_picture():
     assert [text.get_text() for text in axes.texts] == ["-10%", "+2%", "+50%"]
 
 
-def test_agreement_has_a_point_for_each_pair_and_all_of_them_are_inside():
-    time, memory = plot_agreement({"ms": [(10.0, 12.0), (500.0, 300.0)], "MB": [(3.0, 3.0)]}, 0.2).axes
+def test_points_are_pairs_and_all_of_them_are_inside_the_picture():
+    time, memory = plot_points({"ms": [(10.0, 12.0), (500.0, 300.0)], "MB": [(3.0, 3.0)]}, 0.2).axes
     assert [list(line) for line in time.lines[1].get_data()] == [[12.0, 300.0], [10.0, 500.0]]
     assert list(memory.lines[1].get_xdata()) == [3.0]
     for axes, least, most in ((time, 10, 500), (memory, 3, 3)):

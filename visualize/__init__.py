@@ -3,10 +3,11 @@
 Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook shows by itself and `save` writes.
 """
 
+from visualize.agreement import plot_agreement, read_layouts
 from visualize.communication import plot_bench, plot_bytes
 from visualize.costs import plot_bubbles, plot_fit, plot_wires
 from visualize.explore import explore_schedules
-from visualize.forecast import plot_agreement, plot_predictions, plot_scaling, plot_spending, plot_tornado
+from visualize.forecast import plot_points, plot_predictions, plot_scaling, plot_spending, plot_tornado
 from visualize.layouts import plot_layouts, plot_placements
 from visualize.links import MeshTraffic, mesh_numbers, mesh_traffic
 from visualize.loss import plot_loss, read_metrics
@@ -51,6 +52,7 @@ __all__ = [
     "plot_memory",
     "plot_mesh",
     "plot_placements",
+    "plot_points",
     "plot_predictions",
     "plot_scaling",
     "plot_schedule",
@@ -61,6 +63,7 @@ __all__ = [
     "plot_tornado",
     "plot_wires",
     "predicted_timeline",
+    "read_layouts",
     "read_ledger",
     "read_metrics",
     "read_trace",

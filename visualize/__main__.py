@@ -1,4 +1,4 @@
-"""python -m visualize trace|mesh|loss|traffic|memory|plan FILE --out FIG; schedule|gallery: see --help"""
+"""python -m visualize trace|mesh|loss|traffic|memory|plan|layouts FILE --out FIG; schedule|gallery: see --help"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minipar.errors import UsageError, UsageParser
-from visualize import communication, links, loss, memory, mesh, plan, schedule_command, style, timeline
+from visualize import agreement, communication, links, loss, memory, mesh, plan, schedule_command, style, timeline
 
 
 def _steps(text: str) -> slice:
@@ -25,7 +25,7 @@ _steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
 def main(argv: Sequence[str]) -> int:
     """Draw. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
     parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    names = "trace|mesh|loss|traffic|memory|plan|schedule|gallery"
+    names = "trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery"
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     every = UsageParser(add_help=False)
     every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
@@ -59,6 +59,11 @@ def main(argv: Sequence[str]) -> int:
 
     chosen = commands.add_parser("plan", parents=[every], help="what a planner weighed, from minipar.plan --json")
     chosen.add_argument("file", metavar="FILE.json", help="the planner's JSON")
+
+    compared = commands.add_parser(
+        "layouts", parents=[every], help="predicted against measured, from minipar.bench layouts --machine"
+    )
+    compared.add_argument("file", metavar="FILE.json", help="rows of the benchmark")
 
     schedule_command.add_schedule(commands)
     schedule_command.add_gallery(commands)
@@ -102,6 +107,8 @@ def _draw(told: argparse.Namespace) -> list[str]:
         figure = loss.plot_loss(runs, told.reference, told.reference_label)
     elif told.command == "plan":
         figure = plan.plot_plan(plan.read_plan(told.file))
+    elif told.command == "layouts":
+        figure = agreement.plot_agreement(agreement.read_layouts(told.file))
     elif told.command == "memory":
         names = [Path(file).stem for file in told.files]
         names = names if len(set(names)) == len(names) else told.files  # files of one name in several directories

@@ -102,7 +102,7 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
     return figure
 
 
-def plot_agreement(panels: Mapping[str, Sequence[tuple[float, float]]], band: float) -> Picture:
+def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float) -> Picture:
     """Predicted against measured, both axes logarithmic: {quantity: [(predicted, measured), ...]}. On the line they are
     equal; `band` is shaded.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.bench import collectives, layouts, machine, overlap, pipeline, step
+from minipar.bench import collectives, layouts, machine, modelled, overlap, pipeline, step
 from minipar.comm import Communicator, Parser, main
 
 SUBCOMMANDS = {
@@ -12,6 +12,7 @@ SUBCOMMANDS = {
     "pipeline": pipeline,
     "machine": machine,
     "layouts": layouts,
+    "modelled": modelled,
 }
 
 

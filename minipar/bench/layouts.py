@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minipar.bench.pipeline import random_tokens
-from minipar.bench.planned import agreement, load_machine, predict
+from minipar.bench.planned import agreement, load_machine, predict, ranks_of
 from minipar.bench.report import publish
 from minipar.comm import Communicator, DeviceMesh, Network
 from minipar.errors import UsageError
@@ -160,12 +160,6 @@ def measure(comm: Communicator, configs: Sequence[TrainConfig], repeat: int, net
         _row(config, seconds[WARMUP:, j], peaks[: ranks_of(config), j].astype(int).tolist())
         for j, config in enumerate(configs)
     ]
-
-
-def ranks_of(config: TrainConfig) -> int:
-    """dp*tp*pp."""
-    assert config.mesh.dp is not None
-    return config.mesh.dp * config.mesh.tp * config.mesh.pp
 
 
 def _trainer(config: TrainConfig, world: Communicator) -> Trainer:

@@ -52,6 +52,12 @@ def layout_of(config: TrainConfig) -> Layout:
     )
 
 
+def ranks_of(config: TrainConfig) -> int:
+    """dp*tp*pp."""
+    assert config.mesh.dp is not None
+    return config.mesh.dp * config.mesh.tp * config.mesh.pp
+
+
 def program_of(config: TrainConfig) -> Program:
     """minipar, as this configuration runs it."""
     return replace(MINIPAR, every_microbatch=config.mesh.sync_every_microbatch)

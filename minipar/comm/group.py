@@ -123,7 +123,7 @@ class Group:
             return work
         if isinstance(link, WatchedLink):
             self.engine.drive(steps)
-            self.clock.resume(max(link.called, link.time))
+            self.clock.resume(link.time)
         else:
             link.alone = not self.engine.streams
             self.engine.drive(steps)

@@ -23,7 +23,8 @@ class Volume:
 
 
 def volume(model: ModelShape, layout: Layout, length: int, program: Program = MEGATRON) -> Volume:
-    """Of a rank in the middle of the pipeline; b samples of s tokens in a microbatch, m of them, l layers on the rank.
+    """Of a rank in the middle of the pipeline (over dp of the first, which has most parameters); b samples of s tokens
+    in a microbatch, m of them, l layers on the rank.
 
     tp   8 b s h (t-1)/t elements for each layer and microbatch, 12 with full recompute (Narayanan et al. 2021, section
          3.2; the same with sequence parallelism, Korthikanti et al. 2022, section 4.2.2). NB: with it Megatron gathers

@@ -123,6 +123,9 @@ class ModelShape:
     def hardware_flops(self, length: int, recompute: str = "none") -> int:
         """With what is computed again: nothing, the attention core ("selective"), or each layer's forward ("full": then
         GPT-2's is 96 s l h^2 (1 + s/(6h) + V/(16 l h))).
+
+        NB: Korthikanti et al. 2022, appendix A, charge a recomputed attention core three times its forward, s/(3h) in
+        the place of s/(6h); here it is what is done: once.
         """
         again = {"none": 0, "selective": self.attention_core_flops(length), "full": self.layer_flops(length)}
         if recompute not in again:

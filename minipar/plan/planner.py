@@ -150,7 +150,7 @@ def plan(
     looked = fitting = 0
     for layout in layouts(model, cluster, global_batch, search):
         looked += 1
-        needed = memory(model, layout, length).total
+        needed = memory(model, layout, length, cluster.program).total
         if needed > room:
             continue
         fitting += 1
@@ -173,9 +173,9 @@ def judge(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int
     peak = cluster.gpu.peak
     return Plan(
         layout,
-        memory(model, layout, length),
+        memory(model, layout, length, cluster.program),
         time,
-        volume(model, layout, length),
+        volume(model, layout, length, cluster.program),
         utilization(work, time.total, cluster.gpus, peak),
         utilization(hardware, time.total, cluster.gpus, peak),
         hardware / time.total / cluster.gpus / 1e12,
@@ -206,13 +206,16 @@ def _least(
     model: ModelShape, cluster: Cluster, global_batch: int, length: int, search: Search
 ) -> tuple[float, Layout] | None:
     """The layout that needs the least memory, and how much; None if no layout divides."""
-    found = [(memory(model, one, length).total, one) for one in layouts(model, cluster, global_batch, search)]
+    tried = layouts(model, cluster, global_batch, search)
+    found = [(memory(model, one, length, cluster.program).total, one) for one in tried]
     return min(found, key=lambda one: one[0], default=None)
 
 
 def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length: int, search: Search) -> str:
     least = _least(model, cluster, global_batch, length, search)
     if least is None:
+        if (search.attention, search.recompute) == ("flash", "selective"):
+            return "flash attention keeps no scores, so there is nothing for selective recomputation: none or full"
         asked = [f"{n} {getattr(search, n)}" for n in ("tp", "pp", "schedule", "microbatch") if getattr(search, n)]
         only = f" with {', '.join(asked)}" if asked else ""
         return (
@@ -227,11 +230,11 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
     message += f" ({layout}). What would fit: "
     ways = [f"{name} ({gpu.memory / 1e9:.0f} GB)" for name, gpu in GPUS.items() if gpu.memory * used >= needed]
     for times in (2, 4, 8, 16, 32, 64):
-        larger = replace(cluster, gpus=cluster.gpus * times)
-        if cluster.gpus < cluster.per_host < larger.gpus and larger.gpus % cluster.per_host:
-            continue
-        more = _least(model, larger, global_batch, length, search)
+        gpus = cluster.gpus * times
+        if gpus > cluster.per_host and gpus % cluster.per_host:
+            continue  # of less than a host's, in hosts that would not be full
+        more = _least(model, replace(cluster, gpus=gpus), global_batch, length, search)
         if more is not None and more[0] <= cluster.gpu.memory * used:
-            ways.append(f"{larger.gpus} such GPUs ({more[1]})")
+            ways.append(f"{gpus} such GPUs ({more[1]})")
             break
     return message + ("; ".join(ways) or f"a GPU of {needed / used / 1e9:.0f} GB")

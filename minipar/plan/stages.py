@@ -12,14 +12,14 @@ from minipar.plan.overlap import Work, run
 from minipar.plan.parts import Part, compute, parts, per_microbatch
 from minipar.plan.pipeline import Simulated, StageTime, closed_form, rank_of, simulated, stages_per_rank
 
-STEADY = 3  # microbatches; each further one takes as long as the last of them
+STEADY = 3  # microbatches looked at; each further one takes as long as the second
 
 
 def layers_of_stages(model: ModelShape, layout: Layout, balanced: bool, length: int) -> list[int]:
     """Layers of each stage: cut so that the head counts, or as many on all as the fullest has."""
     stages = layout.pp * stages_per_rank(layout.schedule, layout.virtual_stages)
     if not balanced:
-        return [-(-layout.layers_per_rank(model) * layout.pp // stages)] * stages
+        return [-(-model.layers // stages)] * stages
     costs = [0, *[model.layer_flops(length)] * model.layers, model.head_flops(length)]
     counts = balanced_cuts(costs, stages)
     counts[0] -= 1  # the embedding, and the head

@@ -1,0 +1,36 @@
+"""`bench modelled`: any layout on a modelled cluster, beside what the planner says; mistakes are one line."""
+
+import json
+
+import pytest
+from launcher import run_mpi
+
+FLAGS = "--dp 4 --tp 2 --pp 2 --layers 4 --hidden 32 --heads 4 --seq-len 8 --global-batch 16 --microbatches 4".split()
+
+
+def test_a_row_says_what_the_clock_and_the_planner_say():
+    asked = ["-m", "minipar.bench", "modelled", "--gpus-per-node", "4", "--flops", "1e9", "--json", "-", "--", *FLAGS]
+    result = run_mpi(1, asked)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    assert (row["ranks"], row["hosts"], row["dp"], row["tp"], row["pp"]) == (16, 4, 4, 2, 2)
+    assert row["ratio"] == pytest.approx(1, abs=0.05) and row["ratio"] == row["predicted_seconds"] / row["seconds"]
+    parts = row["compute"] + row["exposed_tp"] + row["exposed_pp"] + row["exposed_dp"] + row["bubble"]
+    assert row["predicted_seconds"] == pytest.approx(parts)  # products alone take time: the update takes none
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own", "flags", "words"),
+    [
+        (2, "", "--dp 2", "makes its own ranks; mpirun started 2"),
+        (1, "--gpus-per-node 0", "--dp 2", "--gpus-per-node 0: expected at least 1"),
+        (1, "--gpus-per-node 3", "--dp 8", "gpus 8 are not a multiple of gpus-per-node 3"),
+        (1, "--flops 0", "--dp 2", "expected above 0"),
+        (1, "", "--dp 2048 --global-batch 2048", "2048 ranks, --reduction ring: at most 1024"),
+        (1, "", "--dp 2 --reduction ordered", "2 ranks, --reduction ordered: at most 1024, and ring"),
+        (1, "", "--dp 3", "global-batch 32 is not divisible by dp*microbatches = 3*1 = 3"),
+    ],
+)
+def test_mistakes(ranks, own, flags, words):
+    result = run_mpi(ranks, ["-m", "minipar.bench", "modelled", *own.split(), "--", *flags.split()])
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and words in result.stderr
