@@ -188,7 +188,7 @@ def test_the_search_takes_the_simulators_time(schedule, v, slower):
     assert exact.exact and not closed.exact
     assert closed.total == pytest.approx(exact.total, rel=1e-9)
     own = stages(LLAMA, layout, cluster)
-    assert exact.compute == pytest.approx(16 * sum(p.seconds for s in own.on(7) for p in own.of(s)), rel=1e-12)
+    assert exact.compute == pytest.approx(16 * sum(p.seconds for s in own.ranks[7] for p in own.of(s)), rel=1e-12)
 
 
 def test_where_stages_are_not_equal_the_search_takes_the_fullest_for_all():

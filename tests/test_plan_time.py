@@ -93,13 +93,16 @@ def test_korthikantis_iteration_times_within_15_percent(name, gpus, batch, pp, v
 
 
 @pytest.mark.parametrize(("gpus", "printed"), [(8192, 0.43), (16384, 0.41)])
-def test_llama_3_405b_within_15_percent(gpus, printed):
+def test_llama_3_405b_lies_between_recomputing_all_and_nothing(gpus, printed):
     """Llama Team 2024 (arXiv 2407.21783), table 4: tp 8, pp 16, 16 million tokens of 8192 to a sequence; flash
-    attention.
+    attention. They recomputed nothing, which does not fit here (the planner knows of no way to keep less), so the printed
+    figure lies between the best layout that fits, which recomputes, and the same without.
     """
-    search = Search(tp=8, pp=16, attention="flash")
-    (theirs,) = plan(find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus), 2048, 8192, search).plans
-    assert theirs.mesh == (gpus // 128, 8, 16) and abs(theirs.mfu / printed - 1) < 0.15
+    model, cluster = find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus)
+    (fits,) = plan(model, cluster, 2048, 8192, Search(tp=8, pp=16, attention="flash")).plans
+    kept = judge(model, replace(fits.layout, recompute="none"), cluster, 2048, 8192)
+    assert fits.mesh == (gpus // 128, 8, 16) and kept.memory.total > 80e9
+    assert 0.85 * printed < fits.mfu < printed < kept.mfu < 1.2 * printed
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------

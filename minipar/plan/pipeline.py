@@ -107,5 +107,6 @@ def _simulated(schedule: str, p: int, m: int, v: int, stages: tuple[StageTime, .
     }
     timeline = simulate(made, StageDurations(comm=hop, table=table))
     begins = {(slot.action.stage, slot.action.kind): float(slot.start) for row in timeline.ranks for slot in row}
-    last = tuple(begins[s, "W" if made.splits_backward else "B"] for s in range(made.stages))
+    gradients = "W" if made.splits_backward else "B"
+    last = tuple(begins[s, gradients] for s in range(made.stages))
     return Simulated(float(timeline.makespan), last, tuple(float(row[-1].end) for row in timeline.ranks))

@@ -36,6 +36,9 @@ class Stages:
         self.update = compute(model, per_microbatch(layout), cluster, length).update
         self.layers = layers_of_stages(model, layout, cluster.program.balanced_stages, length)
         self.last = len(self.layers) - 1
+        self.ranks: list[list[int]] = [[] for _ in range(layout.pp)]  # the stages of each
+        for s in range(self.last + 1):
+            self.ranks[rank_of(layout.schedule, layout.pp, s)].append(s)
         self.blocked = hop if cluster.program.blocking_hops else 0.0  # of a message, for its rank
         self.gathers = layout.zero == 3
         self.often = layout.zero >= 2 and cluster.program.every_microbatch
@@ -45,15 +48,11 @@ class Stages:
         ends = [self.parts.embedding] * (stage == 0), [self.parts.head] * (stage == self.last)
         return [*ends[0], *[self.parts.layer] * self.layers[stage], *ends[1]]
 
-    def on(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank."""
-        p, schedule = self.layout.pp, self.layout.schedule
-        return [s for s in range(self.last + 1) if rank_of(schedule, p, s) == rank]
-
     def busiest(self) -> list[int]:
         """The stages of the pipeline rank that computes most."""
-        ranks = [self.on(rank) for rank in range(self.layout.pp)]
-        return max(ranks, key=lambda stages: sum(part.seconds for s in stages for part in self.of(s)))
+        layer, ends = self.parts.layer.seconds, {0: self.parts.embedding.seconds}
+        ends[self.last] = ends.get(self.last, 0.0) + self.parts.head.seconds
+        return max(self.ranks, key=lambda stages: sum(self.layers[s] * layer + ends.get(s, 0.0) for s in stages))
 
     # ---- passes: what an action does, with its collectives over dp ---------------------------------------------------
 
@@ -83,8 +82,10 @@ class Stages:
     def time(self, found: Sequence[Part], messages: int = 1) -> StageTime:
         """F, I, W of these parts in a pipeline, with what they wait for: parameters, and messages each way."""
         weights = sum(part.backward_weight for part in found)
-        forward = run(self.forward(found))[0]
-        if self.splits:
+        forward = run(self.forward(found))[0] if self.gathers else sum(part.forward for part in found)
+        if not self.gathers:
+            inputs = sum(part.backward_input for part in found)
+        elif self.splits:
             work = [Work(part.backward_input, part.gather * self.gathers) for part in reversed(found)]
             inputs = run(work)[0]
         else:
@@ -122,8 +123,8 @@ class Stages:
 
     def closed_form(self) -> float:
         """In a pipeline, with the fullest rank's layers on all of them, and the head on the last."""
-        fullest = max(sum(self.layers[s] for s in self.on(rank)) for rank in range(self.layout.pp))
-        rank = self.time([self.parts.layer] * fullest, messages=len(self.on(0)))
+        fullest = max(sum(self.layers[s] for s in stages) for stages in self.ranks)
+        rank = self.time([self.parts.layer] * fullest, messages=len(self.ranks[0]))
         head = self.time([self.parts.head], messages=0)
         p, m, v = self.layout.pp, self.layout.microbatches, self.layout.virtual_stages
         return closed_form(self.layout.schedule, p, m, v, rank, head)
@@ -141,9 +142,9 @@ class Stages:
         # wait for that.
         partial = [0.0 if self.splits else sum(part.partial for part in self.of(s)) for s in range(self.last + 1)]
         end = 0.0
-        for rank in range(self.layout.pp):
+        for stages in self.ranks:
             stream = 0.0
-            for s in sorted(self.on(rank), key=lambda s: step.last[s]):
+            for s in sorted(stages, key=lambda s: step.last[s]):
                 work = self.backward(self.of(s), reduces=True)
                 late = work.pop() if s == 0 and tied else None
                 begin = step.last[s] + sum(partial[s + 1 :])
@@ -166,7 +167,7 @@ class Stages:
         if self.layout.zero not in (1, 2):
             return 0.0
         ranks = []
-        for rank in range(self.layout.pp):
-            found = [part for s in self.on(rank) for part in self.of(s)]
+        for stages in self.ranks:
+            found = [part for s in stages for part in self.of(s)]
             ranks.append(sum(part.gather for part in found if self.layout.pp > 1 or part is not self.parts.head))
         return max(ranks)

@@ -70,12 +70,12 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     bubble = hops = 0.0
     if layout.pp == 1:
         simulation = None
-        dp = stages.alone() - compute - tp
+        dp = max(0.0, stages.alone() - compute - tp)
     else:
         simulation = stages.simulated(hop) if exact else None
         makespan = stages.closed_form() if simulation is None else simulation.makespan
         hops = m * 2 * len(busiest) * stages.blocked
-        waits = m * sum(stages.time(stages.of(s)).seconds for s in busiest) - compute - tp - hops
+        waits = max(0.0, m * sum(stages.time(stages.of(s)).seconds for s in busiest) - compute - tp - hops)
         bubble = max(0.0, makespan - compute - tp - hops - waits)
         dp = waits + (stages.parts.layer.reduce if simulation is None else stages.tail(simulation, tied))
     hidden = max(0.0, stages.over_dp(busiest) - dp)
