@@ -95,7 +95,7 @@ def test_korthikantis_iteration_times_within_15_percent(name, gpus, batch, pp, v
 @pytest.mark.parametrize(("gpus", "printed"), [(8192, 0.43), (16384, 0.41)])
 def test_llama_3_405b_lies_between_recomputing_all_and_nothing(gpus, printed):
     """Llama Team 2024 (arXiv 2407.21783), table 4: tp 8, pp 16, 16 million tokens of 8192 to a sequence; flash
-    attention. They recomputed nothing, which does not fit here (the planner knows of no way to keep less), so the printed
+    attention. They recomputed nothing, which does not fit here (the planner knows of no way to keep less): the printed
     figure lies between the best layout that fits, which recomputes, and the same without.
     """
     model, cluster = find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus)

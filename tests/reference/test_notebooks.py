@@ -1,9 +1,16 @@
-"""Claims about the later chapters' notebooks: each executes from a clean state, as the first ones do in `make test`."""
+"""What of the chapters takes longest: the later notebooks execute from a clean state, as the first ones do in `make
+test`, and the planning chapter runs on one rank and on two.
+"""
 
 import pytest
-from test_chapters import CHAPTERS, execute_from_a_clean_state
+from test_chapters import CHAPTERS, LATER_RUNS, NOTEBOOKS, execute_from_a_clean_state, run_as_a_script, str_of
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS[3:], ids=lambda path: path.stem)
+@pytest.mark.parametrize(("chapter", "ranks"), LATER_RUNS, ids=str_of)
+def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
+    run_as_a_script(chapter, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("chapter", [chapter for chapter in CHAPTERS if chapter not in NOTEBOOKS], ids=str_of)
 def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
     execute_from_a_clean_state(chapter, tmp_path, monkeypatch)
