@@ -46,14 +46,18 @@
 # %autopx
 
 # %%
+from minipar.comm import world  # before NumPy: it sets one BLAS thread for each rank
+
+comm = world()
+
+# %%
 import hashlib
 import json
 
 import numpy as np
 
-from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial, world
+from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 
-comm = world()
 rank, N = comm.rank, comm.size
 say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
 if rank == 0:
