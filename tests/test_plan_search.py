@@ -70,6 +70,17 @@ def test_plans_are_sorted_and_a_reason_names_what_costs_more():
     assert "more of computation" in why(faster, slower)
 
 
+def test_a_reason_names_every_part_that_is_a_tenth_of_the_gap():
+    model, cluster = find_model("gpt2"), a100s(8)
+    one = judge(model, Layout(8, 1, 1, 1, 8), cluster, 64, 1024)
+    seconds = replace(one.time, compute=4.0, tp=0.0, pp=0.5, dp=2.0, bubble=1.0, optimizer=0.0)
+    other = replace(seconds, compute=5.0, tp=0.05, pp=1.5, dp=0.5, bubble=1.45)  # 1 s slower
+    reason = why(replace(one, time=seconds), replace(one, time=other))
+    assert reason.startswith("1 s slower (13.3%): 1 s more of computation (")
+    assert ", 1 s more of pipeline messages, 0.45 s more of pipeline bubble, against 1.5 s less of data" in reason
+    assert "tensor" not in reason and "update" not in reason
+
+
 @pytest.mark.parametrize(
     ("gpus", "batch", "search", "words"),
     [

@@ -19,7 +19,7 @@ from minipar.comm import Communicator, DeviceMesh, HostNetwork, ModelClock, Netw
 from minipar.errors import UsageError
 from minipar.plan.machine import Cluster, Link, model_clock_cluster
 from minipar.plan.time import step_time
-from minipar.train.config import TrainConfig, parse, resolve
+from minipar.train.config import DataConfig, RunConfig, TrainConfig, parse, resolve
 from minipar.train.trainer import Trainer
 
 HELP = "in one process: a step of any layout on a cluster of hosts that is modelled, beside what the planner says"
@@ -49,13 +49,25 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
     if comm.size > 1:
         raise UsageError(f"bench modelled makes its own ranks; mpirun started {comm.size}: run it without mpirun")
     told = parse(args.flags)
+    seen = TrainConfig(
+        told.mesh,
+        told.model,
+        replace(DataConfig(), global_batch=told.data.global_batch, microbatches=told.data.microbatches),
+        run=replace(RunConfig(), recompute=told.run.recompute, dtype=told.run.dtype, reduction=told.run.reduction),
+    )
+    if told != seen:
+        raise UsageError(
+            "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
+            "--global-batch, --microbatches, --recompute and --dtype"
+        )
     ranks = (told.mesh.dp or 1) * told.mesh.tp * told.mesh.pp
     if ranks > MOST_RANKS or told.run.reduction != "ring":
         raise UsageError(f"{ranks} ranks, --reduction {told.run.reduction}: at most {MOST_RANKS}, and ring")
     if args.gpus_per_node < 1:
         raise UsageError(f"--gpus-per-node {args.gpus_per_node}: expected at least 1")
     if min(args.flops, *args.inside, *args.between) <= 0:
-        raise UsageError(f"--flops {args.flops:g} --inside {args.inside} --between {args.between}: expected above 0")
+        named = " ".join(f"{number:g}" for number in (args.flops, *args.inside, *args.between))
+        raise UsageError(f"--flops, --inside, --between {named}: each must be above 0")
     config = resolve(told, ranks)
     per_host = min(args.gpus_per_node, ranks)
     cluster = model_clock_cluster(ranks, args.flops, Link(*args.inside), Link(*args.between), per_host)

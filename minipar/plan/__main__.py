@@ -68,9 +68,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(told: argparse.Namespace) -> None:
-    for flag, value, most in (("gpus", told.gpus, MOST_GPUS), ("global-batch", told.global_batch, MOST_BATCH)):
+    most_of = {"gpus": (told.gpus, MOST_GPUS), "global-batch": (told.global_batch, MOST_BATCH), "top": (told.top, 50)}
+    for flag, (value, most) in most_of.items():
         if value > most:
-            raise UsageError(f"--{flag} {value}: at most {most} can be planned")
+            raise UsageError(f"--{flag} {value}: at most {most}")
+    if told.pp == 1 and told.schedule is not None:
+        raise UsageError(f"--schedule {told.schedule} is a pipeline's, but --pp 1 is none")
+    if told.tp == 1 and told.sequence_parallel == "on":
+        raise UsageError("--sequence-parallel on divides the sequence over tensor-parallel ranks, but --tp is 1")
     model, cluster = find_model(told.model), Cluster(find_gpu(told.gpu), told.gpus, told.gpus_per_node)
     if 0 < model.positions < told.seq_len:
         if told.model not in MODELS:
@@ -88,7 +93,7 @@ def _plan(told: argparse.Namespace) -> None:
         PRECISIONS[told.precision],
     )
     asked = Question(told.model, model, told.gpu, cluster, told.global_batch, told.seq_len, search)
-    found = plan(model, cluster, told.global_batch, told.seq_len, search, min(told.top, 50))
+    found = plan(model, cluster, told.global_batch, told.seq_len, search, told.top)
     text = json.dumps(as_json(asked, found), indent=1) + "\n"
     if told.json == "-":
         sys.stdout.write(text)

@@ -14,6 +14,7 @@ from minipar.plan.memory import Memory, memory
 from minipar.plan.model import RECOMPUTE, ModelShape, utilization
 from minipar.plan.time import StepTime, step_time
 
+TOLD = 0.1  # of the gap between two plans: what differs by less is not named
 TOP = 5  # plans that are simulated and shown
 # gpipe and naive never win; zb-h2 and zbv have no closed form to search by. All can be asked for.
 SEARCHED = ("1f1b", "interleaved-1f1b", "zb-h1")
@@ -185,7 +186,7 @@ def judge(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int
 def why(winner: Plan, loser: Plan) -> str:
     """In a sentence: what costs the loser its time."""
     names = {
-        "compute": "computation (recomputed, or in smaller products)",
+        "compute": "computation (recomputed, in smaller products, or with more layers on the fullest rank)",
         "tp": "tensor-parallel communication",
         "pp": "pipeline messages",
         "dp": "data-parallel communication",
@@ -193,13 +194,12 @@ def why(winner: Plan, loser: Plan) -> str:
         "optimizer": "the optimizer's update",
     }
     more = {part: getattr(loser.time, part) - getattr(winner.time, part) for part in names}
-    worst = max(more, key=lambda part: more[part])
     seconds = loser.time.total - winner.time.total
-    sentence = f"{seconds:.3g} s slower ({seconds / winner.time.total:.1%}): {more[worst]:.3g} s more of {names[worst]}"
-    saved = min(more, key=lambda part: more[part])
-    if more[saved] < -0.05 * max(more[worst], 1e-12):
-        sentence += f", against {-more[saved]:.3g} s less of {names[saved]}"
-    return sentence
+    told = sorted((part for part in names if abs(more[part]) > TOLD * seconds), key=lambda part: -abs(more[part]))
+    worse = [f"{more[part]:.3g} s more of {names[part]}" for part in told if more[part] > 0]
+    better = [f"{-more[part]:.3g} s less of {names[part]}" for part in told if more[part] < 0]
+    against = f", against {', '.join(better)}" if better else ""
+    return f"{seconds:.3g} s slower ({seconds / winner.time.total:.1%}): {', '.join(worse)}{against}"
 
 
 def _least(

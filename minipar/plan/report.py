@@ -134,9 +134,10 @@ def as_text(asked: Question, found: Found) -> str:
         "Memory of the fullest rank, GB:",
         *_table(["", "parameters", "gradients", "optimizer", "activations", "buffers", "total"], _memory(found)),
         "",
-        "Time of a step, seconds (communication is what nothing hides), and what one rank sends in it:",
+        "Time of a step, seconds (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
+        "count what is recomputed, MFU does not):",
         *_table(
-            ["", *"compute tp pp dp bubble update total TFLOP/s/GPU MFU".split(), "GB tp", "GB pp", "GB dp"],
+            ["", *"compute tp pp dp bubble update total TFLOP/s/GPU HFU MFU".split(), "GB tp", "GB pp", "GB dp"],
             _times(found),
         ),
         "",
@@ -171,7 +172,14 @@ def _times(found: Found) -> list[list[str]]:
         parts = [time.compute, time.tp, time.pp, time.dp, time.bubble, time.optimizer]
         total = f"{'' if time.exact else '~'}{time.total:.4g}"
         gigabytes = [f"{float(nbytes) / 1e9:.1f}" for nbytes in (sent.tp, sent.pp, sent.dp)]
-        row = [f"{rank}.", *(f"{part:.3f}" for part in parts), total, f"{plan.tflops:.0f}", f"{plan.mfu:.1%}"]
+        row = [
+            f"{rank}.",
+            *(f"{part:.3f}" for part in parts),
+            total,
+            f"{plan.tflops:.0f}",
+            f"{plan.hfu:.1%}",
+            f"{plan.mfu:.1%}",
+        ]
         rows.append(row + gigabytes)
     return rows
 
