@@ -82,7 +82,7 @@ ONE_BY_ONE = {
     "interleaved": (1e-3, {"pp": 4, "microbatches": 8, "schedule": "interleaved-1f1b", "virtual_stages": 2}),
     "zb-h1": (5e-3, {"pp": 4, "microbatches": 8, "schedule": "zb-h1"}),
     "zb-h2": (5e-3, {"pp": 4, "microbatches": 8, "schedule": "zb-h2"}),
-    "zbv": (5e-3, {"pp": 4, "microbatches": 8, "schedule": "zbv"}),
+    "zbv": (1e-3, {"pp": 4, "microbatches": 8, "schedule": "zbv"}),
     "tp and zb-h1": (5e-2, {"tp": 2, "pp": 4, "microbatches": 8, "schedule": "zb-h1"}),
     "3D": (1e-3, {"dp": 2, "tp": 2, "pp": 2}),
     "3D, sequence parallel": (1e-2, {"dp": 2, "tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True}),

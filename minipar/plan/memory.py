@@ -52,8 +52,8 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Kept
     """Bytes that one layer keeps of one microbatch, for backward.
 
     GPT-2 with s, b, h, a, t: without parallelism s b h (34 + 5as/h); tensor-parallel s b h (10 + 24/t + 5as/(ht)), with
-    sequence parallelism all of it over t; "selective" recomputation drops the 5as/h, as
-    flash attention does, "full" keeps the 2 s b h input.
+    sequence parallelism all of it over t; "selective" recomputation drops the 5as/h, as flash attention
+    does, "full" keeps the 2 s b h input.
     """
     h, t = model.hidden, layout.tp
     sliced = t if layout.sequence_parallel else 1

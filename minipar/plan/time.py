@@ -48,9 +48,10 @@ def hop_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int
 
 def tied_seconds(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """The token embedding's gradient from the last stage to the first, V h / t elements (Narayanan et al. 2021;
-    Megatron's `allreduce_word_embedding_grads`, which sends as many the other way at the same time).
+    Megatron's `allreduce_word_embedding_grads`, which sends as many the other way at the same time). In zbv's V one rank
+    has both.
     """
-    if layout.pp == 1 or not model.tied:
+    if layout.pp == 1 or not model.tied or layout.schedule == "zbv":
         return 0.0
     link = cluster.link(layout.tp * layout.dp, layout.pp)
     return link.alpha + model.vocab_size * model.hidden / layout.tp * layout.precision.gradients * link.beta
