@@ -48,8 +48,8 @@ def hop_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int
 
 def tied_seconds(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """The token embedding's gradient from the last stage to the first, V h / t elements (Narayanan et al. 2021;
-    Megatron's `allreduce_word_embedding_grads`, which sends as many the other way at the same time). In zbv's V one rank
-    has both.
+    Megatron's `allreduce_word_embedding_grads`, which sends as many the other way at the same time). With zbv one rank
+    has both stages.
     """
     if layout.pp == 1 or not model.tied or layout.schedule == "zbv":
         return 0.0
