@@ -1,5 +1,5 @@
 """What of the chapters takes longest: the later notebooks execute from a clean state, as the first ones do in `make
-test`, and the planning chapter runs on one rank and on two.
+test`, and the planning chapter runs on one rank, on two and on eight.
 """
 
 import pytest
