@@ -37,6 +37,11 @@ class Layout:
     def gpus(self) -> int:
         return self.dp * self.tp * self.pp
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes weight gradients in actions of their own."""
+        return self.schedule.startswith("zb")
+
     def layers_per_rank(self, model: ModelShape) -> int:
         """On the fullest rank."""
         return -(-model.layers // self.pp)

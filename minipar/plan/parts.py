@@ -59,7 +59,6 @@ def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> P
     parallelism half of them are all-gathers of row layers' gradients, which nothing hides.
     """
     t, contention = layout.tp, cluster.assumptions.contention
-    split_backward = layout.schedule.startswith("zb")
     tokens = layout.microbatch * length
     gather = gather_seconds(cluster, tokens * model.hidden * layout.precision.parameters, 1, t)  # half an all-reduce
     took = compute(model, layout, cluster, length)
@@ -69,7 +68,7 @@ def parts(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> P
         waited for, and what hidden ones cost."""
         sequence = layout.sequence_parallel
         each = gather if sequence else 2 * gather
-        hidden = [0.0 if split_backward else min(each, seconds) for seconds in columns]
+        hidden = [0.0 if layout.splits_backward else min(each, seconds) for seconds in columns]
         return len(columns) * each - sum(hidden) + sequence * rows * gather, contention * sum(hidden)
 
     sums = 4 * gather
@@ -125,7 +124,7 @@ def compute(model: ModelShape, layout: Layout, cluster: Cluster, length: int) ->
 
 def per_microbatch(layout: Layout) -> Layout:
     """What layouts have in common whose parts take the same time."""
-    schedule = "zb-h1" if layout.schedule.startswith("zb") else "1f1b"
+    schedule = "zb-h1" if layout.splits_backward else "1f1b"
     return replace(layout, virtual_stages=1, schedule=schedule)
 
 

@@ -31,7 +31,7 @@ class Stages:
     """The stages of a layout; seconds of one microbatch unless said otherwise."""
 
     def __init__(self, model: ModelShape, layout: Layout, cluster: Cluster, length: int, hop: float) -> None:
-        self.layout, self.program = layout, cluster.program
+        self.layout = layout
         self.parts = parts(model, per_microbatch(layout), cluster, length)
         self.update = compute(model, per_microbatch(layout), cluster, length).update
         self.layers = layers_of_stages(model, layout, cluster.program.balanced_stages, length)
@@ -56,11 +56,6 @@ class Stages:
 
     # ---- passes: what an action does, with its collectives over dp ---------------------------------------------------
 
-    @property
-    def splits(self) -> bool:
-        """Whether weight gradients are actions of their own."""
-        return self.layout.schedule.startswith("zb")
-
     def forward(self, found: Sequence[Part]) -> list[Work]:
         """Of these parts, in their order."""
         return [Work(part.forward, part.gather * self.gathers) for part in found]
@@ -73,8 +68,8 @@ class Stages:
         """
         work = []
         for part in reversed(found):
-            seconds = part.backward_weight + (0.0 if self.splits else part.backward_input)
-            gathered = self.gathers and not self.splits and part is self.parts.layer
+            seconds = part.backward_weight + (0.0 if self.layout.splits_backward else part.backward_input)
+            gathered = self.gathers and not self.layout.splits_backward and part is self.parts.layer
             reduce, partial = (part.reduce, part.partial) if reduces else (0.0, 0.0)
             work.append(Work(seconds + partial, part.gather * gathered, reduce))
         return work
@@ -85,9 +80,8 @@ class Stages:
         forward = run(self.forward(found))[0] if self.gathers else sum(part.forward for part in found)
         if not self.gathers:
             inputs = sum(part.backward_input for part in found)
-        elif self.splits:
-            work = [Work(part.backward_input, part.gather * self.gathers) for part in reversed(found)]
-            inputs = run(work)[0]
+        elif self.layout.splits_backward:
+            inputs = run([Work(part.backward_input, part.gather) for part in reversed(found)])[0]
         else:
             inputs = run(self.backward(found))[0] - weights
         if self.often:  # reductions go on behind the next action, but not for ever
@@ -140,7 +134,10 @@ class Stages:
         last_rank = rank_of(self.layout.schedule, self.layout.pp, self.last)
         # Before a stage's last gradients, those of the stages after it were summed over tp, where the way back has to
         # wait for that.
-        partial = [0.0 if self.splits else sum(part.partial for part in self.of(s)) for s in range(self.last + 1)]
+        partial = [
+            0.0 if self.layout.splits_backward else sum(part.partial for part in self.of(s))
+            for s in range(self.last + 1)
+        ]
         end = 0.0
         for stages in self.ranks:
             stream = 0.0
