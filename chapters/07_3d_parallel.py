@@ -515,7 +515,7 @@ if rank == 0:
 # ```
 #
 # `srun --mpi=list` says what it speaks, and the MPI library must speak it too. (MPICH's first line is tested, on two
-# network namespaces with a cable between them: `tests/test_multi_host.py`. The others are as their manuals say.)
+# network namespaces with a cable between them: `tests/comm/test_multi_host.py`. The others are as their manuals say.)
 #
 # What to watch:
 #

@@ -97,7 +97,7 @@ MEGATRON = Program(
     ),
 )
 
-# tests/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
+# tests/parallel/tensor/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
 MINIPAR = Program(
     ring_per_card=False,
     blocking_hops=False,

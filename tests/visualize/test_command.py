@@ -16,7 +16,7 @@ from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timel
 from visualize.__main__ import main
 from visualize.style import BLUE, GREEN, ORANGE, PAPER, PURPLE, byte_label, colours
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def slice_event(name, rank, tid, start, length, **args):

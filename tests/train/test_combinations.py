@@ -100,7 +100,7 @@ JOBS = {2: 4, 3: 3, 4: 6, 6: 6, 8: 8}
 
 def test_the_jobs_are_25_combinations_or_more_and_readme_says_how_many():
     assert sum(JOBS.values()) >= 25
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert f"| {len(covering())} combinations of" in readme
     assert f"{sum(JOBS.values())} of them under `mpirun`" in readme
     assert all(len(set(chosen(ranks, count))) == count for ranks, count in JOBS.items())

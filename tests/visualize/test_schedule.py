@@ -466,7 +466,7 @@ def test_the_gallery_can_be_made_again(capsys, tmp_path, monkeypatch):
     assert main(["gallery", "--out", str(tmp_path)]) == 0
     names = [Path(path).name for path in capsys.readouterr().out.split()]
     assert names == ["schedules.png", "schedule_1f1b_8x32.png", "schedule_zbv.png"]
-    assert all((Path(__file__).parents[1] / "visualize" / "gallery" / name).is_file() for name in names)
+    assert all((Path(__file__).parents[2] / "visualize" / "gallery" / name).is_file() for name in names)
     assert len(made) == 3 and len(boxes(made[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 32
 
 

@@ -16,7 +16,7 @@ from minipar.train.progress import notes
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 SHAPE = f"--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 2 --eps 1e-5"
 
 

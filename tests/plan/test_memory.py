@@ -172,7 +172,7 @@ def test_gradients_that_add_up_before_they_are_reduced_are_whole(zero, microbatc
 
 @pytest.mark.parametrize("microbatch", [1, 3])
 def test_a_layer_of_minipar_keeps_what_is_counted_in_the_program(microbatch):
-    """tests/test_tensor_traffic.py counts it: 20 N + A + 2 B T elements, N = B T h, A = B a T^2."""
+    """tests/parallel/tensor/test_tensor_traffic.py counts it: 20 N + A + 2 B T elements, N = B T h, A = B a T^2."""
     given = layout(microbatch=microbatch, precision=PRECISIONS["bf16"])
     n, scores = microbatch * 2048 * GPT3.hidden, microbatch * GPT3.heads * 2048**2
     kept = layer_activations(GPT3, given, 2048, MINIPAR.kept)
