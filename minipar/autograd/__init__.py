@@ -20,6 +20,7 @@ from minipar.autograd.modes import (
     enable_grad,
     metering,
     no_grad,
+    queue_callback,
 )
 from minipar.autograd.ops import concatenate
 from minipar.autograd.tensor import Function, Tensor
@@ -45,4 +46,5 @@ __all__ = [
     "linear",
     "metering",
     "no_grad",
+    "queue_callback",
 ]

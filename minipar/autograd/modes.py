@@ -25,6 +25,8 @@ randomness: ContextVar[Any] = ContextVar("randomness", default=None)
 meter: ContextVar[Callable[[int], None] | None] = ContextVar("meter", default=None)
 # How many uses of each leaf the running backward pass (with the passes inside it) has still to count.
 open_uses: ContextVar[dict[Tensor, int] | None] = ContextVar("open_uses", default=None)
+# The callbacks to run when the outermost backward pass that is running ends; None outside of a backward pass.
+callbacks: ContextVar[list[Callable[[], None]] | None] = ContextVar("callbacks", default=None)
 
 
 class LazyGradient:
@@ -52,11 +54,46 @@ class DeferredGradients:
         self._queue.append((leaf, gradient, uses))
 
     def run(self) -> None:
-        """Compute and accumulate every waiting gradient; hooks fire as parameters become complete."""
-        while self._queue:
-            leaf, gradient, uses = self._queue.popleft()  # each one's saved activations are freed when it is done
-            leaf._accumulate(gradient)
-            close_use(leaf, uses)
+        """Compute and accumulate every waiting gradient; hooks fire as parameters become complete.
+
+        This is the second half of a backward pass, so a hook may call `queue_callback` here too.
+        """
+        with backward_pass():
+            while self._queue:
+                leaf, gradient, uses = self._queue.popleft()  # each one's saved activations are freed when it is done
+                leaf._accumulate(gradient)
+                close_use(leaf, uses)
+
+
+@contextmanager
+def backward_pass() -> Iterator[None]:
+    """Run what `queue_callback` collects inside the block, in order, when the outermost block ends without an error."""
+    if callbacks.get() is not None:  # a backward pass inside a backward pass: recompute
+        yield
+        return
+    queued: list[Callable[[], None]] = []
+    token = callbacks.set(queued)
+    try:
+        yield
+    finally:
+        callbacks.reset(token)
+    for callback in queued:
+        callback()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call `callback()` once, when the outermost backward pass that is running now ends without an error.
+
+    Callbacks run in the order in which they were queued. A gradient hook uses this to do something once per backward
+    pass, such as waiting for all gradients that are being sent. Under `defer_weight_gradients` a callback runs at the
+    end of the half that queued it: the backward pass itself, or `DeferredGradients.run()`. Raises ValueError outside
+    of a backward pass.
+    NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback for this.
+    """
+    queued = callbacks.get()
+    if queued is None:
+        raise ValueError("queue_callback: no backward pass is running; call it from a gradient hook")
+    queued.append(callback)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd.modes import LazyGradient, close_use, deferral, grad_enabled, open_uses
+from minipar.autograd.modes import LazyGradient, backward_pass, close_use, deferral, grad_enabled, open_uses
 from minipar.backend import Array, xp
 from minipar.memory import hold, is_recording
 
@@ -148,7 +148,8 @@ class Tensor:
         if self.node is None:
             self._accumulate(gradient)
             return
-        _run_backward(self.node, gradient)
+        with backward_pass():
+            _run_backward(self.node, gradient)
 
     def _accumulate(self, contribution: Array | LazyGradient) -> None:
         lazy = isinstance(contribution, LazyGradient)

@@ -3,8 +3,8 @@
 from minipar.nn.dropout import Dropout, DropoutKeys, Window, dropping
 from minipar.nn.gpt import GPT, GPTConfig, Part
 from minipar.nn.layers import Embedding, LayerNorm, Linear
-from minipar.nn.module import Deferred, Module, Parameter, stand_in
-from minipar.nn.optim import SGD, AdamW, clip_grad_norm, learning_rate, squared_norm
+from minipar.nn.module import Deferred, Module, Owner, Parameter, stand_in
+from minipar.nn.optim import SGD, AdamW, Optimizer, clip_grad_norm, learning_rate, squared_norm
 
 __all__ = [
     "GPT",
@@ -18,6 +18,8 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Module",
+    "Optimizer",
+    "Owner",
     "Parameter",
     "Part",
     "Window",

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from minipar.autograd import IGNORE_INDEX, Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
-from minipar.backend import Array, from_host, xp
-from minipar.nn import init
+from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
+from minipar.backend import Array, xp
 from minipar.nn.dropout import Dropout
 from minipar.nn.layers import Embedding, LayerNorm, Linear
-from minipar.nn.module import Deferred, Module, Parameter
+from minipar.nn.module import Module, Parameter
 
 
 @dataclass(frozen=True)
@@ -52,30 +49,21 @@ class GPTConfig:
 
 
 class _Init:
-    """Initial numbers by name, not made yet: N(0, std) for matrices, ones and zeros for the rest (GPT-2 paper, section
-    2.3).
-    """
+    """The settings that all layers of one GPT share: N(0, std) for matrices (GPT-2 paper, section 2.3), deferred."""
 
     def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
-        self.config, self.seed, self.dtype, self.dropout = config, seed, np.dtype(dtype), dropout
-
-    def normal(self, name: str, *shape: int, std: float | None = None) -> Deferred:
-        scale = self.config.initializer_range if std is None else std
-
-        def make() -> Array:
-            return from_host(init.normal(self.seed, name, shape, scale).astype(self.dtype))
-
-        return Deferred(shape, self.dtype, make)
-
-    def constant(self, value: float, size: int) -> Deferred:
-        return Deferred((size,), self.dtype, lambda: xp.full(size, value, dtype=self.dtype))
+        self.config, self.seed, self.dtype, self.dropout = config, seed, dtype, dropout
 
     def linear(self, name: str, n_in: int, n_out: int, std: float | None = None) -> Linear:
-        return Linear(self.normal(f"{name}.weight", n_in, n_out, std=std), self.constant(0, n_out))
+        std = self.config.initializer_range if std is None else std
+        return Linear(n_in, n_out, name=name, seed=self.seed, dtype=self.dtype, std=std, deferred=True)
+
+    def embedding(self, name: str, count: int) -> Embedding:
+        h, std = self.config.n_embd, self.config.initializer_range
+        return Embedding(count, h, name=name, seed=self.seed, dtype=self.dtype, std=std, deferred=True)
 
     def layer_norm(self) -> LayerNorm:
-        h = self.config.n_embd
-        return LayerNorm(self.constant(1, h), self.constant(0, h), self.config.layer_norm_epsilon)
+        return LayerNorm(self.config.n_embd, self.config.layer_norm_epsilon, self.dtype, deferred=True)
 
 
 class Attention(Module):
@@ -132,11 +120,15 @@ class Part:
     """A stop on the way through the model: the embedding, a block, the head. A strategy may wrap `run`.
 
     `parameters` are those that `run` reads. Pipelines cut the model between parts; ZeRO stage 3 gathers one at a time.
+    `reads_in_backward` is False if backward needs no parameter's values: a lookup in the embedding. `is_last` is True
+    for the head, whose backward follows its forward at once.
     """
 
     name: str
     run: Callable[[Any], Tensor]
     parameters: list[Parameter]
+    reads_in_backward: bool = True
+    is_last: bool = False
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
@@ -166,8 +158,8 @@ class GPT(Module):
         make = _Init(config, seed, dtype, dropout)
         self.config = config
         self.recompute = recompute
-        self.wte = Embedding(make.normal("wte.weight", config.vocab_size, config.n_embd))
-        self.wpe = Embedding(make.normal("wpe.weight", config.n_positions, config.n_embd))
+        self.wte = make.embedding("wte", config.vocab_size)
+        self.wpe = make.embedding("wpe", config.n_positions)
         self.drop = Dropout("drop", dropout)
         self.h = [Block(make, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = make.layer_norm()
@@ -176,13 +168,12 @@ class GPT(Module):
         self.project: Callable[[Tensor, Tensor], Tensor] = _project
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [
-            Part("embedding", self.embed, [self.wte.weight, self.wpe.weight]),
+            Part("embedding", self.embed, [self.wte.weight, self.wpe.weight], reads_in_backward=False),
             *(Part(f"h.{i}", partial(self.run_block, block), block.parameters()) for i, block in enumerate(self.h)),
-            Part("head", self.head, [self.wte.weight, *self.ln_f.parameters()]),
+            Part("head", self.head, [self.wte.weight, *self.ln_f.parameters()], is_last=True),
         ]
         if not deferred:
-            for parameter in self.parameters():
-                parameter.materialize()
+            self.materialize()
 
     def embed(self, tokens: Array) -> Tensor:
         """(B, T) integers -> (B, T, h): token plus position."""
@@ -206,10 +197,6 @@ class GPT(Module):
             x = part.run(x)
         return x
 
-    def loss(self, tokens: Array, targets: Array) -> Tensor:
-        """Mean cross-entropy in nats over the targets that are not -100."""
-        return self.loss_sum(tokens, targets) * (1 / max(1, int((targets != IGNORE_INDEX).sum())))
-
-    def loss_sum(self, tokens: Array, targets: Array) -> Tensor:
-        """The same, summed: for a part of the batch, whose sum is to be divided by the count of the whole."""
-        return self.criterion(self(tokens), targets)
+    def loss_sum(self, x: Array, y: Array) -> Tensor:
+        """Return the cross-entropy in nats of tokens x (B, T), summed over the targets y that are not -100."""
+        return self.criterion(self(x), y)

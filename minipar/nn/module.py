@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from minipar.autograd import Tensor
+from minipar.autograd import IGNORE_INDEX, Tensor
 from minipar.backend import Array, from_host, to_host, xp
 
 
@@ -32,6 +32,24 @@ class Deferred:
     make: Callable[[], Array]
 
 
+class Owner(Protocol):
+    """The strategy that looks after a parameter. Optimizers call it around each update; a strategy sets it.
+
+    `sharded` is True if this rank holds only a shard of each parameter's gradient.
+    """
+
+    sharded: bool
+
+    def before_step(self) -> None:
+        """Complete the gradients, or raise an error if the optimizer must not step now."""
+
+    def after_step(self) -> None:
+        """Make the updated values visible wherever they are used."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that the strategy itself keeps."""
+
+
 class Parameter(Tensor):
     """A leaf that is trained.
 
@@ -41,15 +59,20 @@ class Parameter(Tensor):
     `ties` are leaves that read the same numbers but collect a gradient of their own, as GPT-2's output head does with
     `wte`: in a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
     too, and the bits agree.
+
+    A strategy sets `placement` (its record of where the parameter's elements are) and `owner` (see Owner). Both are
+    None in a serial model.
     """
 
-    __slots__ = ("decays", "deferred", "ties")
+    __slots__ = ("decays", "deferred", "owner", "placement", "ties")
 
     def __init__(self, data: Array | Deferred) -> None:
         self.deferred = data if isinstance(data, Deferred) else None
         super().__init__(stand_in(data.shape, data.dtype) if isinstance(data, Deferred) else data, requires_grad=True)
         self.decays = self.ndim >= 2
         self.ties: list[Tensor] = []
+        self.placement: Any = None
+        self.owner: Owner | None = None
 
     def materialize(self) -> None:
         """Make numbers that were put off, in an array of their own."""
@@ -101,6 +124,21 @@ class Module:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{type(self).__name__} does not define forward")
 
+    def loss_sum(self, x: Any, y: Any) -> Tensor:
+        """Return the loss of inputs x and targets y, summed over the targets. Each model defines its own."""
+        raise TypeError(
+            f"{type(self).__name__} does not define loss_sum(x, y): minipar divides the sum over all ranks by the "
+            "global count of targets, so a model defines the summed loss"
+        )
+
+    def target_count(self, y: Any) -> int:
+        """Return the number of targets that `loss_sum` adds up: all elements of y but IGNORE_INDEX among integers."""
+        return int((y != IGNORE_INDEX).sum()) if y.dtype.kind in "iu" else y.size
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the mean loss over the targets that count."""
+        return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
+
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """(name, parameter) pairs, names joined by dots: `h.0.attn.c_attn.weight`."""
         for name, value in vars(self).items():
@@ -119,6 +157,11 @@ class Module:
     def zero_grad(self) -> None:
         for parameter in self.parameters():
             parameter.zero_grad()
+
+    def materialize(self) -> None:
+        """Compute the values of all parameters that are still deferred."""
+        for parameter in self.parameters():
+            parameter.materialize()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Every parameter as a host array that later training does not change."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from minipar.backend import Array, is_host, xp
 from minipar.memory import hold
-from minipar.nn.module import Parameter
+from minipar.nn.module import Owner, Parameter
 
 BLOCK = 1 << 15  # elements: a block of parameter, gradient, two moments and two scratch arrays stays in a core's cache
 
@@ -28,7 +28,38 @@ def _blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
         yield tuple(array[start : start + step] for array in flat)
 
 
-class SGD:
+class Optimizer:
+    """A list of parameters and their update. Subclasses define `update`."""
+
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def update(self) -> None:
+        """Change every parameter that has a gradient."""
+        raise TypeError(f"{type(self).__name__} does not define update")
+
+    def step(self) -> None:
+        """Update the parameters; the owners of parameters act before and after, each owner once."""
+        owners = self._owners()
+        for owner in owners:
+            owner.before_step()
+        self.update()
+        for owner in owners:
+            owner.after_step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters, and those that their owners keep."""
+        for parameter in self.parameters:
+            parameter.zero_grad()
+        for owner in self._owners():
+            owner.zero_grad()
+
+    def _owners(self) -> list[Owner]:
+        """Return the distinct owners of the parameters, in the order of the parameters."""
+        return list({id(p.owner): p.owner for p in self.parameters if p.owner is not None}.values())
+
+
+class SGD(Optimizer):
     """torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p.
 
     Weight decay applies to parameters of two or more dims. A parameter whose gradient is None is left alone.
@@ -37,12 +68,12 @@ class SGD:
     def __init__(
         self, parameters: Iterable[Parameter], lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
     ) -> None:
-        self.parameters = list(parameters)
+        super().__init__(parameters)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.velocity: list[Array] = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
         hold("optimizer", *self.velocity)
 
-    def step(self) -> None:
+    def update(self) -> None:
         for i, parameter in enumerate(self.parameters):
             parameter.fold_tied_gradients()
             if parameter.grad is None:
@@ -57,7 +88,7 @@ class SGD:
             parameter.data -= xp.multiply(update, self.lr)
 
 
-class AdamW:
+class AdamW(Optimizer):
     """torch.optim.AdamW (Loshchilov and Hutter 2019, decoupled weight decay).
 
     m += (1-b1)(g-m);  v = b2 v + (1-b2) g^2;  p = p (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps).
@@ -72,14 +103,14 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        self.parameters = list(parameters)
+        super().__init__(parameters)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.steps = 0
         self.exp_avg = [xp.zeros_like(p.data) for p in self.parameters]
         self.exp_avg_sq = [xp.zeros_like(p.data) for p in self.parameters]
         hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
 
-    def step(self) -> None:
+    def update(self) -> None:
         self.steps += 1
         beta1, beta2 = self.betas
         step_size = self.lr / (1 - beta1**self.steps)
@@ -129,8 +160,14 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
     (norm + 1e-6).
 
     torch.nn.utils.clip_grad_norm_. Returns the norm before clipping. `norm`, where it is known already: a rank that
-    holds a shard of the gradients cannot find it alone.
+    holds a shard of the gradients cannot find it alone, so ValueError if it is missing there.
     """
+    parameters = list(parameters)
+    if norm is None and any(getattr(parameter.owner, "sharded", False) for parameter in parameters):
+        raise ValueError(
+            "clip_grad_norm: this rank holds only shards of the gradients and cannot compute their norm alone; "
+            "call clip_grad_norm of the wrapper that sharded the model"
+        )
     gradients = []
     for parameter in parameters:
         parameter.fold_tied_gradients()

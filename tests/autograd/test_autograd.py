@@ -15,6 +15,7 @@ from minipar.autograd import (
     gradcheck,
     linear,
     no_grad,
+    queue_callback,
 )
 
 RANDOM = np.random.Generator(np.random.Philox(1))
@@ -258,3 +259,86 @@ def test_recomputed_blocks_free_their_inputs_as_backward_goes():
         y = checkpoint(block, y, parameters=[w])
     y.sum().backward()
     assert alive == [0, 0, 0, 0]
+
+
+# ---- callbacks at the end of a backward pass -------------------------------------------------------------------------
+
+
+def test_callbacks_run_once_in_order_when_backward_ends():
+    a, b, events = Tensor(np.ones(2), requires_grad=True), Tensor(np.ones(2), requires_grad=True), []
+    for name, leaf in (("a", a), ("b", b)):
+        leaf.register_post_accumulate_grad_hook(
+            lambda leaf, name=name: queue_callback(lambda: events.append((name, a.grad[0], b.grad[0])))
+        )
+    ((a * 2.0).exp() + b * 3.0).sum().backward()
+    assert sorted(events) == [("a", a.grad[0], 3.0), ("b", a.grad[0], 3.0)]  # both gradients complete in each call
+    first = [name for name, *_ in events]
+    ((a * 2.0).exp() + b * 3.0).sum().backward()
+    assert [name for name, *_ in events] == first * 2
+
+
+def test_callbacks_wait_for_the_outermost_backward():
+    w, inner, events = Tensor(normal(4, 4), requires_grad=True), Tensor(np.ones(4), requires_grad=True), []
+    inner.register_post_accumulate_grad_hook(lambda leaf: queue_callback(lambda: events.append("callback")))
+    w.register_post_accumulate_grad_hook(lambda leaf: events.append("outer leaf is complete"))
+
+    def block(x):
+        return (x + inner).tanh()
+
+    checkpoint(block, linear(Tensor(normal(3, 4)), w), parameters=[inner]).sum().backward()
+    assert events == ["outer leaf is complete", "callback"]
+
+
+def test_a_backward_that_fails_drops_its_callbacks():
+    x, events = Tensor(np.ones(2), requires_grad=True), []
+
+    def fail(leaf):
+        queue_callback(lambda: events.append("callback"))
+        raise RuntimeError("in a hook")
+
+    remove = x.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="in a hook"):
+        (x * 2.0).sum().backward()
+    remove()
+    (x * 2.0).sum().backward()
+    assert events == []
+
+
+def test_queueing_a_callback_outside_of_backward_is_an_error():
+    with pytest.raises(ValueError, match="no backward pass is running"):
+        queue_callback(print)
+    x = Tensor(np.ones(2), requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda leaf: queue_callback(lambda: queue_callback(print)))
+    with pytest.raises(ValueError, match="no backward pass is running"):  # a callback runs after the pass
+        (x * 2.0).sum().backward()
+
+
+def test_callbacks_of_one_thread_stay_in_that_thread():
+    x, events = Tensor(np.ones(2), requires_grad=True), []
+
+    def hook(leaf):
+        def other():
+            with pytest.raises(ValueError, match="no backward pass is running"):
+                queue_callback(print)
+            events.append("another thread")
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    x.register_post_accumulate_grad_hook(hook)
+    (x * 2.0).sum().backward()
+    assert events == ["another thread"]
+
+
+def test_callbacks_work_while_weight_gradients_are_deferred():
+    w, x, events = Tensor(normal(4, 4), requires_grad=True), Tensor(normal(3, 4), requires_grad=True), []
+    for name, leaf in (("weight", w), ("input", x)):
+        leaf.register_post_accumulate_grad_hook(
+            lambda leaf, name=name: queue_callback(lambda: events.append(f"end of {name}'s half"))
+        )
+    with defer_weight_gradients() as queue:
+        linear(x, w).sum().backward()
+    assert events == ["end of input's half"]
+    queue.run()
+    assert events == ["end of input's half", "end of weight's half"]

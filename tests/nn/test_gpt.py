@@ -202,3 +202,9 @@ def test_a_bad_directory_is_refused_by_name(name, tmp_path):
     spoil(tmp_path)
     with pytest.raises(UsageError, match=message):
         load_gpt2(tmp_path)
+
+
+def test_parts_say_what_backward_reads_and_which_is_last():
+    parts = GPT(SMALL).parts
+    assert [part.reads_in_backward for part in parts] == [False, True, True, True]
+    assert [part.is_last for part in parts] == [False, False, False, True]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm, learning_rate
+from minipar.nn import SGD, AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
 from minipar.nn.optim import BLOCK
 
 RANDOM = np.random.Generator(np.random.Philox(4))
@@ -109,3 +109,63 @@ def test_the_learning_rate_warms_up_then_stays_or_falls_along_a_cosine():
     assert rates("cosine", 0, 1) == [1.0]
     with pytest.raises(ValueError, match="constant or cosine"):
         rates("linear", 0, 1)
+
+
+# ---- owners: strategies that look after parameters -------------------------------------------------------------------
+
+
+class Recorder:
+    """An owner that records when it is called, and the parameter's value at that time."""
+
+    def __init__(self, parameter, events, sharded=False):
+        self.parameter, self.events, self.sharded = parameter, events, sharded
+
+    def before_step(self):
+        self.events.append(("before", self.parameter.data.item()))
+        self.parameter.grad = np.full((1, 1), 2.0)  # an owner may complete the gradient here
+
+    def after_step(self):
+        self.events.append(("after", self.parameter.data.item()))
+
+    def zero_grad(self):
+        self.events.append(("zero_grad", self.parameter.grad))
+
+
+def test_a_serial_parameter_has_no_owner_and_no_placement():
+    assert all(p.owner is None and p.placement is None for p in Linear(2, 3, name="layer").parameters())
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_a_step_calls_each_owner_once_before_and_after(make):
+    a, b, c = (Parameter(np.zeros((1, 1))) for _ in range(3))
+    events = []
+    a.owner = b.owner = Recorder(a, events)
+    optimizer = make([a, b, c], lr=1.0)
+    optimizer.step()
+    assert [name for name, _ in events] == ["before", "after"]
+    assert events[0][1] == 0 and events[1][1] == a.data.item() < 0
+    optimizer.zero_grad()
+    assert events[2:] == [("zero_grad", None)]
+
+
+def test_an_optimizers_zero_grad_clears_parameters_and_ties():
+    p = Parameter(np.zeros((1, 1)))
+    leaf = p.tie()
+    p.grad = leaf.grad = np.ones((1, 1))
+    SGD([p]).zero_grad()
+    assert p.grad is None and leaf.grad is None
+
+
+def test_an_optimizer_without_an_update_says_so():
+    with pytest.raises(TypeError, match="Optimizer does not define update"):
+        Optimizer([]).step()
+
+
+def test_clipping_refuses_to_guess_the_norm_of_shards():
+    p = Parameter(np.zeros((1, 1)))
+    p.grad, p.owner = np.full((1, 1), 3.0), Recorder(p, [], sharded=True)
+    with pytest.raises(ValueError, match="only shards.*call clip_grad_norm of the wrapper"):
+        clip_grad_norm([p], 1.0)
+    assert clip_grad_norm([p], None, norm=5.0) == 5.0
+    p.owner.sharded = False
+    assert clip_grad_norm([p], None) == 3.0

@@ -172,7 +172,7 @@ def _split(tensor: TensorParallel, layer: Module, kind: str) -> Module:
     if isinstance(layer, Embedding):
         tensor.split(layer.weight, dim=0)
         return VocabParallelEmbedding(layer.weight, group, sequence)
-    assert isinstance(layer, Linear)
+    assert isinstance(layer, Linear) and layer.bias is not None
     if kind == "row":
         tensor.split(layer.weight, dim=0)
         return RowParallelLinear(layer.weight, layer.bias, group, sequence)

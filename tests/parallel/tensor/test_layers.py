@@ -78,7 +78,7 @@ def test_a_cut_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
 
 
 def serial_pair():
-    x, first, second = Tensor(X, requires_grad=True), Linear(W1.copy(), B1.copy()), Linear(W2.copy(), B2.copy())
+    x, first, second = Tensor(X, requires_grad=True), Linear.of(W1.copy(), B1.copy()), Linear.of(W2.copy(), B2.copy())
     y = second(gelu(first(x)))
     return y.data, backward(y, G, x, named(first, second))
 
@@ -94,7 +94,7 @@ def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear,
     """A rank's outputs and gradients, made whole where they are parts."""
     group = TensorGroup(comm, reduction)
     tensor = TensorParallel(group, sequence)
-    first, second = Linear(W1.copy(), B1.copy()), Linear(W2.copy(), B2.copy())
+    first, second = Linear.of(W1.copy(), B1.copy()), Linear.of(W2.copy(), B2.copy())
     tensor.split(first.weight, dim=1)
     tensor.split(first.bias, dim=0)
     tensor.split(second.weight, dim=0)
@@ -291,7 +291,7 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
         tensor.sum_partial([weight])
         return weight.grad
 
-    serial = Embedding(table.copy())
+    serial = Embedding.of(table.copy())
     serial(np.arange(T)).backward(np.ones((T, H)))
     for gradient in run_local(size, rank):
         assert np.array_equal(gradient, serial.weight.grad)

@@ -1,0 +1,116 @@
+"""Claims about a user's own module: layers by size, gradients, a summed loss, state that saves and loads."""
+
+import numpy as np
+import pytest
+
+from minipar.autograd import Tensor, cross_entropy_sum, gelu, gradcheck
+from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module
+
+RANDOM = np.random.Generator(np.random.Philox(12))
+X = RANDOM.standard_normal((6, 8))
+Y = RANDOM.standard_normal((6, 2))
+
+
+class MLP(Module):
+    """A user's regression: 8 -> 32 -> 2 with squared errors."""
+
+    def __init__(self, seed=0, dtype="float64"):
+        self.norm = LayerNorm(8, dtype=dtype)
+        self.fc1 = Linear(8, 32, name="fc1", seed=seed, dtype=dtype, std=0.5)
+        self.fc2 = Linear(32, 2, name="fc2", seed=seed, dtype=dtype, std=0.5, bias=False)
+
+    def forward(self, x):
+        return self.fc2(gelu(self.fc1(self.norm(x))))
+
+    def loss_sum(self, x, y):
+        error = self(x) - y
+        return (error * error).sum()
+
+
+def test_a_users_module_has_the_gradient_of_its_loss():
+    model = MLP()
+    layers = {"norm.weight": model.norm, "norm.bias": model.norm, "fc1.weight": model.fc1, "fc1.bias": model.fc1}
+    layers |= {"fc2.weight": model.fc2}
+    assert list(layers) == [name for name, _ in model.named_parameters()]
+
+    def loss(*leaves):
+        for (name, layer), leaf in zip(layers.items(), leaves, strict=True):
+            setattr(layer, name.split(".")[1], leaf)
+        return model.loss(X, Y)
+
+    gradcheck(loss, [RANDOM.standard_normal(p.shape) for p in model.parameters()])
+
+
+def test_a_users_module_trains_on_numpy_data():
+    model = MLP()
+    optimizer, losses = SGD(model.parameters(), lr=0.05), []
+    for _ in range(20):
+        loss = model.loss(X, Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0] and losses == sorted(losses, reverse=True)
+
+
+def test_a_users_modules_state_moves_to_another_seed():
+    model, other = MLP(), MLP(seed=1)
+    assert not np.array_equal(model(X).data, other(X).data)
+    other.load_state_dict(model.state_dict())
+    assert np.array_equal(model(X).data, other(X).data)
+
+
+def test_arrays_and_tensors_are_both_inputs():
+    model = MLP(dtype="float32")
+    for layer, size in ((model.fc1, 8), (model.norm, 8)):
+        x = RANDOM.standard_normal((3, size))
+        y = layer(x)  # float64 values meet a float32 layer
+        assert y.dtype == np.float32 and np.array_equal(y.data, layer(Tensor(x.astype(np.float32))).data)
+
+
+def test_a_layer_has_the_same_weights_wherever_its_name_is_used():
+    config = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=1, n_head=2)
+    model = GPT(config, seed=3)
+    same = Linear(8, 32, name="h.0.mlp.c_fc", seed=3)
+    assert np.array_equal(same.weight.data, model.h[0].mlp.c_fc.weight.data)
+    assert np.array_equal(Embedding(11, 8, name="wte", seed=3).weight.data, model.wte.weight.data)
+    assert not np.array_equal(Linear(8, 32, name="other", seed=3).weight.data, same.weight.data)
+
+
+def test_layers_of_given_values_hold_those_arrays():
+    weight, bias = RANDOM.standard_normal((2, 3)), RANDOM.standard_normal(3)
+    layer, plain = Linear.of(weight, bias), Linear.of(weight)
+    assert layer.weight.data is weight and layer.bias.data is bias and plain.bias is None
+    x = RANDOM.standard_normal((4, 2))
+    assert np.array_equal(layer(x).data, x @ weight + bias) and np.array_equal(plain(x).data, x @ weight)
+    assert Embedding.of(weight).weight.data is weight and LayerNorm.of(bias, bias, 1e-3).eps == 1e-3
+
+
+def test_a_deferred_layer_gets_its_values_from_materialize():
+    layer = Linear(2, 3, name="layer", deferred=True)
+    assert np.isnan(layer.weight.data).all()
+    layer.materialize()
+    assert np.array_equal(layer.weight.data, Linear(2, 3, name="layer").weight.data) and not layer.bias.data.any()
+
+
+def test_a_module_without_a_summed_loss_says_what_to_define():
+    with pytest.raises(TypeError, match=r"Linear does not define loss_sum\(x, y\): minipar divides the sum over all"):
+        Linear(2, 3, name="layer").loss(X, Y)
+
+
+def test_target_count_ignores_only_integer_targets_of_minus_100():
+    model = MLP()
+    assert model.target_count(np.array([[1, -100], [0, 3]])) == 3
+    assert model.target_count(np.array([1.0, -100.0])) == 2
+    assert model.target_count(np.array([1, 2], dtype=np.uint8)) == 2
+    assert type(model.target_count(np.array([1, -100]))) is int
+
+
+def test_the_mean_loss_is_the_sum_over_the_count():
+    class Classifier(MLP):
+        def loss_sum(self, x, y):
+            return cross_entropy_sum(self(x), y)
+
+    model, targets = Classifier(), np.array([0, 1, -100, 1, -100, 0])
+    assert model.loss(X, targets).item() == model.loss_sum(X, targets).item() * (1 / 4)
+    assert model.loss(X, np.full(6, -100)).item() == 0
