@@ -91,7 +91,7 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 # | 3 | $\Psi/N$ | $\Psi/N$ | $\Psi/N$ | $16\Psi/N$ |
 
 # %%
-from minipar.parallel.model_state import MIXED, elements_held, model_state
+from minipar.parallel.memory import MIXED, elements_held, model_state
 
 if rank == 0:
     show_source(elements_held, model_state)
@@ -267,7 +267,7 @@ say(f"{Psi:,} parameters in {len(BUCKETS)} buckets of {BUCKETS} elements")
 
 # %%
 from minipar.comm import wire_bytes
-from minipar.parallel.model_state import FLOAT64, own_elements
+from minipar.parallel.memory import FLOAT64, own_elements
 
 OWN = own_elements(BUCKETS, N, rank)
 ONE_NUMBER = wire_bytes("all_reduce", "ordered", 1, 8, N, rank)

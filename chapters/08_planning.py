@@ -1481,7 +1481,7 @@ for length in (2048, 4096, 32768):
 from contextlib import nullcontext
 from unittest.mock import patch
 
-from minipar.parallel.model_state import FLOAT64
+from minipar.parallel.memory import FLOAT64
 from minipar.plan import communication
 from minipar.plan import memory as memories
 from minipar.train.data import load_tokens

@@ -16,7 +16,7 @@ import numpy as np
 from minipar.bench.costs import Costs
 from minipar.comm import Network
 from minipar.errors import UsageError
-from minipar.parallel.model_state import OF_DTYPE
+from minipar.parallel.memory import OF_DTYPE
 from minipar.plan.layout import Layout
 from minipar.plan.machine import Assumptions, Cluster, Gpu
 from minipar.plan.memory import Memory, memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,13 +40,16 @@ class Owner(Protocol):
 
     sharded: bool
 
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError if an optimizer must not hold one of these parameters."""
+
     def before_step(self) -> None:
-        """Complete the gradients, or raise an error if the optimizer must not step now."""
+        """Raise RuntimeError if the gradients are not ready for a step."""
 
     def after_step(self) -> None:
         """Make the updated values visible wherever they are used."""
 
-    def zero_grad(self) -> None:
+    def forget_gradients(self) -> None:
         """Forget the gradients that the strategy itself keeps."""
 
 
@@ -113,6 +116,19 @@ class Parameter(Tensor):
             leaf.grad = None
 
 
+def owners_of(parameters: Iterable[Parameter]) -> list[Owner]:
+    """Return the distinct owners of the parameters, in the order of the parameters."""
+    return list({id(p.owner): p.owner for p in parameters if p.owner is not None}.values())
+
+
+def zero_grad(parameters: Sequence[Parameter]) -> None:
+    """Forget the gradients of these parameters, and those that their owners keep."""
+    for parameter in parameters:
+        parameter.zero_grad()
+    for owner in owners_of(parameters):
+        owner.forget_gradients()
+
+
 class Module:
     """A callable with parameters, found by walking its attributes (Parameters, Modules, lists of Modules) in the order
     they were set.
@@ -155,8 +171,8 @@ class Module:
         return [parameter for _, parameter in self.named_parameters()]
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters():
-            parameter.zero_grad()
+        """Forget all gradients, and those that the parameters' owners keep."""
+        zero_grad(self.parameters())
 
     def materialize(self) -> None:
         """Compute the values of all parameters that are still deferred."""

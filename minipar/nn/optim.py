@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from minipar.backend import Array, is_host, xp
 from minipar.memory import hold
-from minipar.nn.module import Owner, Parameter
+from minipar.nn.module import Parameter, owners_of, zero_grad
 
 BLOCK = 1 << 15  # elements: a block of parameter, gradient, two moments and two scratch arrays stays in a core's cache
 
@@ -33,6 +33,8 @@ class Optimizer:
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self.parameters = list(parameters)
+        for owner in owners_of(self.parameters):
+            owner.check(self.parameters)
 
     def update(self) -> None:
         """Change every parameter that has a gradient."""
@@ -40,8 +42,9 @@ class Optimizer:
 
     def step(self) -> None:
         """Update the parameters; the owners of parameters act before and after, each owner once."""
-        owners = self._owners()
+        owners = owners_of(self.parameters)
         for owner in owners:
+            owner.check(self.parameters)  # again: a strategy may have been applied since the optimizer was made
             owner.before_step()
         self.update()
         for owner in owners:
@@ -49,14 +52,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, and those that their owners keep."""
-        for parameter in self.parameters:
-            parameter.zero_grad()
-        for owner in self._owners():
-            owner.zero_grad()
-
-    def _owners(self) -> list[Owner]:
-        """Return the distinct owners of the parameters, in the order of the parameters."""
-        return list({id(p.owner): p.owner for p in self.parameters if p.owner is not None}.values())
+        zero_grad(self.parameters)
 
 
 class SGD(Optimizer):

@@ -1,27 +1,10 @@
-"""Strategies applied to a serial model; the model does not know."""
+"""Strategies applied to a serial model, which does not know that it is parallel. Each is one file that reads alone:
 
-from minipar.parallel.buffers import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, units
-from minipar.parallel.data import (
-    DistributedDataParallel,
-    accumulate_replicas,
-    all_reduce_gradients,
-    global_token_count,
-)
-from minipar.parallel.fully_sharded import ZeroStage3, shard
-from minipar.parallel.zero import ZeroStage1, ZeroStage2
+    ddp.py       data parallelism                       tensor/      tensor and sequence parallelism
+    zero.py      ZeRO stages 1 and 2                    pipeline/    schedules and their execution
+    fsdp.py      ZeRO stage 3
 
-__all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "Bucket",
-    "DistributedDataParallel",
-    "FlatBuffers",
-    "ZeroStage1",
-    "ZeroStage2",
-    "ZeroStage3",
-    "accumulate_replicas",
-    "all_reduce_gradients",
-    "global_token_count",
-    "shard",
-    "units",
-]
+Each records in every parameter's Placement (placement.py) what it does to the parameter. What needs all axes is a loop
+over placements: grad_norm.py, state.py, traffic.py, memory.py. Shared by ddp, zero and fsdp: wrapper.py (the loss, and
+the checks of a user's script) and buckets.py; by the ZeRO stages: sharding.py.
+"""

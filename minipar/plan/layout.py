@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minipar.parallel.model_state import MIXED, Precision
+from minipar.parallel.memory import MIXED, Precision
 from minipar.plan.model import ModelShape
 
 # Bytes of parameters, gradients, optimizer state: 16 in all (Rajbhandari et al. 2020), or with gradients added up and

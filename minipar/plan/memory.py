@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from minipar.parallel.model_state import model_state
+from minipar.parallel.memory import model_state
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.pipeline import stages_per_rank

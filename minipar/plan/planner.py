@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from minipar.errors import UsageError
-from minipar.parallel.model_state import Precision
+from minipar.parallel.memory import Precision
 from minipar.plan.communication import Volume, volume
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.machine import GPUS, Cluster

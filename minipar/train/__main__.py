@@ -13,7 +13,7 @@ from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_tr
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import export_gpt2, load_config
-from minipar.train.checkpoint import agreeing, prepare_directory, save
+from minipar.train.checkpoint import agreeing, prepare_directory
 from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.manifest import Checkpoint
@@ -39,7 +39,7 @@ def run(comm: Communicator) -> int:
     if ledger is not None and config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
-        state = trainer.ddp.state_dict()
+        state = trainer.state_dict()
         if comm.rank == 0:
             export_gpt2(trainer.model, config.run.export, state)
     out = progress_stream(config) if comm.rank == 0 else None
@@ -84,7 +84,7 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
             )
         done, every = result.step + 1, config.run.save_every
         if config.run.save is not None and (done == config.optimizer.steps or (every and done % every == 0)):
-            save(trainer, config.run.save, done)
+            trainer.save(config.run.save, done)
     metrics.close()
     if config.run.trace is not None:
         save_chrome_trace(config.run.trace, comm, trainer.mesh)

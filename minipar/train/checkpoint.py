@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -32,12 +32,11 @@ from safetensors.numpy import save as serialize
 from minipar.backend import to_host
 from minipar.comm import Communicator
 from minipar.errors import UsageError
+from minipar.nn import AdamW
+from minipar.parallel.state import owned_pieces
 from minipar.train.config import TrainConfig
 from minipar.train.manifest import FILE, FORMAT, KINDS, MANIFEST, STEP, VERSION, checksum
 from minipar.train.options import flags
-
-if TYPE_CHECKING:
-    from minipar.train.trainer import Trainer
 
 KEPT = 2  # checkpoints in the directory; older ones are removed
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
@@ -59,12 +58,13 @@ def agreeing(comm: Communicator, what: str) -> Iterator[None]:
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def save(trainer: Trainer, directory: str | Path, step: int) -> None:
+def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
     """Collective: write DIR/step-N after `step` optimizer steps; UsageError on every rank if one of them cannot.
 
-    On the wire: each rank's list of pieces to rank 0, as control data; no parameter.
+    `comm` is all ranks of the mesh, `optimizer` this rank's, `header` what the manifest says of the run. Each rank's
+    list of pieces is sent to rank 0 as control data; no parameter is sent.
     """
-    comm, root = trainer.mesh.world, Path(directory)
+    root = Path(directory)
     partial, place, what = root / f"step-{step:08d}.partial", root / f"step-{step:08d}", f"--save {directory}"
     with agreeing(comm, what):
         if comm.rank == 0:
@@ -76,7 +76,7 @@ def save(trainer: Trainer, directory: str | Path, step: int) -> None:
     path = partial / f"rank-{comm.rank:05d}.safetensors"
     file: dict[str, Any] = {}
     with agreeing(comm, what):
-        pieces, tensors = _own(trainer)
+        pieces, tensors = _own(optimizer)
         # Not `save_file`: it writes under a name of its own first, which a kill would leave here and nobody would know.
         data = serialize(tensors)
         path.write_bytes(data)
@@ -86,7 +86,9 @@ def save(trainer: Trainer, directory: str | Path, step: int) -> None:
     files = comm.gather_bytes(json.dumps(file).encode())
     with agreeing(comm, what):
         if files is not None:
-            manifest = _manifest(trainer, step, [json.loads(each) for each in files])
+            manifest = {"format": FORMAT, "version": VERSION, "step": step, "optimizer_steps": optimizer.steps}
+            manifest |= {**header, "files": [json.loads(each) for each in files]}
+            manifest |= {"checksum": checksum(manifest)}
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             _sync(partial / MANIFEST)
             _sync(partial)
@@ -98,45 +100,15 @@ def save(trainer: Trainer, directory: str | Path, step: int) -> None:
             _remove_leftovers(root)
 
 
-def _own(trainer: Trainer) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """What this rank writes: (pieces, tensors by "kind/name"). What tensor parallelism leaves whole is its rank 0's."""
-    ddp, optimizer, tensor = trainer.ddp, trainer.optimizer, trainer.tensor
-    names = {p: name for name, p in trainer.model.named_parameters()}
-    own = ddp.owned()
+def _own(optimizer: AdamW) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return what this rank writes: (pieces, tensors by "kind/name"), of the elements that it owns."""
     pieces, tensors = [], {}
-    for i, (p, held) in enumerate(ddp.optimized_elements()):
-        cut = None if tensor is None else tensor.cuts.get(p)
-        if p not in own or (tensor is not None and cut is None and tensor.group.comm.rank > 0):
-            continue
-        how = None
-        if tensor is not None and cut is not None:
-            group = tensor.group.comm
-            how = {"dim": cut.dim, "groups": cut.groups, "rank": group.rank, "ranks": group.size}
-        pieces.append({"name": names[p], "start": own[p].start, "stop": own[p].stop, "cut": how})
-        place = slice(own[p].start - held.start, own[p].stop - held.start)
-        numbers = (optimizer.parameters[i].data, optimizer.exp_avg[i], optimizer.exp_avg_sq[i])
-        for kind, array in zip(KINDS, numbers, strict=True):
-            tensors[f"{kind}/{names[p]}"] = to_host(array.reshape(-1)[place])
+    for i, piece, elements in owned_pieces(optimizer.parameters):
+        pieces.append(dataclasses.asdict(piece))
+        values = (optimizer.parameters[i].data, optimizer.exp_avg[i], optimizer.exp_avg_sq[i])
+        for kind, array in zip(KINDS, values, strict=True):
+            tensors[f"{kind}/{piece.name}"] = to_host(array.reshape(-1)[elements])
     return pieces, tensors
-
-
-def _manifest(trainer: Trainer, step: int, files: list[dict[str, Any]]) -> dict[str, Any]:
-    resumed = trainer.checkpoint
-    history = [] if resumed is None else list(resumed.history)
-    history.append({"step": trainer.first_step, "flags": told(trainer.config)})
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "optimizer_steps": trainer.optimizer.steps,
-        "dtype": trainer.config.run.dtype,
-        "data": trainer.batches.tokens.fingerprint().hex(),
-        "model": dataclasses.asdict(trainer.model.config),
-        "parameters": trainer.shapes,
-        "history": history,
-        "files": files,
-    }
-    return manifest | {"checksum": checksum(manifest)}
 
 
 def told(config: TrainConfig) -> dict[str, Any]:

@@ -26,9 +26,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from minipar.backend import Array, from_host
+from minipar.backend import Array, from_host, to_host
 from minipar.errors import UsageError
-from minipar.parallel.tensor.plan import Cut
+from minipar.nn import AdamW
+from minipar.parallel.placement import Shard, elements_of, placement_of
+from minipar.parallel.state import join, local_part
 
 FORMAT, VERSION = "minipar checkpoint", 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # what is kept of each element
@@ -106,7 +108,8 @@ class Checkpoint:
                 self.pieces[piece["name"]].append((file["name"], piece))
         for name in self.pieces.keys() - self.shapes.keys():
             raise self._refuse(f"a piece of {name!r}, which is none of its parameters")
-        self.cuts = {name: self._check_pieces(name) for name in self.shapes}
+        for name in self.shapes:
+            self._check_pieces(name)
         self._open: dict[str, Any] = {}
 
     def _refuse(self, what: str) -> UsageError:
@@ -140,8 +143,8 @@ class Checkpoint:
             raise self._refuse(problem)
         return manifest
 
-    def _check_pieces(self, name: str) -> tuple[Cut | None, int]:
-        """How the parameter is cut and into how many parts, once its pieces are known to be each element once."""
+    def _check_pieces(self, name: str) -> None:
+        """Refuse a parameter whose pieces are not each of its elements once."""
         shape, pieces = self.shapes[name], [piece for _, piece in self.pieces[name]]
         kinds = set()
         by_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -155,13 +158,12 @@ class Checkpoint:
         if len(kinds) != 1:
             raise self._refuse(f"{name} is {'cut in several ways' if kinds else 'in no file'}")
         (kind,) = kinds
-        whole, ranks, size = None, 1, math.prod(shape)
+        ranks, size = 1, math.prod(shape)
         if kind is not None:
             dim, groups, ranks = kind
             if not (0 <= dim < len(shape) and groups >= 1 and ranks >= 1):
                 raise self._refuse(f"{name} of shape {shape} cannot be cut along dim {dim} into {groups}*{ranks}")
-            whole = Cut(dim, groups, shape[dim])
-            size = math.prod(whole.shape(shape, ranks))
+            size = math.prod(Shard(0, ranks, dim, shape[dim], groups).local_shape(shape))
         if ranks > len(pieces) or sorted(by_rank) != list(range(ranks)):
             raise self._refuse(f"{name} is cut into {ranks} parts, but there are pieces of {sorted(by_rank)}")
         for rank, spans in by_rank.items():
@@ -171,7 +173,6 @@ class Checkpoint:
                     what = "twice" if start < at else "in no file"
                     raise self._refuse(f"{name}: elements {min(at, start)}:{max(at, start)} of part {rank} are {what}")
                 at = stop
-        return whole, ranks
 
     def check_listing(self) -> None:
         """UsageError if the directory holds a file that the manifest does not name, or lacks one that it does."""
@@ -208,14 +209,12 @@ class Checkpoint:
             raise UsageError(f"{path} does not hold what {MANIFEST} says: {different[0]}")
 
     def array(self, kind: str, name: str) -> Array:
-        """The serial model's array for one parameter: itself, or a mean that the optimizer keeps of it (see KINDS)."""
-        shape, (cut, ranks) = self.shapes[name], self.cuts[name]
-        local = shape if cut is None else cut.shape(shape, ranks)
-        parts = [np.empty(local, self.dtype) for _ in range(ranks)]
-        for file, piece in self.pieces[name]:
-            part = parts[0 if cut is None else piece["cut"]["rank"]].reshape(-1)
-            part[piece["start"] : piece["stop"]] = self._tensor(file, f"{kind}/{name}")
-        return from_host(parts[0]) if cut is None else cut.join([from_host(part) for part in parts])
+        """Return the serial model's array for one parameter: its values, or a moment of the optimizer (see KINDS)."""
+        pieces = (
+            (piece["cut"], piece["start"], piece["stop"], self._tensor(file, f"{kind}/{name}"))
+            for file, piece in self.pieces[name]
+        )
+        return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces))))
 
     def close(self) -> None:
         """Let go of the files: a network file system cannot remove what is open. A later `array` opens them again."""
@@ -228,6 +227,16 @@ class Checkpoint:
             return self._open[file].get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{self.directory / file} cannot be read: {error}") from None
+
+
+def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
+    """Fill AdamW's moments with this rank's elements; one whole array at a time is in memory. Sends nothing."""
+    optimizer.steps = checkpoint.manifest["optimizer_steps"]
+    for kind, moments in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
+        for moment, p in zip(moments, optimizer.parameters, strict=True):
+            placement = placement_of(p)
+            whole = checkpoint.array(kind, placement.name)
+            moment.reshape(-1)[...] = local_part(placement.tp, whole, elements_of(p))
 
 
 def mismatch(value: Any, schema: Any, where: str = "") -> str | None:

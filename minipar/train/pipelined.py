@@ -12,10 +12,10 @@ from minipar.backend import Array, from_host, xp
 from minipar.errors import UsageError
 from minipar.memory import enter
 from minipar.nn import DropoutKeys, dropping
-from minipar.parallel.data import DistributedDataParallel
 from minipar.parallel.pipeline import PipelineExecutor, Schedule, check, load_csv, make
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.wrapper import Wrapper
 from minipar.train.config import TrainConfig
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
@@ -51,7 +51,7 @@ class PipelinedStep:
         config: TrainConfig,
         schedule: Schedule,
         pipeline: PipelineParallel,
-        ddp: DistributedDataParallel,
+        ddp: Wrapper,
         shape: tuple[int, ...],
     ) -> None:
         self.pipeline, self.ddp, self.dtype = pipeline, ddp, np.dtype(config.run.dtype)
@@ -88,7 +88,7 @@ class PipelinedStep:
             enter(PHASES[action.kind])
             keys = dropping(DropoutKeys(self.seed, step, samples[action.microbatch]))
             sync = nullcontext() if action.microbatch == self.last else self.ddp.no_sync()
-            with keys, sync, pipeline.comm.tracer.region(str(action)):
+            with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
                 yield
 
         self.executor.run(tokens, loss, lambda m: xp.full((), gradient, dtype=self.dtype), around)

@@ -12,7 +12,7 @@ from typing import TextIO
 from minipar.comm import Communicator
 from minipar.memory import KINDS, MemoryLedger
 from minipar.parallel.pipeline import simulate
-from minipar.parallel.volume import buckets
+from minipar.parallel.traffic import buckets
 from minipar.train.config import TrainConfig
 from minipar.train.traffic import step_layout
 from minipar.train.trainer import StepResult

@@ -13,8 +13,7 @@ from typing import Any
 
 from minipar.comm import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, GPTConfig
-from minipar.parallel.data import DistributedDataParallel
+from minipar.nn import GPT, GPTConfig
 from minipar.train.checkpoint import agreeing, checkpoints, told
 from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
@@ -119,16 +118,3 @@ def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
         if config.optimizer.clip_grad and (then.get("--pp") == 1) != (here["--pp"] == 1):
             return False
     return True
-
-
-def restore_optimizer(checkpoint: Checkpoint, model: GPT, ddp: DistributedDataParallel, optimizer: AdamW) -> None:
-    """Fill AdamW's means with this rank's elements of them; one whole array at a time is in memory. Sends nothing."""
-    names = {p: name for name, p in model.named_parameters()}
-    optimizer.steps = checkpoint.manifest["optimizer_steps"]
-    for kind, means in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
-        for mean, (p, held) in zip(means, ddp.optimized_elements(), strict=True):
-            whole = checkpoint.array(kind, names[p])
-            if ddp.tensor is not None and p in ddp.tensor.cuts:
-                group = ddp.tensor.group.comm
-                whole = ddp.tensor.cuts[p].part(whole, group.rank, group.size)
-            mean.reshape(-1)[...] = whole.reshape(-1)[held.start : held.stop]

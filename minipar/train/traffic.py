@@ -1,12 +1,12 @@
-"""What a configured run will send: a TrainConfig in the terms of `minipar.parallel.volume`."""
+"""What a configured run will send: a TrainConfig in the terms of `minipar.parallel.traffic`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from minipar.nn import GPTConfig
-from minipar.parallel.volume import StepLayout
-from minipar.parallel.volume import predicted_traffic as predict
+from minipar.parallel.traffic import StepLayout
+from minipar.parallel.traffic import predicted_traffic as predict
 from minipar.train.config import TrainConfig
 from minipar.train.pipelined import schedule_of
 

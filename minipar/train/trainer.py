@@ -1,17 +1,18 @@
-"""The training loop: one program for one device and for many, told apart by its mesh alone.
+"""The training loop: the same program on one device and on any mesh.
 
-The global batch is cut into `dp` replicas' shares. On a mesh with dp ranks each rank computes one replica; on a mesh of
-one, the single device computes all of them, one after another, and adds their gradients in rank order. That is what
-`--verify` compares.
+The global batch is cut into `dp` replicas' shares, and each share into microbatches. Each data-parallel rank computes
+one replica. `verify.py` has the one device that computes all replicas one after another.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +21,28 @@ from minipar.autograd import metering
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
 from minipar.memory import enter
-from minipar.nn import GPT, AdamW, Deferred, DropoutKeys, GPTConfig, dropping, learning_rate
+from minipar.nn import GPT, AdamW, Deferred, DropoutKeys, GPTConfig, Parameter, dropping, learning_rate
 from minipar.nn.pretrained import load_gpt2
-from minipar.parallel.buffers import units
-from minipar.parallel.data import accumulate_replicas
-from minipar.parallel.fully_sharded import shard
-from minipar.parallel.model_state import OF_DTYPE, check_limit
+from minipar.parallel.buckets import by_unit
+from minipar.parallel.fsdp import FullyShardedDataParallel
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.memory import OF_DTYPE, check_limit
 from minipar.parallel.pipeline.split import PipelineParallel, part_groups
+from minipar.parallel.placement import placement_of
+from minipar.parallel.stages import shard
+from minipar.parallel.state import gather_state
 from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.wrapper import Wrapper
+from minipar.train.checkpoint import save, told
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
-from minipar.train.manifest import Checkpoint
+from minipar.train.manifest import Checkpoint, restore_optimizer
 from minipar.train.pipelined import PipelinedStep, schedule_of
-from minipar.train.resume import restore_optimizer
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports, and the fields of a line of `--metrics`."""
+    """The report of one step, and the fields of a line of `--metrics`."""
 
     step: int  # counted from 0
     loss: float  # mean over the global batch before the update, nats per token
@@ -47,9 +52,7 @@ class StepResult:
 
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
-    """The serial model that the configuration describes, or the one in `--init-from`, or in a checkpoint; its numbers
-    are not made, or read, yet.
-    """
+    """Make the serial model of a configuration, of `--init-from`, or of a checkpoint; its values are still deferred."""
     recompute = config.run.recompute == "full"
     if config.model.init_from is not None:
         return load_gpt2(
@@ -77,61 +80,33 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
 
 
 class Trainer:
-    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, or on a mesh of one in its place, from step
-    0 or from where `checkpoint` (of any layout) ends.
+    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, from step 0 or from a checkpoint's step.
 
-    On the wire per step and rank: what the ZeRO stage sends over dp (parallel/data.py, zero.py), what the layers send
-    over tp (parallel/tensor/plan.py), and one float64 all-reduced for the loss. UsageError if the model state does not
-    fit `--memory-limit`.
+    The checkpoint may be of any layout. Sends per step and rank what the ZeRO stage sends over dp (parallel/ddp.py,
+    zero.py, fsdp.py), what the layers send over tp (parallel/tensor/plan.py), what the schedule sends over pp, and one
+    float64 for the loss. UsageError if the model state does not fit `--memory-limit`.
     """
 
     def __init__(
         self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens, checkpoint: Checkpoint | None = None
     ) -> None:
-        dp, stage = config.mesh.dp, config.mesh.zero_stage
-        assert dp is not None and mesh.dp.size in (1, dp)
+        assert config.mesh.dp is not None, "resolve() fills dp in"
         self.config, self.mesh = config, mesh
-        self.replicas = range(dp) if mesh.dp.size == 1 else range(mesh.dp.rank, mesh.dp.rank + 1)
         self.checkpoint, self.first_step = checkpoint, 0 if checkpoint is None else checkpoint.step
         self.model = make_model(config, checkpoint)
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # of the whole model
-        self.size = sum(p.size for p in self.model.parameters())  # Psi, of the whole model
-        self.tensor = None
-        if mesh.tp.size > 1:
-            self.tensor = tensor_parallel(self.model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
-        self.samples_per_microbatch = config.data.global_batch // (dp * config.data.microbatches)
-        schedule = schedule_of(config) if config.mesh.pp > 1 else None
-        pipeline, groups = None, None
-        if schedule is not None:  # one device in the place of a pipeline has the same buckets
-            groups = part_groups(self.model)
-            if mesh.pp.size > 1:
-                pipeline = PipelineParallel(self.model, mesh.pp, schedule, config.model.seq_len)
-                groups = pipeline.groups
-        if config.mesh.memory_limit is not None:
-            check_limit(
-                config.mesh.memory_limit,
-                [sum(p.size for p in group) for group in groups or units(self.model)],
-                mesh.dp.size,
-                stage,
-                OF_DTYPE[config.run.dtype],
-                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
-            )
-        self.ddp = shard(
-            self.model, mesh.dp, stage, config.run.reduction, dp, self.tensor, pipeline=pipeline, groups=groups
-        )
-        self.pipelined = None
-        if schedule is not None and pipeline is not None:
-            length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
-            shape = (self.samples_per_microbatch, length, self.model.config.n_embd)
-            self.pipelined = PipelinedStep(config, schedule, pipeline, self.ddp, shape)
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # of the serial model
+        self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
+        self.tokens_per_step = config.data.global_batch * config.model.seq_len
+        self.samples_per_microbatch = config.data.global_batch // (config.mesh.dp * config.data.microbatches)
+        self.ddp = self._parallelize()
         self.optimizer = AdamW(
-            self.ddp.optimized,
+            self.ddp.parameters(),
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
         )
         if checkpoint is not None:
-            restore_optimizer(checkpoint, self.model, self.ddp, self.optimizer)
+            restore_optimizer(checkpoint, self.optimizer)
             checkpoint.close()
         self.batches = Batches(
             tokens,
@@ -140,7 +115,37 @@ class Trainer:
             order=config.data.order,
             seed=config.run.seed,
         )
-        self.tokens_per_step = config.data.global_batch * config.model.seq_len
+
+    def _parallelize(self) -> Wrapper:
+        """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
+        config, mesh, model = self.config, self.mesh, self.model
+        options: dict[str, Any] = {}
+        if mesh.tp.size > 1:
+            tensor = tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
+            options["before_reduce"] = tensor.sum_partial
+        schedule = schedule_of(config) if config.mesh.pp > 1 else None
+        pipeline = None
+        options["groups"] = by_unit(model) if schedule is None else part_groups(model)
+        if schedule is not None and mesh.pp.size > 1:
+            pipeline = PipelineParallel(model, mesh.pp, schedule, config.model.seq_len)
+            options["groups"] = pipeline.groups
+            options["runs"] = [stage.parts for stage in pipeline.stages.values()]
+        if config.mesh.memory_limit is not None:
+            check_limit(
+                config.mesh.memory_limit,
+                [sum(p.size for p in group) for group in options["groups"]],
+                mesh.dp.size,
+                config.mesh.zero_stage,
+                OF_DTYPE[config.run.dtype],
+                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
+            )
+        ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)
+        self.pipelined = None
+        if schedule is not None and pipeline is not None:
+            length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
+            shape = (self.samples_per_microbatch, length, model.config.n_embd)
+            self.pipelined = PipelinedStep(config, schedule, pipeline, ddp, shape)
+        return ddp
 
     def train(self) -> Iterator[StepResult]:
         """Run the configured steps, from the first that the checkpoint has not, yielding after each."""
@@ -148,9 +153,9 @@ class Trainer:
             yield self.step(step)
 
     def step(self, step: int) -> StepResult:
-        """One optimizer step over the global batch; every rank of the mesh calls it with the same `step`.
+        """Take one optimizer step over the global batch; every rank of the mesh calls it with the same `step`.
 
-        On a model clock its matrix products take their operations divided by the clock's speed, the rest no time.
+        On a model clock, matrix products take their operations divided by the clock's speed; all else takes no time.
         """
         clock = self.mesh.world.clock
         if not isinstance(clock, ModelClock):
@@ -161,25 +166,11 @@ class Trainer:
     def _step(self, step: int) -> StepResult:
         start = time.perf_counter()
         enter("forward", restart=True)
-        losses = dict.fromkeys(self.replicas, 0.0)
-
-        def backward(replica: int, microbatch: int) -> None:
-            losses[replica] += self._backward_microbatch(step, replica, microbatch)
-
         self.ddp.zero_grad()
-        if self.pipelined is not None:
-            (replica,) = self.replicas
-            samples = [self._samples(replica, m) for m in range(self.config.data.microbatches)]
-            losses[replica] = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
-        elif len(self.replicas) > 1 or (self.ddp.stage == 0 and self.config.mesh.sync_every_microbatch):
-            self._accumulate_all(backward)
-        else:
-            self._accumulate_own(backward)
-        loss = self._sum_over_replicas(list(losses.values())) / self.tokens_per_step
-
+        loss = self._forward_backward(step)
         optimizer = self.config.optimizer
         with self._region("optimizer"):
-            grad_norm = self.ddp.clip_grad_norm(optimizer.clip_grad or None)
+            grad_norm = self._clip_grad_norm(optimizer.clip_grad or None)
             self.optimizer.lr = learning_rate(
                 step,
                 lr=optimizer.lr,
@@ -188,72 +179,82 @@ class Trainer:
                 total_steps=optimizer.steps,
             )
             self.optimizer.step()
-            self.ddp.refresh_parameters()
             backend.synchronize()
         if self.pipelined is not None:  # not in the region: the last stage waits in it and computes nothing
-            self.pipelined.pipeline.refresh(self.ddp.whole)
+            self.pipelined.pipeline.send_tied_weight(self._whole)
         seconds = time.perf_counter() - start
-        return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds)
+        return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds)
 
-    def _accumulate_own(self, backward: Callable[[int, int], None]) -> None:
-        """This rank's replica: microbatches add up, and the sum over ranks is taken once, or after each of them."""
-        last = self.config.data.microbatches - 1
-        for microbatch in range(last + 1):
-            if microbatch == last or self.config.mesh.sync_every_microbatch:
-                backward(self.replicas[0], microbatch)
-                self.ddp.synchronize()
-            else:
-                with self.ddp.no_sync():
-                    backward(self.replicas[0], microbatch)
+    def _forward_backward(self, step: int) -> float:
+        """Compute the whole gradient of the global batch's mean loss; return the global batch's summed loss."""
+        if self.pipelined is not None:
+            samples = [self.samples(self.mesh.dp.rank, m) for m in range(self.config.data.microbatches)]
+            loss = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
+        else:
+            loss = 0.0
+            last = self.config.data.microbatches - 1
+            for m in range(last + 1):
+                sync = m == last or self.config.mesh.sync_every_microbatch
+                with nullcontext() if sync else self.ddp.no_sync():
+                    loss += self.backward_microbatch(step, self.mesh.dp.rank, m)
+                if sync:
+                    self.ddp.synchronize()
+        return float(self.mesh.dp.all_reduce(np.array([loss]), algorithm="ordered")[0])
 
-    def _accumulate_all(self, backward: Callable[[int, int], None]) -> None:
-        """One device that keeps nothing sharded, in the place of the ranks: the same sums in the same order."""
-        microbatches, buffers = range(self.config.data.microbatches), self.ddp.buffers
-
-        def replica(r: int) -> None:
-            for microbatch in microbatches:
-                backward(r, microbatch)
-
-        def microbatch(m: int) -> None:
-            accumulate_replicas(buffers, self.replicas, lambda r: backward(r, m))
-
-        with self.ddp.no_sync():
-            if self.config.mesh.sync_every_microbatch:
-                accumulate_replicas(buffers, microbatches, microbatch)
-            else:
-                accumulate_replicas(buffers, self.replicas, replica)
-
-    def _backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        """Forward and backward of one microbatch; returns its summed loss. Gradients accumulate in the buffers.
+    def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
+        """Run forward and backward of one microbatch; return its summed loss. Gradients add up in the buffers.
 
         The loss of each microbatch is a sum over tokens, and its gradient is scaled by 1 / tokens of the *global*
         batch: contributions then simply add up, over microbatches and over ranks.
         """
-        samples = self._samples(replica, microbatch)
+        samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
         keys = DropoutKeys(self.config.run.seed, step, samples)
         with self._region("forward"), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
-        with self._region("backward"):
+        with self._region("backward"), self.ddp.scaled_backward():
             loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
         return loss.item()
 
-    def _samples(self, replica: int, microbatch: int) -> range:
-        """Their numbers in the global batch."""
+    def samples(self, replica: int, microbatch: int) -> range:
+        """Return the numbers, in the global batch, of a replica's samples in one microbatch."""
         first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
         return range(first, first + self.samples_per_microbatch)
 
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collect the serial model's parameters by name, as host arrays, on rank 0; the other ranks get {}."""
+        return gather_state(self.model, self.ddp.parameters(), self.mesh.world)
+
+    def save(self, directory: str | Path, step: int) -> None:
+        """Write a checkpoint after `step` optimizer steps; collective (see checkpoint.save)."""
+        history = [] if self.checkpoint is None else list(self.checkpoint.history)
+        header = {
+            "dtype": self.config.run.dtype,
+            "data": self.batches.tokens.fingerprint().hex(),
+            "model": asdict(self.model.config),
+            "parameters": self.shapes,
+            "history": [*history, {"step": self.first_step, "flags": told(self.config)}],
+        }
+        save(self.mesh.world, directory, step, self.optimizer, header)
+
+    def _clip_grad_norm(self, max_norm: float | None) -> float:
+        mesh = self.mesh
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp, mesh.tp, mesh.pp)
+
+    @property
+    def units(self) -> int:
+        """The number of units whose squares the gradient's norm adds up, on all pipeline ranks together."""
+        return placement_of(self.ddp.buckets[0].parameters[0]).units
+
+    def _whole(self, parameter: Parameter) -> backend.Array:
+        """Return a parameter's values, which only ZeRO stage 3 must gather."""
+        if isinstance(self.ddp, FullyShardedDataParallel):
+            return self.ddp.gather_parameter(parameter)
+        return parameter.data
+
     @contextmanager
     def _region(self, name: str) -> Iterator[None]:
-        """A phase of the step, for the trace and for the memory ledger."""
+        """Name a phase of the step, for the trace and for the memory ledger."""
         enter(name)
         with self.mesh.world.tracer.region(name):
             yield
-
-    def _sum_over_replicas(self, losses: list[float]) -> float:
-        """The replicas' losses added in rank order, whichever ranks hold them: the same bits in every layout."""
-        total = np.array([losses[0]])
-        for loss in losses[1:]:
-            total += loss
-        self.mesh.dp.all_reduce(total, algorithm="ordered")
-        return float(total[0])

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from minipar.backend import to_host
-from minipar.comm import Communicator, DeviceMesh, serial
+from minipar.backend import Array, to_host
+from minipar.comm import DeviceMesh, serial
+from minipar.memory import hold
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
 from minipar.train.resume import same_sums
@@ -105,13 +108,18 @@ def compare(
     return Verdict(False, f"verify: FAILED: {who} differ from 1 device by more than rounding: {what}; {found}")
 
 
-def same_on_all_ranks(trainer: Trainer, comm: Communicator) -> bool:
-    """Whether the ranks of each dp axis hold the same bits, as they must; the same answer on every rank."""
+def same_on_all_ranks(trainer: Trainer) -> bool:
+    """Return whether the ranks of each dp axis hold the same bits, as they must; the same answer on every rank.
+
+    At ZeRO stage 3 no element is on two ranks of the axis.
+    """
     digest = hashlib.sha256()
-    for _, numbers in trainer.ddp.whole_parameters():
-        digest.update(to_host(numbers).data)
+    if trainer.ddp.stage < 3:
+        for bucket in trainer.ddp.buckets:
+            for p in bucket.parameters:
+                digest.update(np.ascontiguousarray(to_host(p.data)).data)
     same = len(set(trainer.mesh.dp.all_gather_bytes(digest.digest()))) == 1
-    return b"no" not in comm.all_gather_bytes(b"yes" if same else b"no")
+    return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
 def verify(
@@ -128,10 +136,10 @@ def verify(
     The other ranks wait. `on_step` is called on rank 0 after each step of the single device.
     """
     comm = trainer.mesh.world
-    if not same_on_all_ranks(trainer, comm):
+    if not same_on_all_ranks(trainer):
         return Verdict(False, "verify: FAILED: the ranks do not hold the same parameters as one another")
     line = b""
-    parameters = trainer.ddp.state_dict()
+    parameters = trainer.state_dict()
     if comm.rank == 0:
         single, single_results = train_on_one_device(trainer.config, tokens, on_step)
         verdict = compare(
@@ -154,15 +162,69 @@ def train_on_one_device(
     config: TrainConfig, tokens: Tokens, on_step: Callable[[StepResult], None] = lambda result: None
 ) -> tuple[dict[str, np.ndarray], list[StepResult]]:
     """The same steps on a mesh of one, nothing sharded; returns the parameters and what each step reported."""
-    single = one_device(config, tokens)
+    single = OneDevice(config, tokens)
     results = []
     for result in single.train():
         results.append(result)
         on_step(result)
-    return single.ddp.state_dict(), results
+    return single.state_dict(), results
 
 
-def one_device(config: TrainConfig, tokens: Tokens) -> Trainer:
-    """The single device that a configuration is compared with: all replicas and microbatches, one after another."""
-    one = dataclasses.replace(config.mesh, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
-    return Trainer(dataclasses.replace(config, mesh=one), DeviceMesh(serial()), tokens)
+class OneDevice(Trainer):
+    """One device instead of many ranks: all replicas and microbatches one after another, with the same sums.
+
+    The replicas' gradients are added from left to right, in rank order, which is what the `ordered` all-reduce
+    computes, to the bit. That costs one more flat array (two with `--sync-every-microbatch`).
+    """
+
+    def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
+        mesh = dataclasses.replace(config.mesh, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
+        super().__init__(dataclasses.replace(config, mesh=mesh), DeviceMesh(serial()), tokens)
+        self.replicas = range(config.mesh.dp or 1)
+
+    def _forward_backward(self, step: int) -> float:
+        microbatches = range(self.config.data.microbatches)
+        losses = dict.fromkeys(self.replicas, 0.0)
+
+        def backward(replica: int, microbatch: int) -> None:
+            losses[replica] += self.backward_microbatch(step, replica, microbatch)
+
+        def whole_replica(replica: int) -> None:
+            for m in microbatches:
+                backward(replica, m)
+
+        def whole_microbatch(microbatch: int) -> None:
+            self.accumulate(lambda replica: backward(replica, microbatch), self.replicas)
+
+        with self.ddp.no_sync():
+            if self.config.mesh.sync_every_microbatch:
+                self.accumulate(whole_microbatch, microbatches)
+            else:
+                self.accumulate(whole_replica, self.replicas)
+        self.ddp.synchronize()
+        total = 0.0
+        for loss in losses.values():
+            total += loss
+        return total
+
+    def accumulate(self, backward: Callable[[int], None], indices: Iterable[int]) -> None:
+        """Leave g_0 + g_1 + ..., added from left to right, in the flat gradients; backward(i) computes g_i there."""
+        assert isinstance(self.ddp, DistributedDataParallel)
+        gradients = self.ddp.buffers.gradients
+        total: Array | None = None
+        for i in indices:
+            for parameter in self.ddp.parameters():
+                parameter.zero_grad()
+            backward(i)
+            for bucket in self.ddp.buckets:
+                bucket.complete()
+            if total is None:
+                total = gradients.copy()
+                hold("buffers", total)
+            else:
+                total += gradients
+        gradients[...] = total
+
+    def _clip_grad_norm(self, max_norm: float | None) -> float:
+        one = self.mesh.dp
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, one, chunks=len(self.replicas))

@@ -11,7 +11,7 @@ from launcher import run_mpi
 
 from minipar.comm import DeviceMesh, run_local
 from minipar.memory import KINDS, MemoryLedger, enter, hold, is_recording
-from minipar.parallel.model_state import OF_DTYPE, model_state, own_elements
+from minipar.parallel.memory import OF_DTYPE, model_state, own_elements
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer

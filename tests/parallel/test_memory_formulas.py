@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minipar.errors import UsageError
-from minipar.parallel.model_state import (
+from minipar.parallel.memory import (
     FLOAT32,
     FLOAT64,
     MIXED,

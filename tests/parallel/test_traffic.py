@@ -14,7 +14,7 @@ from minipar.nn import GPTConfig
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import SCHEDULES, make, save_csv
 from minipar.parallel.tensor import TensorGroup
-from minipar.parallel.volume import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
+from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
 from minipar.train import traffic
 from minipar.train.config import parse, resolve
 from minipar.train.pipelined import schedule_of

@@ -1,15 +1,15 @@
 """Pipelines: schedules as data, checked, simulated, executed. Read actions.py, schedules.py, simulate.py, check.py,
-messages.py, then stage.py, split.py and executor.py, and measure.py; asynchronous.py stands by itself.
+lower.py, then stage.py, split.py and executor.py, and measure.py; asynchronous.py stands by itself.
 """
 
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
 from minipar.parallel.pipeline.asynchronous import AsynchronousPipeline, Staleness, stale_reference
 from minipar.parallel.pipeline.check import Report, check
-from minipar.parallel.pipeline.executor import PipelineExecutor, PipelineStage
-from minipar.parallel.pipeline.messages import load_csv, lower, save_csv
+from minipar.parallel.pipeline.executor import PipelineExecutor
+from minipar.parallel.pipeline.lower import load_csv, lower, save_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import Durations, Slot, Timeline, peak_live, simulate
-from minipar.parallel.pipeline.stage import balanced_cuts, cut, part_costs
+from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
 
 __all__ = [
     "SCHEDULES",

@@ -2,7 +2,7 @@
 
 `2F0` is the forward of microbatch 0 through stage 2. Kinds: F forward; B the whole backward, or its two halves I (the
 gradient of the input) and W (of the weights); and the messages SEND_F, RECV_F (activations) and SEND_B, RECV_B (their
-gradients), which `messages.lower` adds where a list has none.
+gradients), which `lower.lower` adds where a list has none.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from minipar.comm import Communicator
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, Parameter
 from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.executor import PipelineExecutor, PipelineStage
+from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.schedules import one_f_one_b
 from minipar.parallel.pipeline.split import part_groups
-from minipar.parallel.pipeline.stage import balanced_cuts, cut, part_costs
+from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
 
 Batch = Callable[[int], tuple[np.ndarray, np.ndarray]]  # microbatch -> tokens and targets, (B, T) each
 MakeOptimizer = Callable[[list[Parameter]], AdamW]

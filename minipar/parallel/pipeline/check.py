@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.messages import lower, message_of
+from minipar.parallel.pipeline.lower import lower, message_of
 from minipar.parallel.pipeline.simulate import peak_live, simulate
 
 

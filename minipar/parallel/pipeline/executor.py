@@ -6,63 +6,21 @@ before the end. So ranks cannot block each other, whatever the order of the mess
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
+from minipar.autograd import Tensor
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
 from minipar.comm.group import USER_TAGS
 from minipar.comm.messages import Message
 from minipar.errors import UsageError
-from minipar.nn import Part
 from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.messages import lower
+from minipar.parallel.pipeline.lower import lower
+from minipar.parallel.pipeline.stage import PipelineStage
 
 FIRST_TAG = 2  # those before are for the tied embedding (split.py)
-
-
-class PipelineStage:
-    """What a rank does for one of its stages: forward, and backward whole or in halves, of any microbatch."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
-        self._saved: dict[int, tuple[Any, Tensor]] = {}
-        self._deferred: dict[int, DeferredGradients] = {}
-
-    @property
-    def alive(self) -> int:
-        """Microbatches whose forward is done and whose backward is not."""
-        return len(self._saved)
-
-    def forward(self, microbatch: int, x: Any, finish: Callable[[Tensor], Tensor] | None = None) -> Array:
-        """x: tokens on the first stage, else the array (B, T, h) received. `finish` makes the loss of the last
-        stage's logits. Returns the result's array.
-        """
-        if self.parts[0].name != "embedding":
-            x = Tensor(x, requires_grad=True)
-        y = x
-        for part in self.parts:
-            y = part.run(y)
-        if finish is not None:
-            y = finish(y)
-        self._saved[microbatch] = x, y
-        return y.data
-
-    def backward(self, microbatch: int, gradient: Array) -> Array | None:
-        """The whole backward. Returns the gradient of the stage's input; None on the first stage."""
-        x, y = self._saved.pop(microbatch)
-        y.backward(gradient)
-        return x.grad if isinstance(x, Tensor) else None
-
-    def backward_input(self, microbatch: int, gradient: Array) -> Array | None:
-        """The half that the stage before waits for; weight gradients are left for `backward_weight`."""
-        with defer_weight_gradients() as self._deferred[microbatch]:
-            return self.backward(microbatch, gradient)
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._deferred.pop(microbatch).run()
 
 
 class PipelineExecutor:
@@ -127,7 +85,7 @@ class PipelineExecutor:
         stage, m = action.stage, action.microbatch
         last = stage == self.schedule.stages - 1
         if action.kind == "F":
-            x = tokens(m) if stage == 0 else self._take(stage, "F", m)
+            x = tokens(m) if stage == 0 else Tensor(self._take(stage, "F", m), requires_grad=True)
             with around(action):
                 y = self.stages[stage].forward(m, x, (lambda logits: loss(m, logits)) if last else None)
             if not last:

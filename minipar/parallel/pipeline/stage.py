@@ -1,9 +1,12 @@
-"""Cutting the model into stages: runs of its parts (embedding, blocks, head), balanced by cost or as told."""
+"""Pipeline stages: runs of a model's parts (embedding, blocks, head), cut by cost, and what a rank does for one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
+from minipar.backend import Array
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Part
 
@@ -58,3 +61,46 @@ def cut(model: GPT, counts: Sequence[int]) -> list[list[Part]]:
         stages.append(model.parts[start : start + count])
         start += count
     return stages
+
+
+class PipelineStage:
+    """A stage on the rank that holds it: forward, and backward whole or in halves, of any microbatch."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self._saved: dict[int, tuple[Any, Tensor]] = {}
+        self._deferred: dict[int, DeferredGradients] = {}
+
+    @property
+    def alive(self) -> int:
+        """Microbatches whose forward is done and whose backward is not."""
+        return len(self._saved)
+
+    def forward(self, microbatch: int, x: Any, finish: Callable[[Tensor], Tensor] | None = None) -> Array:
+        """Run the stage's parts and return the result's array.
+
+        x is the batch on the first stage, and elsewhere a Tensor (B, T, h) whose gradient `backward` returns. `finish`
+        computes the loss from the last stage's result.
+        """
+        y = x
+        for part in self.parts:
+            y = part.run(y)
+        if finish is not None:
+            y = finish(y)
+        self._saved[microbatch] = x, y
+        return y.data
+
+    def backward(self, microbatch: int, gradient: Array) -> Array | None:
+        """Run the whole backward; return the gradient of the stage's input, None on the first stage."""
+        x, y = self._saved.pop(microbatch)
+        y.backward(gradient)
+        return x.grad if isinstance(x, Tensor) else None
+
+    def backward_input(self, microbatch: int, gradient: Array) -> Array | None:
+        """Run the half of backward that the previous stage waits for; leave weight gradients for `backward_weight`."""
+        with defer_weight_gradients() as self._deferred[microbatch]:
+            return self.backward(microbatch, gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the weight gradients that `backward_input` has left."""
+        self._deferred.pop(microbatch).run()

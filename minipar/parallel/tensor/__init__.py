@@ -20,12 +20,11 @@ from minipar.parallel.tensor.mappings import (
     reduce_scatter,
     scatter_to,
 )
-from minipar.parallel.tensor.plan import PLAN, Cut, TensorParallel, check_shape, tensor_parallel
+from minipar.parallel.tensor.plan import PLAN, TensorParallel, check_shape, tensor_parallel
 
 __all__ = [
     "PLAN",
     "ColumnParallelLinear",
-    "Cut",
     "RowParallelLinear",
     "SequenceEmbedding",
     "TensorGroup",

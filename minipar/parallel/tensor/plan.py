@@ -8,15 +8,13 @@ is all that is sent (Shoeybi et al. 2019, section 3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 
-import numpy as np
-
-from minipar.backend import Array, to_host, xp
+from minipar.backend import xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
 from minipar.nn import GPT, Embedding, Linear, Module, Parameter, Window
+from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
     ColumnParallelLinear,
@@ -39,88 +37,31 @@ PLAN = {
 }
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How one parameter is split over t ranks: along `dim`, within each of `groups` equal stretches of it; `size` is
-    that dim's length in the serial model, padded with zeros to a multiple of groups*t.
-    """
-
-    dim: int
-    groups: int
-    size: int
-
-    def shape(self, whole: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """The shape of each part of an array of shape `whole`."""
-        length = self.groups * -(-self.size // (self.groups * ranks))
-        return tuple(length if dim == self.dim else size for dim, size in enumerate(whole))
-
-    def part(self, whole: Array, rank: int, ranks: int) -> Array:
-        """This rank's part, an array of its own."""
-        step = -(-self.size // (self.groups * ranks))
-        padding = [(0, 0)] * whole.ndim
-        padding[self.dim] = (0, step * self.groups * ranks - self.size)
-        whole = xp.pad(whole, padding)
-        stretches = xp.split(whole, self.groups, axis=self.dim)
-        own = (slice(None),) * self.dim + (slice(rank * step, (rank + 1) * step),)
-        return xp.concatenate([stretch[own] for stretch in stretches], axis=self.dim)
-
-    def join(self, parts: Sequence[Array]) -> Array:
-        """The whole from all ranks' parts, in rank order, padding removed."""
-        pieces = [xp.split(part, self.groups, axis=self.dim) for part in parts]
-        ordered = [piece[g] for g in range(self.groups) for piece in pieces]
-        whole = xp.concatenate(ordered, axis=self.dim)
-        return whole[(slice(None),) * self.dim + (slice(0, self.size),)]
-
-
 class TensorParallel:
-    """What a strategy must know of a model that `tensor_parallel` has split.
-
-    cuts      the split parameters and how; all others are whole on every rank
-    partial   whole parameters whose gradient on a rank covers its slice of the sequence only
-    """
+    """The group over which `tensor_parallel` has split a model, and the sum that sequence parallelism still owes."""
 
     def __init__(self, group: TensorGroup, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
-        self.cuts: dict[Parameter, Cut] = {}
-        self.partial: set[Parameter] = set()
 
     def split(self, parameter: Parameter, dim: int, groups: int = 1) -> None:
-        """Leave this rank its part of the parameter."""
-        cut = self.cuts[parameter] = Cut(dim, groups, parameter.shape[dim])
-        shape = cut.shape(parameter.shape, self.group.size)
-        parameter.change(shape, partial(cut.part, rank=self.group.rank, ranks=self.group.size))
+        """Leave this rank its part of the parameter, and record the placement."""
+        shard = Shard(self.group.rank, self.group.size, dim, parameter.shape[dim], groups)
+        update(parameter, tp=shard)
+        parameter.change(shard.local_shape(parameter.shape), shard.part)
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
-        """Make the gradients of the replicated parameters among these whole. On the wire: one all-reduce over tp of
-        their elements (with sequence parallelism; else nothing).
+        """Sum the gradients of the Partial parameters among these over the ranks, each in place.
+
+        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers its tokens only. Sends one
+        all-reduce over tp of these parameters' elements; without sequence parallelism nothing.
         """
-        gradients = [p.grad for p in parameters if p in self.partial and p.grad is not None]
+        gradients = [p.grad for p in parameters if isinstance(placement_of(p).tp, Partial) and p.grad is not None]
         if gradients:
             total = self.group.sum(xp.concatenate([gradient.reshape(-1) for gradient in gradients]))
             stop = 0
             for gradient in gradients:
                 start, stop = stop, stop + gradient.size
                 gradient[...] = total[start:stop].reshape(gradient.shape)
-
-    def whole_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """The serial model's shape."""
-        cut = self.cuts.get(parameter)
-        return (
-            parameter.shape
-            if cut is None
-            else tuple(cut.size if dim == cut.dim else size for dim, size in enumerate(parameter.shape))
-        )
-
-    def whole(self, parameter: Parameter, part: Array) -> np.ndarray:
-        """The serial model's array from this rank's `part` of it (the parameter's numbers, or its gradient's).
-
-        Collective. On the wire: an all-gather, for a split parameter.
-        """
-        cut = self.cuts.get(parameter)
-        if cut is None:
-            return np.array(to_host(part), order="C")
-        parts = self.group.comm.all_gather(xp.ascontiguousarray(part)).reshape(self.group.size, *part.shape)
-        return np.array(to_host(cut.join(list(parts))), order="C")
 
 
 def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = None) -> None:
@@ -146,6 +87,10 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
     all-reduces of B T and 2 B T elements.
     """
     check_shape(model.config.n_head, model.config.n_embd, comm.size)
+    place(model)
+    whole = Partial if sequence else Replicate
+    for p in model.parameters():
+        update(p, tp=whole(comm.rank, comm.size))
     group = TensorGroup(comm, reduction)
     tensor = TensorParallel(group, sequence)
     for name, kind in PLAN.items():
@@ -162,7 +107,6 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
         model.wpe = SequenceEmbedding(model.wpe.weight, group)
         for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
             dropout.window = Window(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
-        tensor.partial = set(model.parameters()) - set(tensor.cuts)
     return tensor
 
 

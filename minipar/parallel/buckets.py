@@ -1,0 +1,147 @@
+"""Buckets: parameters whose gradients travel in one message, in flat storage that needs no packing.
+
+All parameters of a model lie in one flat array, all gradients in another, and a bucket is a slice of both. A message is
+then contiguous memory: backward writes the gradients there and the collective reduces them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from minipar.autograd import Tensor
+from minipar.backend import Array, xp
+from minipar.comm import Communicator, chunk_bounds
+from minipar.memory import hold
+from minipar.nn import Module, Parameter, Part
+from minipar.parallel.placement import BucketSlice, place, placement_of, update
+
+# PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication starts early.
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Neighbouring parameters that travel together: elements start:stop of the flat order."""
+
+    parameters: tuple[Parameter, ...]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def views(self, array: Array) -> Iterator[tuple[Parameter, Array]]:
+        """Yield each parameter with its view, in its shape, of an array of the bucket's elements."""
+        offset = 0
+        for p in self.parameters:
+            yield p, array[offset : offset + p.size].reshape(p.shape)
+            offset += p.size
+
+    def chunk(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Return (start, stop), counted from the bucket's start, of the chunk that belongs to `rank`."""
+        return chunk_bounds(self.size, ranks)[rank]
+
+    def complete(self) -> None:
+        """Make the gradient storage valid: add tied gradients, and write zeros where backward left no gradient."""
+        for p in self.parameters:
+            p.fold_tied_gradients()
+            if p.grad is None and p.grad_buffer is not None:
+                p.grad_buffer[...] = 0
+                p.grad = p.grad_buffer
+
+    def leaves(self) -> set[Tensor]:
+        """Return what backward must complete before the bucket may travel: its parameters and the leaves tied to them.
+
+        GPT-2's output head reads the token embedding's values but collects a gradient of its own; `complete` adds it.
+        """
+        return {leaf for p in self.parameters for leaf in (p, *p.ties)}
+
+
+def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
+    """Group parameters, in the model's order, into buckets that are filled from the last parameter on.
+
+    Backward completes gradients roughly in this order. A bucket is closed once it holds `bucket_bytes` (the last in the
+    model's order, which travels first: `first_bucket_bytes`) or more.
+    """
+    groups: list[list[Parameter]] = []
+    held = 0
+    for p in reversed(parameters):
+        if held == 0:
+            groups.insert(0, [])
+        groups[0].insert(0, p)
+        held += p.size * p.dtype.itemsize
+        if held >= (bucket_bytes if len(groups) > 1 else first_bucket_bytes):
+            held = 0
+    return groups
+
+
+def parts_of(model: Module) -> list[Part]:
+    """Return the model's parts, in the order in which they run; a model that lists none is one part."""
+    parts: list[Part] | None = getattr(model, "parts", None)
+    return [Part("model", model.forward, model.parameters(), is_last=True)] if parts is None else parts
+
+
+def by_unit(model: Module) -> list[list[Parameter]]:
+    """Group the model's parameters by what runs at one time, in the model's order.
+
+    GPT: one group for each block, and one, the first, for the embedding and the head, which share the token embedding.
+    NB: this is the unit in which FSDP gathers, and the bucket of every ZeRO stage: with the same buckets all stages add
+    the same values in the same order.
+    """
+    groups: list[list[Parameter]] = []
+    for part in parts_of(model):
+        shared = [group for group in groups if not set(part.parameters).isdisjoint(group)]
+        if shared:
+            shared[0] += [p for p in part.parameters if p not in set(shared[0])]
+        else:
+            groups.append(list(part.parameters))
+    return groups
+
+
+def make_buckets(model: Module, groups: Sequence[Sequence[Parameter]], comm: Communicator) -> list[Bucket]:
+    """Make a bucket for each group, in the order in which they travel (the last group first), and record placements.
+
+    The groups, one after another, are the flat order. ValueError for parameters of several dtypes, or of none.
+    """
+    dtypes = {str(p.dtype) for group in groups for p in group}
+    if len(dtypes) != 1:
+        raise ValueError(f"flat storage needs parameters of one dtype, but there are {sorted(dtypes) or 'none'}")
+    place(model)
+    buckets: list[Bucket] = []
+    start = 0
+    for i, group in enumerate(groups):
+        bucket = Bucket(tuple(group), start, start + sum(p.size for p in group))
+        buckets.insert(0, bucket)
+        offset = 0
+        for p in group:
+            update(p, dp=BucketSlice(offset, p.size, bucket.size, comm.rank, comm.size))
+            if placement_of(p).units == 0:  # a pipeline numbers the units of all its ranks
+                update(p, unit=i, units=len(groups))
+            offset += p.size
+        start = bucket.stop
+    return buckets
+
+
+class FlatBuffers:
+    """One flat array of all the buckets' parameters and, unless `gradients=False`, one of their gradients.
+
+    The parameters move into `.parameters`, and backward then writes into `.gradients`.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], gradients: bool = True) -> None:
+        members = [p for bucket in reversed(buckets) for p in bucket.parameters]
+        whole = Bucket(tuple(members), 0, sum(p.size for p in members))
+        self.size, self.dtype = whole.size, members[0].dtype
+        self.parameters: Array = xp.empty(self.size, dtype=self.dtype)
+        self.gradients: Array = xp.zeros(self.size, dtype=self.dtype) if gradients else None
+        hold("parameters", self.parameters)
+        hold("gradients", self.gradients)
+        for p, view in whole.views(self.parameters):
+            p.move_to(view)
+            p.grad = None
+        if gradients:
+            for p, view in whole.views(self.gradients):
+                p.grad_buffer = view

@@ -1,0 +1,147 @@
+"""Data parallelism: every rank holds the whole model, takes a share of the batch, and all ranks sum their gradients.
+
+First the naive form, one all-reduce after backward. Then DistributedDataParallel, which starts reducing while backward
+still runs. Both give each rank the gradient of the whole batch: the loss is a sum over targets divided by the *global*
+count, so the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from minipar.autograd import Tensor
+from minipar.backend import Array, xp
+from minipar.comm import Communicator, Work
+from minipar.nn import Module, Parameter
+from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, by_size, make_buckets
+from minipar.parallel.wrapper import BeforeReduce, Wrapper
+
+
+def all_reduce_gradients(model: Module, comm: Communicator, algorithm: str = "ring") -> None:
+    """Naive data parallelism: after backward, sum the whole gradient over the ranks in one all-reduce.
+
+    Sends 2 Psi (p-1)/p elements per rank (Psi parameters, p ranks), none of it hidden behind computation.
+    """
+    parameters = model.parameters()
+    for p in parameters:
+        p.fold_tied_gradients()
+        if p.grad is None:  # the loss did not use it on this rank
+            p.grad = xp.zeros_like(p.data)
+    gradients: list[Array] = [p.grad for p in parameters]
+    flat = xp.concatenate([gradient.reshape(-1) for gradient in gradients])  # (Psi,)
+    comm.all_reduce(flat, algorithm=algorithm)
+    start = 0
+    for gradient in gradients:
+        gradient[...] = flat[start : start + gradient.size].reshape(gradient.shape)
+        start += gradient.size
+
+
+class DistributedDataParallel(Wrapper):
+    """A model whose gradients are all-reduced over `comm` in buckets, while backward runs (Li et al. 2020, 2006.15704).
+
+        ddp = DistributedDataParallel(model, comm)
+        optimizer = AdamW(ddp.parameters())
+
+        loss = ddp.loss(x, y)      # the mean over the targets of all ranks
+        loss.backward()            # buckets are sent in here; afterwards every p.grad is the gradient of that mean
+        optimizer.step()
+        optimizer.zero_grad()
+
+        with ddp.no_sync():        # microbatches before the last only accumulate
+            (ddp.loss(x1, y1) / 2).backward()
+        (ddp.loss(x2, y2) / 2).backward()
+
+    Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
+    parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
+    to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
+    `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank.
+
+    Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are (exactly: the sum of
+    `comm.wire_bytes` over the buckets, where p does not divide each of them).
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        comm: Communicator,
+        algorithm: str = "ring",
+        *,
+        groups: Sequence[Sequence[Parameter]] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        before_reduce: BeforeReduce | None = None,
+    ) -> None:
+        super().__init__(model, comm, algorithm)
+        if groups is None:
+            groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
+        self.buckets = make_buckets(model, groups, comm)  # in reverse parameter order, as backward completes them
+        self.buffers = FlatBuffers(self.buckets)
+        self.before_reduce = before_reduce
+        self._parameters = [p for bucket in reversed(self.buckets) for p in bucket.parameters]
+        self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started
+        self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
+        self._bucket_of: dict[Tensor, int] = {}
+        self._remove_hooks: list[Callable[[], None]] = []
+        for i, bucket in enumerate(self.buckets):
+            for leaf in bucket.leaves():
+                self._bucket_of[leaf] = i
+                self._remove_hooks.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+        self._reset()
+
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive: all parameters."""
+        return self._parameters
+
+    def _reset(self) -> None:
+        self._works = []
+        self._waiting = [bucket.leaves() for bucket in self.buckets]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside the block accumulate on this rank and send nothing.
+
+        For all microbatches of a step but the last, which runs outside the block and starts the buckets.
+        """
+        previous, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = previous
+
+    def _on_gradient(self, leaf: Tensor) -> None:
+        """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""
+        self.gradient_arrived()
+        if not self.syncing:
+            return
+        self._waiting[self._bucket_of[leaf]].discard(leaf)
+        # Buckets start strictly in order, so that all ranks issue the same collectives in the same order.
+        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
+            self._start(self.buckets[len(self._works)])
+        self.comm.progress()  # moves the buckets under way while backward goes on computing
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        gradients = self.buffers.gradients[bucket.start : bucket.stop]
+        self._works.append(self.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True))
+
+    def synchronize(self) -> None:
+        """Start the buckets that backward has not completed, then wait for all of them.
+
+        A parameter that the loss did not use counts as zero. `loss.backward()` calls this at its end.
+        """
+        for bucket in self.buckets[len(self._works) :]:
+            self._start(bucket)
+        for work in self._works:
+            work.wait()
+        self._reset()
+        self._state = "summed"
+
+    def detach(self) -> None:
+        """Give the model back: backward no longer calls this object."""
+        for remove in self._remove_hooks:
+            remove()
+        for p in self._parameters:
+            p.owner = None

@@ -1,0 +1,128 @@
+"""ZeRO stage 3: parameters, gradients and optimizer state sharded, as PyTorch's FSDP does.
+
+Each rank keeps one chunk of every unit's parameters. A unit is gathered just before its forward, freed after it,
+gathered again just before its backward and freed for good; its gradient is reduce-scattered and freed (sharding.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipar.autograd import queue_callback
+from minipar.autograd.modes import grad_enabled
+from minipar.backend import Array, xp
+from minipar.comm import Communicator, Work
+from minipar.memory import hold
+from minipar.nn import Module, Parameter, Part, stand_in
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
+from minipar.parallel.wrapper import BeforeReduce
+
+
+class FullyShardedDataParallel(ShardedGradients):
+    """A model of which each rank keeps 1/p: the parameters exist whole only while their unit computes.
+
+    Use it as DistributedDataParallel. A GPT is gathered block by block; a module that lists no `parts` is one unit.
+    While one unit computes, the next one's parameters are on their way (`prefetch`). The last part's backward follows
+    its forward at once, and a lookup's backward does not read the table, so the unit that embedding and head share is
+    gathered once for each of the two.
+
+    Sends per forward and backward 2 Psi (p-1)/p elements per rank to gather parameters, and Psi (p-1)/p once per step
+    to reduce-scatter gradients: 3 Psi where data parallelism sends 2 Psi.
+    """
+
+    stage = 3
+
+    def __init__(
+        self,
+        model: Module,
+        comm: Communicator,
+        algorithm: str = "ring",
+        *,
+        groups: Sequence[Sequence[Parameter]] | None = None,
+        runs: Sequence[Sequence[Part]] | None = None,
+        before_reduce: BeforeReduce | None = None,
+        prefetch: bool = True,
+    ) -> None:
+        super().__init__(model, comm, algorithm, groups, before_reduce, runs)
+        self.prefetch = prefetch
+        self._gathered: dict[Bucket, tuple[Array, Work]] = {}
+        for bucket in reversed(self.buckets):  # one unit at a time exists whole
+            full = xp.empty(bucket.size, dtype=self.dtype)
+            hold("buffers", full)
+            for p, view in bucket.views(full):
+                p.move_to(view)
+            start, stop = bucket.chunk(comm.rank, comm.size)
+            data, gradient = full[start:stop].copy(), xp.empty(stop - start, dtype=self.dtype)
+            self._free(bucket)
+            hold("parameters", data)
+            hold("gradients", gradient)
+            self.chunks[bucket] = Chunk(bucket, data, gradient, self)
+            del full
+
+    # ---- gather, use, free -------------------------------------------------------------------------------------------
+
+    def _fetch(self, bucket: Bucket) -> None:
+        """Start to gather a bucket's parameters, unless that has started."""
+        if bucket not in self._gathered:
+            full = xp.empty(bucket.size, dtype=self.dtype)
+            hold("buffers", full)
+            chunk = self.chunks[bucket].data
+            self._gathered[bucket] = full, self.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
+
+    def _gather(self, buckets: Sequence[Bucket], following: Sequence[Bucket]) -> None:
+        """Wait for these buckets' parameters; start to gather those that are needed next."""
+        for bucket in [*buckets, *following] if self.prefetch else buckets:
+            self._fetch(bucket)
+        for bucket in buckets:
+            full, work = self._gathered[bucket]
+            work.wait()
+            for p, view in bucket.views(full):
+                for leaf in (p, *p.ties):
+                    leaf.data = view
+
+    def _free(self, bucket: Bucket) -> None:
+        """Leave a placeholder of NaN in the parameters, so that a use outside their unit shows."""
+        for p in bucket.parameters:
+            for leaf in (p, *p.ties):
+                leaf.data = stand_in(p.shape, p.dtype)
+
+    def _release(self, unit: UnitPass) -> None:
+        for bucket in unit.buckets:
+            if self._gathered.pop(bucket, None) is not None:
+                self._free(bucket)
+
+    # ---- the passes through a unit -----------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: UnitPass) -> None:
+        backward_is_next = unit.part.is_last and grad_enabled.get()
+        self._gather(unit.buckets, unit.previous if backward_is_next else unit.following)
+
+    def _after_forward(self, unit: UnitPass) -> None:
+        if not (unit.part.is_last and grad_enabled.get()):
+            self._release(unit)
+
+    def _before_backward(self, unit: UnitPass, closed: bool) -> None:
+        if unit.part.reads_in_backward:
+            self._gather(unit.buckets, unit.previous)
+            if not closed:  # the input takes no gradient, so nothing tells when backward has left the part
+                queue_callback(lambda: self._release(unit))
+        super()._before_backward(unit, closed)
+
+    def _after_backward(self, unit: UnitPass) -> None:
+        self._release(unit)
+
+    def after_step(self) -> None:
+        """Send nothing: the next forward gathers. Free what a forward without a backward has left, which is stale."""
+        for bucket, (_, work) in self._gathered.items():
+            work.wait()
+            self._free(bucket)
+        self._gathered = {}
+
+    def gather_parameter(self, parameter: Parameter) -> Array:
+        """Gather one parameter, whole, on every rank; all ranks call it. Sends the bucket that holds it."""
+        (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
+        full = xp.empty(bucket.size, dtype=self.dtype)
+        hold("buffers", full)
+        self.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
+        return dict(bucket.views(full))[parameter]

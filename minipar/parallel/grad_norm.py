@@ -1,0 +1,81 @@
+"""The norm of the whole gradient, over every mesh axis: a loop over placements.
+
+The order of the sum is part of the contract, so that every ZeRO stage, and one device, get the same bits. Within one
+data-parallel chunk, squares are added parameter by parameter into their unit, then unit by unit in the model's order;
+then the chunks are added in rank order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from minipar import nn
+from minipar.backend import Array
+from minipar.comm import Communicator
+from minipar.nn import Parameter, squared_norm
+from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
+
+
+def clip_grad_norm(
+    parameters: Sequence[Parameter],
+    max_norm: float | None,
+    units: int,
+    dp: Communicator,
+    tp: Communicator | None = None,
+    pp: Communicator | None = None,
+    chunks: int | None = None,
+) -> float:
+    """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`, if given.
+
+    `parameters` are what this rank's optimizer holds, with their gradients summed over dp; `units` is the number of
+    units of the whole model. Scales as torch.nn.utils.clip_grad_norm_ does. `chunks` is the number of chunks to add in
+    where that is not dp's size: one device that is compared with many ranks.
+
+    Sends over dp one float64 (ZeRO stages 1 to 3 only), over tp one float64 per chunk that this rank holds, over pp two
+    float64 per unit of the model and chunk.
+    """
+    norm = math.sqrt(_squared_norm(parameters, units, dp, tp, pp, chunks))
+    return nn.clip_grad_norm(parameters, max_norm, norm=norm)
+
+
+def _squared_norm(
+    parameters: Sequence[Parameter],
+    units: int,
+    dp: Communicator,
+    tp: Communicator | None,
+    pp: Communicator | None,
+    chunks: int | None,
+) -> float:
+    sharded = isinstance(parameters[0], ParameterShard) if parameters else True
+    rows = 1 if sharded else dp.size if chunks is None else chunks
+    # Per chunk and unit: squares of the parameters that every tp rank holds whole, and of those that are split.
+    squares = np.zeros((rows, units, 2))
+    for p in parameters:
+        placement = placement_of(p)
+        for row, gradient in _gradients(p, rows):
+            squares[row, placement.unit, int(isinstance(placement.tp, Shard))] += squared_norm([gradient])
+    if pp is not None and pp.size > 1:  # each unit is one pipeline rank's, so this adds zeros and rounds nothing
+        pp.all_reduce(squares, algorithm="ordered")
+    replicated, split = np.cumsum(squares, axis=1)[:, -1].T  # cumsum adds from left to right; sum would add in pairs
+    if tp is not None and tp.size > 1:
+        split = tp.all_reduce(split.copy(), algorithm="ordered")
+    totals = replicated + split  # one for each chunk
+    if sharded:
+        return float(dp.all_reduce(totals, algorithm="ordered")[0])
+    return float(np.cumsum(totals)[-1])
+
+
+def _gradients(p: Parameter, rows: int) -> Iterator[tuple[int, Array]]:
+    """Yield (chunk, the gradient's elements in it): every chunk of a whole parameter, the only one of a shard."""
+    assert p.grad is not None, "gradients are summed over dp first"
+    gradient = p.grad.reshape(-1)
+    if isinstance(p, ParameterShard):
+        yield 0, gradient
+        return
+    for row in range(rows):
+        elements = bucket_slice(p).elements(row, rows)
+        if elements:
+            yield row, gradient[elements.start : elements.stop]

@@ -1,0 +1,159 @@
+"""Placements: for each parameter of the serial model, what every mesh axis does to it, as seen from one rank.
+
+Each strategy records its part and knows nothing of the others. Everything that spans axes (the gradient's norm, the
+state dict, checkpoints, predicted traffic, memory) is a loop over placements, written once.
+
+    tp   Shard(dim), Replicate or Partial   NB: the terms of torch.distributed.tensor
+    pp   the pipeline rank that owns the parameter
+    dp   the parameter's place in a bucket; chunk r of a bucket belongs to data-parallel rank r
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minipar.backend import Array, xp
+from minipar.comm import chunk_bounds
+from minipar.nn import Module, Parameter
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every tensor-parallel rank holds the whole parameter and computes its whole gradient."""
+
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Partial(Replicate):
+    """Every tensor-parallel rank holds the whole parameter; its gradient covers this rank's tokens only.
+
+    The sum over the ranks is still to be taken. NB: sequence parallelism does this to LayerNorms and row biases.
+    """
+
+
+@dataclass(frozen=True)
+class Shard(Replicate):
+    """Each tensor-parallel rank holds a part of the parameter.
+
+    The parameter is split along `dim`, within each of `groups` equal stretches of it. `size` is that dim's length in
+    the serial model, padded with zeros to a multiple of groups*ranks.
+    """
+
+    dim: int = 0
+    size: int = 0
+    groups: int = 1
+
+    @property
+    def step(self) -> int:
+        """This rank's length of one stretch, padding included."""
+        return -(-self.size // (self.groups * self.ranks))
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of each rank's part of an array of `shape`."""
+        return tuple(self.groups * self.step if dim == self.dim else size for dim, size in enumerate(shape))
+
+    def part(self, whole: Array) -> Array:
+        """Copy this rank's part out of the serial array."""
+        padding = [(0, 0)] * whole.ndim
+        padding[self.dim] = (0, self.step * self.groups * self.ranks - self.size)
+        stretches = xp.split(xp.pad(whole, padding), self.groups, axis=self.dim)
+        own = (slice(None),) * self.dim + (slice(self.rank * self.step, (self.rank + 1) * self.step),)
+        return xp.concatenate([stretch[own] for stretch in stretches], axis=self.dim)
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """Join all ranks' parts, given in rank order, into the serial array; padding is removed."""
+        pieces = [xp.split(part, self.groups, axis=self.dim) for part in parts]
+        ordered = [piece[g] for g in range(self.groups) for piece in pieces]
+        whole = xp.concatenate(ordered, axis=self.dim)
+        return whole[(slice(None),) * self.dim + (slice(0, self.size),)]
+
+
+@dataclass(frozen=True)
+class BucketSlice:
+    """A parameter's elements inside a bucket, whose chunk r belongs to data-parallel rank r.
+
+    The parameter's first element is element `offset` of the bucket's `bucket_size` elements.
+    """
+
+    offset: int
+    size: int
+    bucket_size: int
+    rank: int
+    ranks: int
+
+    def elements(self, rank: int, ranks: int) -> range:
+        """Return the parameter's elements in chunk `rank` of a bucket that is cut into `ranks` chunks."""
+        start, stop = chunk_bounds(self.bucket_size, ranks)[rank]
+        start, stop = (min(max(end - self.offset, 0), self.size) for end in (start, stop))
+        return range(start, stop)
+
+    @property
+    def own(self) -> range:
+        """The elements whose optimizer state, in every ZeRO stage, this rank writes to a checkpoint."""
+        return self.elements(self.rank, self.ranks)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter's place. `name` and `shape` are those of the serial model.
+
+    `unit` is the number of the parameter's unit (what travels in one bucket) in the model's order, and `units` how many
+    there are on all pipeline ranks together. The gradient's norm is summed unit by unit.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp: Replicate = Replicate()
+    pp: int = 0
+    dp: BucketSlice | None = None
+    unit: int = 0
+    units: int = 0
+
+
+def place(model: Module) -> None:
+    """Give every parameter of a serial model its Placement, unless it has one already."""
+    for name, parameter in model.named_parameters():
+        if parameter.placement is None:
+            parameter.placement = Placement(name, parameter.shape)
+        elif not parameter.placement.name:  # a layer that was made parallel before it became part of a model
+            update(parameter, name=name)
+
+
+def update(parameter: Parameter, **changes: Any) -> None:
+    """Record what one strategy does to a parameter: `update(p, tp=Shard(...))`."""
+    parameter.placement = replace(placement_of(parameter), **changes)
+
+
+def placement_of(parameter: Parameter) -> Placement:
+    """Return a parameter's Placement; ValueError if no strategy has placed it."""
+    if parameter.placement is None:
+        raise ValueError("this parameter has no placement: call place(model) or wrap the model in a strategy first")
+    placement: Placement = parameter.placement
+    return placement
+
+
+def bucket_slice(parameter: Parameter) -> BucketSlice:
+    """Return a parameter's place in its bucket; ValueError if data parallelism has not placed it."""
+    place = placement_of(parameter).dp
+    if place is None:
+        raise ValueError(f"{placement_of(parameter).name} is in no bucket: wrap the model in a data-parallel strategy")
+    return place
+
+
+class ParameterShard(Parameter):
+    """This rank's elements of a parameter: a 1-D Parameter for the optimizer, which decays as the whole one does."""
+
+    __slots__ = ("elements",)
+
+    def __init__(self, whole: Parameter, data: Array, elements: range) -> None:
+        super().__init__(data)
+        self.decays, self.placement, self.elements = whole.decays, whole.placement, elements
+
+
+def elements_of(parameter: Parameter) -> range:
+    """Return which of the local parameter's elements the optimizer's `parameter` holds: its own, or all."""
+    return parameter.elements if isinstance(parameter, ParameterShard) else range(parameter.size)

@@ -1,0 +1,292 @@
+"""The ground that the three ZeRO stages share: chunks, the pass of backward through buckets, and brief full gradients.
+
+A bucket is a unit of the model (`buckets.by_unit`) in every stage, and chunk r of each bucket belongs to rank r. So all
+stages, and the all-reduce of plain data parallelism, add the same values in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from minipar.autograd import Function, Tensor
+from minipar.backend import Array, xp
+from minipar.comm import Communicator, Work
+from minipar.memory import hold
+from minipar.nn import Module, Parameter, Part
+from minipar.parallel.buckets import Bucket, by_unit, make_buckets, parts_of
+from minipar.parallel.placement import ParameterShard, bucket_slice
+from minipar.parallel.wrapper import BeforeReduce, Wrapper
+
+
+class Chunk:
+    """This rank's part of a bucket: the flat arrays `data` and `gradient`, and `shards`, a view for each parameter.
+
+    `summed` is True once `gradient` holds the sum over the ranks of an earlier microbatch.
+    """
+
+    def __init__(self, bucket: Bucket, data: Array, gradient: Array, owner: Wrapper) -> None:
+        self.data, self.gradient, self.summed = data, gradient, False
+        self.shards: list[Parameter] = []
+        start = 0
+        for p in bucket.parameters:
+            elements = bucket_slice(p).own
+            if elements:
+                stop = start + len(elements)
+                shard = ParameterShard(p, data[start:stop], elements)
+                shard.grad_buffer, shard.owner = gradient[start:stop], owner
+                self.shards.append(shard)
+                start = stop
+
+
+class ShardedDataParallel(Wrapper):
+    """A model whose optimizer state is sharded over `comm`; the base class of the ZeRO stages.
+
+    A stage makes its storage in its constructor, one Chunk per bucket, and says in `_reduce_scatter(bucket)` how a
+    complete gradient leaves. `groups` are the units, in the model's order, where they are not `by_unit(model)`.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        model: Module,
+        comm: Communicator,
+        algorithm: str,
+        groups: Sequence[Sequence[Parameter]] | None,
+        before_reduce: BeforeReduce | None,
+    ) -> None:
+        super().__init__(model, comm, algorithm)
+        self.buckets = make_buckets(model, by_unit(model) if groups is None else groups, comm)
+        self.dtype = self.buckets[0].parameters[0].dtype
+        self.before_reduce = before_reduce
+        self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
+        self._shards: list[Parameter] = []
+        self._works: list[Work] = []
+        self._started = 0  # buckets whose reduce-scatter has started: always the first ones
+        self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
+        self._bucket_of: dict[Tensor, int] = {}
+        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
+        for i, bucket in enumerate(self.buckets):
+            for leaf in bucket.leaves():
+                self._bucket_of[leaf] = i
+                self._restore.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+        self._reset()
+
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive: its shards, in the model's order."""
+        if not self._shards:
+            self._shards = [shard for chunk in self.chunks.values() for shard in chunk.shards]
+        if not self._shards:  # more ranks than elements: an empty shard, so that the optimizer knows this wrapper
+            chunk, p = next(iter(self.chunks.values())), self.buckets[-1].parameters[0]
+            self._shards = [ParameterShard(p, chunk.data, range(0))]
+            self._shards[0].owner = self
+        return self._shards
+
+    @abstractmethod
+    def _reduce_scatter(self, bucket: Bucket) -> None:
+        """Start to sum a bucket's gradient over the ranks; this rank receives its chunk of the sum."""
+
+    # ---- backward goes through the buckets (as in ddp.py) ------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._works, self._started = [], 0
+        self._waiting = [bucket.leaves() for bucket in self.buckets]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside the block accumulate full gradients on this rank and send none of them."""
+        previous, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = previous
+
+    def _on_gradient(self, leaf: Tensor) -> None:
+        self.gradient_arrived()
+        if not self.syncing:
+            return
+        self._waiting[self._bucket_of[leaf]].discard(leaf)
+        while self._started < len(self.buckets) and not self._waiting[self._started]:
+            self._start(self.buckets[self._started])
+        self.comm.progress()
+
+    def _start(self, bucket: Bucket) -> None:
+        self._started += 1
+        self._prepare(bucket)
+        bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        self._reduce_scatter(bucket)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Make sure that the bucket's full gradient has storage."""
+
+    def synchronize(self) -> None:
+        """Start what backward has not completed, then wait: every shard's gradient is now the sum over the ranks."""
+        for bucket in self.buckets[self._started :]:
+            self._start(bucket)
+        for work in self._works:
+            work.wait()
+        self._reset()
+        self._state = "summed"
+        for chunk in self.chunks.values():
+            chunk.summed = True
+            for shard in chunk.shards:
+                shard.grad = shard.grad_buffer
+
+    def forget_gradients(self) -> None:
+        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
+        super().forget_gradients()
+        for chunk in self.chunks.values():
+            chunk.summed = False
+            for shard in chunk.shards:
+                shard.grad = None
+        for p in self._bucket_of:
+            p.grad = None
+
+    def detach(self) -> None:
+        """Give the model back: forward and backward no longer call this object."""
+        for restore in self._restore:
+            restore()
+        for p in self.model.parameters():
+            p.owner = None
+
+
+# ---- what stages 2 and 3 share: full gradients that exist briefly ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitPass:
+    """A part of the model and what its forward and backward need.
+
+    `buckets` are those that it reads; `previous` and `following` those that backward and forward need next; `completes`
+    those whose gradient its backward is the last to add to.
+    """
+
+    part: Part
+    buckets: Sequence[Bucket]
+    previous: Sequence[Bucket]
+    following: Sequence[Bucket]
+    completes: Sequence[Bucket]
+
+
+def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
+    """Yield a UnitPass for each part; `runs` are lists of parts that follow one another on this rank."""
+    home = {p: bucket for bucket in buckets for p in bucket.parameters}
+    seen: set[Bucket] = set()
+    for run in runs:
+        # A pipeline's head that borrows the embedding from another rank reads no bucket for it.
+        reads = [list(dict.fromkeys(home[p] for p in part.parameters if p in home)) for part in run]
+        for i, part in enumerate(run):
+            previous = reads[i - 1] if i > 0 and run[i - 1].reads_in_backward else []
+            following = reads[i + 1] if i + 1 < len(run) else []
+            yield UnitPass(part, reads[i], previous, following, [b for b in reads[i] if b not in seen])
+            seen.update(reads[i])
+
+
+class _OnBackward(Function):
+    """The identity; backward calls `call()` when it passes through."""
+
+    def forward(self, x: Array, call: Callable[[], None]) -> Array:
+        self.call = call
+        return x
+
+    def backward(self, grad: Array) -> Any:
+        self.call()
+        return grad, None
+
+
+class ShardedGradients(ShardedDataParallel):
+    """Gradients sharded too: a bucket's full gradient exists from backward's arrival until it is reduce-scattered.
+
+    At most two exist at a time. Microbatches that accumulate under `no_sync` keep all of them, as in PyTorch's FSDP;
+    `synchronize` after each microbatch keeps gradients sharded and sends them as many times.
+
+    `runs` are the lists of parts that follow one another on this rank (a pipeline's stages).
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        comm: Communicator,
+        algorithm: str,
+        groups: Sequence[Sequence[Parameter]] | None,
+        before_reduce: BeforeReduce | None,
+        runs: Sequence[Sequence[Part]] | None,
+    ) -> None:
+        super().__init__(model, comm, algorithm, groups, before_reduce)
+        self._full: dict[Bucket, Array] = {}  # the full gradients that exist
+        self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
+        parts = parts_of(model)
+        for unit in unit_passes([parts] if runs is None else runs, self.buckets):
+            self._restore.append(partial(setattr, unit.part, "run", unit.part.run))
+            unit.part.run = partial(self._around, unit, unit.part.run)
+        if not hasattr(model, "parts"):  # the module is one part: calling it runs the part
+            model.forward = parts[0].run  # type: ignore[method-assign]
+            self._restore.append(partial(delattr, model, "forward"))
+
+    def _around(self, unit: UnitPass, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Run a part, with the hooks below before and after its forward and its backward.
+
+        Backward goes through an operation's output first and its input last, so identities at these two places call.
+        """
+        self._before_forward(unit)
+        inner = next((i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad), None)
+        if inner is not None:
+            x = _OnBackward.apply(inputs[inner], partial(self._after_backward, unit))
+            inputs = (*inputs[:inner], x, *inputs[inner + 1 :])
+        y = run(*inputs)
+        self._after_forward(unit)
+        return _OnBackward.apply(y, partial(self._before_backward, unit, inner is not None))
+
+    def _before_forward(self, unit: UnitPass) -> None:
+        """Forward is about to run the part."""
+
+    def _after_forward(self, unit: UnitPass) -> None:
+        """Forward has run the part."""
+
+    def _before_backward(self, unit: UnitPass, closed: bool) -> None:
+        """Backward is about to run through the part; `closed`: `_after_backward` will be called."""
+        for bucket in unit.completes:
+            self._prepare(bucket)
+
+    def _after_backward(self, unit: UnitPass) -> None:
+        """Backward has run through the part."""
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Make the array in which backward writes the bucket's full gradient; what has arrived already moves in."""
+        if bucket in self._full:
+            return
+        if self.syncing:
+            for work in self._works[:-1]:  # one may still travel; the others' gradients are freed
+                work.wait()
+        full = self._full[bucket] = xp.empty(bucket.size, dtype=self.dtype)
+        hold("buffers" if self.syncing else "gradients", full)
+        for p, view in bucket.views(full):
+            if p.grad is not None:
+                view[...] = p.grad
+                p.grad = view
+            p.grad_buffer = view
+
+    def _reduce_scatter(self, bucket: Bucket) -> None:
+        chunk = self.chunks[bucket]
+        out = chunk.gradient
+        if chunk.summed:
+            out = xp.empty_like(out)
+            hold("buffers", out)
+            self._late.append((chunk, out))
+        full = self._full.pop(bucket)
+        self._works.append(self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True))
+        for p in bucket.parameters:
+            p.grad = p.grad_buffer = None  # the message alone holds the full gradient now, and frees it
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        for chunk, gradient in self._late:
+            chunk.gradient += gradient
+        self._late = []

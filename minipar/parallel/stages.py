@@ -1,0 +1,42 @@
+"""The choice among the data-parallel strategies by ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minipar.comm import Communicator
+from minipar.nn import Module
+from minipar.parallel.buckets import by_unit
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.fsdp import FullyShardedDataParallel
+from minipar.parallel.wrapper import Wrapper
+from minipar.parallel.zero import ZeroStage1, ZeroStage2
+
+STAGES: dict[int, type[Wrapper]] = {
+    0: DistributedDataParallel,
+    1: ZeroStage1,
+    2: ZeroStage2,
+    3: FullyShardedDataParallel,
+}
+
+
+def shard(model: Module, comm: Communicator, stage: int, algorithm: str = "ring", **options: Any) -> Wrapper:
+    """Wrap `model` over `comm` at ZeRO stage 0 (plain data parallelism) to 3 (fully sharded), with the same buckets.
+
+    With the same buckets all stages give the same bits. `options` are those of the stage's class. ValueError for
+    another stage.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"ZeRO stage {stage}: expected 0, 1, 2 or 3")
+    if stage == 0:
+        options.setdefault("groups", by_unit(model))
+    if stage < 2:
+        options.pop("runs", None)  # the parts of a pipeline's stages: gradients or parameters come and go with them
+    kind: Any = STAGES[stage]
+    wrapper: Wrapper = kind(model, comm, algorithm, **options)
+    return wrapper
+
+
+def fully_shard(model: Module, comm: Communicator, algorithm: str = "ring") -> FullyShardedDataParallel:
+    """Wrap `model` over `comm` at ZeRO stage 3. NB: torch.distributed.fsdp.fully_shard is PyTorch's FSDP2."""
+    return FullyShardedDataParallel(model, comm, algorithm)

@@ -1,0 +1,114 @@
+"""The serial model's state, put together from what the ranks own: loops over placements.
+
+Each element of each parameter is owned by exactly one rank: the data-parallel rank that has its chunk, the
+tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its stage. A piece is the elements
+start:stop, in row-major order, of one tensor-parallel rank's part of a parameter. Checkpoints and the state dict are
+collected in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from minipar.backend import Array, to_host, xp
+from minipar.comm import Communicator
+from minipar.nn import Module, Parameter
+from minipar.parallel.placement import Shard, elements_of, placement_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start:stop of tensor-parallel rank `cut["rank"]`'s part of a parameter; cut is None where it is whole.
+
+    `cut` holds dim, groups, rank and ranks, as a checkpoint's manifest writes them.
+    """
+
+    name: str
+    start: int
+    stop: int
+    cut: dict[str, int] | None
+
+
+def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slice]]:
+    """Return what this rank owns: (index in `parameters`, piece, the piece's elements within that parameter).
+
+    `parameters` are what this rank's optimizer holds.
+    """
+    pieces = []
+    for i, p in enumerate(parameters):
+        placement, held = placement_of(p), elements_of(p)
+        own = range(p.size) if placement.dp is None else placement.dp.own
+        if not own or (not isinstance(placement.tp, Shard) and placement.tp.rank > 0):
+            continue
+        cut = None
+        if isinstance(placement.tp, Shard):
+            cut = {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
+        piece = Piece(placement.name, own.start, own.stop, cut)
+        pieces.append((i, piece, slice(own.start - held.start, own.stop - held.start)))
+    return pieces
+
+
+def local_part(placement_tp: Any, whole: Array, elements: range) -> Array:
+    """Return these elements, as a 1-D array, of this rank's part of a serial array."""
+    part = placement_tp.part(whole) if isinstance(placement_tp, Shard) else whole
+    return part.reshape(-1)[elements.start : elements.stop]
+
+
+def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[dict[str, int] | None, int, int, Array]]) -> Array:
+    """Put a serial array of `shape` together from (cut, start, stop, elements) of all its pieces."""
+    parts: dict[int, np.ndarray] = {}
+    shard: Shard | None = None
+    for cut, start, stop, elements in pieces:
+        rank = 0
+        if cut is not None:
+            rank = cut["rank"]
+            shard = Shard(0, cut["ranks"], cut["dim"], shape[cut["dim"]], cut["groups"])
+        if rank not in parts:
+            parts[rank] = np.empty(shape if shard is None else shard.local_shape(shape), dtype)
+        parts[rank].reshape(-1)[start:stop] = elements
+    if shard is None:
+        return parts[0]
+    return shard.join([xp.asarray(parts[rank]) for rank in range(shard.ranks)])
+
+
+def gather_state(model: Module, parameters: Sequence[Parameter], comm: Communicator) -> dict[str, np.ndarray]:
+    """Collect the serial model's parameters by name, as host arrays, on rank 0 of `comm`; the other ranks get {}.
+
+    `comm` is the group of ranks that hold the whole model together: the world of a mesh. `parameters` are what this
+    rank's optimizer holds. Collective. Each element is sent to rank 0 once, in one message per rank; the list of pieces
+    goes ahead as control data.
+    """
+    own = owned_pieces(parameters)
+    arrays = [to_host(parameters[i].data.reshape(-1)[elements]) for i, _, elements in own]
+    dtype = np.dtype(parameters[0].dtype if parameters else np.float32)
+    header = [[asdict(piece), placement_of(parameters[i]).shape] for i, piece, _ in own]
+    headers = comm.gather_bytes(json.dumps(header).encode())
+    if headers is None:
+        if arrays:
+            comm.isend(np.concatenate(arrays), 0).wait()
+        return {}
+    pieces: dict[str, list[tuple[dict[str, int] | None, int, int, Array]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, text in enumerate(headers):
+        listed = json.loads(text)
+        counts = [piece["stop"] - piece["start"] for piece, _ in listed]
+        if rank > 0 and listed:
+            flat = np.empty(sum(counts), dtype)
+            comm.irecv(flat, rank).wait()
+            arrays = np.split(flat, np.cumsum(counts)[:-1])
+        for (piece, shape), array in zip(listed, arrays if listed else [], strict=True):
+            pieces.setdefault(piece["name"], []).append((piece["cut"], piece["start"], piece["stop"], array))
+            shapes[piece["name"]] = tuple(shape)
+    names = [name for name in _names(model, pieces) if name in pieces]
+    return {name: np.array(to_host(join(shapes[name], dtype, pieces[name])), order="C") for name in names}
+
+
+def _names(model: Module, pieces: dict[str, Any]) -> list[str]:
+    """Return parameter names in the serial model's order; names that this rank's model does not have come last."""
+    own = [placement_of(p).name for p in model.parameters() if p.placement is not None]
+    return own + [name for name in pieces if name not in set(own)]

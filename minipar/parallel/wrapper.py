@@ -1,0 +1,184 @@
+"""The contract that data parallelism and every ZeRO stage share: the loss, and the checks that reject a wrong script.
+
+A wrapper owns the gradients of its model. Optimizers ask it before and after each update (`Parameter.owner`), so that a
+step before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Function, Tensor, queue_callback
+from minipar.backend import Array, xp
+from minipar.comm import Communicator
+from minipar.nn import Module, Parameter
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.state import gather_state
+
+BeforeReduce = Callable[[Sequence[Parameter]], None]  # called with a bucket's parameters before the bucket is reduced
+
+
+def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float, int]:
+    """Return the mean loss over the targets of all ranks, and how many there are.
+
+    A mean of the ranks' means would weigh a token on a rank with few of them more than one on a rank with many. Sends
+    an all-reduce of two float64, added in rank order.
+    """
+    total = comm.all_reduce(np.array([loss_sum, count], dtype=np.float64), algorithm="ordered")
+    return float(total[0] / max(1.0, total[1])), int(total[1])
+
+
+class _GlobalMean(Function):
+    """The mean over all ranks as the last node of the graph: backward scales by 1/count and closes the pass."""
+
+    def forward(self, loss_sum: Array, wrapper: Wrapper, count: int) -> Array:
+        self.wrapper = wrapper
+        mean, total = global_mean(wrapper.comm, float(loss_sum), count)
+        self.scale = 1 / max(1, total)
+        return xp.full_like(loss_sum, mean)
+
+    def backward(self, grad: Array) -> Any:
+        self.wrapper.begin_backward()
+        queue_callback(self.wrapper.end_backward)
+        return grad * xp.full_like(grad, self.scale), None, None
+
+
+class Wrapper(ABC):
+    """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies."""
+
+    stage = 0  # of ZeRO
+    sharded = False  # the optimizer gets shards instead of the model's parameters
+    buckets: list[Bucket]  # in the order in which they travel
+
+    def __init__(self, model: Module, comm: Communicator, algorithm: str) -> None:
+        if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
+            raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
+        self.model, self.comm, self.algorithm = model, comm, algorithm
+        self.syncing = True  # False inside `no_sync`
+        self._scaled = False  # inside a backward pass of a loss that was divided by the global count
+        self._state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed
+        for p in model.parameters():
+            p.owner = self
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    @abstractmethod
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes inside the block accumulate on this rank and send no gradient."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every gradient is the sum over all ranks."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Give the model back: forward and backward no longer call this object."""
+
+    # ---- forward and backward ----------------------------------------------------------------------------------------
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the mean loss over the targets of all ranks, the same value on every rank; all ranks call it.
+
+        Its backward gives the gradient of that mean, whatever share of the targets each rank holds, summed over the
+        ranks before `backward()` returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. Sends an all-reduce
+        of two float64.
+        """
+        return _GlobalMean.apply(self.model.loss_sum(x, y), self, self.model.target_count(y))
+
+    def begin_backward(self) -> None:
+        """Note that a pass with the global scale begins. RuntimeError if it would add to gradients summed already."""
+        if self._state == "summed" and not self.sharded and any(p.grad is not None for p in self.model.parameters()):
+            raise RuntimeError(
+                "backward() would add to gradients that were summed over the ranks already, and sum them again: run "
+                "all microbatches of a step but the last inside `with wrapper.no_sync():`, and call "
+                "optimizer.zero_grad() before the next step"
+            )
+        self._scaled = True
+
+    def end_backward(self) -> None:
+        """End a pass: sum the gradients over the ranks, unless inside `no_sync`."""
+        self._scaled = False
+        if self.syncing:
+            self.synchronize()
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[None]:
+        """Allow backward passes inside the block: the caller has divided the loss by the global count of targets.
+
+        For callers that know this count, such as a trainer. They call `synchronize` afterwards.
+        """
+        self.begin_backward()
+        try:
+            yield
+        finally:
+            self._scaled = False
+
+    def gradient_arrived(self) -> None:
+        """Note that backward has completed a gradient. RuntimeError in a pass that nobody has scaled."""
+        if not self._scaled:
+            raise RuntimeError(
+                f"backward() of a loss that was not divided by the global count of targets: over {self.comm.size} "
+                f"ranks the gradients would add up to {self.comm.size} times too much. Use wrapper.loss(x, y) instead "
+                "of model.loss(x, y), or scale the loss and run backward inside `with wrapper.scaled_backward():`"
+            )
+        self._state = "local"
+
+    # ---- what optimizers ask -----------------------------------------------------------------------------------------
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError if an optimizer holds parameters of this model that this stage does not give it."""
+        given = set(self.parameters())
+        for p in parameters:
+            if p.owner is self and p not in given:
+                raise ValueError(
+                    f"the optimizer holds {p.placement.name}, but at ZeRO stage {self.stage} each rank updates its own "
+                    "shards: write AdamW(wrapper.parameters()) instead of AdamW(model.parameters())"
+                )
+
+    def before_step(self) -> None:
+        """Raise RuntimeError if an optimizer steps before the gradients have been summed over the ranks."""
+        if self._state == "local":
+            raise RuntimeError(
+                "optimizer.step() before the gradients were summed over the ranks: run the backward pass of the last "
+                "microbatch outside `no_sync` (after scaled_backward: call wrapper.synchronize())"
+            )
+
+    def after_step(self) -> None:  # noqa: B027  (plain data parallelism has nothing to do)
+        """Do what must follow an update; a ZeRO stage makes the updated parameters known to all ranks."""
+
+    def forget_gradients(self) -> None:
+        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
+        self._state = "none"
+
+    # ---- the whole gradient, the whole state -------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        self.model.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`.
+
+        For a model that data parallelism alone has placed; with other axes: `grad_norm.clip_grad_norm`. Sends one
+        float64 at ZeRO stages 1 to 3, nothing otherwise.
+        """
+        return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.comm)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collect the serial model's parameters by name, as host arrays, on rank 0; the other ranks get {}.
+
+        For a model that data parallelism alone has placed; with other axes: `state.gather_state`. Each element is sent
+        to rank 0 once.
+        """
+        return gather_state(self.model, self.parameters(), self.comm)
