@@ -29,7 +29,7 @@ class Chunk:
     `summed` is True once `gradient` holds the sum over the ranks of an earlier microbatch.
     """
 
-    def __init__(self, bucket: Bucket, data: Array, gradient: Array, owner: Wrapper) -> None:
+    def __init__(self, bucket: Bucket, data: Array, gradient: Array, owner: Wrapper | None) -> None:
         self.data, self.gradient, self.summed = data, gradient, False
         self.shards: list[Parameter] = []
         start = 0

@@ -13,15 +13,17 @@ rank Psi (p-1)/p elements to reduce-scatter gradients, and as many to gather upd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
 from minipar.memory import hold
-from minipar.nn import Module, Parameter, Part
+from minipar.nn import Module, Optimizer, Parameter, Part
 from minipar.parallel.buckets import Bucket, FlatBuffers
+from minipar.parallel.placement import BucketSlice, Placement, update
 from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradients
-from minipar.parallel.wrapper import BeforeReduce
+from minipar.parallel.wrapper import BeforeReduce, Wrapper
 
 
 def gather_parameters(comm: Communicator, chunks: dict[Bucket, Chunk], parameters: Array) -> None:
@@ -96,3 +98,55 @@ class ZeroStage2(ShardedGradients):
     def after_step(self) -> None:
         """Gather what every rank's optimizer made of its chunks."""
         gather_parameters(self.comm, self.chunks, self.buffers.parameters)
+
+
+class ZeroOptimizer:
+    """ZeRO stage 1 as an optimizer, for a model that computes its gradients by itself, such as a PipelineModule.
+
+        optimizer = ZeroOptimizer(model.parameters(), AdamW, mesh.dp, lr=1e-3)
+        loss = model(x, y)       # gradients of this replica's share of the global mean
+        optimizer.step()         # sums them over dp, updates this rank's shard, gathers the parameters
+        optimizer.zero_grad()
+
+    `options` are those of the optimizer class. Sends 2 Psi (p-1)/p elements per rank and step, in two messages per ring
+    step; none of it is hidden behind computation.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        optimizer: Callable[..., Optimizer],
+        comm: Communicator,
+        algorithm: str = "ring",
+        **options: Any,
+    ) -> None:
+        self.parameters, self.comm, self.algorithm = list(parameters), comm, algorithm
+        self.bucket = Bucket(tuple(self.parameters), 0, sum(p.size for p in self.parameters))
+        self.buffers = FlatBuffers([self.bucket])
+        self.own = slice(*self.bucket.chunk(comm.rank, comm.size))
+        offset = 0
+        for i, p in enumerate(self.parameters):
+            if p.placement is None:
+                p.placement = Placement(str(i), p.shape)
+            update(p, dp=BucketSlice(offset, p.size, self.bucket.size, comm.rank, comm.size), units=1)
+            offset += p.size
+            if isinstance(p.owner, Wrapper):
+                raise ValueError("a wrapper sums these gradients already: write AdamW(wrapper.parameters()) instead")
+            p.owner = None
+        self.chunk = Chunk(self.bucket, self.buffers.parameters[self.own], self.buffers.gradients[self.own], None)
+        self.optimizer = optimizer(self.chunk.shards, **options)
+
+    def step(self) -> None:
+        """Sum the gradients over the ranks, update this rank's shard, and gather the updated parameters."""
+        self.bucket.complete()
+        gradients, parameters = self.buffers.gradients, self.buffers.parameters
+        self.comm.reduce_scatter(gradients, out=gradients[self.own], algorithm=self.algorithm)
+        for shard in self.chunk.shards:
+            shard.grad = shard.grad_buffer
+        self.optimizer.step()
+        self.comm.all_gather(parameters[self.own], out=parameters, algorithm="pairwise")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        for p in self.parameters:
+            p.zero_grad()

@@ -21,6 +21,7 @@ from minipar.parallel.pipeline.lower import lower
 from minipar.parallel.pipeline.stage import PipelineStage
 
 FIRST_TAG = 2  # those before are for the tied embedding (split.py)
+Key = tuple[int, str, int]  # stage, way (F or B), microbatch
 
 
 class PipelineExecutor:
@@ -48,8 +49,8 @@ class PipelineExecutor:
         self.actions = lower(schedule).ranks[comm.rank]
         self.shape, self.dtype = shape, dtype
         self.peak_alive = 0
-        self._arrived: dict[tuple[int, str, int], Array | Message] = {}  # by stage that takes it, way, microbatch
-        self._leaving: dict[tuple[int, str, int], Array] = {}  # by stage that made it
+        self._arrived: dict[Key, Array | Message] = {}  # by stage that takes it, way, microbatch
+        self._leaving: dict[Key, Array] = {}  # by stage that made it
         self._sent: list[Message] = []
 
     def run(
@@ -120,7 +121,14 @@ class PipelineExecutor:
         tag = FIRST_TAG + (taker * 2 + (way == "B")) * self.schedule.microbatches + action.microbatch
         key = action.stage, way, action.microbatch
         if verb == "RECV":
-            self._arrived[key] = self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag)
+            self._arrived[key] = self._receive(key, peer, tag)
         else:
             self._sent = [message for message in self._sent if not message.test()]  # what is through may be freed
-            self._sent.append(self.comm.isend(xp.ascontiguousarray(self._leaving.pop(key)), peer, tag))
+            self._send(key, xp.ascontiguousarray(self._leaving.pop(key)), peer, tag)
+
+    def _receive(self, key: Key, peer: int, tag: int) -> Message:
+        """Post the receive of an activation or its gradient, `key` = (stage, way, microbatch)."""
+        return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag)
+
+    def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
+        self._sent.append(self.comm.isend(array, peer, tag))

@@ -13,7 +13,10 @@ from minipar.autograd import IGNORE_INDEX, Function, LazyGradient, Tensor, embed
 from minipar.autograd.fused import outer_product
 from minipar.autograd.modes import spend
 from minipar.backend import Array, xp
-from minipar.nn import Embedding, Module, Parameter
+from minipar.comm import Communicator
+from minipar.errors import UsageError
+from minipar.nn import Embedding, Linear, Module, Parameter
+from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
 SEQUENCE = 1  # the dim of the tokens in (B, T, h)
@@ -79,15 +82,55 @@ def column_linear(
     return _ColumnLinear.apply(x, weight, bias, group, sequence, transposed)
 
 
+def split(parameter: Parameter, group: TensorGroup, dim: int, groups: int = 1) -> None:
+    """Leave this rank its part of a parameter along `dim`, within each of `groups` stretches; record the placement."""
+    shard = Shard(group.rank, group.size, dim, parameter.shape[dim], groups)
+    if parameter.placement is None:
+        parameter.placement = Placement("", parameter.shape)
+    update(parameter, tp=shard)
+    parameter.change(shard.local_shape(parameter.shape), shard.part)
+
+
+def _check_divides(what: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise UsageError(f"{what} = {size}/{ranks} is not a whole number: each tensor-parallel rank has as many")
+
+
 class ColumnParallelLinear(Module):
     """Y = X [A_1 | ... | A_t] + b, the columns split: x whole -> Y_r = X A_r + b_r, this rank's columns.
 
-    weight (in, out/t), bias (out/t,). On the wire: what `enter` sends.
+    weight (in, out/t), bias (out/t,). `groups` stretches of the columns are each split, as q, k and v of one product
+    are. `of` takes parameters that are split already. UsageError if t does not divide a stretch. Sends what `enter`
+    sends.
     """
 
-    def __init__(self, weight: Parameter, bias: Parameter, group: TensorGroup, sequence: bool) -> None:
-        self.weight, self.bias = weight, bias
-        self.group, self.sequence = group, sequence
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        comm: Communicator | TensorGroup,
+        *,
+        name: str,
+        groups: int = 1,
+        sequence_parallel: bool = False,
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
+        _check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
+        serial = Linear(n_in, n_out, name=name, bias=bias, deferred=True, **options)
+        self.weight, self.bias = serial.weight, serial.bias
+        split(self.weight, self.group, 1, groups)
+        if self.bias is not None:
+            split(self.bias, self.group, 0, groups)
+        self.materialize()
+
+    @classmethod
+    def of(cls, weight: Parameter, bias: Parameter, group: TensorGroup, sequence: bool) -> ColumnParallelLinear:
+        """Make a layer of this rank's parts."""
+        layer = cls.__new__(cls)
+        layer.weight, layer.bias, layer.group, layer.sequence = weight, bias, group, sequence
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         return column_linear(x, self.weight, self.bias, self.group, self.sequence)  # (B, T, out/t)
@@ -96,34 +139,75 @@ class ColumnParallelLinear(Module):
 class RowParallelLinear(Module):
     """Y = sum_r X_r A_r + b, the rows split: x this rank's columns (B, T, in/t) -> Y, summed, the bias added once.
 
-    weight (in/t, out), bias (out,), on every rank. On the wire: what `leave` sends.
+    weight (in/t, out), bias (out,), on every rank. `of` takes parameters that are split already. UsageError if t does
+    not divide n_in. Sends what `leave` sends.
     """
 
-    def __init__(self, weight: Parameter, bias: Parameter, group: TensorGroup, sequence: bool) -> None:
-        self.weight, self.bias = weight, bias
-        self.group, self.sequence = group, sequence
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        comm: Communicator | TensorGroup,
+        *,
+        name: str,
+        sequence_parallel: bool = False,
+        **options: Any,
+    ) -> None:
+        self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
+        _check_divides(f"{name}: n_in/tp", n_in, self.group.size)
+        serial = Linear(n_in, n_out, name=name, deferred=True, **options)
+        self.weight, self.bias = serial.weight, serial.bias
+        split(self.weight, self.group, 0)
+        self.materialize()
+
+    @classmethod
+    def of(cls, weight: Parameter, bias: Parameter, group: TensorGroup, sequence: bool) -> RowParallelLinear:
+        """Make a layer of this rank's parts."""
+        layer = cls.__new__(cls)
+        layer.weight, layer.bias, layer.group, layer.sequence = weight, bias, group, sequence
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
+        y = leave(linear(x, self.weight), self.group, self.sequence)
         # The bias after the sum: added on every rank before it, it would count t times.
-        return leave(linear(x, self.weight), self.group, self.sequence) + self.bias
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(Module):
     """Rows of weight (V/t, h) for the tokens that this rank holds, zeros for the others; summed: (B, T) -> (B, T, h).
 
-    On the wire: what `leave` sends.
+    A vocabulary that t does not divide is padded with zeros. `of` takes a weight that is split already. Sends what
+    `leave` sends.
     """
 
-    def __init__(self, weight: Parameter, group: TensorGroup, sequence: bool) -> None:
-        self.weight = weight
-        self.group, self.sequence = group, sequence
+    def __init__(
+        self,
+        count: int,
+        dim: int,
+        comm: Communicator | TensorGroup,
+        *,
+        name: str,
+        sequence_parallel: bool = False,
+        **options: Any,
+    ) -> None:
+        self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
+        self.weight = Embedding(count, dim, name=name, deferred=True, **options).weight
+        split(self.weight, self.group, 0)
+        self.materialize()
+
+    @classmethod
+    def of(cls, weight: Parameter, group: TensorGroup, sequence: bool) -> VocabParallelEmbedding:
+        """Make a layer of this rank's rows."""
+        layer = cls.__new__(cls)
+        layer.weight, layer.group, layer.sequence = weight, group, sequence
+        return layer
 
     def forward(self, tokens: Array) -> Tensor:
         rows = self.weight.shape[0]
         local = tokens - self.group.rank * rows
-        here = (local >= 0) & (local < rows)
-        found = embedding(self.weight, xp.where(here, local, 0))
-        return leave(found * here[..., None].astype(self.weight.dtype), self.group, self.sequence)
+        is_own = (local >= 0) & (local < rows)
+        y = embedding(self.weight, xp.where(is_own, local, 0))
+        return leave(y * is_own[..., None].astype(self.weight.dtype), self.group, self.sequence)
 
 
 class SequenceEmbedding(Embedding):
@@ -184,10 +268,10 @@ class _VocabParallelCrossEntropy(Function):
         return dlogits.reshape(self.shape), None, None
 
 
-def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Array, group: TensorGroup) -> Tensor:
+def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Array, group: Communicator | TensorGroup) -> Tensor:
     """`autograd.cross_entropy_sum` of logits (B, T, V/t) whose last dim is split over the group; the same on each rank.
 
     With m = max and z = log sum exp over the whole vocabulary the loss is z - logit[target]. On the wire, forward only:
     an all-reduce of N maxima and one of 2N sums (exponentials, target logits), where gathering would take N V. N = B T.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, group)
+    return _VocabParallelCrossEntropy.apply(logits, targets, TensorGroup.of(group))

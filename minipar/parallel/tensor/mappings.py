@@ -34,6 +34,11 @@ class TensorGroup:
         self.comm, self.reduction = comm, reduction
         self.rank, self.size = comm.rank, comm.size
 
+    @staticmethod
+    def of(group: Communicator | TensorGroup) -> TensorGroup:
+        """Return a TensorGroup of a communicator (with ring sums), or the group itself."""
+        return group if isinstance(group, TensorGroup) else TensorGroup(group)
+
     def sum(self, x: Array) -> Array:
         """A new array: x summed over the ranks."""
         return self.start_sum(x)()

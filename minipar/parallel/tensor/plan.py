@@ -14,7 +14,7 @@ from minipar.backend import xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
 from minipar.nn import GPT, Embedding, Linear, Module, Parameter, Window
-from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
+from minipar.parallel.placement import Partial, Replicate, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
     ColumnParallelLinear,
@@ -22,6 +22,7 @@ from minipar.parallel.tensor.layers import (
     SequenceEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
+    split,
     vocab_parallel_cross_entropy_sum,
 )
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -42,12 +43,6 @@ class TensorParallel:
 
     def __init__(self, group: TensorGroup, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
-
-    def split(self, parameter: Parameter, dim: int, groups: int = 1) -> None:
-        """Leave this rank its part of the parameter, and record the placement."""
-        shard = Shard(self.group.rank, self.group.size, dim, parameter.shape[dim], groups)
-        update(parameter, tp=shard)
-        parameter.change(shard.local_shape(parameter.shape), shard.part)
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum the gradients of the Partial parameters among these over the ranks, each in place.
@@ -114,13 +109,13 @@ def _split(tensor: TensorParallel, layer: Module, kind: str) -> Module:
     """The parallel layer in the place of a serial one, on the same parameters, which are split here."""
     group, sequence = tensor.group, tensor.sequence
     if isinstance(layer, Embedding):
-        tensor.split(layer.weight, dim=0)
-        return VocabParallelEmbedding(layer.weight, group, sequence)
+        split(layer.weight, group, 0)
+        return VocabParallelEmbedding.of(layer.weight, group, sequence)
     assert isinstance(layer, Linear) and layer.bias is not None
     if kind == "row":
-        tensor.split(layer.weight, dim=0)
-        return RowParallelLinear(layer.weight, layer.bias, group, sequence)
+        split(layer.weight, group, 0)
+        return RowParallelLinear.of(layer.weight, layer.bias, group, sequence)
     stretches = 3 if kind == "column of 3" else 1
-    tensor.split(layer.weight, dim=1, groups=stretches)
-    tensor.split(layer.bias, dim=0, groups=stretches)
-    return ColumnParallelLinear(layer.weight, layer.bias, group, sequence)
+    split(layer.weight, group, 1, stretches)
+    split(layer.bias, group, 0, stretches)
+    return ColumnParallelLinear.of(layer.weight, layer.bias, group, sequence)

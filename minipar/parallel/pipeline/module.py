@@ -1,0 +1,173 @@
+"""PipelineModule: a pipeline of stages that the user wrote, on the axes of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Tensor
+from minipar.backend import Array, from_host, xp
+from minipar.comm import Communicator, DeviceMesh, Message
+from minipar.errors import UsageError
+from minipar.nn import Module, Parameter, Part
+from minipar.parallel.pipeline.executor import Key, PipelineExecutor
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.stage import PipelineStage
+from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
+
+HEADER = 8  # int64 ahead of each activation: dtype, number of dims, dims
+DTYPES = ("float32", "float64")
+
+
+class PipelineModule(Module):
+    """The user's stages over mesh.pp; `model(x, y)` runs forward and backward of all microbatches.
+
+    `stages` are Modules, or callables such as classes that make one when called with the mesh, which happens on the
+    ranks that hold the stage only. A stage's `forward` takes what the stage before it returns; the last stage defines
+    `loss_sum(x, y)` instead. Consecutive stages share a rank where there are more stages than the schedule has: on a
+    mesh of size 1 all of them run on one device. UsageError if they do not divide evenly.
+
+    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, cut into microbatches along
+    dim 0. It returns the mean loss over the targets of all replicas, the same on every rank, and leaves in the
+    parameters this replica's share of that mean's gradient. ZeroOptimizer sums the shares over mesh.dp.
+
+    Sends each activation, and its gradient back, once per microbatch and cut, with 64 bytes ahead of each activation
+    that tell its shape, and two float64 all-reduced per step over dp and one over pp.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Module | Callable[[DeviceMesh], Module]],
+        mesh: DeviceMesh,
+        num_microbatches: int,
+        schedule: str = "1f1b",
+    ) -> None:
+        pp = mesh.pp
+        virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
+        plan = make(schedule, pp.size, num_microbatches, virtual)
+        if len(stages) % plan.stages:
+            raise UsageError(
+                f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{plan.stages} is not a whole number"
+            )
+        per = len(stages) // plan.stages
+        self.mesh, self.num_microbatches = mesh, num_microbatches
+        self._modules: dict[int, list[Module]] = {}
+        for s, rank in plan.home.items():
+            if rank == pp.rank:
+                self._modules[s] = [self._make(stages[i], i) for i in range(s * per, (s + 1) * per)]
+        place(self)
+        for p in self.parameters():
+            update(p, pp=pp.rank)
+            if not isinstance(placement_of(p).tp, Shard):
+                update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
+            if mesh.dp.size > 1:
+                p.owner = _OneReplicasGradients(mesh.dp)
+        self.count = len(stages)
+        if self.loss_module is not None:
+            self._modules[plan.stages - 1].pop()  # its loss_sum takes the place of its forward
+        runs = {
+            s: PipelineStage([Part(str(i), module, module.parameters()) for i, module in enumerate(modules)])
+            for s, modules in self._modules.items()
+        }
+        self.executor = _HeadedExecutor(plan, pp, runs)
+
+    def _make(self, stage: Module | Callable[[DeviceMesh], Module], i: int) -> Module:
+        module = stage if isinstance(stage, Module) else stage(self.mesh)
+        setattr(self, f"stage{i}", module)  # its parameters are named stage{i}.NAME
+        return module
+
+    @property
+    def loss_module(self) -> Module | None:
+        """The last stage, on the ranks that hold it."""
+        return getattr(self, f"stage{self.count - 1}", None)
+
+    def forward(self, x: Array, y: Array) -> Tensor:
+        m, dp = self.num_microbatches, self.mesh.dp
+        if len(x) < m:
+            raise UsageError(f"{len(x)} samples are fewer than {m} microbatches")
+        inputs, targets = (np.array_split(array, m) for array in (x, y))
+        totals = np.zeros(2)  # summed loss, count of targets
+        scale = 0.0
+        if self.loss_module is not None:
+            totals[1] = self.loss_module.target_count(y)
+            dp.all_reduce(totals, algorithm="ordered")
+            scale = 1 / max(1.0, totals[1])
+
+        def loss(i: int, stage_input: Any) -> Tensor:
+            assert self.loss_module is not None
+            value = self.loss_module.loss_sum(stage_input, from_host(targets[i]))
+            totals[0] += value.item()
+            self._dtype = value.dtype
+            return value
+
+        def gradient(i: int) -> Array:
+            return xp.full((), scale, dtype=self._dtype)
+
+        self.executor.run(lambda i: from_host(inputs[i]), loss, gradient, lambda action: nullcontext())
+        mean = np.zeros(1)
+        if self.loss_module is not None:
+            mean[0] = float(dp.all_reduce(totals[:1].copy(), algorithm="ordered")[0]) * scale
+        return Tensor(self.mesh.pp.all_reduce(mean, algorithm="ordered")[0])
+
+
+class _HeadedExecutor(PipelineExecutor):
+    """A PipelineExecutor that does not know the activations' shapes: each one is announced by a header."""
+
+    def __init__(self, schedule: Any, comm: Communicator, stages: dict[int, PipelineStage]) -> None:
+        super().__init__(schedule, comm, stages, (), np.float32)
+        self._sent_like: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}  # by stage and microbatch
+        self._announced: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}  # header, peer, tag
+
+    def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
+        stage, way, m = key
+        if way == "F":
+            self._sent_like[stage, m] = array.shape, array.dtype
+            header = np.zeros(HEADER, np.int64)
+            header[: 2 + array.ndim] = DTYPES.index(str(array.dtype)), array.ndim, *array.shape
+            self._sent.append(self.comm.isend(header, peer, tag))
+        super()._send(key, array, peer, tag)
+
+    def _receive(self, key: Key, peer: int, tag: int) -> Message:
+        stage, way, m = key
+        if way == "F":
+            header = np.empty(HEADER, np.int64)
+            self._announced[stage, m] = header, peer, tag
+            return self.comm.irecv(header, peer, tag)
+        shape, dtype = self._sent_like.pop((stage, m))  # a gradient looks like the activation that it belongs to
+        return self.comm.irecv(xp.empty(shape, dtype=dtype), peer, tag)
+
+    def _take(self, stage: int, way: str, m: int) -> Array:
+        array = super()._take(stage, way, m)
+        if (stage, m) not in self._announced or way == "B":
+            return array
+        header, peer, tag = self._announced.pop((stage, m))
+        kind, ndim, *dims = header.tolist()
+        return self.comm.irecv(xp.empty(dims[:ndim], dtype=DTYPES[kind]), peer, tag).wait()
+
+
+class _OneReplicasGradients:
+    """The owner of parameters whose gradients nobody has summed over dp yet: it refuses plain optimizers."""
+
+    sharded = False
+
+    def __init__(self, dp: Communicator) -> None:
+        self.dp = dp
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError: the replicas would drift apart."""
+        raise ValueError(
+            f"the gradients of a PipelineModule are not summed over its {self.dp.size} data-parallel replicas: write "
+            "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
+        )
+
+    def before_step(self) -> None:
+        """Do nothing; `check` refuses the step."""
+
+    def after_step(self) -> None:
+        """Do nothing; `check` refuses the step."""
+
+    def forget_gradients(self) -> None:
+        """Do nothing; the gradients are the parameters' own."""
