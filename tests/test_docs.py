@@ -58,7 +58,7 @@ def test_readme_takes_five_minutes():
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_named_in_the_text_exist(name):
-    paths = re.findall(rf"\b((?:{'|'.join(FOLDERS)})/[\w/.]*\w)", re.sub(r"\]\([^)]*\)", "]", text(name)))
+    paths = re.findall(rf"\b((?:{'|'.join(FOLDERS)})/[\w/.-]*\w)", re.sub(r"\]\([^)]*\)", "]", text(name)))
     assert [path for path in paths if "NN" not in path and not (ROOT / path).exists()] == []
 
 
