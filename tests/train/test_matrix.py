@@ -1,4 +1,4 @@
-"""Claims about the README's matrix of what goes with what: each cell is run, or refused, as it says."""
+"""Claims about the matrix of docs/combinations.md: each cell, when run, is equal, within the bound, or refused."""
 
 import re
 from pathlib import Path
@@ -16,11 +16,12 @@ from minipar.train.progress import notes
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
-README = Path(__file__).parents[2] / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
 SHAPE = f"--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 2 --eps 1e-5"
 
 
 def config_for(flags):
+    """The configuration of these flags, and its number of ranks."""
     config = parse(f"{SHAPE} --dtype float64 --reduction ordered {flags}".split())
     ranks = (config.mesh.dp or 1) * config.mesh.tp * config.mesh.pp
     config = resolve(config, ranks)
@@ -30,9 +31,7 @@ def config_for(flags):
 
 
 def outcome(flags):
-    """A cell: "no" for what is refused; "=" for bit for bit, "≈" for within the bound; "*" if a note says what it
-    costs.
-    """
+    """Run a cell: "no" if refused, "=" if bit for bit, "≈" if within the bound, each with "*" if a note says a cost."""
     try:
         config, ranks = config_for(flags)
     except UsageError:
@@ -48,13 +47,23 @@ def outcome(flags):
     return sign + ("*" if notes(config, config.model.seq_len) else "")
 
 
+def tables():
+    """The two tables under "The matrix": lists of rows, rows as lists of cells."""
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## The matrix")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks]
+
+
 def matrix():
-    """{(flags of the row, flags of the column): cell}, from the README."""
-    text = README.read_text(encoding="utf-8").partition("## What goes with what")[2].partition("\n## ")[0]
-    first = text[text.index("|") :].partition("\n\n")[0]  # the other table says what each sends
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()]
-    flags = [[" ".join(re.findall("`(.*?)`", cell)) for cell in row] for row in rows]
-    return {(flags[r][0], flags[0][c]): rows[r][c] for r in range(2, len(rows)) for c in range(1, len(rows[0]))}
+    """{(flags of the row, flags of the column): cell}."""
+    columns, cells = tables()
+    flags = {name: text.strip("`") if "`" in text else "" for name, text in columns[2:]}
+    names = cells[0][1:]
+    return {
+        (row[0].strip("`") if "`" in row[0] else "", flags[name]): cell
+        for row in cells[2:]
+        for name, cell in zip(names, row[1:], strict=True)
+    }
 
 
 @pytest.mark.parametrize("cell", matrix(), ids=lambda cell: " x ".join(cell))
@@ -69,15 +78,15 @@ def test_the_matrix_has_every_strategy():
         assert flag in words
 
 
-# ---- what is hardly meant so says what it costs ----------------------------------------------------------------------
+# ---- notes on what a layout costs ------------------------------------------------------------------------------------
 
 
-def said(flags):
+def notes_on(flags):
     config, _ = config_for(flags)
     return " / ".join(notes(config, config.model.seq_len))
 
 
-def test_what_is_usual_is_not_commented():
+def test_usual_layouts_have_no_notes():
     for flags in (
         "",
         "--dp 2",
@@ -85,45 +94,45 @@ def test_what_is_usual_is_not_commented():
         "--tp 2 --sequence-parallel",
         "--dp 2 --pp 2 --microbatches 4",
     ):
-        assert said(flags) == ""
-    assert said("--dp 2 --tp 2 --pp 2 --microbatches 4 --zero-stage 1") == ""
+        assert notes_on(flags) == ""
+    assert notes_on("--dp 2 --tp 2 --pp 2 --microbatches 4 --zero-stage 1") == ""
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_on_one_replica_shards_nothing(stage):
-    assert f"--zero-stage {stage} shards nothing: dp = 1" in said(f"--tp 2 --zero-stage {stage} --microbatches 2")
+    assert f"--zero-stage {stage} shards nothing: dp = 1" in notes_on(f"--tp 2 --zero-stage {stage} --microbatches 2")
 
 
 def test_stage_3_gathers_again_for_each_microbatch():
-    """Psi: 4 blocks and the embeddings with the last LayerNorm. In a pipeline rank 0's two blocks, and the embedding
-    once for each lookup and once for the head.
+    """Psi is 4 blocks, the embeddings and the last LayerNorm. In a pipeline rank 0 holds two blocks, and gathers the
+    embedding once for each lookup and once for the head.
     """
     block, embedding = 12 * 20**2 + 13 * 20, (VOCAB + 8) * 20
     psi = 4 * block + embedding + 2 * 20
     expected = f"2*4 = 8 times per step, {8 * psi:,} elements on rank 0 (--zero-stage 1: {psi:,})"
-    assert expected in said("--dp 2 --zero-stage 3 --microbatches 4")
-    mine = 8 * 2 * block + 5 * embedding
-    assert f"{mine:,} elements on rank 0" in said("--dp 2 --pp 2 --zero-stage 3 --microbatches 4")
+    assert expected in notes_on("--dp 2 --zero-stage 3 --microbatches 4")
+    rank_0 = 8 * 2 * block + 5 * embedding
+    assert f"{rank_0:,} elements on rank 0" in notes_on("--dp 2 --pp 2 --zero-stage 3 --microbatches 4")
 
 
-def test_gradients_that_add_up_are_whole():
+def test_accumulated_gradients_are_whole():
     assert (
         "4 microbatches add up in whole gradients, which --zero-stage 2 then shards; --sync-every-microbatch"
-        in said("--dp 2 --zero-stage 2 --microbatches 4")
+        in notes_on("--dp 2 --zero-stage 2 --microbatches 4")
     )
-    assert "sync-every" not in said("--dp 2 --pp 2 --zero-stage 2 --microbatches 4")
-    assert said("--dp 2 --zero-stage 2 --microbatches 4 --sync-every-microbatch") == ""
+    assert "sync-every" not in notes_on("--dp 2 --pp 2 --zero-stage 2 --microbatches 4")
+    assert notes_on("--dp 2 --zero-stage 2 --microbatches 4 --sync-every-microbatch") == ""
 
 
-def test_a_pipeline_of_one_microbatch_stands_still_most_of_the_time():
-    assert "one microbatch: the pipeline's ranks work one after another, bubble 0.667" in said(
+def test_a_pipeline_of_one_microbatch_is_mostly_idle():
+    assert "one microbatch: the pipeline's ranks work one after another, bubble 0.667" in notes_on(
         "--pp 3 --schedule gpipe"
     )
-    assert "--schedule naive: the pipeline's ranks" in said("--pp 2 --schedule naive --microbatches 4")
+    assert "--schedule naive: the pipeline's ranks" in notes_on("--pp 2 --schedule naive --microbatches 4")
     assert [float(simulate(make("1f1b", p, 1)).bubble_fraction) for p in (2, 4)] == [1 / 2, 3 / 4]  # (p-1)/p
 
 
-def test_rank_0_says_it_once_under_mpirun():
+def test_rank_0_prints_a_note_once_under_mpirun():
     flags = f"{SHAPE} --pp 2 --zero-stage 2".replace(f"--vocab-size {VOCAB}", "--vocab-size 256")
     result = run_mpi(2, ["-m", "minipar.train", *flags.split()], timeout=60)
     assert result.returncode == 0, result.stderr

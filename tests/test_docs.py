@@ -1,0 +1,137 @@
+"""Claims about README.md, CONTRIBUTING.md and docs/: links, paths, figures and programs in them are true."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import minipar
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+COLUMNS = {"README.md": 100}
+FOLDERS = ("chapters", "docs", "examples", "minipar", "tests", "visualize")
+
+
+def text(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def links(document):
+    """Targets of a document's links and pictures that are inside the project, such as "docs/speed.md#pipelines"."""
+    targets = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", document)
+    return [target for pair in targets for target in pair if target and not target.startswith("https://")]
+
+
+def anchors(document):
+    """The anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(name):
+    """The links of a document that lead nowhere."""
+    missing = []
+    for target in links(text(name)):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            missing.append(target)
+    return missing
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_to_files_and_headings(name):
+    assert broken(name) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_lines_are_short(name):
+    limit = COLUMNS.get(name, 120)
+    assert [line for line in text(name).splitlines() if len(line) > limit] == []
+
+
+def test_readme_takes_five_minutes():
+    assert len(text("README.md").splitlines()) <= 160
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_named_in_the_text_exist(name):
+    paths = re.findall(rf"\b((?:{'|'.join(FOLDERS)})/[\w/.-]*\w)", re.sub(r"\]\([^)]*\)", "]", text(name)))
+    assert [path for path in paths if "NN" not in path and not (ROOT / path).exists()] == []
+
+
+def test_readme_links_every_document():
+    assert {name for name in DOCUMENTS if name != "README.md"} <= set(links(text("README.md")))
+
+
+def test_readme_counts_lines_within_15_percent():
+    counts = re.findall(r"\]\((minipar/[\w/]+\.py)\) \| (\d+) \|", text("README.md"))
+    assert len(counts) >= 7
+    lines = {path: len(text(path).splitlines()) if (ROOT / path).exists() else 0 for path, _ in counts}
+    assert {path: lines[path] for path, count in counts if abs(int(count) - lines[path]) > 0.15 * lines[path]} == {}
+
+
+def test_documents_agree_on_the_number_of_combinations():
+    """docs/combinations.md is compared with the tests; README repeats its figure."""
+    (number,) = re.findall(r"\| (\d+) combinations", text("docs/combinations.md"))
+    assert set(re.findall(r"(\d+) combinations", text("README.md"))) == {number}
+
+
+# ---- README's programs -----------------------------------------------------------------------------------------------
+
+
+def programs():
+    """The blocks of Python in README: the first is a whole program, the second a module."""
+    return re.findall(r"```python\n(.*?)```", text("README.md"), re.DOTALL)
+
+
+def printed_losses(threads, monkeypatch, capsys):
+    """The losses that README's program prints on so many ranks."""
+    launch = minipar.launch
+    with monkeypatch.context() as patch:
+        patch.setattr(minipar, "launch", lambda main: launch(main, threads=threads))
+        exec(compile(programs()[0], "README.md", "exec"), {})
+    return [float(line.removeprefix("loss ")) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_readme_program_learns_on_any_number_of_ranks(monkeypatch, capsys):
+    alone, together = (printed_losses(threads, monkeypatch, capsys) for threads in (1, 2))
+    assert len(alone) == 20 and alone[-1] < 0.6 * alone[0]
+    assert together == pytest.approx(alone, abs=2e-4)
+
+
+def test_readme_program_is_twenty_lines():
+    body = [line for line in programs()[0].splitlines() if line and "import" not in line]
+    assert len(body) <= 20 and "import minipar as mp" in programs()[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_readme_module_trains_under_every_stage(stage):
+    names = {"mp": minipar}
+    exec(compile(programs()[1], "README.md", "exec"), names)
+    inputs = np.random.default_rng(0).standard_normal((6, 8), dtype=np.float32)
+    targets = inputs.sum(axis=1, keepdims=True)
+
+    def losses(threads):
+        values = []
+
+        def main(world):
+            model = names["MLP"]()
+            wrapper = minipar.shard(model, world, stage) if stage else minipar.DistributedDataParallel(model, world)
+            optimizer = minipar.AdamW(wrapper.parameters(), lr=1e-2)
+            for _ in range(20):
+                loss = wrapper.loss(inputs[world.rank :: world.size], targets[world.rank :: world.size])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if world.rank == 0:
+                    values.append(loss.item())
+
+        minipar.launch(main, threads=threads)
+        return values
+
+    alone = losses(1)
+    assert alone[-1] < alone[0] / 2
+    assert losses(2) == pytest.approx(alone, rel=1e-4)
