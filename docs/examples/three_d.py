@@ -17,11 +17,10 @@ class Stage0(mp.Module):
 
 class Stage1(mp.Module):
     def __init__(self, mesh):
-        self.norm, self.tp = mp.LayerNorm(32), mesh.tp
-        self.head = mp.ColumnParallelLinear(32, 12, mesh.tp, name="head", bias=False)
+        self.norm, self.head = mp.LayerNorm(32), mp.ColumnParallelLinear(32, 12, mesh.tp, name="head", bias=False)
 
     def loss_sum(self, x, y):
-        return mp.vocab_parallel_cross_entropy_sum(self.head(self.norm(x)), y, self.tp)
+        return mp.vocab_parallel_cross_entropy_sum(self.head(self.norm(x)), y, self.head.group)
 
 
 def main(world):
