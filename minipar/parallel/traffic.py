@@ -9,120 +9,56 @@ d replicas, L layers; n = B T h. "All-reduce of x" is `wire_bytes` of that colle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 
-from minipar.comm import DeviceMesh, wire_bytes
-from minipar.nn import GPTConfig
+from minipar.comm import wire_bytes
+from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.stage import balanced_cuts, shape_costs
+from minipar.parallel.placement import Partial
 
 FLOAT64 = 8  # bytes: losses and norms are added in it whatever the run's dtype
 
 
 @dataclass(frozen=True)
-class StepLayout:
-    """A step as the formulas see it. `schedule` is the pipeline's, None where pp = 1; `itemsize` the bytes of an
-    element; `samples` those of one microbatch of one replica.
-    """
+class BucketTraffic:
+    """A bucket as its traffic depends on it: the elements that travel over dp together on one rank.
 
-    model: GPTConfig
-    length: int
-    samples: int
-    microbatches: int
-    itemsize: int
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    zero_stage: int = 0
-    schedule: Schedule | None = None
-    sequence_parallel: bool = False
-    recompute: bool = False
-    reduction: str = "ring"
-    sync_every_microbatch: bool = False
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """A world rank's place on each axis."""
-        found = {}
-        for axis in DeviceMesh.AXES:
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
-
-    @property
-    def syncs(self) -> int:
-        """How often per step gradients are reduced."""
-        return self.microbatches if self.sync_every_microbatch else 1
-
-    @property
-    def norm_rows(self) -> int:
-        """Chunks of the gradient whose squares a rank sums: without ZeRO all d, with it its own."""
-        return 1 if self.zero_stage else self.dp
-
-    @property
-    def vocabulary(self) -> int:
-        """h-sized rows of the token embedding on a rank: V/t, rounded up."""
-        return -(-self.model.vocab_size // self.tp)
-
-    @cached_property
-    def ends(self) -> tuple[int, int]:
-        """The pipeline ranks with the first stage (embedding) and with the last (head, loss)."""
-        if self.schedule is None:
-            return 0, 0
-        return self.schedule.home[0], self.schedule.home[self.schedule.stages - 1]
-
-    @cached_property
-    def cuts(self) -> list[int]:
-        """Parts (embedding, blocks, head) of each pipeline stage."""
-        if self.schedule is None:
-            return [self.model.n_layer + 2]
-        return balanced_cuts(shape_costs(self.model, self.length), self.schedule.stages)
-
-    def blocks(self, pp: int) -> int:
-        """Transformer layers on a pipeline rank."""
-        first, last = self.ends
-        homes = {0: 0} if self.schedule is None else self.schedule.home
-        return sum(self.cuts[s] for s, home in homes.items() if home == pp) - (pp == first) - (pp == last)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Elements on one rank that travel together over dp; those of them that every tp rank has; how often per step they
-    are gathered.
+    `partial` are those whose gradient is first summed over tp. `gathers` is the number of times per step that its
+    parameters are gathered.
     """
 
     elements: int
-    replicated: int
+    partial: int
     gathers: int
 
 
-def buckets(layout: StepLayout, pp: int) -> Iterator[Bucket]:
-    """The buckets of pipeline rank `pp`: one for each block, one for the embedding and one for the last LayerNorm, or,
-    where no pipeline has cut the model, one for both of them.
+def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
+    """Return the buckets of pipeline rank `pp`, from its parameters' placements.
 
-    Elements: (12 h^2 + 7 h)/t + 6 h in a block, of which 6 h are replicated (two LayerNorms, two biases of row layers);
-    ceil(V/t) h + P h (P positions) and 2 h at the ends, of which P h and 2 h.
-
-    Gathers: stages 1 and 2 gather what the optimizer has updated, once. Stage 3 gathers each block for each forward
-    and each backward: 2 M times; see `end_gathers` for the ends. Where a pipeline's last stage borrows the token
-    embedding, it is gathered once more to be sent.
+    Stages 1 and 2 gather what the optimizer has updated, once. Stage 3 gathers each block for each forward and each
+    backward, 2 m times; see `end_gathers` for the ends. Where a pipeline's last stage borrows the token embedding, it
+    is gathered once more to be sent.
     """
-    model, h, t = layout.model, layout.model.n_embd, layout.tp
     first, last = layout.ends
+    elements: Counter[int] = Counter()
+    partial: Counter[int] = Counter()
+    placements = layout.placements(pp=pp)
+    for p in placements:
+        assert p.dp is not None
+        elements[p.unit] += p.dp.size
+        partial[p.unit] += p.dp.size * isinstance(p.tp, Partial)
 
-    def bucket(split: int, replicated: int, gathers: int) -> Bucket:
-        return Bucket(split + replicated, replicated, gathers if layout.zero_stage == 3 else int(layout.zero_stage > 0))
+    def gathers(unit: int) -> int:
+        if layout.zero_stage < 3:
+            return int(layout.zero_stage > 0)
+        if layout.schedule is not None and unit == 0:
+            return end_gathers(layout.schedule, first == last) + (first != last)
+        if layout.schedule is not None and unit == layout.model.n_layer + 1:
+            return layout.microbatches
+        return 2 * layout.microbatches
 
-    for _ in range(layout.blocks(pp)):
-        yield bucket((12 * h * h + 7 * h) // t, 6 * h, 2 * layout.microbatches)
-    embedding, positions = layout.vocabulary * h, model.n_positions * h
-    if layout.schedule is None:
-        yield bucket(embedding, positions + 2 * h, 2 * layout.microbatches)
-        return
-    if pp == first:
-        yield bucket(embedding, positions, end_gathers(layout.schedule, first == last) + (first != last))
-    if pp == last:
-        yield bucket(0, 2 * h, layout.microbatches)
+    return [BucketTraffic(elements[unit], partial[unit], gathers(unit)) for unit in sorted(elements)]
 
 
 def end_gathers(schedule: Schedule, head_too: bool) -> int:
@@ -148,8 +84,6 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
 
     ValueError for a rank that the layout does not have.
     """
-    if not 0 <= rank < layout.dp * layout.tp * layout.pp:
-        raise ValueError(f"rank {rank} of dp*tp*pp = {layout.dp}*{layout.tp}*{layout.pp}")
     place = layout.coordinates(rank)
     return {
         "dp": dp_bytes(layout, place["dp"], place["pp"]),
@@ -208,7 +142,7 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         total += wire("all_reduce", tokens) + wire("all_reduce", 2 * tokens)
     total *= layout.microbatches
     if layout.sequence_parallel:
-        total += layout.syncs * sum(wire("all_reduce", bucket.replicated) for bucket in buckets(layout, pp))
+        total += layout.syncs * sum(wire("all_reduce", bucket.partial) for bucket in buckets(layout, pp))
     return total + wire("all_reduce", layout.norm_rows, "ordered", FLOAT64)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minipar.nn import GPTConfig
-from minipar.parallel.traffic import StepLayout
+from minipar.parallel.layout import StepLayout
 from minipar.parallel.traffic import predicted_traffic as predict
 from minipar.train.config import TrainConfig
 from minipar.train.pipelined import schedule_of

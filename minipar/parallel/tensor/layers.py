@@ -7,7 +7,7 @@ all-reduce is those two, so the bytes are the same; LayerNorm, dropout and resid
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from minipar.autograd import IGNORE_INDEX, Function, LazyGradient, Tensor, embedding, linear
 from minipar.autograd.fused import outer_product
@@ -15,7 +15,7 @@ from minipar.autograd.modes import spend
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
-from minipar.nn import Embedding, Linear, Module, Parameter
+from minipar.nn import Embedding, Linear, Parameter
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
@@ -82,9 +82,8 @@ def column_linear(
     return _ColumnLinear.apply(x, weight, bias, group, sequence, transposed)
 
 
-def split(parameter: Parameter, group: TensorGroup, dim: int, groups: int = 1) -> None:
-    """Leave this rank its part of a parameter along `dim`, within each of `groups` stretches; record the placement."""
-    shard = Shard(group.rank, group.size, dim, parameter.shape[dim], groups)
+def split(parameter: Parameter, shard: Shard) -> None:
+    """Leave this rank its part of a parameter, and record the placement."""
     if parameter.placement is None:
         parameter.placement = Placement("", parameter.shape)
     update(parameter, tp=shard)
@@ -96,12 +95,11 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
         raise UsageError(f"{what} = {size}/{ranks} is not a whole number: each tensor-parallel rank has as many")
 
 
-class ColumnParallelLinear(Module):
+class ColumnParallelLinear(Linear):
     """Y = X [A_1 | ... | A_t] + b, the columns split: x whole -> Y_r = X A_r + b_r, this rank's columns.
 
     weight (in, out/t), bias (out/t,). `groups` stretches of the columns are each split, as q, k and v of one product
-    are. `of` takes parameters that are split already. UsageError if t does not divide a stretch. Sends what `enter`
-    sends.
+    are. UsageError if t does not divide a stretch. Sends what `enter` sends.
     """
 
     def __init__(
@@ -120,27 +118,28 @@ class ColumnParallelLinear(Module):
         _check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
         serial = Linear(n_in, n_out, name=name, bias=bias, deferred=True, **options)
         self.weight, self.bias = serial.weight, serial.bias
-        split(self.weight, self.group, 1, groups)
+        split(self.weight, self.group.shard(1, n_out, groups))
         if self.bias is not None:
-            split(self.bias, self.group, 0, groups)
+            split(self.bias, self.group.shard(0, n_out, groups))
         self.materialize()
 
     @classmethod
-    def of(cls, weight: Parameter, bias: Parameter, group: TensorGroup, sequence: bool) -> ColumnParallelLinear:
+    def from_parts(
+        cls, weight: Parameter, bias: Parameter | None, group: TensorGroup, sequence: bool
+    ) -> ColumnParallelLinear:
         """Make a layer of this rank's parts."""
         layer = cls.__new__(cls)
         layer.weight, layer.bias, layer.group, layer.sequence = weight, bias, group, sequence
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Array) -> Tensor:
         return column_linear(x, self.weight, self.bias, self.group, self.sequence)  # (B, T, out/t)
 
 
-class RowParallelLinear(Module):
+class RowParallelLinear(Linear):
     """Y = sum_r X_r A_r + b, the rows split: x this rank's columns (B, T, in/t) -> Y, summed, the bias added once.
 
-    weight (in/t, out), bias (out,), on every rank. `of` takes parameters that are split already. UsageError if t does
-    not divide n_in. Sends what `leave` sends.
+    weight (in/t, out), bias (out,), on every rank. UsageError if t does not divide n_in. Sends what `leave` sends.
     """
 
     def __init__(
@@ -157,27 +156,28 @@ class RowParallelLinear(Module):
         _check_divides(f"{name}: n_in/tp", n_in, self.group.size)
         serial = Linear(n_in, n_out, name=name, deferred=True, **options)
         self.weight, self.bias = serial.weight, serial.bias
-        split(self.weight, self.group, 0)
+        split(self.weight, self.group.shard(0, n_in))
         self.materialize()
 
     @classmethod
-    def of(cls, weight: Parameter, bias: Parameter, group: TensorGroup, sequence: bool) -> RowParallelLinear:
+    def from_parts(
+        cls, weight: Parameter, bias: Parameter | None, group: TensorGroup, sequence: bool
+    ) -> RowParallelLinear:
         """Make a layer of this rank's parts."""
         layer = cls.__new__(cls)
         layer.weight, layer.bias, layer.group, layer.sequence = weight, bias, group, sequence
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Array) -> Tensor:
         y = leave(linear(x, self.weight), self.group, self.sequence)
         # The bias after the sum: added on every rank before it, it would count t times.
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(Module):
+class VocabParallelEmbedding(Embedding):
     """Rows of weight (V/t, h) for the tokens that this rank holds, zeros for the others; summed: (B, T) -> (B, T, h).
 
-    A vocabulary that t does not divide is padded with zeros. `of` takes a weight that is split already. Sends what
-    `leave` sends.
+    A vocabulary that t does not divide is padded with zeros. Sends what `leave` sends.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class VocabParallelEmbedding(Module):
     ) -> None:
         self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
         self.weight = Embedding(count, dim, name=name, deferred=True, **options).weight
-        split(self.weight, self.group, 0)
+        split(self.weight, self.group.shard(0, count))
         self.materialize()
 
     @classmethod
-    def of(cls, weight: Parameter, group: TensorGroup, sequence: bool) -> VocabParallelEmbedding:
+    def from_parts(cls, weight: Parameter, group: TensorGroup, sequence: bool) -> Self:
         """Make a layer of this rank's rows."""
         layer = cls.__new__(cls)
         layer.weight, layer.group, layer.sequence = weight, group, sequence

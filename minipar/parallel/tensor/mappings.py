@@ -22,6 +22,7 @@ from typing import Any
 from minipar.autograd import Function, Tensor
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
+from minipar.parallel.placement import Shard
 
 # A gather adds nothing, so its algorithm is not a matter of bits: the one that goes with the reduction.
 GATHER = {"ring": "ring", "ordered": "pairwise"}
@@ -38,6 +39,10 @@ class TensorGroup:
     def of(group: Communicator | TensorGroup) -> TensorGroup:
         """Return a TensorGroup of a communicator (with ring sums), or the group itself."""
         return group if isinstance(group, TensorGroup) else TensorGroup(group)
+
+    def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
+        """Return the placement of a parameter of which each rank holds a part along `dim`, `size` long in all."""
+        return Shard(self.rank, self.size, dim, size, groups)
 
     def sum(self, x: Array) -> Array:
         """A new array: x summed over the ranks."""

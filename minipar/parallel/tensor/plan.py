@@ -7,14 +7,15 @@ is all that is sent (Shoeybi et al. 2019, section 3).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 
 from minipar.backend import xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, Embedding, Linear, Module, Parameter, Window
-from minipar.parallel.placement import Partial, Replicate, place, placement_of, update
+from minipar.nn import GPT, Parameter, Window
+from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
     ColumnParallelLinear,
@@ -27,22 +28,33 @@ from minipar.parallel.tensor.layers import (
 )
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# The names of a block's layers and of the embedding, without "h.0.". c_attn holds the columns of q, k and v side by
-# side; each of the three is split, so that a rank gets whole heads.
+# The parameters that are split, without "h.0.": (dim, groups). c_attn holds the columns of q, k and v side by side;
+# each of the three is split, so that a rank gets whole heads.
 PLAN = {
-    "wte": "vocab",
-    "attn.c_attn": "column of 3",
-    "attn.c_proj": "row",
-    "mlp.c_fc": "column",
-    "mlp.c_proj": "row",
+    "wte.weight": (0, 1),  # vocabulary
+    "attn.c_attn.weight": (1, 3),  # columns
+    "attn.c_attn.bias": (0, 3),
+    "attn.c_proj.weight": (0, 1),  # rows
+    "mlp.c_fc.weight": (1, 1),  # columns
+    "mlp.c_fc.bias": (0, 1),
+    "mlp.c_proj.weight": (0, 1),  # rows
 }
+
+
+def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool) -> Replicate:
+    """Return what tensor parallelism does to a parameter of the serial GPT: Shard, Partial or Replicate."""
+    split_along = PLAN.get(re.sub(r"^h\.\d+\.", "", name))
+    if split_along is not None:
+        dim, groups = split_along
+        return Shard(rank, ranks, dim, shape[dim], groups)
+    return Partial(rank, ranks) if sequence else Replicate(rank, ranks)
 
 
 class TensorParallel:
     """The group over which `tensor_parallel` has split a model, and the sum that sequence parallelism still owes."""
 
-    def __init__(self, group: TensorGroup, sequence: bool) -> None:
-        self.group, self.sequence = group, sequence
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum the gradients of the Partial parameters among these over the ranks, each in place.
@@ -83,39 +95,27 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
     """
     check_shape(model.config.n_head, model.config.n_embd, comm.size)
     place(model)
-    whole = Partial if sequence else Replicate
-    for p in model.parameters():
-        update(p, tp=whole(comm.rank, comm.size))
     group = TensorGroup(comm, reduction)
-    tensor = TensorParallel(group, sequence)
-    for name, kind in PLAN.items():
-        for root in [model] if kind == "vocab" else model.h:
-            *path, last = name.split(".")
-            parent = reduce(getattr, path, root)
-            setattr(parent, last, _split(tensor, getattr(parent, last), kind))
+    for name, p in model.named_parameters():
+        placement = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
+        if isinstance(placement, Shard):
+            split(p, placement)
+        else:
+            update(p, tp=placement)
+    column, row = ColumnParallelLinear, RowParallelLinear
+    model.wte = VocabParallelEmbedding.from_parts(model.wte.weight, group, sequence)
     model.project = VocabParallelHead(model.config.vocab_size, group, sequence)
     model.criterion = partial(vocab_parallel_cross_entropy_sum, group=group)
     for block in model.h:
-        block.attn.heads //= group.size
-        block.attn.attn_dropout.window = Window(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
+        attn, mlp = block.attn, block.mlp
+        attn.c_attn = column.from_parts(attn.c_attn.weight, attn.c_attn.bias, group, sequence)
+        attn.c_proj = row.from_parts(attn.c_proj.weight, attn.c_proj.bias, group, sequence)
+        mlp.c_fc = column.from_parts(mlp.c_fc.weight, mlp.c_fc.bias, group, sequence)
+        mlp.c_proj = row.from_parts(mlp.c_proj.weight, mlp.c_proj.bias, group, sequence)
+        attn.heads //= group.size
+        attn.attn_dropout.window = Window(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
     if sequence:
         model.wpe = SequenceEmbedding(model.wpe.weight, group)
         for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
             dropout.window = Window(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
-    return tensor
-
-
-def _split(tensor: TensorParallel, layer: Module, kind: str) -> Module:
-    """The parallel layer in the place of a serial one, on the same parameters, which are split here."""
-    group, sequence = tensor.group, tensor.sequence
-    if isinstance(layer, Embedding):
-        split(layer.weight, group, 0)
-        return VocabParallelEmbedding.of(layer.weight, group, sequence)
-    assert isinstance(layer, Linear) and layer.bias is not None
-    if kind == "row":
-        split(layer.weight, group, 0)
-        return RowParallelLinear.of(layer.weight, layer.bias, group, sequence)
-    stretches = 3 if kind == "column of 3" else 1
-    split(layer.weight, group, 1, stretches)
-    split(layer.bias, group, 0, stretches)
-    return ColumnParallelLinear.of(layer.weight, layer.bias, group, sequence)
+    return TensorParallel(group)

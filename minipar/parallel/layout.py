@@ -1,0 +1,116 @@
+"""A step's layout, and the placement of every parameter in it: computed, before anything has run, for any rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from minipar.comm import DeviceMesh
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel.buckets import by_unit
+from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.split import part_groups
+from minipar.parallel.pipeline.stage import balanced_cuts, shape_costs
+from minipar.parallel.placement import BucketSlice, Placement, Replicate, Shard
+from minipar.parallel.tensor.plan import tensor_placement
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """A model and the mesh that trains it, of which everything about a step can be computed before it runs.
+
+    `samples` are those of one microbatch of one replica; `itemsize` is the bytes of an element; `schedule` is the
+    pipeline's, None where pp = 1.
+    """
+
+    model: GPTConfig
+    length: int
+    samples: int
+    microbatches: int
+    itemsize: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 0
+    schedule: Schedule | None = None
+    sequence_parallel: bool = False
+    recompute: bool = False
+    reduction: str = "ring"
+    sync_every_microbatch: bool = False
+
+    @property
+    def syncs(self) -> int:
+        """The number of times per step that gradients are reduced."""
+        return self.microbatches if self.sync_every_microbatch else 1
+
+    @property
+    def norm_rows(self) -> int:
+        """The number of chunks of the gradient whose squares a rank sums: all d without ZeRO, its own with it."""
+        return 1 if self.zero_stage else self.dp
+
+    @property
+    def vocabulary(self) -> int:
+        """The rows, of h elements, of the token embedding on a rank: V/t, rounded up."""
+        return -(-self.model.vocab_size // self.tp)
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The pipeline ranks with the first stage (embedding) and with the last (head, loss)."""
+        if self.schedule is None:
+            return 0, 0
+        return self.schedule.home[0], self.schedule.home[self.schedule.stages - 1]
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Parts (embedding, blocks, head) of each pipeline stage."""
+        if self.schedule is None:
+            return [self.model.n_layer + 2]
+        return balanced_cuts(shape_costs(self.model, self.length), self.schedule.stages)
+
+    def blocks(self, pp: int) -> int:
+        """Transformer layers on a pipeline rank."""
+        first, last = self.ends
+        homes = {0: 0} if self.schedule is None else self.schedule.home
+        return sum(self.cuts[s] for s, home in homes.items() if home == pp) - (pp == first) - (pp == last)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a world rank's place on each axis. ValueError for a rank that the layout does not have."""
+        if not 0 <= rank < self.dp * self.tp * self.pp:
+            raise ValueError(f"rank {rank} of dp*tp*pp = {self.dp}*{self.tp}*{self.pp}")
+        places = {}
+        for axis in DeviceMesh.AXES:
+            rank, places[axis] = divmod(rank, getattr(self, axis))
+        return places
+
+    def placements(self, dp: int = 0, tp: int = 0, pp: int = 0) -> list[Placement]:
+        """Return the placements of the parameters that pipeline rank `pp` owns, as replica `dp`'s rank `tp` sees them.
+
+        They are those that the strategies record when they are applied to the model.
+        """
+        units = _units(self.model, pipelined=self.schedule is not None)
+        home = [0] * len(units)
+        if self.schedule is not None:  # a unit is a part of the model
+            home = [self.schedule.home[s] for s, count in enumerate(self.cuts) for _ in range(count)]
+        placements = []
+        for i, unit in enumerate(units):
+            if home[i] != pp:
+                continue
+            kinds = [tensor_placement(name, shape, tp, self.tp, self.sequence_parallel) for name, shape in unit]
+            sizes = [
+                math.prod(kind.local_shape(shape) if isinstance(kind, Shard) and self.tp > 1 else shape)
+                for kind, (_, shape) in zip(kinds, unit, strict=True)
+            ]
+            for j, (name, shape) in enumerate(unit):
+                kind = kinds[j] if self.tp > 1 else Replicate()
+                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), dp, self.dp)
+                placements.append(Placement(name, shape, kind, pp, flat, i, len(units)))
+        return placements
+
+
+@lru_cache(maxsize=64)
+def _units(config: GPTConfig, pipelined: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Return names and shapes of the serial GPT's parameters, grouped as they travel over dp."""
+    model = GPT(config, deferred=True)
+    names = {p: name for name, p in model.named_parameters()}
+    return [[(names[p], p.shape) for p in unit] for unit in (part_groups(model) if pipelined else by_unit(model))]

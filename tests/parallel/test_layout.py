@@ -1,0 +1,33 @@
+"""Claims about layouts: the placements computed for any rank are those that the strategies record."""
+
+import pytest
+from combinations import TEXT, VOCAB
+
+from minipar.comm import DeviceMesh, run_local
+from minipar.train.config import parse, resolve
+from minipar.train.traffic import step_layout
+from minipar.train.trainer import Trainer
+
+SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8"
+LAYOUTS = {
+    "--dp 3 --global-batch 6": 3,
+    "--dp 2 --zero-stage 3": 2,
+    "--tp 4 --sequence-parallel": 4,
+    "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 1 --sequence-parallel": 8,
+    "--pp 2 --microbatches 2 --schedule zbv": 2,
+}
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_computed_placements_are_the_recorded_ones(flags):
+    ranks = LAYOUTS[flags]
+    config = resolve(parse(f"{SHAPE} {flags}".split()), ranks)
+
+    def rank(comm):
+        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
+        ddp = Trainer(config, mesh, TEXT).ddp
+        return [p.placement for bucket in reversed(ddp.buckets) for p in bucket.parameters]
+
+    layout = step_layout(config)
+    for r, recorded in enumerate(run_local(ranks, rank)):
+        assert layout.placements(**layout.coordinates(r)) == recorded
