@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minipar.autograd import Tensor, dropout
-from minipar.autograd.modes import randomness
+from minipar.autograd import Tensor, dropout, randomness
 from minipar.backend import Array, from_host
 from minipar.nn.init import generator
 from minipar.nn.module import Module

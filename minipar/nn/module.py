@@ -103,7 +103,7 @@ class Parameter(Tensor):
         """Add the ties' gradients to this one; they start afresh, so a second call adds nothing."""
         for leaf in self.ties:
             if leaf.grad is not None:
-                self._accumulate(leaf.grad)
+                self.accumulate(leaf.grad)
                 leaf.grad = None
 
     def zero_grad(self) -> None:

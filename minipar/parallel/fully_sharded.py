@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minipar.autograd.modes import grad_enabled
+from minipar.autograd import grad_enabled
 from minipar.backend import Array, xp
 from minipar.comm import Communicator, Work
 from minipar.memory import hold
