@@ -82,7 +82,7 @@ from minipar.autograd import (
 )
 from minipar.autograd.backward import reachable, run_backward
 from minipar.backend import using
-from minipar.nn import init
+from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens
 
 if comm.rank == 0:  # the one that draws
@@ -597,7 +597,7 @@ say(
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(init.generator, init.normal)
+    visualize.show_source(generator, normal)
 
 # %% [markdown]
 # Every rank computes a *digest* (a hash) of what it has, and all compare. One wrong bit anywhere would change it. Then
@@ -625,7 +625,7 @@ same_everywhere(f"{STEPS} losses", digest([np.array(losses)]))
 same_everywhere("trained weights", digest(trained.state_dict().values()))
 
 name = f"h.{comm.rank % l}.mlp.c_fc.weight"
-alone = init.normal(0, name, (h, 4 * h), config.initializer_range).astype(np.float32)
+alone = normal(0, name, (h, 4 * h), config.initializer_range).astype(np.float32)
 assert np.array_equal(alone, fresh.state_dict()[name])
 say(f"a rank that makes only {name} gets the numbers of the whole model")
 
@@ -882,7 +882,7 @@ matrices_differ(nn.GPT(config, seed=0))
 twins = nn.GPT(config, seed=0, dtype="float64")
 for parameter in twins.parameters():
     if parameter.ndim >= 2:
-        parameter.data[...] = init.normal(0, str(parameter.shape), parameter.shape, config.initializer_range)
+        parameter.data[...] = normal(0, str(parameter.shape), parameter.shape, config.initializer_range)
 check_slope(twins)  # nothing wrong with its gradients
 caught("weights keyed by shape", lambda: matrices_differ(twins))
 

@@ -9,7 +9,7 @@ from minipar.autograd import grad_enabled
 from minipar.backend import Array, xp
 from minipar.comm import Communicator, Work
 from minipar.memory import hold
-from minipar.nn import GPT, Parameter, stand_in
+from minipar.nn import GPT, Parameter, placeholder
 from minipar.parallel.buffers import Bucket, FlatOrder, units
 from minipar.parallel.data import DistributedDataParallel
 from minipar.parallel.pipeline.split import PipelineParallel
@@ -62,7 +62,7 @@ class ZeroStage3(ZeroStage2):
     def _forget(self, bucket: Bucket) -> None:
         for p in bucket.parameters:
             for leaf in (p, *p.ties):
-                leaf.data = stand_in(p.shape, p.dtype)
+                leaf.data = placeholder(p.shape, p.dtype)
 
     def _fetch(self, bucket: Bucket) -> None:
         """Start to gather, unless it has been started."""

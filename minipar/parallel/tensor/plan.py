@@ -16,7 +16,7 @@ import numpy as np
 from minipar.backend import Array, to_host, xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, Embedding, Linear, Module, Parameter, Window
+from minipar.nn import GPT, Embedding, Linear, MaskSlice, Module, Parameter
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
     ColumnParallelLinear,
@@ -88,7 +88,7 @@ class TensorParallel:
         """Leave this rank its part of the parameter."""
         cut = self.cuts[parameter] = Cut(dim, groups, parameter.shape[dim])
         shape = cut.shape(parameter.shape, self.group.size)
-        parameter.change(shape, partial(cut.part, rank=self.group.rank, ranks=self.group.size))
+        parameter.map_value(shape, partial(cut.part, rank=self.group.rank, ranks=self.group.size))
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Make the gradients of the replicated parameters among these whole. On the wire: one all-reduce over tp of
@@ -157,11 +157,11 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
     model.criterion = partial(vocab_parallel_cross_entropy_sum, group=group)
     for block in model.h:
         block.attn.heads //= group.size
-        block.attn.attn_dropout.window = Window(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
+        block.attn.attn_dropout.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
     if sequence:
         model.wpe = SequenceEmbedding(model.wpe.weight, group)
         for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
-            dropout.window = Window(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
+            dropout.mask_slice = MaskSlice(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
         tensor.partial = set(model.parameters()) - set(tensor.cuts)
     return tensor
 
