@@ -79,10 +79,10 @@ from minipar.autograd import (
     gradcheck,
     layer_norm,
     linear,
-    tensor,
 )
+from minipar.autograd.backward import reachable, run_backward
 from minipar.backend import using
-from minipar.nn import init
+from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens
 
 if comm.rank == 0:  # the one that draws
@@ -193,12 +193,12 @@ caught("statistics taken for constants", lambda: gradcheck(forgetful_norm, [rows
 # > Every edge leads from a node to one with a smaller number. So going through the numbers from large to small visits
 # > every user before what it used.
 #
-# Backward is then a plain loop. `_reachable` collects nodes with a stack of its own and sorts them by number.
+# Backward is then a plain loop. `reachable` collects nodes with a stack of its own and sorts them by number.
 # (NB: PyTorch's engine numbers its nodes too, `sequence_nr`, and prefers the largest among those that are ready.)
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(tensor._reachable, tensor._run_backward)
+    visualize.show_source(reachable, run_backward)
 
 # %% [markdown]
 # Python's stack allows about 1000 nested calls. A recursive search dies on the graph of a long sum; the loop does not
@@ -226,7 +226,7 @@ def chain(length):
 
 
 x, y = chain(100)
-assert recursive_order(y.node, [], set()) == tensor._reachable(y.node)[0]  # the same order, where recursion manages
+assert recursive_order(y.node, [], set()) == reachable(y.node)[0]  # the same order, where recursion manages
 
 if comm.rank == 0:
     x, y = chain(100_000)
@@ -298,7 +298,7 @@ say(f"\nwritten out = GPT.forward, bit for bit: {logits.data.size:,} logits")
 # %%
 small = nn.GPT(nn.GPTConfig(vocab_size=V, n_positions=s, n_embd=h, n_layer=1, n_head=a))
 names = {id(p): name for name, p in small.named_parameters()} | {id(small.head_weight): "wte.weight (head)"}
-nodes, uses = tensor._reachable(small.loss(inputs, targets).node)
+nodes, uses = reachable(small.loss(inputs, targets).node)
 place = {node: i for i, node in enumerate(nodes)}
 edges = [(place[node], place[edge]) for node in nodes for edge in node.edges if isinstance(edge, Function)]
 assert all(used < user for user, used in edges)
@@ -597,7 +597,7 @@ say(
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(init.generator, init.normal)
+    visualize.show_source(generator, normal)
 
 # %% [markdown]
 # Every rank computes a *digest* (a hash) of what it has, and all compare. One wrong bit anywhere would change it. Then
@@ -625,7 +625,7 @@ same_everywhere(f"{STEPS} losses", digest([np.array(losses)]))
 same_everywhere("trained weights", digest(trained.state_dict().values()))
 
 name = f"h.{comm.rank % l}.mlp.c_fc.weight"
-alone = init.normal(0, name, (h, 4 * h), config.initializer_range).astype(np.float32)
+alone = normal(0, name, (h, 4 * h), config.initializer_range).astype(np.float32)
 assert np.array_equal(alone, fresh.state_dict()[name])
 say(f"a rank that makes only {name} gets the numbers of the whole model")
 
@@ -716,7 +716,7 @@ def saved_bytes(loss, model):
 
     weights = {id(storage(p.data)) for p in model.parameters()}
     kept = {}
-    for node in tensor._reachable(loss.node)[0]:
+    for node in reachable(loss.node)[0]:
         for value in vars(node).values():
             for array in value if isinstance(value, tuple) else (value,):
                 if isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.size > 1:
@@ -882,7 +882,7 @@ matrices_differ(nn.GPT(config, seed=0))
 twins = nn.GPT(config, seed=0, dtype="float64")
 for parameter in twins.parameters():
     if parameter.ndim >= 2:
-        parameter.data[...] = init.normal(0, str(parameter.shape), parameter.shape, config.initializer_range)
+        parameter.data[...] = normal(0, str(parameter.shape), parameter.shape, config.initializer_range)
 check_slope(twins)  # nothing wrong with its gradients
 caught("weights keyed by shape", lambda: matrices_differ(twins))
 
@@ -894,7 +894,7 @@ caught("weights keyed by shape", lambda: matrices_differ(twins))
 #    section 5.
 # 2. Between `I` and `W`, the queue holds arrays. Which ones, and how many bytes for one block? Who would have freed
 #    them otherwise? (Zero Bubble's ZB-H1 is built so that this stays within the memory of 1F1B.)
-# 3. `_run_backward` adds gradients that meet at a node in the order in which their users were visited. Does that order
+# 3. `run_backward` adds gradients that meet at a node in the order in which their users were visited. Does that order
 #    depend on anything but the program? Then why do two GPUs of one kind sometimes disagree?
 # 4. What if softmax subtracted the maximum of the whole score matrix instead of each row's? For which scores would
 #    forward and the gradient checker both be happy, and which input would show the mistake?

@@ -514,13 +514,13 @@ say(f"the step: {sum(traffic.values()):,} bytes counted = {L} layers + embedding
 # its part of the one mask, its *window*:
 
 # %%
-from minipar.nn import Dropout, Window
+from minipar.nn import Dropout, MaskSlice
 
 if rank == 0:
     show_source(Dropout.keep)
 
 every, own = Dropout("h.0.attn.attn_dropout", 0.3), Dropout("h.0.attn.attn_dropout", 0.3)
-own.window = Window(dim=1, index=rank, count=t)
+own.mask_slice = MaskSlice(dim=1, index=rank, count=t)
 with dropping(KEYS):
     whole, part = every.keep((B, HEADS, T, T)), own.keep((B, HEADS // t, T, T))
 assert same_bits(part, np.split(whole, t, axis=1)[rank].copy())

@@ -110,7 +110,7 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 # of minipar that really multiplies:
 
 # %%
-from minipar.autograd import metering
+from minipar.autograd import flop_counter
 from minipar.nn import GPT, GPTConfig
 from minipar.plan.model import ModelShape, find_model, utilization
 
@@ -124,7 +124,7 @@ gpt = GPT(GPTConfig(vocab_size=V, n_positions=s, n_embd=h, n_layer=layers, n_hea
 assert sum(p.size for p in gpt.parameters()) == shape.parameters
 done = []
 tokens = np.arange(s)[None] % V
-with metering(done.append):  # is told the operations of each product
+with flop_counter(done.append):  # is told the operations of each product
     loss = gpt.loss(tokens, tokens)
     forward = sum(done)
     loss.backward()

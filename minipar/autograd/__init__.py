@@ -1,29 +1,22 @@
-"""Tensors that know their gradients. Read tensor.py, ops.py, fused.py, then modes.py, checkpoint.py, gradcheck.py."""
+"""Tensors that know their gradients: read tensor.py, backward.py, fused.py and attention.py, in this order."""
 
-from minipar.autograd.checkpoint import checkpoint
+from minipar.autograd.attention import causal_attention
+from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
+from minipar.autograd.checkpoint import checkpoint, randomness
 from minipar.autograd.fused import (
     IGNORE_INDEX,
-    causal_attention,
+    count_flops,
     cross_entropy,
     cross_entropy_sum,
     dropout,
     embedding,
+    flop_counter,
     gelu,
     layer_norm,
     linear,
 )
 from minipar.autograd.gradcheck import gradcheck
-from minipar.autograd.modes import (
-    DeferredGradients,
-    LazyGradient,
-    defer_weight_gradients,
-    enable_grad,
-    metering,
-    no_grad,
-    queue_callback,
-)
-from minipar.autograd.ops import concatenate
-from minipar.autograd.tensor import Function, Tensor
+from minipar.autograd.tensor import Function, Tensor, concatenate, enable_grad, grad_enabled, no_grad
 
 __all__ = [
     "IGNORE_INDEX",
@@ -34,17 +27,20 @@ __all__ = [
     "causal_attention",
     "checkpoint",
     "concatenate",
+    "count_flops",
     "cross_entropy",
     "cross_entropy_sum",
     "defer_weight_gradients",
     "dropout",
     "embedding",
     "enable_grad",
-    "gelu",
+    "flop_counter",
+    "grad_enabled",
     "gradcheck",
+    "gelu",
     "layer_norm",
     "linear",
-    "metering",
     "no_grad",
     "queue_callback",
+    "randomness",
 ]

@@ -1,17 +1,20 @@
-"""Recompute (activation checkpointing): keep a block's input, forget what is inside, compute it again for backward.
+"""Recompute (activation checkpointing): keep only a block's input, and run the block again in backward.
 
-Chen et al. 2016, arXiv 1604.06174. The second forward does the same arithmetic on the same numbers, with the same
+Chen et al. 2016, arXiv 1604.06174. The second forward does the same arithmetic on the same values, with the same
 dropout masks, so gradients are the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
-from minipar.autograd.modes import enable_grad, no_grad, randomness
-from minipar.autograd.tensor import Function, Tensor
+from minipar.autograd.tensor import Function, Tensor, enable_grad, no_grad
 from minipar.backend import Array
+
+# The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
+randomness: ContextVar[Any] = ContextVar("randomness", default=None)
 
 
 class _Checkpoint(Function):
@@ -36,10 +39,10 @@ class _Checkpoint(Function):
 
 
 def checkpoint(function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-    """`function(*inputs)`, keeping only `inputs` until backward runs it again.
+    """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again.
 
-    `parameters` are the leaves that `function` uses besides `inputs`. Listing them lets gradient hooks know that the
-    parameter is not complete before this block's backward, and makes the result require a gradient even when no input
+    `parameters` are the leaves that `function` uses besides `inputs`. They are listed so that no gradient hook takes a
+    parameter for complete before this block's backward, and so that the result requires a gradient even if no input
     does.
     """
     return _Checkpoint.apply(function, len(inputs), *inputs, *parameters)

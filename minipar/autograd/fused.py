@@ -1,20 +1,45 @@
-"""The operations a GPT is made of, each as one node: fewer passes over memory, fewer arrays kept for backward.
+"""The operations of a GPT but attention, each as one node: fewer passes over memory, fewer arrays kept for backward.
 
-Shapes: B batch, T sequence, h hidden, V vocabulary, H heads, d = h/H head size, N = B*T rows.
-Weight gradients are LazyGradients: written straight into the gradient buffer, or put off (see tensor.LazyGradient).
+Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients: they
+are written straight into the gradient buffer, or computed later (see backward.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-from minipar.autograd.modes import LazyGradient, spend
+from minipar.autograd.backward import LazyGradient
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
 GELU_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 GELU_CUBIC = 0.044715
+_flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_counter", default=None)
+
+
+@contextmanager
+def flop_counter(count: Callable[[int], None]) -> Iterator[None]:
+    """Call `count` with the floating-point operations of each matrix product in the block, forward and backward.
+
+    The model clock advances by them. Products of these fused layers and of attention count; `a @ b` does not.
+    """
+    token = _flop_counter.set(count)
+    try:
+        yield
+    finally:
+        _flop_counter.reset(token)
+
+
+def count_flops(*sizes: int) -> None:
+    """Count a product of matrices (n, k) and (k, m), or a stack of them: 2 n k m operations."""
+    count = _flop_counter.get()
+    if count is not None:
+        count(2 * math.prod(sizes))
 
 
 class _Linear(Function):
@@ -23,7 +48,7 @@ class _Linear(Function):
         self.matrix = self.at_backward(1, weight)  # (in, out), or (out, in) if transposed
         self.x = x.reshape(-1, x.shape[-1])  # (N, in)
         y = xp.matmul(self.x, weight.T if transposed else weight)  # (N, out)
-        spend(*self.x.shape, y.shape[-1])
+        count_flops(*self.x.shape, y.shape[-1])
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -34,7 +59,7 @@ class _Linear(Function):
         if self.needs[0]:
             w = self.matrix()
             dx = xp.matmul(g, w if self.transposed else w.T).reshape(self.shape)
-            spend(*x.shape, g.shape[-1])
+            count_flops(*x.shape, g.shape[-1])
         left, right = (g, x) if self.transposed else (x, g)
         dweight = LazyGradient(lambda out: outer_product(left, right, out)) if self.needs[1] else None
         dbias = LazyGradient(lambda out: g.sum(axis=0, out=out)) if self.needs[2] else None
@@ -42,14 +67,15 @@ class _Linear(Function):
 
 
 def outer_product(left: Array, right: Array, out: Array | None) -> Array:
-    """The weight gradient of a product, (N, a), (N, b) -> (a, b): what may be put off."""
-    spend(*left.shape, right.shape[-1])
+    """Compute the weight gradient of a product, (N, a), (N, b) -> (a, b), which may be done later."""
+    count_flops(*left.shape, right.shape[-1])
     return xp.matmul(left.T, right, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    """x @ weight + bias: (..., in) -> (..., out), weight (in, out) as GPT-2 stores it, or (out, in) when
-    `transposed`.
+    """Compute x @ weight + bias: (..., in) -> (..., out).
+
+    weight is (in, out) as GPT-2 stores it, or (out, in) if `transposed`.
     """
     return _Linear.apply(x, weight, bias, transposed)
 
@@ -64,8 +90,10 @@ class _Embedding(Function):
         rows = grad.reshape(-1, shape[1])  # (N, h)
 
         def scatter(out: Array | None) -> Array:
-            """out[v] = the sum, in order, of the rows whose index is v. Sorting first, then summing runs, took a third
-            of the time of `add.at`."""
+            """Set out[v] to the sum, in order, of the rows whose index is v.
+
+            Sorting and then summing runs of equal indices took a third of the time of `add.at`.
+            """
             if out is None:
                 out = xp.empty(shape, dtype=rows.dtype)
             out[...] = 0
@@ -81,7 +109,7 @@ class _Embedding(Function):
 
 
 def embedding(weight: Tensor, index: Array) -> Tensor:
-    """Rows of `weight` (V, h) by an integer array `index` of any shape: (...,) -> (..., h)."""
+    """Look up rows of `weight` (V, h) by an integer array of any shape: (...,) -> (..., h)."""
     return _Embedding.apply(weight, index)
 
 
@@ -113,9 +141,7 @@ class _LayerNorm(Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """LayerNorm over the last dim (Ba et al. 2016): (..., h) -> (..., h); the variance divides by h, as PyTorch's
-    does.
-    """
+    """Normalize over the last dim (Ba et al. 2016): (..., h) -> (..., h). The variance divides by h, as PyTorch's."""
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
@@ -152,14 +178,8 @@ class _Gelu(Function):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """`gelu_new` of GPT-2, the tanh approximation (Hendrycks and Gimpel 2016)."""
+    """Apply GPT-2's `gelu_new`, the tanh approximation (Hendrycks and Gimpel 2016)."""
     return _Gelu.apply(x)
-
-
-def _split_heads(x: Array, heads: int) -> Array:
-    """(B, T, h) -> (B, H, T, d), a view."""
-    batch, length, width = x.shape
-    return x.reshape(batch, length, heads, width // heads).transpose(0, 2, 1, 3)
 
 
 class _Dropout(Function):
@@ -176,61 +196,11 @@ class _Dropout(Function):
 
 
 def dropout(x: Tensor, keep: Array, probability: float) -> Tensor:
-    """x where `keep` (booleans of x's shape), else 0, times 1/(1 - probability) (Srivastava et al. 2014)."""
-    return _Dropout.apply(x, keep, 1 / (1 - probability))
+    """Zero x where `keep` (booleans of x's shape) is False, and scale the rest by 1/(1 - probability).
 
-
-class _CausalAttention(Function):
-    def forward(self, qkv: Array, heads: int, keep: Array | None, keep_scale: float) -> Array:
-        batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-        self.qkv, self.heads, self.scale = qkv, heads, (width // heads) ** -0.5
-        q, k, v = (_split_heads(part, heads) for part in xp.split(qkv, 3, axis=-1))  # (B, H, T, d)
-        scores = xp.matmul(q, k.swapaxes(-1, -2))  # (B, H, T, T)
-        spend(2, batch, length, length, width)  # this product and the one below
-        scores *= self.scale
-        scores += xp.triu(xp.full((length, length), -xp.inf, dtype=qkv.dtype), 1)
-        scores -= scores.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
-        xp.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        self.probabilities, self.keep, self.keep_scale = scores, keep, keep_scale
-        self.output = xp.empty((batch, length, width), dtype=qkv.dtype)
-        # Written as (B, T, h): no transpose afterwards.
-        xp.matmul(self._dropped(scores), v, out=_split_heads(self.output, heads))
-        return self.output
-
-    def _dropped(self, p: Array) -> Array:
-        """Dropout on the probabilities, or on their gradient; recomputed rather than kept."""
-        if self.keep is None:
-            return p
-        dropped = p * self.keep
-        dropped *= self.keep_scale
-        return dropped
-
-    def backward(self, grad: Array) -> Any:
-        p, heads = self.probabilities, self.heads
-        batch, length, width = grad.shape
-        q, k, v = (_split_heads(part, heads) for part in xp.split(self.qkv, 3, axis=-1))
-        dqkv = xp.empty_like(self.qkv)
-        dq, dk, dv = (_split_heads(part, heads) for part in xp.split(dqkv, 3, axis=-1))  # views: written in place
-        dout = _split_heads(grad, heads)  # (B, H, T, d)
-        spend(4, batch, length, length, width)  # four products of this size follow
-        xp.matmul(self._dropped(p).swapaxes(-1, -2), dout, out=dv)
-        dscores = self._dropped(xp.matmul(dout, v.swapaxes(-1, -2)))  # (B, H, T, T), so far the gradient of p
-        # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . output, a much smaller product (FlashAttention, B.4).
-        dscores -= xp.einsum("bhtd,bhtd->bht", dout, _split_heads(self.output, heads))[..., None]
-        dscores *= p
-        dscores *= self.scale
-        xp.matmul(dscores, k, out=dq)
-        xp.matmul(dscores.swapaxes(-1, -2), q, out=dk)
-        return dqkv, None, None, None
-
-
-def causal_attention(qkv: Tensor, heads: int, keep: Array | None = None, probability: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h) holding q, k, v side by side -> (B, T, h).
-
-    With `keep` (booleans (B, H, T, T)) the probabilities go through dropout.
+    Srivastava et al. 2014.
     """
-    return _CausalAttention.apply(qkv, heads, keep, 1 / (1 - probability))
+    return _Dropout.apply(x, keep, 1 / (1 - probability))
 
 
 class _CrossEntropy(Function):
@@ -258,14 +228,14 @@ class _CrossEntropy(Function):
 
 
 def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
-    """Sum over positions of -log softmax(logits)[target], in nats; positions whose target is -100 count nothing.
+    """Sum -log softmax(logits)[target], in nats, over the positions whose target is not -100.
 
-    logits (..., V), integer targets (...,). A sum, not a mean: ranks that hold unequal counts divide by the global
-    count.
+    logits (..., V), integer targets (...,). This is a sum instead of a mean because ranks may hold unequal counts of
+    targets: the sum over all ranks is divided by the global count.
     """
     return _CrossEntropy.apply(logits, targets)
 
 
 def cross_entropy(logits: Tensor, targets: Array) -> Tensor:
-    """The mean of `cross_entropy_sum` over the positions that count, as `torch.nn.functional.cross_entropy`."""
+    """Average `cross_entropy_sum` over the positions that count, as torch.nn.functional.cross_entropy does."""
     return cross_entropy_sum(logits, targets) * (1 / max(1, int((targets != IGNORE_INDEX).sum())))

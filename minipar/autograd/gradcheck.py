@@ -1,4 +1,4 @@
-"""A public gradient checker: the backward we wrote against the forward we wrote, along random directions."""
+"""A gradient checker: it compares a backward with its forward along random directions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from minipar.autograd.modes import no_grad
-from minipar.autograd.tensor import Tensor
+from minipar.autograd.tensor import Tensor, no_grad
 from minipar.backend import from_host, to_host
 
 
@@ -20,13 +19,12 @@ def gradcheck(
     tolerance: float = 1e-7,
     seed: int = 0,
 ) -> float:
-    """Compare <vjp(w), u> with the central difference of <w, f(x + step u)> for random u and w; returns the largest
-    relative error.
+    """Compare <vjp(w), u> with the central difference of <w, f(x + step u)> for random u and w.
 
-    `inputs` are float64 host arrays, all of which get a gradient; each input is also checked alone, so that one input's
-    error cannot hide in another's. A random projection sees every element at the price of two forwards (full finite
-    differences need two for each element). Raises AssertionError beyond `tolerance`, naming the input, and ValueError
-    for inputs that are not float64.
+    Returns the largest relative error. `inputs` are float64 host arrays, all of which get a gradient. Each input is
+    checked alone, so that one input's error cannot hide in another's. A random projection sees every element for the
+    price of two forwards (full finite differences need two for each element). Raises AssertionError beyond
+    `tolerance`, naming the input, and ValueError for inputs that are not float64.
     """
     for i, x in enumerate(inputs):
         if x.dtype != np.float64:

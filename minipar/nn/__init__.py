@@ -1,9 +1,8 @@
-"""The serial model: modules, GPT-2, optimizers. Nothing here knows of ranks."""
+"""The serial model: modules, GPT-2, optimizers. Nothing here depends on the number of ranks."""
 
-from minipar.nn.dropout import Dropout, DropoutKeys, Window, dropping
 from minipar.nn.gpt import GPT, GPTConfig, Part
-from minipar.nn.layers import Embedding, LayerNorm, Linear
-from minipar.nn.module import Deferred, Module, Owner, Parameter, stand_in
+from minipar.nn.layers import Dropout, DropoutKeys, Embedding, LayerNorm, Linear, MaskSlice, dropping
+from minipar.nn.module import Deferred, Module, Owner, Parameter, placeholder
 from minipar.nn.optim import SGD, AdamW, Optimizer, clip_grad_norm, learning_rate, squared_norm
 
 __all__ = [
@@ -17,15 +16,15 @@ __all__ = [
     "GPTConfig",
     "LayerNorm",
     "Linear",
+    "MaskSlice",
     "Module",
     "Optimizer",
     "Owner",
     "Parameter",
     "Part",
-    "Window",
     "clip_grad_norm",
     "dropping",
     "learning_rate",
+    "placeholder",
     "squared_norm",
-    "stand_in",
 ]

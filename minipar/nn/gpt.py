@@ -1,7 +1,15 @@
 """GPT-2 (Radford et al. 2019), exactly: the same function, the same names and shapes as Hugging Face's GPT2LMHeadModel.
 
 Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head tied to the token
-embedding. Shapes: B batch, T sequence, h hidden, V vocabulary.
+embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary.
+
+This model is serial. Each strategy changes these things of it, on every rank. Tensor parallelism replaces the Linear
+and Embedding layers by parallel ones, divides `attn.heads`, and replaces the two functions that see the whole
+vocabulary, `project` and `criterion`. It also gives a `mask_slice` to each Dropout that sees a slice of an activation.
+Pipeline parallelism runs a consecutive range of `parts` on each rank. The token embedding may then be on two ranks, so
+the head has a leaf of its own (`head_weight`), whose gradient is added to that of `wte` before the step. Data
+parallelism and ZeRO move all parameters into flat storage and add gradient hooks. ZeRO stage 3 also replaces the `run`
+of each part by one that gathers the part's parameters before and frees them after.
 """
 
 from __future__ import annotations
@@ -14,8 +22,7 @@ from typing import Any
 
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
 from minipar.backend import Array, xp
-from minipar.nn.dropout import Dropout
-from minipar.nn.layers import Embedding, LayerNorm, Linear
+from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Parameter
 
 
@@ -39,7 +46,7 @@ class GPTConfig:
             raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
 
     def forward_flops(self, batch: int, length: int) -> int:
-        """Floating-point operations of one forward pass in its matrix products, 2 for a multiply and an add.
+        """Return the floating-point operations of one forward pass's matrix products: 2 for a multiply and an add.
 
         24 B T h^2 + 4 B T^2 h for each layer and 2 B T h V for the head (Narayanan et al. 2021, appendix); backward
         takes twice that.
@@ -48,11 +55,16 @@ class GPTConfig:
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
 
 
-class _Init:
-    """The settings that all layers of one GPT share: N(0, std) for matrices (GPT-2 paper, section 2.3), deferred."""
+class _Layers:
+    """The layers of one GPT: they share its config, seed, dtype and dropout. All parameters are deferred.
+
+    Matrices start from N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3).
+    """
 
     def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
-        self.config, self.seed, self.dtype, self.dropout = config, seed, dtype, dropout
+        self.config, self.seed, self.dtype, self.p = config, seed, dtype, dropout
+        # The residual stream adds 2 n_layer outputs: their projections start smaller by the square root of that.
+        self.residual_std = config.initializer_range / math.sqrt(2 * config.n_layer)
 
     def linear(self, name: str, n_in: int, n_out: int, std: float | None = None) -> Linear:
         std = self.config.initializer_range if std is None else std
@@ -65,19 +77,20 @@ class _Init:
     def layer_norm(self) -> LayerNorm:
         return LayerNorm(self.config.n_embd, self.config.layer_norm_epsilon, self.dtype, deferred=True)
 
+    def dropout(self, name: str) -> Dropout:
+        return Dropout(name, self.p)
+
 
 class Attention(Module):
     """Multi-head causal self-attention: (B, T, h) -> (B, T, h)."""
 
-    def __init__(self, make: _Init, name: str) -> None:
-        h = make.config.n_embd
-        self.heads = make.config.n_head
-        self.c_attn = make.linear(f"{name}.c_attn", h, 3 * h)
-        # The residual stream adds 2 n_layer outputs: its last projections start smaller by the square root of that.
-        residual_std = make.config.initializer_range / math.sqrt(2 * make.config.n_layer)
-        self.c_proj = make.linear(f"{name}.c_proj", h, h, std=residual_std)
-        self.attn_dropout = Dropout(f"{name}.attn_dropout", make.dropout)
-        self.resid_dropout = Dropout(f"{name}.resid_dropout", make.dropout)
+    def __init__(self, layers: _Layers, name: str) -> None:
+        h = layers.config.n_embd
+        self.heads = layers.config.n_head
+        self.c_attn = layers.linear(f"{name}.c_attn", h, 3 * h)
+        self.c_proj = layers.linear(f"{name}.c_proj", h, h, std=layers.residual_std)
+        self.attn_dropout = layers.dropout(f"{name}.attn_dropout")
+        self.resid_dropout = layers.dropout(f"{name}.resid_dropout")
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
@@ -88,27 +101,26 @@ class Attention(Module):
 
 
 class MLP(Module):
-    """h -> 4h -> gelu -> h."""
+    """Two linear layers with a GELU between them: (B, T, h) -> (B, T, 4h) -> (B, T, h)."""
 
-    def __init__(self, make: _Init, name: str) -> None:
-        h = make.config.n_embd
-        self.c_fc = make.linear(f"{name}.c_fc", h, 4 * h)
-        residual_std = make.config.initializer_range / math.sqrt(2 * make.config.n_layer)
-        self.c_proj = make.linear(f"{name}.c_proj", 4 * h, h, std=residual_std)
-        self.dropout = Dropout(f"{name}.dropout", make.dropout)
+    def __init__(self, layers: _Layers, name: str) -> None:
+        h = layers.config.n_embd
+        self.c_fc = layers.linear(f"{name}.c_fc", h, 4 * h)
+        self.c_proj = layers.linear(f"{name}.c_proj", 4 * h, h, std=layers.residual_std)
+        self.dropout = layers.dropout(f"{name}.dropout")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))  # (B, T, 4h) inside
 
 
 class Block(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One Transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, make: _Init, name: str) -> None:
-        self.ln_1 = make.layer_norm()
-        self.attn = Attention(make, f"{name}.attn")
-        self.ln_2 = make.layer_norm()
-        self.mlp = MLP(make, f"{name}.mlp")
+    def __init__(self, layers: _Layers, name: str) -> None:
+        self.ln_1 = layers.layer_norm()
+        self.attn = Attention(layers, f"{name}.attn")
+        self.ln_2 = layers.layer_norm()
+        self.mlp = MLP(layers, f"{name}.mlp")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -117,11 +129,12 @@ class Block(Module):
 
 @dataclass
 class Part:
-    """A stop on the way through the model: the embedding, a block, the head. A strategy may wrap `run`.
+    """One of the consecutive pieces of a model: the embedding, a block, or the head.
 
-    `parameters` are those that `run` reads. Pipelines cut the model between parts; ZeRO stage 3 gathers one at a time.
-    `reads_in_backward` is False if backward needs no parameter's values: a lookup in the embedding. `is_last` is True
-    for the head, whose backward follows its forward at once.
+    `run` takes the output of the part before, and `parameters` are those that it reads. Pipelines cut the model between
+    parts, and ZeRO stage 3 gathers the parameters of one part at a time. `reads_in_backward` is False if backward needs
+    no parameter's values, as for a lookup in the embedding. `is_last` is True for the head, whose backward follows its
+    forward at once.
     """
 
     name: str
@@ -132,17 +145,17 @@ class Part:
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
-    """(B, T, h), (V, h) -> (B, T, V): the product with every row of the token embedding."""
+    """Multiply with every row of the token embedding: (B, T, h), (V, h) -> (B, T, V)."""
     return linear(x, weight, transposed=True)
 
 
 class GPT(Module):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    `seed` and the parameters' names fix the initial weights (see init.py). `recompute=True` keeps only each block's
-    input and runs the block again in backward. `dropout` is the probability everywhere GPT-2 has it: after the
-    embedding, on the attention probabilities, after attention and after the MLP; it acts inside `dropping` only. With
-    `deferred=True` the parameters have no numbers yet (see Deferred). Raises ValueError for a sequence longer than
+    `seed` and the parameters' names determine the initial weights (see layers.py). `recompute=True` keeps only each
+    block's input and runs the block again in backward. `dropout` is the probability everywhere GPT-2 has it: after the
+    embedding, on the attention probabilities, after attention and after the MLP. It acts only inside `dropping`. With
+    `deferred=True` the parameters have no values yet (see Deferred). Raises ValueError for a sequence longer than
     `n_positions`.
     """
 
@@ -155,16 +168,16 @@ class GPT(Module):
         deferred: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        make = _Init(config, seed, dtype, dropout)
+        layers = _Layers(config, seed, dtype, dropout)
         self.config = config
         self.recompute = recompute
-        self.wte = make.embedding("wte", config.vocab_size)
-        self.wpe = make.embedding("wpe", config.n_positions)
-        self.drop = Dropout("drop", dropout)
-        self.h = [Block(make, f"h.{i}") for i in range(config.n_layer)]
-        self.ln_f = make.layer_norm()
+        self.wte = layers.embedding("wte", config.vocab_size)
+        self.wpe = layers.embedding("wpe", config.n_positions)
+        self.drop = layers.dropout("drop")
+        self.h = [Block(layers, f"h.{i}") for i in range(config.n_layer)]
+        self.ln_f = layers.layer_norm()
         self.head_weight = self.wte.weight.tie()
-        # The two places that see the whole vocabulary: a model that holds part of it puts its own here.
+        # Tensor parallelism replaces these two functions on each rank: they see the whole vocabulary.
         self.project: Callable[[Tensor, Tensor], Tensor] = _project
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [
@@ -176,18 +189,18 @@ class GPT(Module):
             self.materialize()
 
     def embed(self, tokens: Array) -> Tensor:
-        """(B, T) integers -> (B, T, h): token plus position."""
+        """Add the embeddings of tokens and positions: integers (B, T) -> (B, T, h)."""
         length = tokens.shape[1]
         if length > self.config.n_positions:
             raise ValueError(f"sequence of {length} tokens, but the model has {self.config.n_positions} positions")
         return self.drop(self.wte(tokens) + self.wpe(xp.arange(length)))
 
     def run_block(self, block: Block, x: Tensor) -> Tensor:
-        """One block, (B, T, h) -> (B, T, h), recomputed in backward if the model was made so."""
+        """Run one block, (B, T, h) -> (B, T, h); with `recompute`, backward runs it again."""
         return checkpoint(block, x, parameters=block.parameters()) if self.recompute else block(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """(B, T, h) -> (B, T, V): the last LayerNorm, then the product with the token embedding."""
+        """Apply the last LayerNorm and multiply with the token embedding: (B, T, h) -> (B, T, V)."""
         self.head_weight.data = self.wte.weight.data  # follows the parameter if its storage has moved
         return self.project(self.ln_f(x), self.head_weight)
 

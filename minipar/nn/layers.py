@@ -1,25 +1,43 @@
-"""Linear, Embedding, LayerNorm: parameters and one call each.
+"""Linear, Embedding, LayerNorm and Dropout, and the generators from which weights and masks are drawn.
 
-Initial weights are drawn by name (see init.py), so a layer of the same name and seed has the same weights in any
-layout. With `deferred=True` the values are computed later, by `materialize`. `of` makes a layer of given values.
+Random values come from counter-based generators that are keyed by a name and never by a rank. A layer of the same name
+and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
+whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
+batch. Whoever computes a sample, or a part of it, gets its part of that one mask.
+
+With `deferred=True` a layer's values are computed later, by `materialize`. `of` makes a layer of given values.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, embedding, layer_norm, linear
+from minipar.autograd import Tensor, dropout, embedding, layer_norm, linear, randomness
 from minipar.backend import Array, from_host, xp
-from minipar.nn import init
 from minipar.nn.module import Deferred, Module, Parameter
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """Return a Philox generator (Salmon et al. 2011) whose 128-bit key is a hash of (seed, name)."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarray:
+    """Draw float64 values from N(0, std^2): the same for the same (seed, name, shape) everywhere."""
+    return generator(seed, name).standard_normal(shape) * std
 
 
 def _normal(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: str) -> Deferred:
     """Describe a parameter drawn from N(0, std^2) by name."""
     kind = np.dtype(dtype)
-    return Deferred(shape, kind, lambda: from_host(init.normal(seed, name, shape, std).astype(kind)))
+    return Deferred(shape, kind, lambda: from_host(normal(seed, name, shape, std).astype(kind)))
 
 
 def _constant(value: float, size: int, dtype: str) -> Deferred:
@@ -117,3 +135,69 @@ class LayerNorm(Module):
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return layer_norm(_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """The keys of a forward pass's masks: the run's seed, the step, and the samples' indices in the global batch."""
+
+    seed: int
+    step: int
+    samples: Sequence[int]
+
+
+@contextmanager
+def dropping(keys: DropoutKeys) -> Iterator[None]:
+    """Apply dropout with these keys in forward passes inside the block. Dropout is off outside of such a block."""
+    token = randomness.set(keys)
+    try:
+        yield
+    finally:
+        randomness.reset(token)
+
+
+@dataclass(frozen=True)
+class MaskSlice:
+    """A slice of a dropout mask: part `index` of `count` equal parts of dim `dim`.
+
+    Tensor parallelism sets one where a rank holds only this slice of the activation.
+    """
+
+    dim: int
+    index: int
+    count: int
+
+
+class Dropout(Module):
+    """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p). (B, ...) -> (B, ...).
+
+    `name` distinguishes this layer's masks from those of other layers. With a `mask_slice` the layer applies only that
+    slice of each mask.
+    """
+
+    def __init__(self, name: str, p: float) -> None:
+        self.name, self.p = name, p
+        self.mask_slice: MaskSlice | None = None
+
+    def keep(self, shape: tuple[int, ...]) -> Array | None:
+        """Draw the mask for an array of this shape, True where an element stays. None while dropout is off."""
+        keys: DropoutKeys | None = randomness.get()
+        if self.p == 0 or keys is None:
+            return None
+        if len(keys.samples) != shape[0]:
+            raise ValueError(f"dropout {self.name}: {shape[0]} samples, but keys for {len(keys.samples)}")
+        whole, part = list(shape), [slice(None)] * len(shape)
+        if self.mask_slice is not None:
+            dim, size = self.mask_slice.dim, shape[self.mask_slice.dim]
+            whole[dim] = size * self.mask_slice.count
+            part[dim] = slice(self.mask_slice.index * size, (self.mask_slice.index + 1) * size)
+        mask = np.empty(shape, dtype=bool)
+        for row, sample in enumerate(keys.samples):
+            name = f"dropout {self.name} {keys.step} {sample}"
+            random = generator(keys.seed, name).random(whole[1:], dtype=np.float32)
+            np.greater_equal(random[tuple(part[1:])], self.p, out=mask[row])
+        return from_host(mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = self.keep(x.shape)
+        return x if keep is None else dropout(x, keep, self.p)

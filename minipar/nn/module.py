@@ -1,4 +1,4 @@
-"""Parameter and Module: names, traversal, state_dict. The smallest part of torch.nn that a GPT needs."""
+"""Parameter and Module: names, traversal, loss, state_dict. The smallest part of torch.nn that a GPT needs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from minipar.autograd import IGNORE_INDEX, Tensor
 from minipar.backend import Array, from_host, to_host, xp
 
 
-def stand_in(shape: tuple[int, ...], dtype: Any) -> Array:
-    """An array of this shape that holds a single number, seen at every place: NaN, so that using it shows.
+def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return a read-only array of this shape that takes the memory of one element.
 
-    What a parameter has for data while its numbers are elsewhere, or not made yet.
+    A parameter has it as data while its values are on other ranks or not computed yet. Every element is NaN, so that a
+    use by mistake is visible.
     """
     return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Numbers that are not made yet: what they will look like, and how to make them.
+    """A parameter's values before they are computed: their shape, their dtype, and the function that computes them.
 
-    NB: PyTorch's "meta" device. A model larger than one rank's memory is made this way and then filled piece by piece.
+    A model larger than one rank's memory is built from these, and then filled piece by piece.
+    NB: PyTorch builds such models on its meta device.
     """
 
     shape: tuple[int, ...]
@@ -54,13 +56,12 @@ class Owner(Protocol):
 
 
 class Parameter(Tensor):
-    """A leaf that is trained.
+    """A leaf that is trained: an array, or Deferred values, which `materialize` or `move_to` computes.
 
-    Made from an array, or from Deferred numbers, which `materialize` or `move_to` makes. `decays` says whether weight
-    decay applies: to parameters of two or more dims.
+    `decays` is True if weight decay applies, that is, for two or more dims.
 
-    `ties` are leaves that read the same numbers but collect a gradient of their own, as GPT-2's output head does with
-    `wte`: in a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
+    `ties` are leaves that read the same values but collect gradients of their own. GPT-2's output head has such a leaf
+    of `wte`. In a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
     too, and the bits agree.
 
     A strategy sets `placement` (its record of where the parameter's elements are) and `owner` (see Owner). Both are
@@ -71,46 +72,54 @@ class Parameter(Tensor):
 
     def __init__(self, data: Array | Deferred) -> None:
         self.deferred = data if isinstance(data, Deferred) else None
-        super().__init__(stand_in(data.shape, data.dtype) if isinstance(data, Deferred) else data, requires_grad=True)
+        super().__init__(
+            placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data, requires_grad=True
+        )
         self.decays = self.ndim >= 2
         self.ties: list[Tensor] = []
         self.placement: Any = None
         self.owner: Owner | None = None
 
     def materialize(self) -> None:
-        """Make numbers that were put off, in an array of their own."""
+        """Compute deferred values, in an array of their own."""
         if self.deferred is not None:
             self.data, self.deferred = self.deferred.make(), None
 
-    def change(self, shape: tuple[int, ...], change: Callable[[Array], Array]) -> None:
-        """Hold `change(numbers)`, of this shape, from now on; numbers that were put off stay so."""
+    def map_value(self, shape: tuple[int, ...], function: Callable[[Array], Array]) -> None:
+        """Replace the value by `function(value)`, which has this shape; a deferred value stays deferred.
+
+        Tensor parallelism takes a rank's slice of a parameter with this.
+        """
         if self.deferred is None:
-            self.data = change(self.data)
+            self.data = function(self.data)
             return
         make = self.deferred.make
-        self.deferred = Deferred(shape, self.dtype, lambda: change(make()))
-        self.data = stand_in(shape, self.dtype)
+        self.deferred = Deferred(shape, self.dtype, lambda: function(make()))
+        self.data = placeholder(shape, self.dtype)
 
     def move_to(self, place: Array) -> None:
-        """Keep the numbers in `place`, an array of this shape, from now on; those that were put off are made there."""
+        """Move the values into `place`, an array of this shape; deferred values are computed there.
+
+        Data parallelism and ZeRO move parameters into flat storage with this.
+        """
         place[...] = self.data if self.deferred is None else self.deferred.make()
         self.data, self.deferred = place, None
 
     def tie(self) -> Tensor:
-        """A new leaf with this parameter's numbers and a gradient of its own."""
+        """Return a new leaf with this parameter's values and a gradient of its own."""
         leaf = Tensor(self.data, requires_grad=True)
         self.ties.append(leaf)
         return leaf
 
     def fold_tied_gradients(self) -> None:
-        """Add the ties' gradients to this one; they start afresh, so a second call adds nothing."""
+        """Add the ties' gradients to this one and clear them, so that a second call adds nothing."""
         for leaf in self.ties:
             if leaf.grad is not None:
-                self._accumulate(leaf.grad)
+                self.accumulate(leaf.grad)
                 leaf.grad = None
 
     def zero_grad(self) -> None:
-        """Forget the gradient (it becomes None; the next backward overwrites its buffer)."""
+        """Set the gradient to None; the next backward overwrites its buffer."""
         self.grad = None
         for leaf in self.ties:
             leaf.grad = None
@@ -130,9 +139,7 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
 
 
 class Module:
-    """A callable with parameters, found by walking its attributes (Parameters, Modules, lists of Modules) in the order
-    they were set.
-    """
+    """A callable with parameters: those among its attributes and in its Modules and lists of Modules, in order."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -156,7 +163,7 @@ class Module:
         return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(name, parameter) pairs, names joined by dots: `h.0.attn.c_attn.weight`."""
+        """Yield (name, parameter) pairs; names are joined by dots, as in `h.0.attn.c_attn.weight`."""
         for name, value in vars(self).items():
             if isinstance(value, Parameter):
                 yield prefix + name, value
@@ -180,19 +187,21 @@ class Module:
             parameter.materialize()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Every parameter as a host array that later training does not change."""
+        """Return a copy of every parameter as a host array."""
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copy `state` into the parameters, in their dtype and place. Names and shapes must match exactly, else
-        ValueError naming every difference, with nothing changed."""
+        """Copy `state` into the parameters, in their dtype and place.
+
+        Names and shapes must match exactly. Otherwise raises ValueError with every difference and changes nothing.
+        """
         own = dict(self.named_parameters())
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
         for name, parameter in own.items():
             parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """ValueError naming every difference between these names and shapes and the parameters'."""
+        """Raise ValueError with every difference between these names and shapes and those of the parameters."""
         own = dict(self.named_parameters())
         problems = [f"missing {name}" for name in own if name not in shapes]
         problems += [f"unexpected {name}" for name in shapes if name not in own]

@@ -1,35 +1,23 @@
 """SGD, AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
 
-Element-wise throughout: an element's new value depends on that element's history alone, so any sharding of the
-parameters gives the same bits. The update runs over blocks that stay in the cache, with two scratch blocks and no other
-temporaries.
+The updates are element-wise: an element's new value depends on that element's history alone, so any sharding of the
+parameters gives the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from minipar.backend import Array, is_host, xp
 from minipar.memory import hold
 from minipar.nn.module import Parameter, owners_of, zero_grad
 
-BLOCK = 1 << 15  # elements: a block of parameter, gradient, two moments and two scratch arrays stays in a core's cache
-
-
-def _blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """The arrays (of one size, contiguous) cut into matching 1-D blocks; on a device, one block: there launches cost,
-    not caches.
-    """
-    flat = [array.reshape(-1) for array in arrays]
-    size = flat[0].size
-    step = BLOCK if is_host(flat[0]) else max(size, 1)
-    for start in range(0, size, step):
-        yield tuple(array[start : start + step] for array in flat)
+BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they stay in a core's cache
 
 
 class Optimizer:
-    """A list of parameters and their update. Subclasses define `update`."""
+    """A list of parameters and the rule that updates them. Subclasses define `update`."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self.parameters = list(parameters)
@@ -41,7 +29,7 @@ class Optimizer:
         raise TypeError(f"{type(self).__name__} does not define update")
 
     def step(self) -> None:
-        """Update the parameters; the owners of parameters act before and after, each owner once."""
+        """Update the parameters. Their owners, each once, act before gradients are read and after the update."""
         owners = owners_of(self.parameters)
         for owner in owners:
             owner.check(self.parameters)  # again: a strategy may have been applied since the optimizer was made
@@ -56,9 +44,9 @@ class Optimizer:
 
 
 class SGD(Optimizer):
-    """torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p.
+    """Stochastic gradient descent as torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p.
 
-    Weight decay applies to parameters of two or more dims. A parameter whose gradient is None is left alone.
+    Weight decay applies to parameters of two or more dims. A parameter whose gradient is None does not change.
     """
 
     def __init__(
@@ -85,10 +73,15 @@ class SGD(Optimizer):
 
 
 class AdamW(Optimizer):
-    """torch.optim.AdamW (Loshchilov and Hutter 2019, decoupled weight decay).
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
-    m += (1-b1)(g-m);  v = b2 v + (1-b2) g^2;  p = p (1 - lr wd) - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps).
-    Weight decay applies to parameters of two or more dims. A parameter whose gradient is None is left alone.
+    In step t, with gradient g, the moments m (`exp_avg`) and v (`exp_avg_sq`) and the parameter p change as
+
+        m = b1 m + (1 - b1) g
+        v = b2 v + (1 - b2) g^2
+        p = (1 - lr wd) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Weight decay wd applies to parameters of two or more dims. A parameter whose gradient is None does not change.
     """
 
     def __init__(
@@ -111,52 +104,40 @@ class AdamW(Optimizer):
         beta1, beta2 = self.betas
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
-        for parameter, exp_avg, exp_avg_sq in zip(self.parameters, self.exp_avg, self.exp_avg_sq, strict=True):
+        for parameter, m, v in zip(self.parameters, self.exp_avg, self.exp_avg_sq, strict=True):
             parameter.fold_tied_gradients()
-            if parameter.grad is None:
+            g = parameter.grad
+            if g is None:
                 continue
-            shrink = 1 - self.lr * self.weight_decay if parameter.decays else 1.0
-            scratch = xp.empty(
-                min(parameter.size, BLOCK) if is_host(parameter.data) else parameter.size, parameter.dtype
-            )
-            for p, g, m, v in _blocks(parameter.data, parameter.grad, exp_avg, exp_avg_sq):
-                s = scratch[: p.size]
-                xp.subtract(g, m, out=s)
-                s *= 1 - beta1
-                m += s
-                xp.multiply(g, g, out=s)
-                s *= 1 - beta2
-                v *= beta2
-                v += s
-                xp.sqrt(v, out=s)
-                s /= root_correction
-                s += self.eps
-                xp.divide(m, s, out=s)
-                s *= step_size
-                if shrink != 1.0:
-                    p *= shrink
-                p -= s
+            m += (1 - beta1) * (g - m)
+            v *= beta2
+            v += (1 - beta2) * (g * g)
+            if parameter.decays:
+                parameter.data *= 1 - self.lr * self.weight_decay
+            parameter.data -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
 
 
 def squared_norm(arrays: Iterable[Array]) -> float:
-    """The sum of all squares, in float64, array after array and block after block in order.
+    """Return the sum of all squares, in float64, array after array and block after block in order.
 
     The order is part of the contract: ranks that hold a chunk each, and one device that goes through the same chunks,
-    get the same bits.
+    get the same bits. On a device a block is a whole array, because a launch costs more than the cache saves.
     """
     total = 0.0
     for array in arrays:
-        for (block,) in _blocks(array):
+        flat = array.reshape(-1)
+        step = BLOCK if is_host(flat) else max(flat.size, 1)
+        for start in range(0, flat.size, step):
+            block = flat[start : start + step]
             total += float((block * block).sum(dtype="float64"))
     return total
 
 
 def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None) -> float:
-    """The 2-norm of all gradients together; if `max_norm` is given and smaller, gradients are scaled by max_norm /
-    (norm + 1e-6).
+    """Scale all gradients by max_norm / (norm + 1e-6) if their 2-norm is larger than `max_norm`; return that norm.
 
-    torch.nn.utils.clip_grad_norm_. Returns the norm before clipping. `norm`, where it is known already: a rank that
-    holds a shard of the gradients cannot find it alone, so ValueError if it is missing there.
+    `norm` is given where it is known already. A rank that holds shards of the gradients cannot compute it alone, so a
+    missing `norm` raises ValueError there. NB: torch.nn.utils.clip_grad_norm_.
     """
     parameters = list(parameters)
     if norm is None and any(getattr(parameter.owner, "sharded", False) for parameter in parameters):
@@ -178,10 +159,10 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
 
 
 def learning_rate(step: int, *, lr: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The rate of step 0, 1, ...: linear warm-up lr (step+1)/(warmup+1), then constant, or a cosine down to lr/10 at
-    the last step.
+    """Return the learning rate of step 0, 1, ...
 
-    The warm-up and the cosine are nanoGPT's. Raises ValueError for another schedule.
+    A linear warm-up lr (step+1)/(warmup+1) is followed by a constant rate, or by a cosine down to lr/10 at the last
+    step. Both are nanoGPT's. Raises ValueError for another schedule.
     """
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)

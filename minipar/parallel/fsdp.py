@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipar.autograd import queue_callback
-from minipar.autograd.modes import grad_enabled
+from minipar.autograd import grad_enabled
 from minipar.backend import Array, xp
 from minipar.comm import Communicator, Work
 from minipar.memory import hold
-from minipar.nn import Module, Parameter, Part, stand_in
+from minipar.nn import Module, Parameter, Part, placeholder
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
 from minipar.parallel.wrapper import BeforeReduce
@@ -85,7 +85,7 @@ class FullyShardedDataParallel(ShardedGradients):
         """Leave a placeholder of NaN in the parameters, so that a use outside their unit shows."""
         for p in bucket.parameters:
             for leaf in (p, *p.ties):
-                leaf.data = stand_in(p.shape, p.dtype)
+                leaf.data = placeholder(p.shape, p.dtype)
 
     def _release(self, unit: UnitPass) -> None:
         for bucket in unit.buckets:

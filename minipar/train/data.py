@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar.errors import UsageError
-from minipar.nn.init import generator
+from minipar.nn.layers import generator
 
 STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
 SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; those behind are checked when drawn

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minipar import backend
-from minipar.autograd import metering
+from minipar.autograd import flop_counter
 from minipar.backend import from_host, xp
 from minipar.comm import DeviceMesh, ModelClock
 from minipar.memory import enter
@@ -160,7 +160,7 @@ class Trainer:
         clock = self.mesh.world.clock
         if not isinstance(clock, ModelClock):
             return self._step(step)
-        with metering(lambda flops: clock.advance(flops / clock.flops_per_second)):
+        with flop_counter(lambda flops: clock.advance(flops / clock.flops_per_second)):
             return self._step(step)
 
     def _step(self, step: int) -> StepResult:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from launcher import run_mpi
 
-from minipar.autograd import metering
+from minipar.autograd import flop_counter
 from minipar.bench import costs, layouts, machine, messages, pieces
 from minipar.bench.costs import Costs, fit_costs, flops
 from minipar.bench.fit import fit
@@ -58,7 +58,7 @@ def test_the_cost_model_finds_the_constants_that_made_its_measurements():
 def test_the_cost_model_counts_the_operations_that_the_pieces_do(shape):
     """Counted by the meter of autograd while the piece runs: B = I + W."""
     counted = []
-    with metering(counted.append):
+    with flop_counter(counted.append):
         pieces.pieces(shape, repeat=1)
     rounds = pieces.WARMUP + 1
     block = 4 * flops("F", shape) + 4 * (flops("I", shape) + flops("W", shape))

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, Deferred, GPTConfig, Parameter, pretrained, stand_in
+from minipar.nn import GPT, Deferred, GPTConfig, Parameter, placeholder, pretrained
 from minipar.nn.pretrained import export_gpt2, load_gpt2
 from minipar.parallel import FlatBuffers, units
 
@@ -27,7 +27,7 @@ def counted(shape=(2, 3), dtype="float32"):
 
 
 def test_a_stand_in_has_shape_and_dtype_holds_one_number_and_shows_when_it_is_used():
-    array = stand_in((1000, 1000), np.float32)
+    array = placeholder((1000, 1000), np.float32)
     assert array.shape == (1000, 1000) and array.dtype == np.float32
     assert array.base.nbytes == 4 and np.isnan(array).all()
     with pytest.raises(ValueError, match="read-only"):

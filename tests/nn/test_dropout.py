@@ -7,7 +7,7 @@ import pytest
 
 from minipar.autograd import Tensor, causal_attention, dropout, gradcheck
 from minipar.comm import DeviceMesh, run_local
-from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, Window, dropping
+from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
 from minipar.train import trainer as trainer_module
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
@@ -24,7 +24,7 @@ TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
 
 def mask(shape, keys=KEYS, name="h.0.attn.attn_dropout", p=0.4, window=None):
     layer = Dropout(name, p)
-    layer.window = window
+    layer.mask_slice = window
     with dropping(keys):
         return layer.keep(shape)
 
@@ -74,7 +74,7 @@ def test_a_window_sees_its_slice_of_the_one_mask(dim, count):
     shape[dim] = 2 * count
     whole = mask(tuple(shape))
     shape[dim] = 2
-    parts = [mask(tuple(shape), window=Window(dim, index, count)) for index in range(count)]
+    parts = [mask(tuple(shape), window=MaskSlice(dim, index, count)) for index in range(count)]
     assert np.array_equal(np.concatenate(parts, axis=dim), whole)
     assert count == 1 or not np.array_equal(parts[0], parts[1])
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from minipar.autograd import IGNORE_INDEX, Function, LazyGradient, Tensor, embedding, linear
+from minipar.autograd import IGNORE_INDEX, Function, LazyGradient, Tensor, count_flops, embedding, linear
 from minipar.autograd.fused import outer_product
-from minipar.autograd.modes import spend
 from minipar.backend import Array, xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
@@ -50,7 +49,7 @@ class _ColumnLinear(Function):
         self.x = whole.reshape(-1, whole.shape[-1])  # (N, in)
         self.matrix = self.at_backward(1, weight)
         y = xp.matmul(self.x, weight.T if transposed else weight)  # (N, out/t)
-        spend(*self.x.shape, y.shape[-1])
+        count_flops(*self.x.shape, y.shape[-1])
         if bias is not None:
             y += bias
         return y.reshape(*whole.shape[:-1], y.shape[-1])
@@ -60,7 +59,7 @@ class _ColumnLinear(Function):
         dx = None
         if self.needs[0]:
             partial = xp.matmul(g, w if self.transposed else w.T).reshape(self.shape)
-            spend(*x.shape, g.shape[-1])
+            count_flops(*x.shape, g.shape[-1])
             # Under way while the weight's gradient, which needs nothing from others, is computed.
             # NB: Megatron calls this async_tensor_model_parallel_allreduce.
             start = self.group.start_sum_part(partial, SEQUENCE) if self.sequence else self.group.start_sum(partial)
@@ -87,7 +86,7 @@ def split(parameter: Parameter, shard: Shard) -> None:
     if parameter.placement is None:
         parameter.placement = Placement("", parameter.shape)
     update(parameter, tp=shard)
-    parameter.change(shard.local_shape(parameter.shape), shard.part)
+    parameter.map_value(shard.local_shape(parameter.shape), shard.part)
 
 
 def _check_divides(what: str, size: int, ranks: int) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from minipar.backend import xp
 from minipar.comm import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, Parameter, Window
+from minipar.nn import GPT, MaskSlice, Parameter
 from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
@@ -113,9 +113,9 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
         mlp.c_fc = column.from_parts(mlp.c_fc.weight, mlp.c_fc.bias, group, sequence)
         mlp.c_proj = row.from_parts(mlp.c_proj.weight, mlp.c_proj.bias, group, sequence)
         attn.heads //= group.size
-        attn.attn_dropout.window = Window(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
+        attn.attn_dropout.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
     if sequence:
         model.wpe = SequenceEmbedding(model.wpe.weight, group)
         for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
-            dropout.window = Window(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
+            dropout.mask_slice = MaskSlice(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
     return TensorParallel(group)

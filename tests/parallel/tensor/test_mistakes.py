@@ -96,15 +96,15 @@ def test_a_forgotten_all_reduce_in_backward_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_masks_drawn_by_each_rank_for_what_it_holds_are_caught(sequence, monkeypatch):
-    """Window forgotten: each rank's heads, or tokens, get the mask of the first ones."""
+    """MaskSlice forgotten: each rank's heads, or tokens, get the mask of the first ones."""
     right = Dropout.keep
 
     def keep(self, shape):
-        window, self.window = self.window, None
+        window, self.mask_slice = self.mask_slice, None
         try:
             return right(self, shape)
         finally:
-            self.window = window
+            self.mask_slice = window
 
     flags = "--global-batch 4 --steps 1 --dropout 0.1"
     assert not failed(flags=flags, tp=2, sequence=sequence)

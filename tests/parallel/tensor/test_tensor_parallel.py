@@ -28,7 +28,8 @@ from tensor_cases import (
 
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, init
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.layers import normal
 from minipar.nn.module import Deferred
 from minipar.parallel.tensor import (
     check_shape,
@@ -116,7 +117,7 @@ def test_one_step_with_adamws_usual_eps_is_within_the_bound_array_by_array_where
         model = made(config, checkpoint)
         for name, p in model.named_parameters():
             if name.endswith(".bias"):
-                p.deferred = Deferred(p.shape, p.dtype, partial(init.normal, 9, name, p.shape, 0.02))
+                p.deferred = Deferred(p.shape, p.dtype, partial(normal, 9, name, p.shape, 0.02))
         return model
 
     monkeypatch.setattr(trainer_module, "make_model", trained)

@@ -1,0 +1,240 @@
+"""The backward pass: a loop over the nodes of the graph, its callbacks, and weight gradients that are put off.
+
+Nodes are numbered as they are created, so every input of a node has a smaller number than the node itself. Visiting
+the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
+
+The state of a pass is in context variables instead of globals, so that ranks that are threads of one process do not
+share it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from minipar.backend import Array
+from minipar.memory import hold, is_recording
+
+
+class LazyGradient:
+    """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
+
+    Matrix products give their weight gradient this way, for two reasons. The product can be written straight into the
+    flat gradient buffer, and it can be computed later (`defer_weight_gradients`), which is all that a zero-bubble
+    pipeline needs.
+    """
+
+    def __init__(self, compute: Callable[[Array | None], Array]) -> None:
+        self.compute = compute
+
+
+class Leaf(Protocol):
+    """A tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up."""
+
+    hooks: list[Callable[[Any], None]]
+
+    def accumulate(self, contribution: Array | LazyGradient) -> None:
+        """Add a contribution to the gradient."""
+
+
+class Node:
+    """One operation in the graph. `edges` has, for each input, the node or leaf that its gradient goes to, or None."""
+
+    edges: tuple[Node | Leaf | None, ...]
+    number: int
+
+    def backward(self, grad: Array) -> Any:
+        """Return the gradients of the inputs, given the gradient of the output."""
+        raise TypeError(f"{type(self).__name__} does not define backward")
+
+
+def run_backward(root: Node, gradient: Array) -> None:
+    """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
+    nodes, counts = reachable(root)
+    with _running_pass(counts) as uses:
+        gradients = _NodeGradients(root, gradient)
+        while nodes:
+            node = nodes.pop()  # the largest number: all users of its output are done
+            results = gradients.of_inputs(node)
+            edges = list(zip(node.edges, results, strict=True))
+            vars(node).clear()  # frees what forward saved
+            # Leaves first: while an input's gradient is still on its way from other ranks (a LazyGradient that waits),
+            # the weight's gradient is computed.
+            for edge, result in edges:
+                if edge is not None and not isinstance(edge, Node):
+                    _give(edge, result, uses)
+            for edge, result in edges:
+                if isinstance(edge, Node) and result is not None:
+                    gradients.add(edge, result)
+
+
+def reachable(root: Node) -> tuple[list[Node], dict[Leaf, int]]:
+    """Return all nodes from `root` down, inputs before users, and the number of edges that lead to each leaf."""
+    nodes, stack = {root}, [root]
+    uses: dict[Leaf, int] = {}
+    while stack:
+        node = stack.pop()
+        if not hasattr(node, "edges"):
+            raise ValueError("backward() a second time through the same graph: its saved arrays are already freed")
+        for edge in node.edges:
+            if isinstance(edge, Node):
+                if edge not in nodes:
+                    nodes.add(edge)
+                    stack.append(edge)
+            elif edge is not None:
+                uses[edge] = uses.get(edge, 0) + 1
+    return sorted(nodes, key=lambda node: node.number), uses
+
+
+class _NodeGradients:
+    """The gradients of nodes that the pass has not visited yet, each added up over the users of the node's output."""
+
+    def __init__(self, root: Node, gradient: Array) -> None:
+        self.arrays: dict[Node, Array] = {root: gradient}
+        self.sums: set[Node] = set()  # nodes whose array was created here by addition: nobody else holds it
+
+    def add(self, node: Node, gradient: Array | LazyGradient) -> None:
+        array = gradient.compute(None) if isinstance(gradient, LazyGradient) else gradient
+        if node not in self.arrays:
+            self.arrays[node] = array
+        elif node in self.sums:
+            self.arrays[node] += array
+        else:
+            self.arrays[node] = self.arrays[node] + array
+            self.sums.add(node)
+
+    def of_inputs(self, node: Node) -> Sequence[Any]:
+        """Run the node's backward on the sum; None for each input if no gradient has reached the node."""
+        grad = self.arrays.pop(node, None)
+        if grad is None:
+            return (None,) * len(node.edges)
+        returned = node.backward(grad)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        if is_recording():
+            hold("activations", *results)
+        return results
+
+
+# ---- complete gradients: hooks and callbacks -------------------------------------------------------------------------
+
+
+@dataclass
+class _Pass:
+    """A backward pass that is running, together with the passes inside it (recompute).
+
+    `uses` counts the edges to each leaf that the pass has not gone through yet. `callbacks` run at its end.
+    """
+
+    uses: dict[Leaf, int] = field(default_factory=dict)
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+
+_running: ContextVar[_Pass | None] = ContextVar("running_backward", default=None)
+
+
+@contextmanager
+def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
+    """Add these uses of leaves to the pass that is running, or start one. Yields the uses that are still to come.
+
+    A backward inside a backward (recompute) adds its uses to the outer pass's count, which already holds the
+    checkpointed call's own use of each parameter. So a parameter is complete, and its hooks run, only when every use
+    everywhere is done.
+    """
+    outer = _running.get()
+    current = _Pass() if outer is None else outer
+    for leaf, count in counts.items():
+        current.uses[leaf] = current.uses.get(leaf, 0) + count
+    counts.clear()  # it would keep the leaves alive
+    token = _running.set(current)
+    try:
+        yield current.uses
+    finally:
+        _running.reset(token)
+    if outer is None:
+        for callback in current.callbacks:
+            callback()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call `callback()` once, when the outermost backward pass that is running now ends without an error.
+
+    Callbacks run in the order in which they were queued. A gradient hook uses this to do something once per backward
+    pass, such as waiting for all gradients that are being sent. Under `defer_weight_gradients` a callback runs at the
+    end of the half that queued it: the backward pass itself, or `DeferredGradients.run()`. Raises ValueError outside
+    of a backward pass.
+    NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback for this.
+    """
+    current = _running.get()
+    if current is None:
+        raise ValueError("queue_callback: no backward pass is running; call it from a gradient hook")
+    current.callbacks.append(callback)
+
+
+def _give(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Leaf, int]) -> None:
+    """Add a node's gradient to a leaf, now or, for a weight gradient inside `defer_weight_gradients`, later."""
+    queue = _deferral.get()
+    if isinstance(gradient, LazyGradient) and queue is not None:
+        queue.put(leaf, gradient, uses)
+        return
+    if gradient is not None:
+        leaf.accumulate(gradient)
+    _close_use(leaf, uses)
+
+
+def _close_use(leaf: Leaf, uses: dict[Leaf, int]) -> None:
+    """Count one use of `leaf` as done; after the last one its gradient is complete and its hooks run."""
+    uses[leaf] -= 1
+    if uses[leaf] == 0:
+        del uses[leaf]  # or a recomputed block's input would live, with its gradient, until the outer pass ends
+        for hook in leaf.hooks:
+            hook(leaf)
+
+
+# ---- weight gradients put off ----------------------------------------------------------------------------------------
+
+
+class DeferredGradients:
+    """The weight gradients that backward passes have put off; `run()` computes them in the order of those passes."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Leaf, LazyGradient, dict[Leaf, int]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, leaf: Leaf, gradient: LazyGradient, uses: dict[Leaf, int]) -> None:
+        """Append a gradient, with the uses of leaves that its pass still counts."""
+        self._queue.append((leaf, gradient, uses))
+
+    def run(self) -> None:
+        """Compute and accumulate every waiting gradient; hooks run as parameters become complete.
+
+        This is the second half of a backward pass, so a hook may call `queue_callback` here too.
+        """
+        with _running_pass({}):
+            while self._queue:
+                leaf, gradient, uses = self._queue.popleft()  # its saved activations are freed when it is done
+                leaf.accumulate(gradient)
+                _close_use(leaf, uses)
+
+
+_deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
+
+
+@contextmanager
+def defer_weight_gradients() -> Iterator[DeferredGradients]:
+    """Compute only input gradients (kind `I`) in backward passes inside the block, and put off weight gradients (`W`).
+
+    The `run()` of the queue that this yields computes them. Zero Bubble (arXiv 2401.10241, section 2.1) fills pipeline
+    bubbles this way.
+    """
+    queue = DeferredGradients()
+    token = _deferral.set(queue)
+    try:
+        yield queue
+    finally:
+        _deferral.reset(token)
