@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minipar.autograd import queue_callback
-from minipar.autograd import grad_enabled
+from minipar.autograd import grad_enabled, queue_callback
 from minipar.backend import Array, xp
 from minipar.comm import Communicator, Work
 from minipar.memory import hold
