@@ -10,11 +10,4 @@ The house, from the ground up (imports point down only):
     backend    NumPy or CuPy
 """
 
-import os
-
-# One BLAS thread per rank, set before NumPy is imported anywhere: ranks are the parallelism here, and 8 ranks that each
-# start a thread per core slow one another tenfold. A value the user has set stands.
-for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_name, "1")
-
 __version__ = "0.1.0"

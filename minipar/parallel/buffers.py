@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from minipar.backend import Array, xp
-from minipar.comm.chunks import chunk_bounds
+from minipar.comm import chunk_bounds
 from minipar.memory import hold
 from minipar.nn import GPT, Parameter
 
