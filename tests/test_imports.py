@@ -30,6 +30,7 @@ ALLOWED = {
 OUTSIDE = {
     "numpy": {"minipar", "visualize"},
     "cupy": {"minipar.backend"},
+    "threadpoolctl": {"minipar.backend"},
     "mpi4py": {"minipar.comm"},
     "safetensors": {"minipar.nn", "minipar.train"},
     "torch": {"minipar.bench"},

@@ -23,8 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from minipar.comm.launch import Parser
-from minipar.errors import UsageError
+from minipar.errors import UsageError, UsageParser
 
 Config = TypeVar("Config")
 
@@ -96,9 +95,9 @@ def check_options(config: Any) -> None:
             raise UsageError(f"{flag} is empty; expected {field.metadata['metavar']}")
 
 
-def _parser(defaults: Any, prog: str, description: str, rank: int) -> Parser:
+def _parser(defaults: Any, prog: str, description: str, rank: int) -> UsageParser:
     # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
-    parser = Parser(prog=prog, description=description, allow_abbrev=False, talks=rank == 0)
+    parser = UsageParser(prog=prog, description=description, allow_abbrev=False, prints=rank == 0)
     groups: dict[str, Any] = {}
     for section, field, flag, default in flags(defaults):
         if section not in groups:

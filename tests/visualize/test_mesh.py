@@ -11,8 +11,7 @@ from launcher import ROOT, run_mpi
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
-from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace
-from minipar.comm.volume import wire_bytes
+from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace, wire_bytes
 from visualize import MeshTraffic, mesh_numbers, mesh_traffic, parse_trace, plot_mesh, read_trace
 from visualize.__main__ import main
 from visualize.links import AXES
