@@ -98,6 +98,7 @@ class _NodeGradients:
         self.sums: set[Node] = set()  # nodes whose array was created here by addition: nobody else holds it
 
     def add(self, node: Node, gradient: Array | LazyGradient) -> None:
+        """Add the gradient that one user of the node's output sends; in place where the sum is our own array."""
         array = gradient.compute(None) if isinstance(gradient, LazyGradient) else gradient
         if node not in self.arrays:
             self.arrays[node] = array

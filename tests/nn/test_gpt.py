@@ -42,7 +42,7 @@ def test_names_and_shapes_are_hugging_faces():
     assert shapes == expected and list(shapes) == list(expected)
 
 
-def test_gpt2_small_has_its_published_number_of_parameters():
+def test_gpt2_small_has_the_published_number_of_parameters():
     """124,439,808, as `transformers` counts them; summed from one layer, so that no large model need be made."""
     h, layers = 768, 12
     one = sum(
@@ -52,7 +52,7 @@ def test_gpt2_small_has_its_published_number_of_parameters():
     assert 50257 * h + 1024 * h + layers * one + 2 * h == 124_439_808
 
 
-def test_every_parameter_starts_from_numbers_of_its_own_whatever_the_dtype():
+def test_every_parameter_starts_from_values_of_its_own():
     state = GPT(SMALL, dtype="float64").state_dict()
     random = [x for name, x in state.items() if x.ndim == 2]
     for i, a in enumerate(random):
@@ -94,7 +94,7 @@ def test_the_gradient_of_the_whole_model_passes_the_checker():
     gradcheck(loss, values, projections=2)
 
 
-def test_the_tied_gradients_stay_apart_until_folded_and_then_count_once():
+def test_tied_gradients_stay_apart_until_they_are_folded_once():
     model = GPT(SMALL, dtype="float64")
     model.loss(TOKENS, TARGETS).backward()
     weight, head = model.wte.weight, model.head_weight
