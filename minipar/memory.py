@@ -23,9 +23,9 @@ from typing import Any
 
 from minipar.backend import Array, xp
 
-# parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the arrays that forward keeps
-# for backward, and the gradients that pass through backward. buffers are copies that live briefly: gathered parameters,
-# gradients before they are reduced, messages.
+# parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the arrays that forward
+# keeps for backward, and the gradients that pass through backward. buffers are copies that live briefly: gathered
+# parameters, gradients before they are reduced, messages.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 _recording: ContextVar[MemoryLedger | None] = ContextVar("memory_ledger", default=None)

@@ -149,7 +149,6 @@ def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
     current = _Pass() if outer is None else outer
     for leaf, count in counts.items():
         current.uses[leaf] = current.uses.get(leaf, 0) + count
-    counts.clear()  # it would keep the leaves alive
     token = _running.set(current)
     try:
         yield current.uses
