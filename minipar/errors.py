@@ -1,6 +1,9 @@
 """The two ways a job ends early on purpose, and how the first is said on a command line."""
 
 import argparse
+import difflib
+import re
+from collections.abc import Iterable
 from typing import NoReturn
 
 
@@ -15,6 +18,16 @@ class CommunicationError(RuntimeError):
 def error_line(error: UsageError) -> str:
     """What is printed of it: one line, whatever the message holds."""
     return f"minipar: error: {' '.join(str(error).split())}"
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return the choice that is spelled most like `name`, or "" if none is close.
+
+    Case and punctuation do not count: LLaMA-3-70B and llama3_70b are both llama-3-70b.
+    """
+    spelled = {re.sub(r"[\W_]", "", choice).lower(): choice for choice in choices}
+    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1)
+    return spelled[close[0]] if close else ""
 
 
 class UsageParser(argparse.ArgumentParser):
