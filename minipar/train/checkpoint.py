@@ -32,9 +32,8 @@ from safetensors.numpy import save as serialize
 from minipar.backend import to_host
 from minipar.comm import Communicator
 from minipar.errors import UsageError
-from minipar.train.config import TrainConfig
+from minipar.train.config import TrainConfig, flags
 from minipar.train.manifest import FILE, FORMAT, KINDS, MANIFEST, STEP, VERSION, checksum
-from minipar.train.options import flags
 
 if TYPE_CHECKING:
     from minipar.train.trainer import Trainer
