@@ -171,30 +171,38 @@ class Metrics:
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
-        self.path, self.file = path, None if path != "-" else sys.stdout
-        self.what = f"--metrics {path}"
+        self.path, self.file, self.error = path, None if path != "-" else sys.stdout, ""
         if path is not None and path != "-":
-            with writing(self.what):
+            with writing(f"--metrics {path}"):
                 self.file = open_to_append(path)
                 if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):  # a device or a pipe has nothing to cut off
                     self.file.truncate(_length_before(path, first_step))
 
     def write(self, result: StepResult) -> None:
-        """Append a line. UsageError if the disk is full."""
-        if self.file is not None:
+        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error."""
+        if self.file is None:
+            return
+        try:
             # json writes floats with repr: the shortest digits that read back as the same value.
-            with writing(self.what):
-                print(json.dumps(dataclasses.asdict(result)), file=self.file, flush=True)
+            print(json.dumps(dataclasses.asdict(result)), file=self.file, flush=True)
+        except OSError as error:
+            self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"
+            if self.file is sys.stdout:  # nobody reads it any more: what its buffer holds must not fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
+                with suppress(OSError):
+                    self.file.close()
+                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
+            self.file = None
 
     def close(self) -> None:
-        """Close the file. UsageError if it was removed in the meantime."""
-        if self.file is None or self.file is sys.stdout:
-            return
-        with writing(self.what):
-            removed = os.fstat(self.file.fileno()).st_nlink == 0
+        """Close the file. UsageError if a line could not be written, or if the file was removed in the meantime."""
+        if self.file is not None and self.file is not sys.stdout:
+            if os.fstat(self.file.fileno()).st_nlink == 0:
+                self.error = f"--metrics {self.path} was removed during the training"
             self.file.close()
-        if removed:
-            raise UsageError(f"{self.what} was removed during the training")
+        if self.error:
+            raise UsageError(self.error)
 
 
 def _length_before(path: str, step: int) -> int:

@@ -87,7 +87,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
 def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     """Return whether a value from a manifest has the type of the flag's values."""
-    if value is None or field.default is None:
+    if field.default is None:
         return isinstance(value, str | None)
     types = (int, float) if field.metadata["kind"] is float else (field.metadata["kind"],)
     if isinstance(field.default, tuple):
