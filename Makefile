@@ -21,8 +21,10 @@ MESH ?= --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 DEMO := $(MESH) --microbatches 4 --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 2e-3 --dtype float64
 STEPS ?= 200
 
-# The smallest file of tests of each package. Each file runs in a few seconds.
-QUICK := tests/QUICK
+# A file of tests of each package that takes seconds, and one proof under mpirun. test_matrix.py has every strategy.
+QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_collectives.py parallel/test_ddp.py \
+    parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
+    visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
 
 .PHONY: help demo test quick lint reference notebooks openmpi clean
 
@@ -54,7 +56,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest $(QUICK) $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)
 
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)

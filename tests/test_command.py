@@ -1,5 +1,6 @@
-"""Claims about the command `minipar`: each sub-command is the program that `python -m` runs."""
+"""Claims about the commands: a sub-command of `minipar` is the program that `python -m` runs; make names its tests."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -50,3 +51,12 @@ def test_an_unknown_command_is_one_line_with_a_suggestion():
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == "minipar: error: minipar xyz: no such command; expected train, plan, bench, visualize\n"
     assert run_mpi(3, ["-m", "minipar"]).stdout.count("usage:") == 1
+
+
+def test_make_quick_names_a_test_of_each_package():
+    text = re.search(r"^QUICK := \$\(addprefix tests/,(.*?)\)", (ROOT / "Makefile").read_text(), re.M | re.S)[1]
+    named = [name.partition("::") for name in text.replace("\\", "").split()]
+    for path, _, test in named:
+        assert (ROOT / "tests" / path).is_file() and f"def {test}" in (ROOT / "tests" / path).read_text()
+    packages = {path.split("/")[0] for path, _, _ in named}
+    assert packages == {"autograd", "nn", "comm", "parallel", "train", "plan", "visualize"}
