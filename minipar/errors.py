@@ -1,6 +1,9 @@
 """The errors that end a job, and the command-line parser that raises them."""
 
 import argparse
+import difflib
+import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 
@@ -17,6 +20,16 @@ def error_line(error: UsageError, program: str = "minipar") -> str:
     text = " ".join(str(error).split())
     shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return f"{program}: error: {shown}"
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return the choice that is spelled most like `name`, or "" if none is close.
+
+    Case and punctuation do not count: LLaMA-3-70B and llama3_70b are both llama-3-70b.
+    """
+    spelled = {re.sub(r"[\W_]", "", choice).lower(): choice for choice in choices}
+    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1)
+    return spelled[close[0]] if close else ""
 
 
 class UsageParser(argparse.ArgumentParser):
