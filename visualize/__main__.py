@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minipar.errors import UsageError, UsageParser
-from visualize import agreement, communication, links, loss, memory, mesh, plan, schedule_command, style, timeline
+from visualize import agreement, communication, loss, memory, mesh, plan, schedule_command, style, timeline
 
 
 def _steps(text: str) -> slice:
@@ -90,11 +90,11 @@ def _mesh(told: argparse.Namespace) -> list[str]:
     """The picture of a mesh, its numbers, or both."""
     if not (told.out or told.json):
         raise UsageError("nothing to do: give --out FIG or --json FILE")
-    traffic = links.mesh_traffic(timeline.read_trace(told.file), told.file)
+    traffic = mesh.mesh_traffic(timeline.read_trace(told.file), told.file)
     if told.out:
         style.save(mesh.plot_mesh(traffic), told.out)
     if told.json:
-        style.write_json(told.json, links.mesh_numbers(traffic))
+        style.write_json(told.json, mesh.mesh_numbers(traffic))
     return [] if told.json == "-" else [path for path in (told.out, told.json) if path]
 
 

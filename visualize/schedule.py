@@ -15,12 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import SCHEDULES, Durations, Timeline, make, simulate
+from minipar.parallel.pipeline import SCHEDULES, Durations, Slot, Timeline, make, simulate
 from minipar.parallel.pipeline.simulate import Time
 from visualize.boxes import SIDE_BY_SIDE, chunks, legend_handles, number_boxes, palette
-from visualize.measured import live_activations, measured_timeline, predicted_timeline
 from visualize.style import GREY, INK, PAPER, VERMILION, Picture
-from visualize.timeline import Trace, time_unit
+from visualize.timeline import time_unit
 
 NAMES = {
     "naive": "Naive",
@@ -134,14 +133,6 @@ def plot_schedules(timelines: Mapping[str, Timeline], width: float | None = None
         said = f"time {float(timeline.makespan):g}  ·  {facts(timeline, sizes=False)}"
         sheet.draw(panel, timeline, name, said)
     return figure
-
-
-def plot_measured(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Picture:
-    """One step of a pipelined run as it was (below), and as the simulator predicts it from the mean times of the
-    actions (above). `name` goes into the titles; `step` and `replica` as for `measured_timeline`.
-    """
-    measured = measured_timeline(trace, name, step, replica)
-    return plot_schedule({"predicted": predicted_timeline(measured), "measured": measured}, seconds=True)
 
 
 def _row(timeline: Timeline) -> float:
@@ -274,3 +265,20 @@ class _Sheet:
         size = f" (each of 1/{v} of the rank's layers)" if v > 1 else ""
         panel.set_title(f"activations alive{size}{which}", loc="left", fontsize=9.5, color=INK, pad=4)
         self._beside(panel, 0, "peak", above=7)
+
+
+def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
+    """(when, how many activations from then on) on one rank: a forward's live until its B or I is done."""
+    changes: list[tuple[Time, int]] = []
+    for slot in slots:
+        if slot.action.kind == "F":
+            changes.append((slot.start, 1))
+        elif slot.action.kind in ("B", "I"):
+            changes.append((slot.end, -1))
+    live, steps = 0, [(slots[0].start if slots else 0, 0)]
+    for when, change in sorted(changes):  # what is freed at the same moment is freed first
+        live += change
+        if steps[-1][0] == when:
+            steps.pop()
+        steps.append((when, live))
+    return steps

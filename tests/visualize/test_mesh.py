@@ -15,8 +15,7 @@ from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace
 from minipar.comm.volume import wire_bytes
 from visualize import MeshTraffic, mesh_numbers, mesh_traffic, parse_trace, plot_mesh, read_trace
 from visualize.__main__ import main
-from visualize.links import AXES
-from visualize.mesh import BOX, LOOKS, THINNEST, WIDEST, layout
+from visualize.mesh import AXES, BOX, LOOKS, THINNEST, WIDEST, layout
 from visualize.style import byte_label, lightness
 
 ELEMENTS = {"tp": 1000, "dp": 501, "pp": 37}  # of the array that each axis sums, float64; not all divide
