@@ -18,7 +18,6 @@ from visualize.boxes import chunks, fitting, palette
 from visualize.schedule import NAMES, bubble_text, facts
 from visualize.style import COLOURS, at_lightness, lightness
 
-
 RATE = "(0 within a rank's first to last action)"  # Zero Bubble's way of counting
 
 
