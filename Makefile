@@ -68,7 +68,7 @@ lint: $(VENV)/.dev
 
 # nbmake fails on a cell that failed on an engine, where nbclient alone does not notice.
 notebooks: $(VENV)/.test
-	$(BIN)/jupytext --quiet --to ipynb --update chapters/*.py
+	$(BIN)/jupytext --quiet --to ipynb --update chapters/[0-9]*.py
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
 
 # Open MPI has an environment of its own: next to MPICH its mpirun would overwrite MPICH's, while mpi4py still loads MPICH.
