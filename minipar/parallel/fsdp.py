@@ -57,7 +57,7 @@ class FullyShardedDataParallel(ShardedGradients):
             hold("parameters", data)
             hold("gradients", gradient)
             self.chunks[bucket] = Chunk(bucket, data, gradient, self)
-            del full
+            del full, p, view  # a view would keep the unit's memory until the next unit exists too
 
     # ---- gather, use, free -------------------------------------------------------------------------------------------
 
