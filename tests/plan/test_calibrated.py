@@ -30,8 +30,8 @@ from minipar.comm import DeviceMesh, Network, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.plan.layout import Layout
-from minipar.plan.memory import memory
 from minipar.plan.model import ModelShape
+from minipar.plan.rank_bytes import memory
 from minipar.train.config import ModelConfig
 from minipar.train.trainer import Trainer
 
