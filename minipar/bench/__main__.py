@@ -1,18 +1,19 @@
-"""`python -m minipar.bench SUBCOMMAND`: each is a module with HELP, `add_arguments(parser)` and `run(comm, args)`."""
+"""`python -m minipar.bench SUBCOMMAND`: the command line of all benchmarks."""
 
 from __future__ import annotations
 
-from minipar.bench import collectives, layouts, machine, modelled, overlap, pipeline, step
+from minipar.bench import collectives, layouts, machine, pipeline, step
 from minipar.comm import Communicator, Parser, main
 
 SUBCOMMANDS = {
-    "collectives": collectives,
-    "step": step,
-    "overlap": overlap,
-    "pipeline": pipeline,
-    "machine": machine,
-    "layouts": layouts,
-    "modelled": modelled,
+    "collectives": collectives.COLLECTIVES,
+    "step": step.STEP,
+    "zero": step.ZERO,
+    "overlap": step.OVERLAP,
+    "pipeline": pipeline.PIPELINE,
+    "machine": machine.MACHINE,
+    "layouts": layouts.LAYOUTS_BENCH,
+    "modelled": layouts.MODELLED,
 }
 
 
@@ -21,12 +22,14 @@ def bench(comm: Communicator) -> None:
     talks = comm.rank == 0
     parser = Parser(
         prog="minipar.bench",
-        description="Measure this machine and this project, each beside a baseline in the same run.",
+        description="Measure this machine and this project, each next to a baseline in the same run.",
         talks=talks,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
-    for name, module in SUBCOMMANDS.items():
-        module.add_arguments(subparsers.add_parser(name, help=module.HELP, talks=talks))
+    for name, subcommand in SUBCOMMANDS.items():
+        subparser = subparsers.add_parser(name, help=subcommand.help, talks=talks)
+        subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
+        subcommand.add_arguments(subparser)
     args = parser.parse_args()
     SUBCOMMANDS[args.subcommand].run(comm, args)
 

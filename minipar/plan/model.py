@@ -212,7 +212,7 @@ def find_model(name: str) -> ModelShape:
     keys = GPT2_KEYS if kind == "gpt2" else LLAMA_KEYS
     for field, key in keys.items():
         check_size(f"{path}: {key}", field, config.get(key), optional=key in OPTIONAL_KEYS)
-    sizes = {field: config.get(key) for field, key in keys.items()}
+    sizes: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}
     try:
         if kind == "gpt2":
             return ModelShape(**sizes)

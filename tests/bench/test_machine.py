@@ -6,12 +6,12 @@ from dataclasses import asdict, fields
 import numpy as np
 import pytest
 from launcher import run_mpi
+from minipar.bench.fit import fit
+from minipar.bench.pieces import Shape
 
 from minipar.autograd import metering
 from minipar.bench import costs, layouts, machine, messages, pieces
 from minipar.bench.costs import Costs, fit_costs, flops
-from minipar.bench.fit import fit
-from minipar.bench.pieces import Shape
 from minipar.errors import UsageError
 from minipar.train.config import ModelConfig
 

@@ -1,13 +1,12 @@
-"""The planner against the program: a training step of the real code on a modelled cluster takes what the planner says.
+"""The planner against the program: a training step of the real code on a modelled cluster takes the predicted time.
 
-Ranks are threads, the clock is `model`, links have two levels (hosts of 8). 5 % is what is asked; most
-layouts agree to rounding. `SLOW` computes ten times as fast, so that communication is most of the step.
+Ranks are threads, the clock is `model`, links have two levels (hosts of 8). The claim is 5 %; most layouts agree to
+rounding. `SLOW` computes ten times as fast as `QUICK`, so that communication is most of the step.
 """
 
 import pytest
 
-from minipar.bench.modelled import modelled_step
-from minipar.bench.planned import layout_of, shape_of
+from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.plan.cluster import AlphaBeta, model_clock_cluster
 from minipar.plan.step_time import step_time
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig, resolve
