@@ -131,8 +131,8 @@ def _unit(constant: str) -> str:
 def measure_messages(comm: Communicator) -> tuple[Network, list[dict[str, Any]]]:
     """Return alpha and beta of a message between two ranks, and a row for each message size.
 
-    Collective over two ranks or more. The ranks 0 and 1, 2 and 3, ... exchange messages at the same time; an odd rank is
-    idle. The sizes alternate. Times are medians over MESSAGE_REPEAT, then over the pairs.
+    Collective over two ranks or more. The ranks 0 and 1, 2 and 3, ... exchange messages at the same time; an odd rank
+    is idle. The sizes alternate. Times are medians over MESSAGE_REPEAT, then over the pairs.
     """
     buffers = [np.zeros(nbytes, np.uint8) for nbytes in MESSAGE_BYTES]
     peer = comm.rank ^ 1

@@ -1,9 +1,15 @@
-"""The benchmarks run and say what they promise to say. Their times are for reading, not for asserting."""
+"""The benchmarks run, and their rows are what they promise. Their times are for reading, not for asserting."""
 
 import json
 
+import numpy as np
 import pytest
 from launcher import run_mpi
+
+from minipar.bench.step import backward_of_global_mean, random_batch
+from minipar.comm import run_local, serial
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel import DistributedDataParallel
 
 
 def bench(ranks, *arguments):
@@ -20,8 +26,9 @@ def test_step_compares_a_row_for_each_hidden_size():
         assert (row["torch_seconds"] is None) == (row["ratio"] is None)  # None where torch is not installed
 
 
-def test_step_on_several_ranks_compares_the_zero_stages():
-    rows = bench(3, *"step --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
+@pytest.mark.parametrize("subcommand", ["zero", "step"])
+def test_zero_and_step_on_several_ranks_compare_the_stages(subcommand):
+    rows = bench(3, subcommand, *"--layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
     assert [(row["zero_stage"], row["prefetch"]) for row in rows] == [
         (0, None), (1, None), (2, None), (3, True), (3, False),
     ]  # fmt: skip
@@ -29,7 +36,7 @@ def test_step_on_several_ranks_compares_the_zero_stages():
         assert row["ranks"] == 3 and row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
 
 
-def test_overlap_compares_both_ways_to_synchronize_with_the_computation():
+def test_overlap_compares_two_synchronizations_with_computation():
     rows = bench(3, *"overlap --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 1 --repeat 2".split())
     assert [row["sync"] for row in rows] == ["naive", "buckets"]
     for row in rows:
@@ -38,7 +45,7 @@ def test_overlap_compares_both_ways_to_synchronize_with_the_computation():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 6)])
-def test_pipeline_compares_each_schedules_bubble_with_its_predictions(ranks, microbatches):
+def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches):
     flags = f"pipeline --hidden 16 --heads 2 --seq-len 8 --batch 1 --microbatches {microbatches} --repeat 3"
     rows = bench(ranks, *flags.split())
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]
@@ -72,3 +79,23 @@ def test_bad_arguments_are_one_line_and_exit_code_2(arguments):
     result = run_mpi(2, ["-m", "minipar.bench", *arguments], timeout=30)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith("minipar: error:")
     assert f"{arguments[1].strip('-')} {arguments[2]}" in result.stderr, "it names what is wrong"
+
+
+def test_two_ranks_gradients_add_up_to_that_of_the_global_mean():
+    """Data parallelism sums gradients, so a benchmark that used each rank's own mean would get p times as much."""
+    config = GPTConfig(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    batches = [random_batch(config, 2, seed) for seed in range(2)]
+
+    def gradients(comm, own, backward):
+        model = GPT(config, dtype="float64")
+        ddp = DistributedDataParallel(model, comm)
+        backward(model, *own, comm.size)
+        ddp.synchronize()
+        return np.concatenate([parameter.grad.ravel() for parameter in model.parameters()])
+
+    def mean(model, tokens, targets, ranks):
+        model.loss(tokens, targets).backward()
+
+    whole = gradients(serial(), [np.concatenate(arrays) for arrays in zip(*batches, strict=True)], mean)
+    for summed in run_local(2, lambda comm: gradients(comm, batches[comm.rank], backward_of_global_mean)):
+        np.testing.assert_allclose(summed, whole, rtol=1e-9, atol=1e-15)

@@ -1,4 +1,4 @@
-"""Units of a model: operations and bytes on a GPU that does one of either in a second, and tensor parallelism's sums."""
+"""Units of a model: operations and bytes on a GPU that does one of either in a second; tensor-parallel sums."""
 
 from dataclasses import astuple, replace
 
