@@ -241,8 +241,8 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
         return model.criterion(logits, targets)
 
     for _ in range(WARMUP + repeat):
+        ddp.zero_grad()
         with ddp.no_sync(), ddp.scaled_backward():
-            ddp.zero_grad()
             for more in ("", " more"):
                 watch.time("F", blocks.forward, 0, Tensor(x, requires_grad=True))
                 watch.time("B" + more, blocks.backward, 0, gradient)
@@ -267,7 +267,8 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
-    model, options = GPT(config, deferred=True), {}
+    model = GPT(config, deferred=True)
+    options: dict[str, Any] = {}
     if shape.tp > 1:
         group: Any = LocalGroup(shape.tp)
         options["before_reduce"] = tensor_parallel(model, group, sequence=shape.sequence_parallel).sum_partial
