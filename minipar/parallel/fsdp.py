@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from minipar.autograd import grad_enabled, queue_callback
 from minipar.backend import Array, xp
-from minipar.comm import Communicator, Work
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
 from minipar.memory import hold
-from minipar.nn import Module, Parameter, Part, placeholder
+from minipar.nn.module import Module, Parameter, Part, placeholder
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
 from minipar.parallel.wrapper import BeforeReduce

@@ -15,8 +15,8 @@ import numpy as np
 
 from minipar.autograd import Function, Tensor, queue_callback
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
-from minipar.nn import Module, Parameter
+from minipar.comm.communicator import Communicator
+from minipar.nn.module import Module, Parameter
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state

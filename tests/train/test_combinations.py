@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from combinations import AXES, Combination, check, covering, differences, every_legal_pair, legal, pairs, reference
 from launcher import run_mpi
+from minipar.parallel.data import DistributedDataParallel
 
 from minipar.comm import chunk_bounds, run_local
 from minipar.nn import AdamW
-from minipar.parallel.data import DistributedDataParallel
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.pipeline.split import PipelineParallel
 from minipar.parallel.tensor import TensorGroup, TensorParallel

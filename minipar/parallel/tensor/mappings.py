@@ -21,7 +21,7 @@ from typing import Any
 
 from minipar.autograd import Function, Tensor
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
 
 # A gather adds nothing, so its algorithm is not a matter of bits: the one that goes with the reduction.

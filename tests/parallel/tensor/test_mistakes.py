@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from minipar.parallel.data import DistributedDataParallel
 from tensor_cases import (
     one_device,
     train,
@@ -11,7 +12,6 @@ from tensor_cases import (
 
 from minipar.autograd import linear
 from minipar.nn import Dropout
-from minipar.parallel.data import DistributedDataParallel
 from minipar.parallel.tensor import (
     RowParallelLinear,
     TensorGroup,
