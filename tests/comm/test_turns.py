@@ -31,7 +31,7 @@ def test_one_thread_sums_and_ends_when_threads_do(size, algorithm):
     assert end == max(seconds for _, seconds in threads)
 
 
-def test_a_rank_that_has_not_begun_is_told():
+def test_a_rank_that_has_not_begun_is_named():
     world = OneThread(3, ModelClock)
     works = [comm.all_reduce(np.zeros(3), algorithm="ring", async_op=True) for comm in world.ranks[:2]]
     with pytest.raises(CommunicationError, match="no message is on its way: rank 0, all_reduce ring: .* rank 2"):

@@ -266,6 +266,8 @@ import resource
 import numpy as np
 import minipar.backend
 
+minipar.backend.prepare_process()
+
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
