@@ -10,7 +10,8 @@ from minipar.autograd import Tensor, gelu
 from minipar.backend import xp
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.placement import Shard
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.placement import Replicate, Shard, update
 from minipar.parallel.wrapper import Wrapper
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens
@@ -154,3 +155,57 @@ class Done:
 
     def wait(self):
         return self.result
+
+
+# ---- mistakes that several suites make -------------------------------------------------------------------------------
+
+
+def takes_all_for(kind: type[Replicate]) -> type[Trainer]:
+    """Return a trainer whose gradient norm takes every parameter for one of this placement over tp."""
+
+    class Mistaken(Trainer):
+        def _clip_grad_norm(self, max_norm):
+            parameters = self.ddp.parameters()
+            placements = [p.placement for p in parameters]
+            for p in parameters:
+                update(p, tp=kind(p.placement.tp.rank, p.placement.tp.ranks))
+            try:
+                return super()._clip_grad_norm(max_norm)
+            finally:
+                for p, placement in zip(parameters, placements, strict=True):
+                    p.placement = placement
+
+    return Mistaken
+
+
+class ForgetsTheSumOverTensorRanks(Trainer):
+    """The gradients of parameters that every tensor-parallel rank holds cover this rank's tokens only."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.before_reduce = None
+
+
+class NothingDecays(Trainer):
+    """Shards are one-dimensional, and weight decay asks for two dims: of the whole parameter, not of the shard."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for p in self.ddp.parameters():
+            p.decays = False
+
+
+class NeverGathersTheUpdate(Trainer):
+    """Each rank updates its own chunks and never hears of the others'."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.after_step = lambda: None
+
+
+class OwnChunksNorm(Trainer):
+    """The norm is that of what this replica holds: ranks then clip differently."""
+
+    def _clip_grad_norm(self, max_norm):
+        mesh = self.mesh
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, serial(), mesh.tp, mesh.pp)

@@ -6,14 +6,27 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import training
-from training import Done, Proxy, backward, bits, gradient_of, gradient_on_one_device, on_each_rank, reports, small_gpt, text
+from training import (
+    Done,
+    NeverGathersTheUpdate,
+    NothingDecays,
+    OwnChunksNorm,
+    Proxy,
+    backward,
+    bits,
+    gradient_of,
+    gradient_on_one_device,
+    on_each_rank,
+    reports,
+    small_gpt,
+    text,
+)
 
 from minipar import nn
-from minipar.comm import DeviceMesh, chunk_bounds, run_local, serial, wire_bytes
+from minipar.comm import DeviceMesh, chunk_bounds, run_local, wire_bytes
 from minipar.nn import squared_norm
 from minipar.nn.optim import BLOCK
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.stages import shard
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
@@ -256,27 +269,12 @@ def test_squares_are_summed_in_float64_block_after_block():
 # ---- mistakes, made on purpose ---------------------------------------------------------------------------------------
 
 
-class OwnChunkOnly(Trainer):
-    """The norm of what this rank holds: ranks then clip differently."""
-
-    def _clip_grad_norm(self, max_norm):
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, serial())
-
-
 class EverythingOnEveryRank(Trainer):
     """The norm of the whole flat array, summed over the ranks: values that were never reduced count too."""
 
     def _clip_grad_norm(self, max_norm):
         squares = self.mesh.dp.all_reduce(np.array([squared_norm([self.ddp.buffers.gradients])]), algorithm="ordered")
         return nn.clip_grad_norm(self.ddp.parameters(), max_norm, norm=math.sqrt(squares[0]))
-
-
-class NeverGathers(Trainer):
-    """Each rank updates its own chunks and never hears of the others'."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.ddp.after_step = lambda: None
 
 
 class ForgetsABucket(Trainer):
@@ -298,15 +296,6 @@ class ForgetsABucket(Trainer):
         self.ddp.comm = self.Comm(self.ddp.comm)
 
 
-class NothingDecays(Trainer):
-    """Shards are one-dimensional, and weight decay asks for two dims: of the whole parameter, not of the shard."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        for p in self.ddp.parameters():
-            p.decays = False
-
-
 class KeepsTheFirstSum(Trainer):
     """Nothing is added to the first microbatch's sum: the reduce-scatter of the second brings zeros."""
 
@@ -323,9 +312,9 @@ class KeepsTheFirstSum(Trainer):
 
 
 MISTAKES = {
-    OwnChunkOnly: "--zero-stage 1 --clip-grad 1",
+    OwnChunksNorm: "--zero-stage 1 --clip-grad 1",
     EverythingOnEveryRank: "--zero-stage 1 --clip-grad 1",
-    NeverGathers: "--zero-stage 2",
+    NeverGathersTheUpdate: "--zero-stage 2",
     ForgetsABucket: "--zero-stage 1",
     NothingDecays: "--zero-stage 1",
     KeepsTheFirstSum: "--zero-stage 2 --microbatches 2 --sync-every-microbatch",
