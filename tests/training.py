@@ -1,4 +1,4 @@
-"""Shared by tests that train: a configuration from flags, a training on every rank, its bits; and a small user's model."""
+"""Shared by tests that train: a configuration from flags, a training on every rank, its bits; small models; mistakes."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

@@ -173,7 +173,7 @@ def test_flat_storage_of_two_dtypes_is_refused():
     run_local(1, rank)
 
 
-def test_flat_buffers_without_gradients_hold_the_parameters_alone():
+def test_flat_buffers_without_gradients_hold_parameters_alone():
     def rank(comm):
         model = small_gpt()
         buffers = FlatBuffers(make_buckets(model, [model.parameters()], comm), gradients=False)
@@ -209,7 +209,7 @@ class SkipsTheFirst(Proxy):
         return self.comm.all_reduce(array.copy() if self.calls == 1 else array, **options)
 
 
-def test_the_comparison_catches_a_forgotten_bucket_and_a_wrong_count():
+def test_a_forgotten_bucket_and_a_wrong_count_are_caught():
     """The mistakes of chapter 3's exercises, made on purpose: one bucket is all-reduced among this rank alone."""
 
     expected = on_one_device(2)

@@ -1,7 +1,7 @@
 """Claims about `predicted_traffic`: what a step sends on each axis, known before it runs, == what every rank counts.
 
-tests/train/test_combinations.py asserts the same of each of its combinations, on every rank; here are the cases that it has
-not, and the formulas of the papers.
+tests/train/test_combinations.py asserts the same of each of its combinations, on every rank; here are the cases that it
+has not, and the formulas of the papers.
 """
 
 from dataclasses import replace

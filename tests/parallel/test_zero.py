@@ -114,7 +114,7 @@ def test_synchronizing_every_microbatch_adds_in_that_order(size, stage):
 
 
 @pytest.mark.parametrize("stage", SHARDED)
-def test_in_a_ring_every_stage_agrees_with_one_device_within_the_bound(stage):
+def test_in_a_ring_every_stage_is_one_device_within_the_bound(stage):
     for verdict in verdicts(3, f"--zero-stage {stage} --microbatches 2"):
         assert verdict.passed and f"<= bound {bound('float64', 3):.3g}" in verdict.line, verdict.line
 

@@ -226,7 +226,7 @@ def test_a_run_does_not_save_among_the_checkpoints_of_another(tmp_path, never_st
     prepare_directory(str(tmp_path), 3)
 
 
-def test_a_resumed_run_appends_to_its_metrics_and_drops_the_steps_that_it_repeats(tmp_path):
+def test_a_resumed_run_appends_to_its_metrics(tmp_path):
     path = tmp_path / "m.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
     for first, kept in ((0, 0), (3, 3), (9, 5)):
@@ -238,7 +238,7 @@ def test_a_resumed_run_appends_to_its_metrics_and_drops_the_steps_that_it_repeat
         assert found[:-1] == lines[:kept] and json.loads(found[-1])["step"] == first
 
 
-def test_a_failed_write_on_one_rank_is_every_ranks_error_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+def test_a_failed_write_is_every_ranks_error_and_harms_nothing(tmp_path, monkeypatch):
     whole = Path.write_bytes
 
     def full(path, data):
@@ -263,7 +263,7 @@ def test_a_failed_write_on_one_rank_is_every_ranks_error_and_leaves_the_last_che
     assert run("--dp 3", resume=tmp_path)[2] == STEPS
 
 
-def test_the_command_line_resumes_under_another_layout_and_proves_it(tmp_path):
+def test_the_command_line_resumes_under_another_layout(tmp_path):
     common = f"{SHAPE} --global-batch 8 --reduction ordered --metrics {tmp_path}/m.jsonl".split()
     first = f"--dp 2 --microbatches 2 --save {tmp_path}/a --steps 4 --save-every 3".split()
     result = run_mpi(2, ["-m", "minipar.train", *common, *first], timeout=60)

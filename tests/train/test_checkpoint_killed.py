@@ -48,7 +48,7 @@ def killed_at_line(number, function, *args):
     return False
 
 
-def test_a_save_stopped_at_any_line_leaves_a_whole_checkpoint_and_nothing_in_the_way(tmp_path):
+def test_a_save_stopped_at_any_line_leaves_a_whole_checkpoint(tmp_path):
     """Two checkpoints are there and the third is being written, which then removes the first."""
     config = resolve(parse(TINY.split()), 1)
     trainer = Trainer(config, DeviceMesh(serial()), TOKENS)

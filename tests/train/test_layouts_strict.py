@@ -87,7 +87,7 @@ def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
     assert used == [rank % gpus for rank in range(4)]
 
 
-def test_a_checkpoint_of_device_arrays_is_resumed_under_another_layout(device, tmp_path):
+def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
     before = "--dp 2 --tp 2 --pp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --sequence-parallel --clip-grad 1"
     after = "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --clip-grad 1"
     whole = run_local(8, train, before, str(tmp_path))[0]

@@ -115,7 +115,7 @@ def test_gradients_that_add_up_are_whole():
     assert said("--dp 2 --zero-stage 2 --microbatches 4 --sync-every-microbatch") == ""
 
 
-def test_a_pipeline_of_one_microbatch_stands_still_most_of_the_time():
+def test_a_pipeline_of_one_microbatch_is_mostly_idle():
     assert "one microbatch: the pipeline's ranks work one after another, bubble 0.667" in said(
         "--pp 3 --schedule gpipe"
     )

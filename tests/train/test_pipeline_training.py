@@ -82,7 +82,7 @@ def test_ring_over_dp_stays_within_the_bound():
         assert verdict.passed and "within rounding" in verdict.line
 
 
-def test_what_a_schedule_says_it_holds_and_sends_is_what_the_run_holds_and_sends():
+def test_a_run_holds_and_sends_what_its_schedule_says():
     flags = "--pp 4 --microbatches 6 --global-batch 12 --schedule"
     for schedule, peaks in (("gpipe", [6] * 4), ("1f1b", [4, 3, 2, 1])):
         results = train(4, f"{flags} {schedule}")
@@ -103,7 +103,7 @@ def test_a_schedule_from_a_file_trains_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
-def test_on_the_model_clock_the_executor_takes_the_time_that_the_simulator_says(schedule):
+def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
     """One block per stage; the head, which the last stage has besides, is made free."""
     config = config_for(f"--pp 4 --microbatches 8 --global-batch 8 --layers 4 --steps 1 --schedule {schedule}", 4)
 
@@ -120,7 +120,7 @@ def test_on_the_model_clock_the_executor_takes_the_time_that_the_simulator_says(
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
 
 
-def test_the_memory_limit_is_for_what_a_rank_holds_of_the_pipeline():
+def test_the_memory_limit_is_for_a_ranks_part_of_the_pipeline():
     flags = "--pp 2 --microbatches 2 --global-batch 2 --memory-limit"
     # Five blocks with the embeddings on the first rank; three and the last LayerNorm, beside the head, on the other.
     fullest = 32 * (5 * 3280 + 256 * 16 + 8 * 16)
@@ -149,7 +149,7 @@ def test_verify_catches_a_tied_embedding_that_is_not_tied(kind):
         assert not verdict.passed and "FAILED" in verdict.line
 
 
-def test_a_part_belongs_to_one_stage_and_the_embedding_to_the_first():
+def test_a_part_is_one_stages_and_the_embedding_the_firsts():
     def rank(comm):
         config = config_for("--pp 3 --microbatches 3 --global-batch 3", 3)
         trainer = Trainer(config, DeviceMesh(comm, pp=3), TOKENS)

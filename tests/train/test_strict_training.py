@@ -108,7 +108,7 @@ def xp_names():
                 yield path.name, chain
 
 
-def test_every_name_taken_from_the_array_module_exists_in_cupy():
+def test_every_name_taken_from_the_array_module_is_in_cupy():
     import cupy
 
     names = list(xp_names())

@@ -106,10 +106,10 @@ class ForgetsTheWindows(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        blocks = [module for block in self.model.h for module in (*vars(block.attn).values(), *vars(block.mlp).values())]
-        for module in (self.model.drop, *blocks):
-            if isinstance(module, Dropout):
-                module.window = None
+        for module in (self.model, *(part for block in self.model.h for part in (block.attn, block.mlp))):
+            for dropout in vars(module).values():
+                if isinstance(dropout, Dropout):
+                    dropout.window = None
 
 
 @pytest.mark.parametrize("sequence", [False, True])
