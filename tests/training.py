@@ -1,4 +1,4 @@
-"""Shared by tests that train: a configuration from flags, a training on every rank, its bits; small models; mistakes."""
+"""Shared by tests that train: configurations from flags, a training on every rank, its bits; small models; mistakes."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -209,3 +209,15 @@ class OwnChunksNorm(Trainer):
     def _clip_grad_norm(self, max_norm):
         mesh = self.mesh
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, serial(), mesh.tp, mesh.pp)
+
+
+class LeavesTheTiedGradientBehind(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pipelined.pipeline.fetch_tied_gradient = lambda: None
+
+
+class LeavesTheTiedWeightBehind(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pipelined.pipeline.send_tied_weight = lambda whole: None

@@ -15,6 +15,8 @@ from launcher import run_mpi
 from training import (
     Done,
     ForgetsTheSumOverTensorRanks,
+    LeavesTheTiedGradientBehind,
+    LeavesTheTiedWeightBehind,
     NeverGathersTheUpdate,
     NothingDecays,
     OwnChunksNorm,
@@ -213,18 +215,6 @@ class ForgetsTheSumOverReplicas(Trainer):
     def __init__(self, *args):
         super().__init__(*args)
         self.ddp.comm = self.Comm(self.ddp.comm)
-
-
-class LeavesTheTiedGradientBehind(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pipelined.pipeline.fetch_tied_gradient = lambda: None
-
-
-class LeavesTheTiedWeightBehind(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pipelined.pipeline.send_tied_weight = lambda whole: None
 
 
 class NormOfOnePipelineRank(Trainer):

@@ -4,29 +4,25 @@ import re
 from pathlib import Path
 
 import pytest
+import training
 from combinations import TEXT, VOCAB
 from launcher import run_mpi
+from training import verdicts
 
-from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import make, simulate
-from minipar.train.config import parse, resolve
 from minipar.train.pipelined import schedule_of
 from minipar.train.progress import notes
-from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
 
 README = Path(__file__).parents[2] / "README.md"
 SHAPE = f"--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 2 --eps 1e-5"
 
 
 def config_for(flags):
-    config = parse(f"{SHAPE} --dtype float64 --reduction ordered {flags}".split())
-    ranks = (config.mesh.dp or 1) * config.mesh.tp * config.mesh.pp
-    config = resolve(config, ranks)
+    config = training.config_for(f"{SHAPE} --dtype float64 --reduction ordered {flags}")
     if config.mesh.pp > 1:
         schedule_of(config)
-    return config, ranks
+    return config
 
 
 def outcome(flags):
@@ -34,15 +30,10 @@ def outcome(flags):
     costs.
     """
     try:
-        config, ranks = config_for(flags)
+        config = config_for(flags)
     except UsageError:
         return "no"
-
-    def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp), TEXT)
-        return verify(trainer, list(trainer.train()), TEXT)
-
-    verdict = run_local(ranks, rank)[0]
+    verdict = verdicts(config, TEXT)[0]
     assert verdict.passed, verdict.line
     sign = "=" if "bit for bit" in verdict.line else "≈"
     return sign + ("*" if notes(config, config.model.seq_len) else "")
@@ -73,7 +64,7 @@ def test_the_matrix_has_every_strategy():
 
 
 def said(flags):
-    config, _ = config_for(flags)
+    config = config_for(flags)
     return " / ".join(notes(config, config.model.seq_len))
 
 
@@ -102,8 +93,8 @@ def test_stage_3_gathers_again_for_each_microbatch():
     psi = 4 * block + embedding + 2 * 20
     expected = f"2*4 = 8 times per step, {8 * psi:,} elements on rank 0 (--zero-stage 1: {psi:,})"
     assert expected in said("--dp 2 --zero-stage 3 --microbatches 4")
-    mine = 8 * 2 * block + 5 * embedding
-    assert f"{mine:,} elements on rank 0" in said("--dp 2 --pp 2 --zero-stage 3 --microbatches 4")
+    of_rank_0 = 8 * 2 * block + 5 * embedding
+    assert f"{of_rank_0:,} elements on rank 0" in said("--dp 2 --pp 2 --zero-stage 3 --microbatches 4")
 
 
 def test_gradients_that_add_up_are_whole():
