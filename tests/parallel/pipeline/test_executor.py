@@ -270,7 +270,8 @@ def test_any_order_that_passes_the_checker_gives_the_same_bits():
 
 
 def test_a_list_that_deadlocks_elsewhere_still_runs_here():
-    """Sends never block here. 1F1B's steady state with both neighbours sending first. The checker refuses it, for MPI's blocking sends."""
+    """Sends never block here. 1F1B's steady state with both neighbours sending first; the checker refuses it, for MPI's
+    blocking sends."""
     rows = (
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
