@@ -25,7 +25,7 @@ def test_the_contract_is_public():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
+    with pytest.raises(AttributeError, match="No minipar attribute Adam"):
         minipar.Adam  # noqa: B018
 
 
