@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Action, Slot, Timeline
-from minipar.parallel.pipeline.measure import StageDurations, measured_durations, predicted_timeline, timeline_of
-from minipar.parallel.pipeline.simulate import Time
+from minipar.parallel.pipeline.simulate import (
+    StageDurations,
+    live_activations,
+    measured_durations,
+    predicted_timeline,
+    timeline_of,
+)
 from visualize.boxes import action_of
 from visualize.timeline import COMPUTATION, STEP_END, Slice, Trace
 
@@ -65,20 +70,3 @@ def _pipeline(steps: Mapping[int, Sequence[Sequence[tuple[Action, Slice]]]], rep
     if not 0 <= replica < fewest:
         raise UsageError(f"replica {replica}: the trace holds {fewest} of this pipeline")
     return [ranks[replica] for _, ranks in sorted(holders.items())]
-
-
-def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
-    """(when, how many activations from then on) on one rank: a forward's live until its B or I is done."""
-    changes: list[tuple[Time, int]] = []
-    for slot in slots:
-        if slot.action.kind == "F":
-            changes.append((slot.start, 1))
-        elif slot.action.kind in ("B", "I"):
-            changes.append((slot.end, -1))
-    live, steps = 0, [(slots[0].start if slots else 0, 0)]
-    for when, change in sorted(changes):  # what is freed at the same moment is freed first
-        live += change
-        if steps[-1][0] == when:
-            steps.pop()
-        steps.append((when, live))
-    return steps

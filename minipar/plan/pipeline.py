@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minipar.parallel.pipeline import make, simulate
-from minipar.parallel.pipeline.measure import StageDurations
+from minipar.parallel.pipeline.simulate import StageDurations
 
 # Schedules whose closed form the tests hold against the simulator. Others are simulated whenever they are asked for.
 CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
