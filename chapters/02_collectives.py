@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -47,6 +43,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from chapters.show import printer
 from minipar.comm import world
 
 comm = world()  # the ranks of mpirun; one rank without it
@@ -77,9 +74,10 @@ from minipar.comm.reductions import (
 from minipar.errors import CommunicationError
 
 p, rank = comm.size, comm.rank
-say = print if rank == 0 else (lambda *words: None)
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:  # only one rank draws: eight imports of matplotlib on two cores take seconds
-    from visualize import picture, plot_bench, plot_bytes, plot_timeline, read_trace, show, show_source, tidy
+    from chapters.show import show, show_source
+    from visualize import picture, plot_bench, plot_bytes, plot_timeline, read_trace, tidy
 
 say(f"{p} rank{'s' if p > 1 else ''}, started by {comm.transport.launcher}")
 if p == 1:

@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -46,22 +42,16 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, p = comm.rank, comm.size
-say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from visualize import (
-        parse_trace,
-        plot_bucket_sizes,
-        plot_bytes,
-        plot_loss,
-        plot_timeline,
-        read_trace,
-        show,
-        show_source,
-    )
+    from chapters.figures import plot_bucket_sizes
+    from chapters.show import show, show_source
+    from visualize import parse_trace, plot_bytes, plot_loss, plot_timeline, read_trace
 say(f"{p} rank{'s' if p > 1 else ''}")
 
 # %% [markdown]

@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -51,13 +47,15 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, N = comm.rank, comm.size
-say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from visualize import parse_trace, plot_bytes, plot_ledger, plot_timeline, show, show_source
+    from chapters.show import show, show_source
+    from visualize import parse_trace, plot_bytes, plot_ledger, plot_timeline
 say(f"{N} rank{'s' if N > 1 else ''}")
 
 # %% [markdown]

@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -47,22 +43,16 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, t = comm.rank, comm.size
-say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from visualize import (
-        parse_trace,
-        plot_activations,
-        plot_bytes,
-        plot_cuts,
-        plot_links,
-        plot_timeline,
-        show,
-        show_source,
-    )
+    from chapters.figures import plot_activations, plot_cuts, plot_links
+    from chapters.show import show, show_source
+    from visualize import parse_trace, plot_bytes, plot_timeline
 say(f"{t} rank{'s' if t > 1 else ''}")
 
 # %% [markdown]

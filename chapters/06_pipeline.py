@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -46,15 +42,18 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, N = comm.rank, comm.size
 P = max(size for size in range(1, 9) if N % size == 0)  # ranks of the pipeline
 D = N // P  # replicas of it, for data parallelism
-say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from visualize import gallery, parse_trace, plot_schedule, plot_schedules, plot_timeline, show, show_source
+    from chapters.figures_pipeline import measured_timeline
+    from chapters.show import show, show_source
+    from visualize import gallery, parse_trace, plot_schedule, plot_schedules, plot_timeline
 say(f"{N} rank{'s' if N > 1 else ''}: {D} pipeline{'s' if D > 1 else ''} of {P}")
 
 # %% [markdown]
@@ -612,7 +611,7 @@ if rank == 0:
 # %%
 from minipar.comm import Communicator, ModelClock, Network
 from minipar.parallel.pipeline import SCHEDULES, balanced_cuts
-from visualize.measured import StageDurations, measured_timeline
+from minipar.parallel.pipeline.simulate import StageDurations
 
 LAYERS, H, COMM = 8, 32, 50_000
 n = 1 * T  # tokens of a microbatch
@@ -687,8 +686,8 @@ from minipar.comm import save_chrome_trace, start_trace
 
 if rank == 0:
     show_source(keep_freed_memory)
+    from minipar.parallel.pipeline.simulate import measured_durations, predicted_timeline
     from visualize import read_trace
-    from visualize.measured import measured_durations, predicted_timeline
 
 from minipar.train.data import Tokens
 
@@ -980,7 +979,7 @@ def backward_first(r, names):
 refused("2. a backward before its forward:", check, edited(make("1f1b", 3, 3), backward_first))
 split = make("zb-h1", 3, 3)
 refused("3. a W is forgotten:", check, edited(split, lambda r, names: [name for name in names if name != "1W2"]))
-refused("   a W is done twice:", check, edited(split, lambda r, names: names + (["1W2"] if r == 1 else [])))
+message = refused("   a W is done twice:", check, edited(split, lambda r, names: names + (["1W2"] if r == 1 else [])))
 
 # %% [markdown]
 # And a mistake that no single rank's list shows: every rank's order is possible by itself, but together they wait in a
@@ -988,7 +987,7 @@ refused("   a W is done twice:", check, edited(split, lambda r, names: names + (
 
 # %%
 circle = written("circle", "0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1B0")
-refused("   a circle:", check, circle)
+message = refused("   a circle:", check, circle)
 
 # %% [markdown]
 # The checker sees a list, not what an action means. Two mistakes that it cannot see:
@@ -1054,6 +1053,6 @@ for what, kind in (("4. a microbatch counted twice:", CountsTwice), ("5. the tie
 # cluster.stop_cluster_sync()
 
 # %% tags=["active-ipynb"]
-# from visualize import explore_schedules
+# from chapters.figures_pipeline import explore_schedules
 #
 # explore_schedules()

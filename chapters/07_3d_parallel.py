@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -46,6 +42,7 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world  # before NumPy: it sets one BLAS thread for each rank
 
 comm = world()
@@ -59,18 +56,11 @@ import numpy as np
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 
 rank, N = comm.rank, comm.size
-say = print if rank == 0 else (lambda *words: None)  # rank 0 talks and draws; every rank checks
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from visualize import (
-        mesh_traffic,
-        parse_trace,
-        plot_layouts,
-        plot_mesh,
-        plot_placements,
-        plot_timeline,
-        show,
-        show_source,
-    )
+    from chapters.figures import plot_layouts, plot_placements
+    from chapters.show import show, show_source
+    from visualize import mesh_traffic, parse_trace, plot_mesh, plot_timeline
 
 # The layout of the ranks that mpirun started.
 TP = 2 if N % 2 == 0 else 1
@@ -579,6 +569,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 from minipar.parallel.data import DistributedDataParallel
+
 from minipar.parallel.pipeline.split import PipelineParallel
 
 synchronize, clip = DistributedDataParallel.synchronize, DistributedDataParallel.clip_grad_norm

@@ -5,10 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
 # ---
 
 # %% [markdown]
@@ -47,6 +43,7 @@
 # %autopx
 
 # %%
+from chapters.show import printer
 from minipar.comm import world  # before NumPy: it sets one BLAS thread for each rank, and some times here are measured
 
 comm = world()
@@ -61,9 +58,9 @@ from math import isclose
 
 import numpy as np
 
-say = print if rank == 0 else (lambda *words, **how: None)  # rank 0 talks and draws; every rank checks
+say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from visualize import (
+    from chapters.figures_planning import (
         plot_bubbles,
         plot_fit,
         plot_points,
@@ -72,9 +69,8 @@ if rank == 0:
         plot_spending,
         plot_tornado,
         plot_wires,
-        show,
-        show_source,
     )
+    from chapters.show import show, show_source
 
 
 def shared(work, jobs):

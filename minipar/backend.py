@@ -1,20 +1,23 @@
-"""The array module: NumPy on the CPU, CuPy on a GPU, chosen once for the process.
+"""The array module (NumPy on the CPU, CuPy on a GPU), chosen once for the process, and the settings of the process.
 
-Everything above writes `xp.add`, `xp.matmul`, ... and never names NumPy for numbers that live on the device. The two
-doors between device and host are `to_host` and `from_host`; CuPy refuses every other crossing, and so does the tests'
-strict stand-in, which is how the code stays honest on machines without a GPU.
+All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for values on the device. Only `to_host` and
+`from_host` copy between device and host. CuPy refuses every other copy, and so does the stand-in for CuPy that the
+tests use on machines without a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from minipar.errors import UsageError
 
@@ -24,30 +27,49 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_KEPT = 2**30  # bytes of one array
 
 
-def keep_freed_memory() -> bool:
-    """Make malloc keep freed arrays for the next ones, instead of handing them back to the system. Process-wide.
+def prepare_process() -> None:
+    """Set this process up as a rank: one BLAS thread, and freed memory is kept. `launch`, `main` and `world` call it.
 
-    By default glibc maps each large array by itself, and cuts off its heap's free end: each training step gets its
-    activations as new pages, which the kernel must fault in and fill with zeros, one by one. Kept, they are there
-    already, and equal steps take equal times. The price: a process that has reached its peak stays there.
+    Importing minipar changes nothing in the process. Ranks are the parallelism: 8 ranks that each start a BLAS thread
+    per core slow one another down tenfold. OPENBLAS_NUM_THREADS or MKL_NUM_THREADS, set by the user, has priority.
+    """
+    one_blas_thread()
+    keep_freed_memory()
+
+
+def one_blas_thread() -> Any:
+    """Limit BLAS to one thread from now on. As a context manager, restore the limit at the end."""
+    if "OPENBLAS_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
+        return nullcontext()
+    return _thread_pools().limit(limits=1, user_api="blas")
+
+
+@cache  # looking for the libraries takes milliseconds, setting their limit microseconds
+def _thread_pools() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def keep_freed_memory() -> bool:
+    """Make malloc keep freed arrays for the next ones, instead of returning them to the system. Process-wide.
+
+    By default glibc maps each large array by itself, and cuts off its heap's free end. Each training step then gets its
+    activations as new pages, which the kernel must fault in and fill with zeros, one by one. Kept memory is reused at
+    once, and equal steps take equal times. The price is that a process keeps its peak memory.
     NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
 
-    False, and nothing done, where the C library has no mallopt (macOS, musl, Windows).
+    Returns False, and does nothing, if the C library has no mallopt (macOS, musl, Windows).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
     mallopt(M_TRIM_THRESHOLD, -1)  # -1: never
-    # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB; larger arrays are then mapped as ever.
+    # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB. Larger arrays are then mapped as before.
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25))
 
 
-keep_freed_memory()
-
-
 class _ArrayModule:
-    """Forwards attribute access to the chosen module and remembers what it found, so `xp.add` costs one dict lookup."""
+    """A stand-in for the chosen module. It remembers the module's attributes, so `xp.add` costs one dict lookup."""
 
     def __init__(self) -> None:
         self._use(np)
@@ -66,13 +88,13 @@ xp: Any = _ArrayModule()
 
 
 def use(module: Any) -> None:
-    """Make `module` (numpy, cupy, or anything with their interface) the array module of this process."""
+    """Make `module` (numpy, cupy, or another module with their interface) the array module of this process."""
     xp._use(module)
 
 
 @contextmanager
 def using(module: Any) -> Iterator[None]:
-    """`use(module)` inside a `with` block. Process-wide: not for two threads that want different modules."""
+    """Make `module` the array module inside a `with` block. Process-wide: two threads cannot use different modules."""
     previous = xp.module
     use(module)
     try:
@@ -82,10 +104,10 @@ def using(module: Any) -> Iterator[None]:
 
 
 def use_device(device: str, rank: int = 0) -> None:
-    """Choose the array module by the name the command line uses: "cpu" (NumPy) or "cuda" (CuPy).
+    """Choose the array module by its name on the command line: "cpu" (NumPy) or "cuda" (CuPy).
 
-    Ranks take the GPUs of their host in turns, GPU number `rank` modulo how many there are; several may share one.
-    Raises UsageError when CuPy is not installed or finds no GPU.
+    A rank uses GPU number `rank` modulo the number of GPUs of its host. Several ranks may share one.
+    Raises UsageError if CuPy is not installed or finds no GPU.
     """
     if device == "cpu":
         use(np)
@@ -107,21 +129,21 @@ def use_device(device: str, rank: int = 0) -> None:
 
 
 def is_host(array: Array) -> bool:
-    """True for a NumPy array, whose memory MPI can read."""
+    """Return True for a NumPy array, whose memory MPI can read."""
     return isinstance(array, np.ndarray)
 
 
 def to_host(array: Array) -> np.ndarray:
-    """The same numbers as a NumPy array: the array itself when it is one already, else a copy (`.get()`)."""
+    """Return the values as a NumPy array: the array itself if it is one, else a copy (`.get()`)."""
     return array if isinstance(array, np.ndarray) else array.get()
 
 
 def from_host(array: np.ndarray) -> Array:
-    """The same numbers as an array of the current module: the array itself under NumPy, else a copy on the device."""
+    """Return the values as an array of the current module: the array itself under NumPy, else a copy on the device."""
     return array if xp.module is np else xp.asarray(array)
 
 
 def synchronize() -> None:
-    """Wait until the device has done its queued work; NumPy's is done when the call returns."""
+    """Wait until the device has done its queued work. NumPy's is done when a call returns."""
     if hasattr(xp.module, "cuda"):
         xp.module.cuda.get_current_stream().synchronize()

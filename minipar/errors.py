@@ -1,24 +1,48 @@
-"""The two ways a job ends early on purpose, and how the first is said on a command line."""
+"""The errors that end a job, and the command-line parser that raises them."""
 
 import argparse
-from typing import NoReturn
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 
 class UsageError(ValueError):
-    """The user's input is wrong: every rank raises it, one rank prints one line, the job exits with code 2."""
+    """A mistake in the user's input. Every rank raises it, one rank prints one line, and the job exits with code 2."""
 
 
 class CommunicationError(RuntimeError):
-    """A message had the wrong size, a peer died, a wait timed out, or no rank can go on."""
+    """A failure of communication: a message of the wrong size, a dead peer, a wait that timed out, or a deadlock."""
 
 
-def error_line(error: UsageError) -> str:
-    """What is printed of it: one line, whatever the message holds."""
-    return f"minipar: error: {' '.join(str(error).split())}"
+def error_line(error: UsageError, program: str = "minipar") -> str:
+    """Format an error as one line. Control characters, such as terminal escapes in a path, are shown escaped."""
+    text = " ".join(str(error).split())
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return f"{program}: error: {shown}"
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return the choice that is spelled most like `name`, or "" if none is close.
+
+    Case and punctuation do not count: LLaMA-3-70B and llama3_70b are both llama-3-70b.
+    """
+    spelled = {re.sub(r"[\W_]", "", choice).lower(): choice for choice in choices}
+    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1)
+    return spelled[close[0]] if close else ""
 
 
 class UsageParser(argparse.ArgumentParser):
-    """argparse, where a mistake is a UsageError."""
+    """An ArgumentParser that raises UsageError for a mistake, and prints `--help` on one rank only."""
+
+    def __init__(self, *args: Any, prints: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prints = prints  # whether this rank prints
 
     def error(self, message: str) -> NoReturn:
+        """Raise UsageError instead of exiting."""
         raise UsageError(message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if self.prints:
+            super()._print_message(message, file)

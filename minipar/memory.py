@@ -1,15 +1,15 @@
-"""The memory ledger: what a rank holds, in bytes, by kind and at every moment.
+"""The memory ledger: the bytes that a rank holds, by kind and at every moment.
 
-Code that makes an array which outlives the call says what it is: `hold("gradients", array)`. Without a ledger that does
-nothing. A ledger adds the bytes to its account and takes them off when the array is really freed (a weak reference
-tells), so a reference that somebody forgot shows up as memory, not as a wrong sum.
+Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. Without a ledger this
+does nothing. A ledger adds the array's bytes to its sum and subtracts them when the array is freed, which it learns
+from a weak reference. A reference that somebody forgot therefore shows up as memory.
 
     ledger = MemoryLedger()
     with ledger.recording():
         ...                               # build a model, train
     ledger.held["optimizer"], ledger.peak, ledger.peak_parts
 
-Not counted: the scratch arrays inside one operation, Python objects, and what the MPI library allocates.
+The ledger does not count scratch arrays inside one operation, Python objects, and allocations of the MPI library.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 
 from minipar.backend import Array, xp
 
-# parameters, gradients, optimizer: the model state of the ZeRO paper. activations: what forward keeps for backward, and
-# the gradients on their way through it. buffers: copies that live briefly: gathered parameters, gradients before they
-# are reduced, room for messages.
+# parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the arrays that forward
+# keeps for backward, and the gradients that pass through backward. buffers are copies that live briefly: gathered
+# parameters, gradients before they are reduced, messages.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 _recording: ContextVar[MemoryLedger | None] = ContextVar("memory_ledger", default=None)
 
 
 def hold(kind: str, *arrays: Any) -> None:
-    """Note that the memory behind these arrays is of this kind (the first name it gets stays). No-op without a ledger.
+    """Record that the memory of these arrays is of this kind; the first kind it gets stays. No-op without a ledger.
 
-    What is not an array is passed over, so that all attributes of an object can be given.
+    Values that are not arrays are ignored, so that a caller can pass all attributes of an object.
     """
     ledger = _recording.get()
     if ledger is not None:
@@ -44,22 +44,22 @@ def hold(kind: str, *arrays: Any) -> None:
 
 
 def enter(phase: str, restart: bool = False) -> None:
-    """What follows happens in this phase of a step. No-op without a ledger."""
+    """Start this phase of a training step; `restart` forgets the moments so far. No-op without a ledger."""
     ledger = _recording.get()
     if ledger is not None:
         ledger.enter(phase, restart)
 
 
 def is_recording() -> bool:
-    """Whether anybody keeps an account: asked where collecting what to hold would itself cost time."""
+    """Return True if a ledger is recording. Callers check it before work that only a ledger needs."""
     return _recording.get() is not None
 
 
 class MemoryLedger:
-    """One rank's account.
+    """The record of one rank's memory.
 
     held         bytes now, by kind          moments      (phase, bytes by kind in the order of KINDS) after each change
-    peak         the most bytes ever held    peak_parts   what they were made of
+    peak         the most bytes ever held    peak_parts   bytes by kind at the peak
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class MemoryLedger:
         self.peak_parts = dict(self.held)
         self.moments: list[tuple[str, tuple[int, ...]]] = []
         self.phase = "setup"
-        self._live: dict[int, Any] = {}  # id of an array that owns memory -> the finalizer that takes it off
-        # A message in flight may be the last to hold an array, and another rank's thread the one that drops it.
+        self._live: dict[int, Any] = {}  # id of an array that owns memory -> its finalizer
+        # A message in flight may hold an array's last reference, and another rank's thread may drop it.
         self._lock = threading.RLock()
 
     @contextmanager
     def recording(self) -> Iterator[MemoryLedger]:
-        """`hold` writes to this ledger inside the block."""
+        """Record in this ledger what the code inside the block holds."""
         token = _recording.set(self)
         try:
             yield self
@@ -82,7 +82,7 @@ class MemoryLedger:
             _recording.reset(token)
 
     def enter(self, phase: str, restart: bool = False) -> None:
-        """What follows happens in this phase; `restart` forgets the moments so far (the peak stays)."""
+        """Start this phase; `restart` forgets the moments so far, but not the peak."""
         self.phase = phase
         if restart:
             self.moments = []
@@ -92,7 +92,7 @@ class MemoryLedger:
         return sum(self.held.values())
 
     def hold(self, kind: str, array: Array) -> None:
-        """Count the memory that `array` lies in, once, until it is freed."""
+        """Count the memory of `array`, once, until it is freed."""
         while isinstance(getattr(array, "base", None), xp.ndarray):
             array = array.base  # a view holds no memory of its own
         with self._lock:

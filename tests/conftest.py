@@ -1,10 +1,11 @@
-"""Shared by all tests. minipar comes first: it sets one BLAS thread before NumPy is loaded, as every rank does."""
+"""Shared by all tests. Every test process is set up as a rank is: with one BLAS thread."""
 
-import minipar  # isort: skip  # noqa: F401
 import numpy as np
 import pytest
 
 from minipar import backend
+
+backend.prepare_process()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,11 @@
 """Claims about the chapters: each runs under mpirun with any number of ranks, and its notebook is the same text,
-executed, with its pictures, and can be executed again from nothing.
+executed, with its pictures, and can be executed again from nothing and saved without a change to the script.
 """
 
+import ast
+import asyncio
 import copy
+import inspect
 import os
 import re
 import shutil
@@ -11,10 +14,12 @@ import nbformat
 import pytest
 from launcher import ROOT, run_mpi
 
+from chapters.show import headings
+
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
 
-CHAPTERS = sorted((ROOT / "chapters").glob("*.py"))
+CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
 PICTURES = ("image/png", "image/svg+xml")
 EXPECTED = {
     "01_autograd_and_gpt",
@@ -29,12 +34,14 @@ EXPECTED = {
 
 # An engine's error under %autopx is an output like any other: it does not fail the cell.
 FAILURE = re.compile(r"Traceback \(most recent call last\)|AssertionError|magic function .* not found|\[\d+:execute\]")
+# A cell that ends with an expression prints its value once for each engine.
+VALUE = re.compile(r"Out\[\d+:\d+\]:")
 # Of an engine, of the one that made the notebook, of anyone: none of them belongs into a committed file.
 MACHINE = re.compile(r"/(home|root|tmp|usr|opt|work|Users)/|site-packages|dist-packages|\.venv|[A-Z]:\\Users")
 
 
 def str_of(value):
-    """A chapter's name, or a number of ranks: a test's id."""
+    """Return a test's id: a chapter's name, or a number of ranks."""
     return str(getattr(value, "stem", value))
 
 
@@ -46,26 +53,26 @@ def notebook_of(chapter):
 
 
 def cells(notebook):
-    """What a reader reads: kind, text and tags of each cell."""
+    """List the kind, text and tags of each cell."""
     return [(cell.cell_type, cell.source, tuple(cell.metadata.get("tags", ()))) for cell in notebook.cells]
 
 
 def outputs(notebook):
-    """(number of the cell, output) for each output of the notebook."""
+    """Yield (number of the cell, output) for each output of the notebook."""
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", ()):
             yield number, output
 
 
 def text_of(output):
-    """All text of an output, pictures left out."""
+    """Return all text of an output without its pictures."""
     data = {kind: value for kind, value in output.get("data", {}).items() if kind not in PICTURES}
     pieces = [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", ()), *map(str, data.values())]
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(pieces))
 
 
 def errors(notebook):
-    """What went wrong in a notebook, on the client or on an engine."""
+    """List the errors in a notebook, on the client or on an engine."""
     found = []
     for number, output in outputs(notebook):
         wrong = FAILURE.search(text_of(output))
@@ -75,7 +82,7 @@ def errors(notebook):
 
 
 def problems(notebook, script):
-    """Why this notebook may not stand beside this script; empty if it may."""
+    """List the reasons why this notebook does not belong to this script."""
     found = errors(notebook)
     if cells(notebook) != cells(script):
         found.append("the notebook is out of step with its script: make notebooks")
@@ -86,6 +93,8 @@ def problems(notebook, script):
     if not any(set(PICTURES) & set(output.get("data", ())) for _, output in outputs(notebook)):
         found.append("no picture")
     for number, output in outputs(notebook):
+        if VALUE.search(text_of(output)):
+            found.append(f"cell {number}: it ends with an expression, whose value every engine prints")
         machine = MACHINE.search(text_of(output))
         if machine:
             found.append(f"cell {number}: its output names this machine: {machine[0]}")
@@ -113,6 +122,11 @@ def run_as_a_script(chapter, ranks, tmp_path):
     result = run_mpi(ranks, [str(chapter)], timeout=240, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
     assert list((tmp_path / "out").glob("*.png")), "it drew nothing"
+    script = chapter.read_text()
+    last = ast.parse(script).body[-1].lineno
+    titles = [text for line, text in headings(script) if line < last]
+    places = [result.stdout.find(f"{text}\n") for text in titles]
+    assert -1 not in places and places == sorted(places), "each section's heading, in order"
 
 
 @chapters
@@ -126,7 +140,7 @@ def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
 
 
 def execute_from_a_clean_state(chapter, tmp_path, monkeypatch):
-    """From the script alone, in an empty directory: nothing but the installed packages may be needed."""
+    """Execute the script alone in an empty directory, where nothing but the installed packages may be needed."""
     path = shutil.copy(chapter, tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -134,6 +148,34 @@ def execute_from_a_clean_state(chapter, tmp_path, monkeypatch):
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     assert problems(notebook, jupytext.read(path)) == []
+
+
+@chapters
+@pytest.mark.parametrize("started_in", [".", "chapters"])
+def test_saving_a_notebook_leaves_its_script_as_it_is(chapter, started_in, tmp_path):
+    """Save a pair as JupyterLab does, with jupytext's contents manager, where versions and kernels are others."""
+    (tmp_path / "chapters").mkdir()
+    contents = jupytext.TextFileContentsManager()
+    contents.root_dir = str(tmp_path / started_in)
+    for source in (ROOT / "chapters" / "jupytext.toml", chapter, chapter.with_suffix(".ipynb")):
+        shutil.copy(source, tmp_path / source.relative_to(ROOT))
+
+    def call(method, *arguments):
+        result = method(*arguments)
+        return asyncio.run(result) if inspect.isawaitable(result) else result
+
+    path = tmp_path / "chapters" / f"{chapter.stem}.ipynb"
+    name = str(path.relative_to(contents.root_dir))
+    model = call(contents.get, name)
+    notebook = model["content"]
+    notebook.metadata.kernelspec = {"display_name": "Python 3 (mine)", "language": "python", "name": "mine"}
+    notebook.metadata.language_info = {"name": "python", "version": "3.99"}
+    notebook.metadata.jupytext["text_representation"] = {"format_version": "9.9", "jupytext_version": "99.9"}
+    for cell in notebook.cells:
+        cell.metadata |= {"editable": True, "slideshow": {"slide_type": ""}, "collapsed": True}
+    call(contents.save, model, name)
+    assert (tmp_path / "chapters" / chapter.name).read_bytes() == chapter.read_bytes()
+    assert nbformat.read(path, as_version=4).metadata.kernelspec.name == "mine", "it was saved"
 
 
 # ---- the checks notice what they are for -----------------------------------------------------------------------------
@@ -167,6 +209,7 @@ SPOILED = [
     ("not executed from top to bottom", lambda code: code[1].update(execution_count=7)),
     ("no picture", lambda code: code[1].update(outputs=[])),
     ("names this machine", lambda code: code[0].outputs.append(stream("/" + "home/me/x.py:3: Warning"))),
+    ("ends with an expression", lambda code: code[0].outputs.append(stream("Out[3:7]: 'text'"))),
     ("Traceback", lambda code: code[0].outputs.append(stream("Traceback (most recent call last)\n"))),
     ("AssertionError", lambda code: code[0].outputs.append(stream("[3:execute]\n\x1b[31mAssertionError\x1b[0m: no"))),
     ("ZeroDivisionError", lambda code: code[0].outputs.append(fail("ZeroDivisionError"))),

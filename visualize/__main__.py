@@ -1,124 +1,224 @@
-"""python -m visualize trace|mesh|loss|traffic|memory|plan|layouts FILE --out FIG; schedule|gallery: see --help"""
+"""The command line: python -m visualize trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from minipar.errors import UsageError, UsageParser
-from visualize import agreement, communication, links, loss, memory, mesh, plan, schedule_command, style, timeline
+from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, load_csv, make, save_csv, simulate
+from visualize import agreement, communication, loss, memory, mesh, plan, schedule, style, timeline
 
-
-def _steps(text: str) -> slice:
-    """ "2:4" as a slice: steps 2 and 3; "-1:" the last one."""
-    first, colon, last = text.partition(":")
-    if not colon:
-        raise ValueError(text)
-    return slice(int(first) if first else None, int(last) if last else None)
-
-
-_steps.__name__ = "A:B"  # what argparse calls it: "invalid A:B value: '3'"
+NAMES = "trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery"
+MOST = 100_000  # forwards in one schedule, of a name or a file
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw. Returns the exit code: 2 when the input is wrong, with one line on standard error."""
-    parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    names = "trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery"
-    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
-    every = UsageParser(add_help=False)
-    every.add_argument("--out", required=True, metavar="FIG", help="the picture: .png, .svg or .pdf")
-
-    trace = commands.add_parser("trace", parents=[every], help="every rank's timeline, from minipar.train --trace")
-    trace.add_argument("file", metavar="FILE.json", help="Chrome trace JSON")
-    trace.add_argument(
-        "--steps",
-        type=_steps,
-        metavar="A:B",
-        help="steps A to B-1, counted from 0; --steps=-1: is the last one (default: the last two)",
-    )
-    trace.add_argument("--arrows", action="store_true", help="draw each message from sender to receiver")
-
-    grid = commands.add_parser("mesh", help="who sends how much to whom, from minipar.train --trace")
-    grid.add_argument("file", metavar="FILE.json", help="Chrome trace JSON")
-    grid.add_argument("--out", metavar="FIG", help="the picture: .png, .svg or .pdf")
-    grid.add_argument("--json", metavar="FILE", help="bytes and messages by axis, rank and pair; - is standard output")
-
-    curve = commands.add_parser("loss", parents=[every], help="the loss curve, from minipar.train --metrics")
-    curve.add_argument("files", metavar="FILE.jsonl", nargs="+", help="metrics, one line per step; several to compare")
-    curve.add_argument("--reference", type=float, metavar="NATS", help="a level to compare with, such as an entropy")
-    curve.add_argument("--reference-label", default="reference", metavar="TEXT", help="what that level is")
-
-    traffic = commands.add_parser("traffic", parents=[every], help="time and bytes, from minipar.bench collectives")
-    traffic.add_argument("file", metavar="FILE.json", help="rows of the benchmark")
-
-    held = commands.add_parser("memory", parents=[every], help="memory over a step, from minipar.train --memory")
-    held.add_argument("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
-    held.add_argument("--rank", type=int, default=0, metavar="R", help="whose memory (default: 0)")
-
-    chosen = commands.add_parser("plan", parents=[every], help="what a planner weighed, from minipar.plan --json")
-    chosen.add_argument("file", metavar="FILE.json", help="the planner's JSON")
-
-    compared = commands.add_parser(
-        "layouts", parents=[every], help="predicted against measured, from minipar.bench layouts --machine"
-    )
-    compared.add_argument("file", metavar="FILE.json", help="rows of the benchmark")
-
-    schedule_command.add_schedule(commands)
-    schedule_command.add_gallery(commands)
-
+    """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error."""
     try:
-        told = parser.parse_args(argv)
-        if told.command == "schedule":
-            written = schedule_command.run_schedule(told)
-        elif told.command == "gallery":
-            written = schedule_command.run_gallery(told)
-        elif told.command == "mesh":
-            written = _mesh(told)
-        else:
-            written = _draw(told)
+        options = build_parser().parse_args(argv)
+        paths = options.run(options)
+        style.write_out("".join(f"{style.printable(path)}\n" for path in paths))
     except UsageError as error:
-        print(f"visualize: error: {error}", file=sys.stderr)
+        print(f"visualize: error: {style.printable(str(error))}", file=sys.stderr)
         return 2
-    for path in written:
-        print(path)
     return 0
 
 
-def _mesh(told: argparse.Namespace) -> list[str]:
-    """The picture of a mesh, its numbers, or both."""
-    if not (told.out or told.json):
+def build_parser() -> UsageParser:
+    """Build the parser, in which each command's `run` draws and returns the paths it wrote."""
+    parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=NAMES)
+
+    def command(name: str, run: Any, what: str, out: str | None = "FIG") -> Any:
+        added = commands.add_parser(name, help=what)
+        added.set_defaults(run=run)
+        if out:
+            what = "the picture: .png, .svg or .pdf" if out == "FIG" else "the directory: visualize/gallery"
+            added.add_argument("--out", required=True, metavar=out, help=what)
+        return added.add_argument
+
+    add = command("trace", draw_trace, "every rank's timeline, from minipar.train --trace")
+    add("file", metavar="FILE.json", help="Chrome trace JSON")
+    steps = (
+        "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (default: the last two)"
+    )
+    add("--steps", type=step_slice, metavar="A:B", help=steps)
+    add("--arrows", action="store_true", help="draw each message from sender to receiver")
+
+    add = command("mesh", draw_mesh, "bytes between ranks, axis by axis, from minipar.train --trace", out=None)
+    add("file", metavar="FILE.json", help="Chrome trace JSON")
+    add("--out", metavar="FIG", help="the picture: .png, .svg or .pdf")
+    add("--json", metavar="FILE", help="bytes and messages by axis, rank and pair; - is standard output")
+
+    add = command("loss", draw_loss, "the loss curve, from minipar.train --metrics")
+    add("files", metavar="FILE.jsonl", nargs="+", help="metrics, one line per step; several to compare")
+    add("--reference", type=float, metavar="NATS", help="a level to compare with, such as an entropy")
+    add("--reference-label", default="reference", metavar="TEXT", help="the name of that level")
+
+    add = command("traffic", draw_traffic, "time and bytes, from minipar.bench collectives")
+    add("file", metavar="FILE.json", help="rows of the benchmark")
+
+    add = command("memory", draw_memory, "memory over a step, from minipar.train --memory")
+    add("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
+    add("--rank", type=int, default=0, metavar="R", help="the rank whose memory is drawn (default: 0)")
+
+    add = command("plan", draw_plan, "the plans of a search, from minipar.plan --json")
+    add("file", metavar="FILE.json", help="the planner's JSON")
+
+    add = command("layouts", draw_layouts, "predicted against measured, from minipar.bench layouts --machine")
+    add("file", metavar="FILE.json", help="rows of the benchmark")
+
+    add = command("schedule", run_schedule, "a pipeline schedule, simulated; no training needed", out=None)
+    add("--schedule", required=True, metavar="NAME|FILE.csv", help=f"{', '.join(SCHEDULES)}, or a file as PyTorch's")
+    add("--stages", type=int, metavar="P", help="pipeline ranks; a file says this itself, and the next two")
+    add("--microbatches", type=int, metavar="M", help="in one step")
+    add("--virtual-stages", type=int, metavar="V", help="stages per rank, for interleaved-1f1b (default 2)")
+    for flag, meta, default, what in (
+        ("--forward", "TF", 1, "time of a stage's forward (default 1)"),
+        ("--backward-input", "TB", 1, "of its backward for the input's gradient (default 1)"),
+        ("--backward-weight", "TW", 1, "of its backward for the weights' gradients (default 1)"),
+        ("--comm", "TC", 0, "of a message between ranks (default 0)"),
+    ):
+        add(flag, type=duration, metavar=meta, default=Fraction(default), help=what)
+    add("--out", metavar="FIG", help="the picture: .png, .svg or .pdf")
+    add("--json", metavar="FILE", help="bubble, makespan and peak activations; - is standard output")
+    add("--csv", metavar="FILE", help="the schedule in PyTorch's format")
+
+    command("gallery", draw_gallery, "the README's pictures of schedules, drawn again", out="DIR")
+    return parser
+
+
+def step_slice(text: str) -> slice:
+    """Parse "2:4", steps 2 and 3, or "-1:", the last one."""
+    match = re.fullmatch(r"(-?\d{1,9})?:(-?\d{1,9})?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"invalid A:B value: {text!r}")
+    return slice(*(None if bound is None else int(bound) for bound in match.groups()))
+
+
+def duration(text: str) -> Fraction:
+    """Parse "3", "0.601" or "1/3", exactly."""
+    match = re.fullmatch(r"\d{1,12}(\.\d{0,12})?|\.\d{1,12}|\d{1,12}/0*[1-9]\d{0,11}", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"invalid duration (as 3, 0.5 or 1/3) value: {text!r}")
+    return Fraction(text)
+
+
+def draw_trace(options: argparse.Namespace) -> list[str]:
+    """Draw the timeline of a trace."""
+    style.save(timeline.plot_timeline(timeline.read_trace(options.file), options.steps, options.arrows), options.out)
+    return [options.out]
+
+
+def draw_mesh(options: argparse.Namespace) -> list[str]:
+    """Draw the mesh of a trace, write its bytes, or both."""
+    if not (options.out or options.json):
         raise UsageError("nothing to do: give --out FIG or --json FILE")
-    traffic = links.mesh_traffic(timeline.read_trace(told.file), told.file)
-    if told.out:
-        style.save(mesh.plot_mesh(traffic), told.out)
-    if told.json:
-        style.write_json(told.json, links.mesh_numbers(traffic))
-    return [] if told.json == "-" else [path for path in (told.out, told.json) if path]
+    traffic = mesh.mesh_traffic(timeline.read_trace(options.file), options.file)
+    if options.out:
+        style.save(mesh.plot_mesh(traffic), options.out)
+    if options.json:
+        style.write_json(options.json, mesh.mesh_numbers(traffic))
+    return [] if options.json == "-" else [path for path in (options.out, options.json) if path]
 
 
-def _draw(told: argparse.Namespace) -> list[str]:
-    """The picture of a file."""
-    if told.command == "trace":
-        figure = timeline.plot_timeline(timeline.read_trace(told.file), told.steps, told.arrows)
-    elif told.command == "loss":
-        runs = {Path(file).stem: loss.read_metrics(file) for file in told.files}
-        figure = loss.plot_loss(runs, told.reference, told.reference_label)
-    elif told.command == "plan":
-        figure = plan.plot_plan(plan.read_plan(told.file))
-    elif told.command == "layouts":
-        figure = agreement.plot_agreement(agreement.read_layouts(told.file))
-    elif told.command == "memory":
-        names = [Path(file).stem for file in told.files]
-        names = names if len(set(names)) == len(names) else told.files  # files of one name in several directories
-        ledgers = [memory.read_ledger(file, told.rank) for file in told.files]
-        titles = [f"{name}, rank {told.rank}" for name in names]
-        figure = memory.plot_ledger(dict(zip(titles, ledgers, strict=True)))
-    else:
-        figure = communication.plot_bench(communication.read_bench(told.file))
-    style.save(figure, told.out)
-    return [told.out]
+def draw_loss(options: argparse.Namespace) -> list[str]:
+    """Draw the loss of each run, called by its file's name."""
+    runs = {Path(file).stem: loss.read_metrics(file) for file in options.files}
+    style.save(loss.plot_loss(runs, options.reference, options.reference_label), options.out)
+    return [options.out]
+
+
+def draw_traffic(options: argparse.Namespace) -> list[str]:
+    """Draw the rows of a benchmark of collectives."""
+    style.save(communication.plot_bench(communication.read_bench(options.file)), options.out)
+    return [options.out]
+
+
+def draw_memory(options: argparse.Namespace) -> list[str]:
+    """Draw one rank's memory, a panel for each file."""
+    names = [Path(file).stem for file in options.files]
+    names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
+    ledgers = [memory.read_ledger(file, options.rank) for file in options.files]
+    title = f"memory of rank {options.rank} in one step"
+    titles = [f"{name}: {title}" for name in names] if len(names) > 1 else [title]
+    style.save(memory.plot_ledger(dict(zip(titles, ledgers, strict=True))), options.out)
+    return [options.out]
+
+
+def draw_plan(options: argparse.Namespace) -> list[str]:
+    """Draw the plans of a search."""
+    style.save(plan.plot_plan(plan.read_plan(options.file)), options.out)
+    return [options.out]
+
+
+def draw_layouts(options: argparse.Namespace) -> list[str]:
+    """Draw layouts as predicted and as measured."""
+    style.save(agreement.plot_agreement(agreement.read_layouts(options.file)), options.out)
+    return [options.out]
+
+
+def run_schedule(options: argparse.Namespace) -> list[str]:
+    """Check and simulate a schedule by name or from a file, and draw it or write its numbers."""
+    if not (options.out or options.json or options.csv):
+        raise UsageError("nothing to do: give --out FIG, --json FILE or --csv FILE")
+    times = options.forward, options.backward_input, options.backward_weight
+    if not sum(times) > 0:
+        raise UsageError("--forward + --backward-input + --backward-weight = 0: the schedule takes no time")
+    chosen = choose_schedule(options)
+    check(chosen)
+    simulated = simulate(chosen, Durations(*times, options.comm))
+    if options.out:
+        style.save(schedule.plot_schedule(simulated), options.out)
+    if options.csv:
+        try:
+            save_csv(chosen, options.csv)
+        except OSError as error:
+            raise UsageError(f"--csv {options.csv} cannot be written: {error.strerror}") from None
+    if options.json:
+        style.write_json(options.json, schedule.timeline_numbers(simulated))
+    return [] if options.json == "-" else [path for path in (options.out, options.csv, options.json) if path]
+
+
+def choose_schedule(options: argparse.Namespace) -> Schedule:
+    """Make the named schedule, or read it from a file, which states its sizes itself."""
+    name = options.schedule
+    if name not in SCHEDULES and (Path(name).suffix.lower() == ".csv" or Path(name).is_file()):
+        for flag in ("stages", "microbatches", "virtual_stages"):
+            if getattr(options, flag) is not None:
+                raise UsageError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: {name} says this itself")
+        style.check_file(name)
+        chosen = load_csv(name)
+        if (forwards := chosen.stages * chosen.microbatches) > MOST:
+            raise UsageError(f"{name}: stages*microbatches = {forwards}: more than {MOST} cannot be shown")
+        return chosen
+    if name not in SCHEDULES:
+        return make(name, 1, 1)  # raises UsageError with the names that exist
+    if options.stages is None or options.microbatches is None:
+        raise UsageError(f"--schedule {name} needs --stages P and --microbatches M")
+    if options.stages * options.microbatches * (options.virtual_stages or 2) > MOST:
+        sizes = f"{options.stages}*{options.microbatches}"
+        raise UsageError(f"--schedule {name}: stages*microbatches = {sizes}: more than can be shown")
+    return make(name, options.stages, options.microbatches, options.virtual_stages)
+
+
+def draw_gallery(options: argparse.Namespace) -> list[str]:
+    """Draw the README's pictures of schedules."""
+    pictures = {
+        "schedules": schedule.plot_schedules(schedule.gallery(4, 8)),
+        "schedule_1f1b_8x32": schedule.plot_schedule(simulate(make("1f1b", 8, 32))),
+        "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8))),
+    }
+    paths = [str(Path(options.out) / f"{name}.png") for name in pictures]
+    for figure, path in zip(pictures.values(), paths, strict=True):
+        style.save(figure, path)
+    return paths
 
 
 if __name__ == "__main__":

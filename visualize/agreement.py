@@ -8,28 +8,29 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from minipar.errors import UsageError
-from visualize.style import BLUE, INK, VERMILION, Picture, picture, read_json, tidy
+from visualize.style import BLUE, INK, NOT_A_ROW, VERMILION, Picture, number, picture, read_json, tidy
 
-NUMBERS = ("seconds", "seconds_min", "seconds_max", "predicted_seconds", "peak_bytes", "predicted_bytes")
+NUMBERS = ("seconds_min", "seconds", "seconds_max", "predicted_seconds", "peak_bytes", "predicted_bytes")
+LEAST = 1e-9  # of each of these: the axes are logarithmic
 
 
 def read_layouts(path: str) -> list[dict[str, Any]]:
-    """The rows. UsageError if they are not of `bench layouts`, or without predictions."""
+    """Read the rows. UsageError if they are not of `bench layouts`, or without predictions."""
     rows = read_json(path)
     try:
         for row in rows:
-            if not sum(float(row[key]) for key in NUMBERS) > 0:
+            shortest, median, longest, *_ = (number(row[key], LEAST) for key in NUMBERS)
+            if not (shortest <= median <= longest and layout_name(row)):
                 raise ValueError
-            layout_name(row)
         if not rows:
             raise ValueError
-    except (KeyError, TypeError, ValueError):
+    except NOT_A_ROW:
         raise UsageError(f"{path} was not written by minipar.bench layouts --machine FILE --json") from None
     return rows  # type: ignore[no-any-return]
 
 
 def layout_name(row: dict[str, Any]) -> str:
-    """Its axes above 1, and what else is unusual."""
+    """Name a layout by its axes above 1 and by what else is not the default."""
     words = [f"{axis} {row[axis]}" for axis in ("dp", "tp", "pp") if row[axis] > 1] or ["one device"]
     words += [f"ZeRO-{row['zero_stage']}"] * (row["zero_stage"] > 0)
     words += [row["schedule"] or ""] * (row["schedule"] is not None)
@@ -39,36 +40,44 @@ def layout_name(row: dict[str, Any]) -> str:
 
 
 def plot_agreement(rows: Sequence[dict[str, Any]]) -> Picture:
-    """A line for each layout, slowest first: time of a step, and peak memory of the fullest rank."""
+    """Draw a line for each layout, slowest first: time of a step, and peak memory of the fullest rank."""
     rows = sorted(rows, key=lambda row: -row["seconds"])
-    figure = picture(12.5, 1.6 + 0.25 * len(rows))
+    figure = picture(12.5, 2.0 + 0.25 * len(rows))
     time, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     places = range(len(rows))
-    spread = [[1000 * (row["seconds"] - row["seconds_min"]) for row in rows]]
-    spread += [[1000 * (row["seconds_max"] - row["seconds"]) for row in rows]]
     measured = [1000 * row["seconds"] for row in rows]
+    ends = [1000 * row["seconds_max"] for row in rows]
+    spread = [[1000 * (row["seconds"] - row["seconds_min"]) for row in rows]]
+    spread += [[end - middle for end, middle in zip(ends, measured, strict=True)]]
     time.errorbar(measured, places, xerr=spread, fmt="none", ecolor=BLUE, elinewidth=2.5, alpha=0.35)
-    _pairs(time, measured, [1000 * row["predicted_seconds"] for row in rows], "measured: median, range of the steps")
+    predicted = [1000 * row["predicted_seconds"] for row in rows]
+    _pairs(time, measured, predicted, ends, "measured: median, range of the steps")
     time.set_xlabel("time of a step, ms of the cpu clock (logarithmic)")
     held = [row["peak_bytes"] / 1e6 for row in rows]
-    _pairs(memory, held, [row["predicted_bytes"] / 1e6 for row in rows], "measured: the ledger's peak")
+    _pairs(memory, held, [row["predicted_bytes"] / 1e6 for row in rows], held, "measured: the ledger's peak")
     memory.set_xlabel("memory of the fullest rank, MB (logarithmic)")
     time.set_yticks(places, [layout_name(row) for row in rows], fontsize=8.5)
     time.invert_yaxis()
+    title = f"{len(rows)} layouts of one model, measured and predicted. Percentages: predicted / measured - 1"
+    figure.suptitle(title, fontsize=11, color=INK)
     return figure
 
 
-def _pairs(axes: Axes, measured: Sequence[float], predicted: Sequence[float], label: str) -> None:
+def _pairs(
+    axes: Axes, measured: Sequence[float], predicted: Sequence[float], ends: Sequence[float], label: str
+) -> None:
+    """Draw the two points of each row, and right of them, and of `ends`, their relative difference."""
     places = range(len(measured))
     axes.set_xscale("log")
     axes.plot(measured, places, "o", color=BLUE, markersize=6, label=label)
     axes.plot(predicted, places, "|", color=VERMILION, markersize=13, markeredgewidth=2.2, label="predicted")
-    for place, one, other in zip(places, measured, predicted, strict=True):
-        right = max(one, other)
+    for place, one, other, end in zip(places, measured, predicted, ends, strict=True):
+        percent = round(100 * (other / one - 1))
         look = {"va": "center", "ha": "left", "fontsize": 8, "color": INK}
-        axes.annotate(f"{other / one - 1:+.0%}", (right, place), xytext=(10, 0), textcoords="offset points", **look)
+        spot = {"xytext": (8, 0), "textcoords": "offset points"}
+        axes.annotate(f"{percent:+d} %" if percent else "0 %", (max(other, end), place), **spot, **look)
     low, high = min(*measured, *predicted), max(*measured, *predicted)
-    axes.set_xlim(low / 1.2, high * (high / low) ** 0.13)
+    axes.set_xlim(low / 1.2, high * max(high / low, 1.5) ** 0.16)
     ticks = [step * 10.0**power for power in range(-1, 8) for step in (1, 2, 5)]
     axes.set_xticks([tick for tick in ticks if low / 1.2 <= tick <= high * 1.2], minor=False)
     axes.set_xticks([], minor=True)

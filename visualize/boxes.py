@@ -1,4 +1,4 @@
-"""The boxes of a pipeline picture: which colour, and a number in each that can be read."""
+"""The boxes of a pipeline picture: their colours, their marks, and a number in each that can be read."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from minipar.parallel.pipeline import Action, Schedule, parse_action
 from visualize.style import COLOURS, GREY, at_lightness, ink_on
 
 KINDS = {"F": "F forward", "B": "B backward", "I": "I backward, input", "W": "W backward, weights"}
-# Lightness of a rank's first and last stage; F and B alone leave more room.
-SHADES = {"F": (36, 47), "I": (58, 68), "B": (66, 77), "W": (79, 90)}
+# Lightness of a rank's first and last stage; F and B alone leave more space. Stages are also told apart by a bar.
+SHADES = {"F": (32, 43), "I": (54, 64), "B": (66, 77), "W": (80, 90)}
 SHADES_OF_TWO = {"F": (33, 53), "B": (66, 84)}
 
 DIGIT_WIDTH, DIGIT_HEIGHT = 0.64, 0.73  # of the font size: the font is DejaVu Sans, matplotlib's own
-LINE = 0.9  # from one digit to the one under it, of the font size
-FILL = 0.8  # how much of its box a number may take
-LARGEST, SMALLEST = 9.0, 5.0  # points; what would be smaller is left out
-
+FILL = 0.9  # of a box: the most that its number may take
+LARGEST, SMALLEST = 9.0, 5.0  # points; a number that would be smaller is left out
 
 Box = tuple[float, float, str, str]  # start, end, colour, the number inside
 
 
 def action_of(name: str) -> Action | None:
-    """The computation that a slice of a trace is named by, as in "2F0"; None for any other name."""
+    """Parse the computation that a slice of a trace is named by, as in "2F0"; None for any other name."""
     try:
         action = parse_action(name)
     except UsageError:
@@ -36,38 +34,33 @@ def action_of(name: str) -> Action | None:
 
 
 def chunks(schedule: Schedule) -> dict[int, int]:
-    """For each stage, which of its rank's stages it is: 0 for the first."""
-    found: dict[int, int] = {}
+    """Number each stage among the stages of its rank: 0 is the first."""
+    numbers: dict[int, int] = {}
     for rank in set(schedule.home.values()):
-        mine = sorted(stage for stage, home in schedule.home.items() if home == rank)
-        found |= {stage: number for number, stage in enumerate(mine)}
-    return found
+        stages = sorted(stage for stage, home in schedule.home.items() if home == rank)
+        numbers |= {stage: number for number, stage in enumerate(stages)}
+    return numbers
 
 
 def palette(schedules: Iterable[Schedule]) -> dict[tuple[str, int], str]:
-    """A colour for each kind and each of a rank's stages (`chunks`), darkest first; one stage has the kind's own."""
+    """Choose a colour for each kind and each of a rank's stages (`chunks`), darkest first; a single one has the kind's."""
     schedules = list(schedules)
     kinds = {action.kind for schedule in schedules for _, action in schedule if action.computes}
     count = 1 + max((number for schedule in schedules for number in chunks(schedule).values()), default=0)
     shades = SHADES_OF_TWO if kinds <= set(SHADES_OF_TWO) else SHADES
-    found = {}
+    shade = {}
     for kind in (kind for kind in KINDS if kind in kinds):
         for number in range(count):
             dark, light = shades[kind]
             target = dark + (light - dark) * number / max(1, count - 1)
-            found[kind, number] = COLOURS[kind] if count == 1 else at_lightness(COLOURS[kind], target)
-    return found
+            shade[kind, number] = COLOURS[kind] if count == 1 else at_lightness(COLOURS[kind], target)
+    return shade
 
 
-def fitting(digits: int, width: float, height: float) -> tuple[bool, float]:
-    """Whether numbers of so many digits stand upright in boxes of so many points, one digit above the other, and the
-    font size that fits: 0 if it could not be read.
-    """
-    flat = min(FILL * width / (DIGIT_WIDTH * digits), FILL * height / DIGIT_HEIGHT, LARGEST)
-    tall = min(FILL * width / DIGIT_WIDTH, FILL * height / (LINE * (digits - 1) + DIGIT_HEIGHT), LARGEST)
-    upright = tall > 1.25 * flat or flat < SMALLEST
-    size = tall if upright else flat
-    return upright, size if size >= SMALLEST else 0.0
+def fitting(digits: int, width: float, height: float) -> float:
+    """Compute the font size of numbers of so many digits in boxes of so many points: 0 if it could not be read."""
+    size = min(FILL * width / (DIGIT_WIDTH * digits), 0.8 * height / DIGIT_HEIGHT, LARGEST)
+    return size if size >= SMALLEST else 0.0
 
 
 def number_boxes(
@@ -79,27 +72,34 @@ def number_boxes(
     """
     top, height = row
     for start, end, colour, number in boxes:
-        upright, size = fitting(digits, (end - start) * points[0], height * points[1])
-        lines = list(number) if upright else [number]
-        for i, line in enumerate(lines if size else []):
+        size = fitting(digits, (end - start) * points[0], height * points[1])
+        if size:
             # Digits are centred by their own height (the height of a line would count what hangs below it).
-            below = (i - (len(lines) - 1) / 2) * LINE * size + DIGIT_HEIGHT * size / 2
-            y = top + height / 2 + below / points[1]
-            note = axes.text(
-                (start + end) / 2,
-                y,
-                line,
-                ha="center",
-                va="baseline",
-                fontsize=size,
-                color=ink_on(colour),
-                clip_on=True,
-            )
-            note.set_in_layout(False)
+            spot = (start + end) / 2, top + height / 2 + DIGIT_HEIGHT * size / 2 / points[1]
+            look = {"ha": "center", "va": "baseline", "color": ink_on(colour), "clip_on": True}
+            axes.text(*spot, number, fontsize=size, **look).set_in_layout(False)
+
+
+def mark_stages(
+    axes: Axes, row: tuple[float, float], boxes: Sequence[tuple[float, float, str, int]], points: float, stages: int
+) -> None:
+    """Draw a bar at the bottom of each box of a rank's later stages, longer for each: shades alone may look the same.
+
+    boxes: start, end, colour and the number of the stage (`chunks`) of each; points: of one unit of x.
+    """
+    top, height = row
+    bars, faces = [], []
+    for start, end, colour, stage in boxes:
+        space = min(1.2 / points, 0.2 * (end - start))
+        if stage:
+            bars.append((start + space, (end - start - 2 * space) * stage / (stages - 1)))
+            faces.append(ink_on(colour))
+    if bars:
+        axes.broken_barh(bars, (top + 0.84 * height, 0.09 * height), facecolors=faces, linewidth=0)
 
 
 def legend_handles(colours: dict[tuple[str, int], str]) -> tuple[list[tuple[Patch, ...]], list[str]]:
-    """For each kind its shades side by side; the empty box of an idle rank; and what the shades say."""
+    """Build the legend: each kind with its shades side by side, the empty box of an idle rank, the stages' shades."""
     kinds = list(dict.fromkeys(kind for kind, _ in colours))
     handles: list[tuple[Patch, ...]] = [
         tuple(Patch(facecolor=colour) for (of, _), colour in colours.items() if of == kind) for kind in kinds
@@ -109,7 +109,8 @@ def legend_handles(colours: dict[tuple[str, int], str]) -> tuple[list[tuple[Patc
     count = len(handles[0])
     if count > 1:
         handles.append(tuple(Patch(facecolor=str(0.3 + 0.5 * i / (count - 1))) for i in range(count)))
-        labels.append("the rank's first stage, second" + (", ..." if count > 2 else ""))
+        later = "second" if count == 2 else "later ones"
+        labels.append(f"the rank's first stage, {later} (with a bar)")
     return handles, labels
 
 

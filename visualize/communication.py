@@ -1,4 +1,4 @@
-"""Bytes sent against their formula, and collectives against MPI's own."""
+"""Bytes sent next to their formula, and times of collectives next to MPI's own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,28 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from minipar.errors import UsageError
-from visualize.style import BLUE, GREY, INK, LINES, Picture, byte_label, picture, read_json, save, tidy
+from visualize.style import (
+    BLUE,
+    GREY,
+    INK,
+    LINES,
+    NOT_A_ROW,
+    Picture,
+    byte_label,
+    number,
+    picture,
+    read_json,
+    save,
+    tidy,
+)
 
 Row = Mapping[str, Any]
+UNKNOWN = ("mpi_seconds", "wire_bytes", "wire_bytes_expected")  # null for MPI, which does not say what it sends
+NUMBERS = ("ranks", "bytes", "seconds", *UNKNOWN)
 
 
 def plot_bytes(rows: Sequence[Row], path: str | None = None) -> Picture:
-    """Bytes sent per operation, counted (bar) and by the formula (mark).
+    """Draw the bytes sent by each operation, counted (bar) and by the formula (mark).
 
     rows: {"op", "axis" (optional), "bytes", "expected" (optional)}, one bar each, from the top down. `path` also saves.
     """
@@ -48,22 +63,25 @@ def plot_bytes(rows: Sequence[Row], path: str | None = None) -> Picture:
 
 
 def read_bench(path: str) -> list[Row]:
-    """The rows of `minipar.bench collectives --json FILE`. UsageError if the file is something else."""
-    rows = read_json(path)
+    """Read the rows of `minipar.bench collectives --json FILE`. UsageError if the file is something else."""
+    rows, foreign = read_json(path), "not written by minipar.bench collectives"
     if not isinstance(rows, list) or not rows:
-        raise UsageError(f"{path} is not a list of rows: not written by minipar.bench collectives")
-    needed = ("op", "algorithm", "ranks", "bytes", "seconds", "mpi_seconds", "wire_bytes", "wire_bytes_expected")
-    for number, row in enumerate(rows):
-        missing = [name for name in needed if not isinstance(row, dict) or name not in row]
+        raise UsageError(f"{path} is not a list of rows: {foreign}")
+    for place, row in enumerate(rows):
+        missing = [name for name in ("op", "algorithm", *NUMBERS) if not isinstance(row, dict) or name not in row]
         if missing:
-            raise UsageError(
-                f"{path}, row {number} lacks {', '.join(missing)}: not written by minipar.bench collectives"
-            )
+            raise UsageError(f"{path}, row {place} lacks {', '.join(missing)}: {foreign}")
+        try:
+            for name in NUMBERS:
+                if row[name] is not None or name not in UNKNOWN:
+                    number(row[name], 0)
+        except NOT_A_ROW as error:
+            raise UsageError(f"{path}, row {place}, {name}: {error}: {foreign}") from None
     return rows
 
 
 def plot_bench(rows: Sequence[Row]) -> Picture:
-    """For each operation, against the size of the array: time (beside MPI's own), and bytes sent (beside the formula).
+    """Draw each operation's time, next to MPI's own, and its bytes sent, next to the formula, against the array's size.
 
     rows: as `minipar.bench collectives --json` writes them; seconds, bytes, and bytes sent by one rank.
     """
@@ -91,12 +109,13 @@ def plot_bench(rows: Sequence[Row]) -> Picture:
 
 
 def _points(axes: Axes, line: Sequence[Row], name: str, style: str, **looks: Any) -> None:
-    """One curve of the benchmark, without the rows that have no such number (MPI does not say what it sends)."""
+    """Draw one curve of the benchmark, without the rows that have no such value."""
     known = [row for row in line if row[name] is not None]
     axes.plot([row["bytes"] for row in known], [row[name] for row in known], style, **looks)
 
 
 def _log_axes(axes: Axes, title: str, unit: str) -> None:
+    """Make both axes logarithmic, with bytes below and seconds or bytes on the left."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))

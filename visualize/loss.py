@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minipar.errors import UsageError
-from visualize.style import GREY, LINES, Picture, picture, read_text, tidy
+from visualize.style import GREY, LINES, NOT_A_ROW, Picture, number, parse_json, picture, read_text, tidy
 
 SMOOTHING = 20  # steps in the moving average drawn over a noisy curve
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
-    """The rows of a metrics file, one JSON object per line. UsageError names the line that is not one."""
+    """Read the rows of a metrics file, one JSON object per line. UsageError names the line that is not one."""
     rows = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for line, text in enumerate(read_text(path).splitlines(), start=1):
+        row = parse_json(text, path, line)
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{path}, line {number} is not JSON: {error.msg}") from None
-        if not (isinstance(row, dict) and isinstance(row.get("loss"), (int, float)) and "step" in row):
-            raise UsageError(f"{path}, line {number} has no step and loss: not written by minipar.train --metrics")
-        rows.append(row)
+            number(row["step"], 0)
+            rows.append(row | {"loss": float("nan") if row["loss"] != row["loss"] else number(row["loss"])})
+        except NOT_A_ROW:
+            foreign = "not written by minipar.train --metrics"
+            raise UsageError(f"{path}, line {line} has no step and loss: {foreign}") from None
     if not rows:
         raise UsageError(f"{path} holds no steps")
     return rows
@@ -32,7 +31,7 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
 def plot_loss(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], reference: float | None = None, reference_label: str = ""
 ) -> Picture:
-    """Loss in nats per token against the step, one line per run ({label: rows with step and loss}).
+    """Draw loss in nats per token against the step, counted from 1, for each run ({label: rows with step and loss}).
 
     `reference` draws a level to compare with: the entropy of single-byte frequencies, say, which a model beats only
     by looking at what came before.
@@ -40,33 +39,33 @@ def plot_loss(
     figure = picture(7.0, 4.0)
     axes = figure.add_subplot()
     for (label, rows), colour in zip(runs.items(), LINES * len(runs), strict=False):
-        steps, losses = [row["step"] for row in rows], [float(row["loss"]) for row in rows]
+        steps, losses = [row["step"] + 1 for row in rows], [float(row["loss"]) for row in rows]
+        name = label if not label.startswith("_") else f" {label}"  # matplotlib hides labels that begin with "_"
         if len(losses) > 3 * SMOOTHING:
             last = math.fsum(losses[-SMOOTHING:]) / SMOOTHING
-            axes.plot(steps, losses, color=colour, linewidth=0.8, alpha=0.35)
-            text = f"{label}: {losses[0]:.3f} at first, {last:.3f} over the last {SMOOTHING} steps"
+            axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.45, label=f"{name}: each step")
+            text = f"{name}: mean of {SMOOTHING} steps around; {losses[0]:.3f} at first, {last:.3f} at last"
             axes.plot(steps, _smooth(losses), color=colour, linewidth=2.0, label=text)
         else:
-            text = f"{label}: {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
+            text = f"{name}: {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
             axes.plot(steps, losses, color=colour, linewidth=1.8, label=text)
         if len(losses) == 1:
             axes.plot(steps, losses, "o", color=colour)
     if reference is not None:
-        axes.axhline(
-            reference, color=GREY, linestyle="--", linewidth=1.5, label=f"{reference_label} {reference:.3f}".strip()
-        )
+        text = f"{reference_label} {reference:.3f}".strip()
+        axes.axhline(reference, color=GREY, linestyle="--", linewidth=1.5, label=text)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=9)
     tidy(axes)
     return figure
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean of up to SMOOTHING values around each; at the start, where loss falls fast, as many before as after."""
-    smooth = []
+    """Average up to SMOOTHING values around each one; fewer at the start, where the loss falls fast and bends."""
+    averages = []
     for i in range(len(values)):
-        left = min(SMOOTHING // 2, i)
-        around = values[i - left : i + left + 1]  # at the end, whatever is left
-        smooth.append(math.fsum(around) / len(around))
-    return smooth
+        reach = min(SMOOTHING // 2, i // 4)
+        around = values[i - reach : i + reach + 1]  # at the end fewer values follow
+        averages.append(math.fsum(around) / len(around))
+    return averages

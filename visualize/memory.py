@@ -1,4 +1,4 @@
-"""Memory over one forward and backward pass, and over a whole training step by what it is for."""
+"""Memory of a rank over one training step, by what it is for, from the file that `minipar.train --memory` writes."""
 
 from __future__ import annotations
 
@@ -12,45 +12,15 @@ from matplotlib.markers import CARETDOWN
 from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
-from visualize.style import COLOURS, INK, LINES, Picture, byte_label, picture, read_json, tidy
-
-Moment = tuple[str, int, int]  # where, bytes held there, the most held since the moment before
+from visualize.style import COLOURS, INK, NOT_A_ROW, Picture, byte_label, byte_unit, number, picture, read_json, tidy
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")  # minipar.memory's, from the bottom up
 LedgerMoment = tuple[str, Sequence[int]]  # phase, bytes of each of KINDS
 NARROWEST = 0.25  # of all moments: room for a phase's name
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-
-
-def plot_memory(runs: Mapping[str, Sequence[Moment]], turn: str | None = None) -> Picture:
-    """Bytes held at named moments (line) and the peaks between them (dots): {run: moments}, the same moments in each.
-
-    `turn` names the moment at which forward ends and backward begins.
-    """
-    figure = picture(9.0, 4.2)
-    axes = figure.add_subplot()
-    names: list[str] = []
-    for (label, moments), colour in zip(runs.items(), LINES * len(runs), strict=False):
-        names = [name for name, _, _ in moments]
-        held = [now / 2**20 for _, now, _ in moments]
-        peaks = [peak / 2**20 for _, _, peak in moments]
-        text = f"{label}: held (peak {max(peaks):.1f} MiB)"
-        axes.plot(range(len(names)), held, "-", color=colour, linewidth=2.0, label=text)
-        axes.fill_between(range(len(names)), held, color=colour, alpha=0.12, linewidth=0)
-        places = [place - 0.5 for place in range(1, len(names))]
-        axes.plot(places, peaks[1:], "v", color=colour, markersize=6, label=f"{label}: most held in between")
-    if turn is not None:
-        axes.axvline(names.index(turn), color=INK, linestyle=":", linewidth=1.0)
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    axes.set_ylabel("memory (MiB)")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    tidy(axes)
-    return figure
 
 
 def read_ledger(path: str, rank: int = 0) -> Sequence[LedgerMoment]:
-    """One rank's moments from a file of `minipar.train --memory`. UsageError if the file or the rank is another."""
+    """Read one rank's moments from a file of `minipar.train --memory`. UsageError for another file or rank."""
     data, foreign = read_json(path), "not written by minipar.train --memory"
     if not isinstance(data, dict) or not isinstance(data.get("ranks"), list) or not data["ranks"]:
         raise UsageError(f"{path} has no list of ranks: {foreign}")
@@ -58,10 +28,10 @@ def read_ledger(path: str, rank: int = 0) -> Sequence[LedgerMoment]:
         raise UsageError(f"{path} has other kinds of memory than {', '.join(KINDS)}: {foreign}")
     try:
         ledgers = {
-            one["rank"]: [(str(phase), [int(number) for number in held]) for phase, held in one["moments"]]
+            int(one["rank"]): [(str(phase), [int(number(size, 0)) for size in held]) for phase, held in one["moments"]]
             for one in data["ranks"]
         }
-    except (KeyError, TypeError, ValueError):
+    except NOT_A_ROW:
         raise UsageError(f"{path} has a rank without its moments: {foreign}") from None
     if rank not in ledgers:
         raise UsageError(f"--rank {rank}: {path} has ranks {min(ledgers)} to {max(ledgers)}")
@@ -71,14 +41,14 @@ def read_ledger(path: str, rank: int = 0) -> Sequence[LedgerMoment]:
 
 
 def plot_ledger(runs: Mapping[str, Sequence[LedgerMoment]], model_state: Mapping[str, int] | None = None) -> Picture:
-    """Memory of one rank over one step, stacked by kind, a panel for each run: {title: the ledger's moments}.
+    """Draw the memory of one rank over one step, stacked by kind, a panel for each run: {title: the ledger's moments}.
 
-    The horizontal axis has the moments in order, whatever time lies between them; a phase of few moments is widened to
-    hold its name. `model_state` draws a dashed level in the panels that it names: what parameters, gradients and
-    optimizer state take by a formula.
+    The horizontal axis has the moments at which memory changed, in order, whatever time lies between them; a phase of
+    few moments is widened to hold its name. `model_state` draws a dashed level in the panels that it names: the bytes
+    of parameters, gradients and optimizer state by a formula.
     """
     top = max((sum(held) for moments in runs.values() for _, held in moments), default=0)
-    unit, scale = next((unit, size) for unit, size in UNITS if top >= size or size == 1)
+    unit, scale = byte_unit(top)
     figure = picture(max(5.0, 0.9 + 2.55 * len(runs)), 4.2)
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for axes, (label, moments) in zip(panels, runs.items(), strict=True):
@@ -86,6 +56,7 @@ def plot_ledger(runs: Mapping[str, Sequence[LedgerMoment]], model_state: Mapping
         if model_state is not None and label in model_state:
             axes.axhline(model_state[label] / scale, color=INK, linestyle="--", linewidth=1.3)
         axes.set_title(label, loc="left", fontsize=10)
+        axes.set_xlabel("changes of memory, in order", fontsize=8)
     panels[0].set_ylim(0, 1.15 * max(top, 1) / scale)
     panels[0].set_ylabel(f"memory of one rank ({unit})")
     handles: list[Artist] = [Patch(color=COLOURS[kind], label=kind) for kind in KINDS]
@@ -97,7 +68,7 @@ def plot_ledger(runs: Mapping[str, Sequence[LedgerMoment]], model_state: Mapping
 
 
 def _stack(axes: Axes, moments: Sequence[LedgerMoment], scale: float) -> None:
-    """One panel: the areas, the phases and the peak."""
+    """Draw one panel: the areas, the phases and the peak."""
     spans = [(phase, len(list(group))) for phase, group in groupby(phase for phase, _ in moments)]
     least = NARROWEST * len(moments)
     places, bounds = [], [0.0]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from minipar.errors import UsageError
-from visualize.links import MeshTraffic
-from visualize.style import BLUE, INK, ORANGE, PAPER, PURPLE, Picture, at_lightness, byte_label, picture
+from visualize.style import BLUE, INK, ORANGE, PAPER, PURPLE, Picture, at_lightness, byte_label, byte_unit, picture
+from visualize.timeline import Trace, coordinates
 
+AXES = ("tp", "dp", "pp")  # fastest first, as in minipar.comm.mesh
 # Lightness 46, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
 LOOKS: dict[str, tuple[str, Any]] = {
     "tp": (BLUE, "-"),
@@ -22,7 +27,7 @@ NAMES = {"tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline"}
 MOST = 64  # ranks in one picture
 LABELLED = 20  # pairs of ranks whose bytes are written at their line
 THINNEST, WIDEST = 1.0, 6.0  # points
-NEGLIGIBLE = 0.01  # of the widest line on the same axis: drawn as a hairline, without heads and number
+NEGLIGIBLE = 0.01  # of the bytes of the widest line on the same axis: not drawn
 # Inches: the width of a rank's box, a line of its text, the room between boxes, and the lane beside a row of boxes in
 # which lines pass that join ranks further apart than neighbours.
 BOX, LINE, ROOM, LANE = 1.22, 0.145, 0.8, 0.5
@@ -30,15 +35,108 @@ BOX, LINE, ROOM, LANE = 1.22, 0.145, 0.8, 0.5
 Place = tuple[float, float]  # inches, y upwards
 
 
+@dataclass(frozen=True)
+class MeshTraffic:
+    """The bytes and messages that the ranks of a mesh sent one another over all steps of a trace.
+
+    shape  {"pp": PP, "dp": DP, "tp": TP}; rank = (pp*DP + dp)*TP + tp
+    steps  how many steps the trace has (1 if it marks none); what `per_step` divides by
+    links  {(axis, source, dest): [messages, bytes]}, world ranks
+    """
+
+    shape: dict[str, int]
+    steps: int
+    links: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.shape.values())
+
+    @cached_property
+    def unit(self) -> tuple[str, int]:
+        """The unit in which a picture writes all bytes: that of the most that one rank sends on an axis in a step."""
+        return byte_unit(max(self.per_step(self.sent(axis, rank)[1]) for axis in AXES for rank in range(self.ranks)))
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes that have more than one rank, fastest first."""
+        return [axis for axis in AXES if self.shape[axis] > 1]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Compute {"pp": ., "dp": ., "tp": .} of a world rank."""
+        return coordinates(self.shape, rank)
+
+    def sent(self, axis: str, rank: int | None = None) -> tuple[int, int]:
+        """Sum (messages, bytes) sent on an axis, by one rank or by all."""
+        counts = [count for (a, source, _), count in self.links.items() if a == axis and rank in (None, source)]
+        return sum(messages for messages, _ in counts), sum(nbytes for _, nbytes in counts)
+
+    def pairs(self, axis: str) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (rank, higher rank, bytes up, bytes down) of each pair of ranks that communicates on an axis."""
+        for low, high in sorted({(min(s, d), max(s, d)) for a, s, d in self.links if a == axis}):
+            up, down = (self.links.get((axis, *pair), [0, 0])[1] for pair in ((low, high), (high, low)))
+            yield low, high, up, down
+
+    def per_step(self, total: int) -> int | float:
+        """Divide a total over all steps by their number; the mean is an int where it is whole."""
+        mean = Fraction(total, self.steps)
+        return int(mean) if mean.denominator == 1 else float(mean)
+
+
+def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
+    """Add up a trace's messages. UsageError if it does not say its mesh, or if a message does not fit the mesh."""
+    old = "written by an older minipar? Trace again"
+    if set(trace.mesh) != set(AXES) or any(size < 1 for size in trace.mesh.values()):
+        raise UsageError(f"{name} does not say its mesh: not of minipar.train --trace, or {old}")
+    traffic = MeshTraffic({axis: trace.mesh[axis] for axis in ("pp", "dp", "tp")}, max(1, len(trace.steps())))
+    product = f"pp*dp*tp = {'*'.join(map(str, traffic.shape.values()))} = {traffic.ranks}"
+    if list(trace.ranks) != list(range(traffic.ranks)):
+        raise UsageError(f"{name} has {len(trace.ranks)} ranks, but its mesh {product}")
+    for message in (message for message in trace.messages if message.axis in AXES):
+        if message.nbytes is None:
+            raise UsageError(f"{name} does not say how many bytes its messages have: {old}")
+        source, dest = traffic.coordinates(message.source), traffic.coordinates(message.dest)
+        if [axis for axis in source if source[axis] != dest[axis]] != [message.axis]:
+            raise UsageError(
+                f"{name} has a message on {message.axis} from rank {message.source} to rank {message.dest}, which do "
+                f"not lie along {message.axis} in a mesh {product}"
+            )
+        count = traffic.links.setdefault((message.axis, message.source, message.dest), [0, 0])
+        count[0] += 1
+        count[1] += message.nbytes
+    return traffic
+
+
+def mesh_numbers(traffic: MeshTraffic) -> dict[str, Any]:
+    """Collect for JSON bytes and messages over all steps, by axis, by rank and axis, and by pair of ranks and axis."""
+
+    def counts(axis: str, rank: int | None = None) -> dict[str, int]:
+        return dict(zip(("messages", "bytes"), traffic.sent(axis, rank), strict=True))
+
+    return {
+        "mesh": traffic.shape,
+        "steps": traffic.steps,
+        "axes": {axis: counts(axis) | {"bytes_per_step": traffic.per_step(counts(axis)["bytes"])} for axis in AXES},
+        "ranks": [
+            {"rank": rank} | traffic.coordinates(rank) | {"sent": {axis: counts(axis, rank) for axis in AXES}}
+            for rank in range(traffic.ranks)
+        ],
+        "links": [
+            {"axis": axis, "source": source, "dest": dest, "messages": messages, "bytes": nbytes}
+            for (axis, source, dest), (messages, nbytes) in sorted(traffic.links.items())
+        ],
+    }
+
+
 def plot_mesh(traffic: MeshTraffic) -> Picture:
-    """The ranks of a mesh as boxes and what they send one another as lines, in bytes per step; below, bytes per axis.
+    """Draw the ranks of a mesh as boxes, the bytes per step between them as lines, and below them bytes per axis.
 
     Stages of a pipeline and replicas lie across and down (the more numerous across), tensor-parallel ranks on a
     diagonal between the two, nearest. Two axes make a grid, one a circle. A line is as wide as the bytes of both
     directions, from THINNEST points up; its heads are at the ranks that receive.
     """
     if traffic.ranks > MOST:
-        raise UsageError(f"pp*dp*tp = {traffic.ranks} ranks: more than {MOST} cannot be drawn, only told (--json)")
+        raise UsageError(f"pp*dp*tp = {traffic.ranks} ranks: more than {MOST} cannot be drawn; --json has their bytes")
     height = 0.50 + LINE * max(1, len(traffic.axes))
     places = layout(traffic.shape, (BOX, height))
     across, down = directions(traffic.shape)
@@ -47,7 +145,7 @@ def plot_mesh(traffic: MeshTraffic) -> Picture:
     left, right = min(x for x, _ in places.values()) - side, max(x for x, _ in places.values()) + BOX / 2 + 0.3
     low, high = min(y for _, y in places.values()) - height / 2 - 0.3, max(y for _, y in places.values()) + top
     missing = max(0.0, 7.6 - (right - left)) / 2
-    table = 0.22 * len(traffic.axes) + 0.6
+    table = 0.22 * len(traffic.axes) + 1.12
     left, right, low, high = left - missing, right + missing, low - table, high + 0.4
     figure = picture(right - left, high - low)
     figure.set_layout_engine("none")
@@ -62,12 +160,12 @@ def plot_mesh(traffic: MeshTraffic) -> Picture:
     _stages(axes, traffic, places, height)
     boxes = {rank: _box(axes, traffic, rank, place, height) for rank, place in places.items()}
     _links(axes, traffic, places, boxes, height)
-    _table(axes, traffic, left + 0.2, low + table - 0.1)
+    _table(axes, traffic, left + 0.2, low + table - 0.25)
     return figure
 
 
 def directions(shape: dict[str, int]) -> tuple[str, str]:
-    """Which axis runs across the picture and which down: of those with several ranks the two that are not tp, or tp."""
+    """Choose the axes that run across the picture and down: not tp if both others have several ranks."""
     used = [axis for axis in ("pp", "dp", "tp") if shape[axis] > 1]
     if len(used) == 3:
         used.remove("tp")
@@ -76,13 +174,13 @@ def directions(shape: dict[str, int]) -> tuple[str, str]:
 
 
 def _lane(shape: dict[str, int], axis: str) -> float:
-    """The room that lines beside the boxes along an axis need: none where all ranks are neighbours, or on a circle."""
+    """Compute the space for lines next to the boxes along an axis: 0 where all ranks are neighbours, or on a circle."""
     several = sum(size > 1 for size in shape.values()) > 1
     return LANE if several and shape[axis] > 2 else 0.0
 
 
 def layout(shape: dict[str, int], box: tuple[float, float]) -> dict[int, Place]:
-    """Where the middle of each rank's box of (width, height) is, in inches."""
+    """Place the middle of each rank's box of (width, height), in inches."""
     width, height = box
     used = [axis for axis in ("pp", "dp", "tp") if shape[axis] > 1]
     total = math.prod(shape.values())
@@ -101,27 +199,27 @@ def layout(shape: dict[str, int], box: tuple[float, float]) -> dict[int, Place]:
         steps[down] = (0.0, -below - (shape["tp"] - 1) * y)
     places = {}
     for rank in range(total):
-        rest, tp = divmod(rank, shape["tp"])
-        pp, dp = divmod(rest, shape["dp"])
-        moves = [(steps["tp"], tp), (steps["dp"], dp), (steps["pp"], pp)]
+        moves = [(steps[axis], place) for axis, place in coordinates(shape, rank).items()]
         places[rank] = (sum(step[0] * n for step, n in moves), sum(step[1] * n for step, n in moves))
     return places
 
 
 def _stages(axes: Axes, traffic: MeshTraffic, places: dict[int, Place], height: float) -> None:
-    """A field behind each stage of a pipeline."""
+    """Draw a field behind each stage of a pipeline, and its name below."""
     if len(traffic.axes) < 2 or traffic.shape["pp"] == 1:
         return
     for stage in range(traffic.shape["pp"]):
-        mine = [place for rank, place in places.items() if traffic.coordinates(rank)["pp"] == stage]
-        (left, right), (low, high) = [(min(values), max(values)) for values in zip(*mine, strict=True)]
-        corner = (left - BOX / 2 - 0.13, low - height / 2 - 0.13)
-        size = (right - left + BOX + 0.26, high - low + height + 0.26)
+        members = [place for rank, place in places.items() if traffic.coordinates(rank)["pp"] == stage]
+        (left, right), (low, high) = [(min(values), max(values)) for values in zip(*members, strict=True)]
+        corner = (left - BOX / 2 - 0.13, low - height / 2 - 0.28)
+        size = (right - left + BOX + 0.26, high - low + height + 0.41)
         axes.add_patch(Rectangle(corner, *size, facecolor=PAPER, edgecolor="none", zorder=0))
+        text = f"pipeline stage {stage} (pp {stage})"
+        axes.text(corner[0] + 0.08, corner[1] + 0.07, text, fontsize=7.5, color=INK, va="baseline", zorder=1)
 
 
 def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: float) -> FancyBboxPatch:
-    """One rank: its number, its coordinates, and what it sends on each axis."""
+    """Draw one rank: its number, its coordinates, and the bytes that it sends on each axis."""
     x, y = place
     corner = (x - BOX / 2 + 0.06, y - height / 2 + 0.06)
     shape = "round,pad=0.06,rounding_size=0.08"
@@ -137,7 +235,7 @@ def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: floa
         line = top - 0.50 - LINE * number
         colour, dashes = LOOKS[axis]
         axes.plot([x - 0.52, x - 0.27], [line, line], color=colour, linestyle=dashes, linewidth=1.8, zorder=5)
-        text = f"{axis} {byte_label(traffic.per_step(traffic.sent(axis, rank)[1]))}"
+        text = f"{axis} {byte_label(traffic.per_step(traffic.sent(axis, rank)[1]), traffic.unit)}"
         axes.text(x - 0.21, line, text, fontsize=7.5, **look | {"ha": "left"})
     return box
 
@@ -145,18 +243,16 @@ def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: floa
 def _links(
     axes: Axes, traffic: MeshTraffic, places: dict[int, Place], boxes: dict[int, FancyBboxPatch], height: float
 ) -> None:
-    """A line for each pair of ranks that talk."""
+    """Draw a line for each pair of ranks that sends more than a negligible part of the widest line on its axis."""
     pairs = [(axis, *pair) for axis in traffic.axes for pair in traffic.pairs(axis)]
     most = max((up + down for *_, up, down in pairs), default=0) or 1
-    hairline = {
-        axis: NEGLIGIBLE * max((up + down for a, _, _, up, down in pairs if a == axis), default=0) for axis in LOOKS
-    }
-    counted = sum(up + down > hairline[axis] for axis, _, _, up, down in pairs)
-    for axis, low, high, up, down in pairs:
+    widest = {axis: max((up + down for a, _, _, up, down in pairs if a == axis), default=0) for axis in LOOKS}
+    least = {axis: NEGLIGIBLE * total for axis, total in widest.items()}
+    drawn = [pair for pair in pairs if pair[3] + pair[4] > least[pair[0]]]
+    for axis, low, high, up, down in drawn:
         colour, dashes = LOOKS[axis]
-        drawn = up + down > hairline[axis]
-        width = THINNEST + (WIDEST - THINNEST) * (up + down) / most if drawn else 0.5
-        heads = ("<|" if drawn and down > hairline[axis] else "", "|>" if drawn and up > hairline[axis] else "")
+        width = THINNEST + (WIDEST - THINNEST) * (up + down) / most
+        heads = ("<|" if down > least[axis] else "", "|>" if up > least[axis] else "")
         size = 9 + 2.6 * width
         ends, route, middle = _route(traffic, axis, low, high, places, height)
         way = {"patchA": boxes[low], "patchB": boxes[high], "connectionstyle": route, "mutation_scale": size}
@@ -164,28 +260,26 @@ def _links(
         shrink = [1.5 + (0.25 * size if head else 0.0) for head in heads]
         look = {"color": colour, "linestyle": dashes, "linewidth": width, "capstyle": "butt", "joinstyle": "miter"}
         line = FancyArrowPatch(*ends, **way, **look, arrowstyle="-", shrinkA=shrink[0], shrinkB=shrink[1])
-        line.set(zorder=2 if drawn else 1, alpha=1.0 if drawn else 0.6, gid=f"{axis} {low} {high}")
+        line.set(zorder=2, gid=f"{axis} {low} {high}")
         axes.add_patch(line)
-        if any(heads):
-            style = "-".join(heads)
-            axes.add_patch(FancyArrowPatch(*ends, **way, arrowstyle=style, color=colour, linewidth=0, zorder=2))
-        if drawn and counted <= LABELLED:
-            label = byte_label(traffic.per_step(up + down))
+        axes.add_patch(FancyArrowPatch(*ends, **way, arrowstyle="-".join(heads), color=colour, linewidth=0, zorder=2))
+        if len(drawn) <= LABELLED:
+            label = byte_label(traffic.per_step(up + down), traffic.unit)
             axes.text(*middle, label, fontsize=7, ha="center", va="center", color=INK, zorder=3)
 
 
 def _route(
     traffic: MeshTraffic, axis: str, low: int, high: int, places: dict[int, Place], height: float
 ) -> tuple[tuple[Place, Place], str, Place]:
-    """The ends of a line, matplotlib's connection style between them, and the middle of its label.
+    """Choose the ends of a line, matplotlib's connection style between them, and the middle of its label.
 
-    Neighbours are joined straight; others through the lane above or on the left of their row, or in an arc beside
-    their diagonal, and they leave their boxes beside the middle.
+    Neighbours are joined straight; others through the lane above or on the left of their row, or in an arc next to
+    their diagonal, and they leave their boxes next to the middle.
     """
     (x0, y0), (x1, y1) = places[low], places[high]
     x, y, length = (x0 + x1) / 2, (y0 + y1) / 2, math.hypot(x1 - x0, y1 - y0)
-    here = traffic.coordinates(low)
-    between = traffic.coordinates(high)[axis] - here[axis] - 1
+    position = traffic.coordinates(low)
+    between = traffic.coordinates(high)[axis] - position[axis] - 1
     straight = (places[low], places[high])
     if len(traffic.axes) < 2:
         out = math.hypot(x, y) or 1.0
@@ -195,7 +289,7 @@ def _route(
     if between == 0:
         # Where no other line passes: between two groups of tensor-parallel ranks, below the upper rank, right of it.
         if y0 == y1:
-            last = places[low - here["tp"] + traffic.shape["tp"] - 1][0]
+            last = places[low - position["tp"] + traffic.shape["tp"] - 1][0]
             return straight, "arc3", (last + (BOX + ROOM) / 2, y + 0.15)
         return straight, "arc3", (x - 0.36, y0 - height / 2 - 0.18) if x0 == x1 else (x + 0.42, y + 0.1)
     lane = 0.14 + 0.26 * between / (traffic.shape[axis] - 2)
@@ -213,22 +307,27 @@ def _route(
 
 
 def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
-    """Bytes and messages of each axis."""
+    """Write the bytes and messages of each axis, and how to read the picture."""
     columns = (left + 0.75, left + 3.55, left + 5.45, left + 7.2)
     look = {"fontsize": 8.5, "color": INK, "va": "center"}
-    heads = ("axis", "bytes, all ranks", "bytes, one rank", "messages, all ranks")
+    heads = ("axis", "all ranks send", "one rank sends", "messages, all ranks")
     for x, head in zip(columns, heads, strict=True):
         axes.text(x, top, head, ha="left" if x == columns[0] else "right", weight="bold", **look)
-    for number, axis in enumerate(traffic.axes, start=1):
-        y = top - 0.22 * number
+    for line, axis in enumerate(traffic.axes, start=1):
+        y = top - 0.22 * line
         colour, dashes = LOOKS[axis]
         axes.plot([left, left + 0.6], [y, y], color=colour, linestyle=dashes, linewidth=3)
         messages, nbytes = traffic.sent(axis)
         ranks = [traffic.sent(axis, rank)[1] for rank in range(traffic.ranks)]
-        span = " to ".join(f"{traffic.per_step(total):,}" for total in sorted({min(ranks), max(ranks)}))
+        labels = [byte_label(traffic.per_step(total), traffic.unit) for total in (min(ranks), max(ranks))]
+        span = " to ".join(dict.fromkeys(labels))
         name = f"{axis}, {NAMES[axis]}, {traffic.shape[axis]} ranks"
-        cells = (name, f"{traffic.per_step(nbytes):,}", span, f"{traffic.per_step(messages):,}")
+        cells = (name, byte_label(traffic.per_step(nbytes), traffic.unit), span, f"{traffic.per_step(messages):,}")
         for x, cell in zip(columns, cells, strict=True):
             axes.text(x, y, cell, ha="left" if x == columns[0] else "right", **look)
-    note = "Lines are as wide as the bytes of both directions. Hairlines: 1 % or less of the widest on their axis."
-    axes.text(left, top - 0.22 * (len(traffic.axes) + 1), note, fontsize=7.5, color=INK, va="center")
+    notes = (
+        "In a box: the bytes that this rank sends. At a line: those of both directions; a wider line is more bytes.",
+        f"Pairs of ranks that send {100 * NEGLIGIBLE:g} % or less of the widest line on their axis are not joined.",
+    )
+    for line, note in enumerate(notes, start=len(traffic.axes) + 1):
+        axes.text(left, top - 0.22 * line, note, fontsize=7.5, color=INK, va="center")

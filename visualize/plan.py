@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from matplotlib.axes import Axes
 
 from minipar.errors import UsageError
 from visualize.style import (
@@ -11,76 +14,99 @@ from visualize.style import (
     GREEN,
     GREY,
     INK,
+    NOT_A_ROW,
     ORANGE,
     PURPLE,
+    SKY,
     VERMILION,
+    WINE,
     YELLOW,
     Picture,
+    number,
     picture,
     read_json,
     tidy,
 )
 
-# Parts of a step's time and of memory, from the bottom of a bar to its top.
-TIME = {"compute": BLUE, "tp": PURPLE, "pp": VERMILION, "dp": ORANGE, "bubble": GREY, "optimizer": GREEN}
+# Parts of a step's time and of memory, from the bottom of a bar to its top. Only the optimizer is part of both.
+TIME = {"compute": SKY, "tp": PURPLE, "pp": VERMILION, "dp": WINE, "bubble": GREY, "optimizer": GREEN}
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
+AXES = ("dp", "tp", "pp")
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """The file. UsageError if it is not a planner's."""
-    found = read_json(path)
+    """Read the file. UsageError if it is not a planner's."""
+    search = read_json(path)
     try:
-        for plan in found["plans"]:
-            bars = [plan["seconds"][part] for part in TIME] + [plan["memory_bytes"][part] for part in MEMORY]
-            float(sum(bars)), plan["dp"], plan["tp"], plan["pp"], plan["zero_stage"]
-        for mesh in found["meshes"]:
-            float(mesh["seconds"] + mesh["memory_bytes"]), mesh["dp"], mesh["tp"], mesh["pp"]
-        float(found["gpu"]["memory"] + found["gpus"]), found["gpu"]["name"], found["model"]["name"]
-        if not found["plans"]:
+        for plan in search["plans"]:
+            parts = [plan["seconds"][part] for part in (*TIME, "total")]
+            for value in (*parts, *(plan["memory_bytes"][part] for part in MEMORY), plan["mfu"], plan["zero_stage"]):
+                number(value, 0)
+        for mesh in (*search["plans"], *search["meshes"]):
+            for axis in AXES:
+                number(mesh[axis], 1)
+        for value in (value for mesh in search["meshes"] for value in (mesh["seconds"], mesh["memory_bytes"])):
+            number(value, 0)
+        for value in (search["gpu"]["memory"], search["gpus"], search["global_batch"], search["seq_len"]):
+            number(value, 1)
+        str(search["gpu"]["name"]), str(search["model"]["name"])
+        if not search["plans"]:
             raise ValueError("no plans")
-    except (KeyError, TypeError, ValueError):
+    except NOT_A_ROW:
         raise UsageError(f"{path} was not written by minipar.plan --json") from None
-    return found  # type: ignore[no-any-return]
+    return search  # type: ignore[no-any-return]
 
 
-def plot_plan(found: dict[str, Any]) -> Picture:
-    """Three panels: the parts of time and of memory of the best plans, and every mesh as a point of the two."""
-    plans, meshes = found["plans"], found["meshes"]
-    figure = picture(13.0, 4.6)
+def plot_plan(search: dict[str, Any]) -> Picture:
+    """Draw the parts of time and of memory of the best plans, and every mesh as a point of the two."""
+    plans = search["plans"]
+    figure = picture(14.0, 5.0)
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
-    names = [f"dp {p['dp']}\ntp {p['tp']}\npp {p['pp']}\nZeRO-{p['zero_stage']}" for p in plans]
-    for axes, parts, key, unit, label in (
-        (time, TIME, "seconds", 1.0, "time of a step (s)"),
-        (memory, MEMORY, "memory_bytes", 1e9, "memory of the fullest rank (GB)"),
-    ):
-        bottom = [0.0] * len(plans)
-        for part, colour in parts.items():
-            heights = [plan[key][part] / unit for plan in plans]
-            axes.bar(
-                range(len(plans)), heights, 0.7, bottom, color=colour, label=part, edgecolor="white", linewidth=0.5
-            )
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-        axes.set_xticks(range(len(plans)), names, fontsize=8)
-        axes.set_ylabel(label)
-        axes.set_ylim(0, 1.45 * max(bottom))
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center")
-        tidy(axes)
-    for plan, height in zip(plans, [plan["seconds"]["total"] for plan in plans], strict=True):
-        time.text(plans.index(plan), height, f"{plan['mfu']:.1%}", ha="center", va="bottom", fontsize=8, color=INK)
-    shown = {(plan["dp"], plan["tp"], plan["pp"]) for plan in plans}
-    for mesh in meshes:
-        one = mesh["dp"], mesh["tp"], mesh["pp"]
-        x, y = mesh["memory_bytes"] / 1e9, mesh["seconds"]
-        both.plot(x, y, "o", color=BLUE if one in shown else GREY, markersize=7 if one in shown else 4)
-    both.axvline(found["gpu"]["memory"] / 1e9, color=GREY, linestyle="--")
-    both.set_xlabel(f"memory (GB; dashed: {found['gpu']['name']})")
-    both.set_ylabel("time of a step (s)")
-    both.set_title(f"all {len(meshes)} meshes that fit, each at its fastest", fontsize=9)
-    both.set_xlim(left=0)
-    both.set_ylim(bottom=0)
-    tidy(both)
-    figure.suptitle(
-        f"{found['model']['name']} on {found['gpus']} x {found['gpu']['name']}, batch {found['global_batch']} x "
-        f"{found['seq_len']} (MFU above the bars)"
-    )
+    _bars(time, plans, "seconds", 1.0, TIME)
+    time.set_ylabel("time of a step (s)")
+    time.set_title("time; above the bars: MFU", loc="left", fontsize=10)
+    for place, plan in enumerate(plans):
+        height, look = plan["seconds"]["total"], {"ha": "center", "va": "bottom", "fontsize": 8, "color": INK}
+        time.text(place, height, f"{plan['mfu']:.1%}", **look)
+    _bars(memory, plans, "memory_bytes", 1e9, MEMORY)
+    memory.set_ylabel("memory of the fullest rank (GB)")
+    memory.set_title("memory", loc="left", fontsize=10)
+    _points(both, search)
+    model, gpu = search["model"]["name"], search["gpu"]["name"]
+    tokens = f"{search['global_batch']} sequences of {search['seq_len']} tokens per step"
+    figure.suptitle(f"The {len(plans)} fastest plans for {model} on {search['gpus']} x {gpu}, {tokens}", fontsize=12)
     return figure
+
+
+def _bars(axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, parts: dict[str, str]) -> None:
+    """Draw a bar for each plan, stacked from its parts."""
+    bottom = [0.0] * len(plans)
+    for part, colour in parts.items():
+        heights = [plan[key][part] / unit for plan in plans]
+        look = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
+        axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    names = ["\n".join([*(f"{axis} {plan[axis]}" for axis in AXES), f"ZeRO-{plan['zero_stage']}"]) for plan in plans]
+    axes.set_xticks(range(len(plans)), names, fontsize=8)
+    axes.set_ylim(0, 1.4 * max(*bottom, 1e-9))
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center")
+    tidy(axes)
+
+
+def _points(axes: Axes, search: dict[str, Any]) -> None:
+    """Draw each mesh at its memory and its time, and the memory of a GPU."""
+    best = {tuple(plan[axis] for axis in AXES) for plan in search["plans"]}
+    shown = [mesh for mesh in search["meshes"] if tuple(mesh[axis] for axis in AXES) in best]
+    others = [mesh for mesh in search["meshes"] if mesh not in shown]
+    for meshes, colour, size, label in ((others, GREY, 4, "other meshes"), (shown, BLUE, 7, "the plans on the left")):
+        places = [(mesh["memory_bytes"] / 1e9, mesh["seconds"]) for mesh in meshes]
+        axes.plot([x for x, _ in places], [y for _, y in places], "o", color=colour, markersize=size, label=label)
+    axes.axvline(search["gpu"]["memory"] / 1e9, color=GREY, linestyle="--", label="memory of a GPU")
+    axes.set_xlabel("memory of the fullest rank (GB)")
+    axes.set_ylabel("time of a step (s)")
+    axes.set_title(f"all {len(search['meshes'])} meshes that fit, each at its fastest", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.margins(y=0.15)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.15 * (high - low))
+    tidy(axes)

@@ -1,26 +1,37 @@
-"""Pictures of pipeline schedules: a row for each rank, a box for each action, and what the ranks hold meanwhile.
+"""Pictures of pipeline schedules: a row for each rank, a box for each action, and the activations alive meanwhile.
 
-A schedule's timeline comes from the simulator (`minipar.parallel.pipeline.simulate`) or from the trace of a run
-(`visualize.measured_timeline`); several are drawn on one time axis.
+A schedule's timeline comes from the simulator (`minipar.parallel.pipeline.simulate`) or from the trace of a run.
+Several are drawn on one time axis.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Durations, Timeline, make, simulate
-from minipar.parallel.pipeline.simulate import Time
-from visualize.boxes import SIDE_BY_SIDE, chunks, legend_handles, number_boxes, palette
-from visualize.measured import live_activations, measured_timeline, predicted_timeline
+from minipar.parallel.pipeline.simulate import Time, live_activations
+from visualize.boxes import (
+    DIGIT_WIDTH,
+    FILL,
+    KINDS,
+    SIDE_BY_SIDE,
+    SMALLEST,
+    chunks,
+    legend_handles,
+    mark_stages,
+    number_boxes,
+    palette,
+)
 from visualize.style import GREY, INK, PAPER, VERMILION, Picture
-from visualize.timeline import Trace, time_unit
+from visualize.timeline import time_unit
 
 NAMES = {
     "naive": "Naive",
@@ -33,19 +44,19 @@ NAMES = {
 }
 # Inches. The size of every box must be known before its number is written, so the layout is made here, by hand.
 LEFT, RIGHT, TITLE, AXIS, LEGEND = 0.72, 0.46, 0.34, 0.46, 0.32
-NARROWEST, WIDEST = 11.0, 20.0
-NUMBER = 5.9  # points of width in which a number can be read
+NARROWEST, WIDEST = 11.0, 24.0
 POINTS = 72
 LONGEST_NAME = 24  # of a file, beside the facts
 LONGEST_FRACTION = 1000  # a denominator beyond this says less than the percentage
 
 
 def stages_per_rank(timeline: Timeline) -> int:
+    """Count the stages of the rank that has most."""
     return 1 + max(chunks(timeline.schedule).values(), default=0)
 
 
 def bubble_text(bubble: Time) -> str:
-    """ "3/11 = 27.3 %": as an exact fraction too where it is one."""
+    """Write a bubble as "3/11 = 27.3 %": as an exact fraction too where it is one."""
     if bubble == 0:
         return "0"
     percent = f"{100 * float(bubble):.1f} %"
@@ -55,27 +66,42 @@ def bubble_text(bubble: Time) -> str:
 
 
 def facts(timeline: Timeline, sizes: bool = True) -> str:
-    """p, m and v (unless `sizes` is false), the bubble and the most activations that a rank holds."""
+    """State p, m and v (unless `sizes` is false), the bubble and the most activations that a rank holds.
+
+    Zero Bubble's paper leaves out the time before a rank's first action and after its last: where that differs from
+    idle / total, both are stated.
+    """
     p, m, v = len(timeline.ranks), timeline.schedule.microbatches, stages_per_rank(timeline)
-    said = [f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "")] if sizes else []
-    said.append(f"bubble {bubble_text(timeline.bubble_fraction)}")
+    parts = [f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "")] if sizes else []
+    parts.append(f"bubble {bubble_text(timeline.bubble_fraction)}")
     rate, fraction = float(timeline.bubble_rate), float(timeline.bubble_fraction)
     if abs(rate - fraction) > 1e-9 and timeline.schedule.splits_backward:
-        said[-1] += f" (Zero Bubble's rate {bubble_text(timeline.bubble_rate)})"
+        parts[-1] += f" ({bubble_text(timeline.bubble_rate)} within a rank's first to last action)"
     peak = max(timeline.peak_activations, default=0)
     # With v stages per rank each holds 1/v of the rank's layers, and so of their activations.
-    said.append(f"peak {f'{peak}/{v} = {peak / v:g}' if v > 1 else peak} activation{'s' * (peak != 1)}")
-    return "  ·  ".join(said)
+    parts.append(f"peak {f'{peak}/{v} = {peak / v:g}' if v > 1 else peak} activation{'s' * (peak != 1)}")
+    return "  ·  ".join(parts)
+
+
+def times_text(timelines: Iterable[Timeline]) -> str:
+    """State the times of all layers of a rank, "F = 1, B = 2": of each kind of action that has one time everywhere."""
+    times: dict[str, set[Time]] = {kind: set() for kind in KINDS}
+    for timeline in timelines:
+        v = stages_per_rank(timeline)
+        for slot in (slot for row in timeline.ranks for slot in row):
+            times[slot.action.kind].add(v * (slot.end - slot.start))
+    single = {kind: times.pop() for kind, times in times.items() if len(times) == 1}
+    return ", ".join(f"{kind} = {float(time):.4g}" for kind, time in single.items())
 
 
 def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[str, Timeline]:
-    """Every schedule of p ranks and m microbatches for one model: `durations` (1 each) are those of a rank's layers.
+    """Simulate every schedule of p ranks and m microbatches for one model: `durations` (1 each) of a rank's layers.
 
     A stage of a schedule with v stages per rank takes 1/v of them. Schedules that do not exist for p and m are left
     out.
     """
     durations = durations or Durations()
-    found = {}
+    timelines = {}
     for name in SCHEDULES:
         try:
             schedule = make(name, p, m)
@@ -88,14 +114,14 @@ def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[
             backward_input=durations.backward_input / v,
             backward_weight=durations.backward_weight / v,
         )
-        found[NAMES[name]] = simulate(schedule, each)
-    return found
+        timelines[NAMES[name]] = simulate(schedule, each)
+    return timelines
 
 
 def plot_schedule(
     timelines: Timeline | Mapping[str, Timeline], memory: bool = True, seconds: bool = False, width: float | None = None
 ) -> Picture:
-    """Each rank's actions over time, microbatch numbers inside; several timelines one above the other.
+    """Draw each rank's actions over time, microbatch numbers inside; several timelines one above the other.
 
     timelines  one, or {label: timeline}, as in {"predicted": ..., "measured": ...}
     memory     under them the activations alive on each rank (of the first timeline; of the others as lines)
@@ -122,40 +148,35 @@ def plot_schedule(
 
 
 def plot_schedules(timelines: Mapping[str, Timeline], width: float | None = None) -> Picture:
-    """Many schedules one above the other on one time axis, {name: timeline} as `gallery` gives them.
+    """Draw many schedules one above the other on one time axis, {name: timeline} as `gallery` gives them.
 
-    One that takes far longer than all others runs off the picture, and says so.
+    One that takes far longer than all others is cut, with its time at the edge.
     """
     if not timelines:
         raise UsageError("no timeline to draw")
     sheet = _Sheet(list(timelines.values()), width, cut=True)
-    figure, axes = sheet.lay_out([0.75 * len(timeline.ranks) * _row(timeline) for timeline in timelines.values()])
+    sizes = {(len(timeline.ranks), timeline.schedule.microbatches) for timeline in timelines.values()}
+    header = ", ".join([f"p = {p} ranks, m = {m} microbatches" for p, m in sizes if len(sizes) == 1])
+    heights = [0.75 * len(timeline.ranks) * _row(timeline) for timeline in timelines.values()]
+    figure, axes = sheet.lay_out(heights, header)
     for (name, timeline), panel in zip(timelines.items(), axes, strict=True):
-        said = f"time {float(timeline.makespan):g}  ·  {facts(timeline, sizes=False)}"
-        sheet.draw(panel, timeline, name, said)
+        sheet.draw(panel, timeline, name, f"time {float(timeline.makespan):g}  ·  {facts(timeline, sizes=False)}")
     return figure
 
 
-def plot_measured(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Picture:
-    """One step of a pipelined run as it was (below), and as the simulator predicts it from the mean times of the
-    actions (above). `name` goes into the titles; `step` and `replica` as for `measured_timeline`.
-    """
-    measured = measured_timeline(trace, name, step, replica)
-    return plot_schedule({"predicted": predicted_timeline(measured), "measured": measured}, seconds=True)
-
-
 def _row(timeline: Timeline) -> float:
-    """Inches for each rank: generous for a few, still visible for many."""
+    """Choose the inches for each rank: generous for a few, still visible for many."""
     return min(0.3, 0.8 / max(1, len(timeline.ranks)) ** 0.5)
 
 
 def _row_of_memory(ranks: int) -> float:
+    """Choose the inches for the memory of each rank."""
     return min(0.24, 0.6 / max(1, ranks) ** 0.5)
 
 
 @dataclass
 class _Sheet:
-    """What the panels of one picture share: colours, width, the time axis."""
+    """Everything that the panels of one picture share: colours, width, the time axis."""
 
     timelines: Sequence[Timeline]
     wanted: float | None
@@ -175,19 +196,23 @@ class _Sheet:
         self.width = self.wanted or self._readable()
 
     def _readable(self) -> float:
-        """Inches that leave room for numbers in all but the shortest boxes."""
+        """Compute the inches that leave space for numbers in all but the shortest boxes."""
         slots = (slot for timeline in self.timelines for row in timeline.ranks for slot in row)
         lengths = sorted(float(slot.end - slot.start) for slot in slots if slot.end > slot.start)
         short = lengths[len(lengths) // 10] * self.scale
-        inches = NUMBER / POINTS * self.span / max(short, 1e-3 * self.span) + LEFT + RIGHT
+        number = 1.02 * SMALLEST * DIGIT_WIDTH * self.digits / FILL  # points
+        inches = number / POINTS * self.span / max(short, 1e-3 * self.span) + LEFT + RIGHT
         return min(max(inches, NARROWEST), WIDEST)
 
-    def lay_out(self, heights: Sequence[float]) -> tuple[Picture, list[Axes]]:
-        """Panels of these heights (inches) from the top down, the time under the last, the legend under all."""
-        total = sum(heights) + TITLE * len(heights) + AXIS + LEGEND
+    def lay_out(self, heights: Sequence[float], header: str = "") -> tuple[Picture, list[Axes]]:
+        """Make panels of these heights (inches) below a header, the time under the last, the legend under all."""
+        above = TITLE if header else 0.0
+        total = above + sum(heights) + TITLE * len(heights) + AXIS + LEGEND
         figure = Picture(figsize=(self.width, total), facecolor="white")
         self.inner, self.total = self.width - LEFT - RIGHT, total
-        axes, top = [], total
+        look = {"ha": "center", "va": "top", "fontsize": 11, "color": INK}
+        figure.text(0.5, 1 - 0.1 / total, header, **look)
+        axes, top = [], total - above
         for height in heights:
             top -= TITLE + height
             axes.append(figure.add_axes((LEFT / self.width, top / total, self.inner / self.width, height / total)))
@@ -197,8 +222,12 @@ class _Sheet:
             panel.tick_params(axis="y", length=0, pad=4)
             panel.spines["bottom"].set_visible(panel is axes[-1])
             panel.tick_params(axis="x", bottom=panel is axes[-1], labelbottom=panel is axes[-1], labelsize=9)
-        axes[-1].xaxis.set_major_locator(MaxNLocator(10, integer=not self.seconds and self.span > 10))
-        axes[-1].set_xlabel(f"time ({self.unit})" if self.unit else "time", fontsize=9)
+        integer = not self.seconds and self.span > 10
+        axes[-1].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=integer))
+        times = "" if self.seconds else times_text(self.timelines)
+        whole = " for all layers of a rank" if max(map(stages_per_rank, self.timelines)) > 1 else ""
+        note = f"{times}{whole}; number in a box: its microbatch" if times else "number in a box: its microbatch"
+        axes[-1].set_xlabel(f"time ({self.unit}; {note})" if self.unit else f"time ({note})", fontsize=9)
         handles, labels = legend_handles(self.colours)
         figure.legend(
             handles, labels, handler_map=SIDE_BY_SIDE, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=len(labels),
@@ -207,10 +236,11 @@ class _Sheet:
         return figure, axes
 
     def points(self, panel: Axes, ranks: int) -> tuple[float, float]:
-        """How many points are one unit of time, and one rank."""
+        """Compute how many points are one unit of time, and one rank."""
         return POINTS * self.inner / self.span, POINTS * self.total * panel.get_position().height / ranks
 
-    def draw(self, panel: Axes, timeline: Timeline, name: str, said: str) -> None:
+    def draw(self, panel: Axes, timeline: Timeline, name: str, facts: str) -> None:
+        """Draw one timeline, its name on the left above it and its facts on the right."""
         ranks = len(timeline.ranks)
         chunk = chunks(timeline.schedule)
         end = float(timeline.makespan) * self.scale
@@ -231,29 +261,32 @@ class _Sheet:
             bars = [(box[0], box[1] - box[0]) for box in boxes]
             edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
             panel.broken_barh(bars, row, facecolors=[box[2] for box in boxes], edgecolors="white", linewidth=edge)
+            numbers = [chunk[slot.action.stage] for slot in slots][: len(boxes)]
+            marks = [(*box[:3], number) for box, number in zip(boxes, numbers, strict=True)]
+            mark_stages(panel, row, marks, points[0], stages_per_rank(timeline))
             number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits)
         if end > self.span:
             self._beside(panel, ranks / 2, f"▸ {end:g}")
         self._ranks(panel, ranks)
         panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
-        panel.set_title(said, loc="right", fontsize=9.5, color=INK, pad=4)
+        panel.set_title(facts, loc="right", fontsize=9.5, color=INK, pad=4)
 
     def _beside(self, panel: Axes, y: float, text: str, above: float = 0) -> None:
-        """Text in the margin at the right."""
+        """Write text in the margin at the right."""
         panel.annotate(
             text, (self.span, y), xytext=(5, above), textcoords="offset points", va="center_baseline", fontsize=9,
             color=INK, annotation_clip=False,
         )  # fmt: skip
 
     def _ranks(self, panel: Axes, ranks: int) -> range:
-        """Name the ranks, only some of them where there is no room for all. Returns those that are named."""
+        """Name the ranks, only some of them where there is no space for all, and return those that are named."""
         shown = range(0, ranks, math.ceil(11 / self.points(panel, ranks)[1]))
         panel.set_ylim(ranks, 0)
         panel.set_yticks([rank + 0.5 for rank in shown], [f"rank {rank}" for rank in shown], fontsize=9)
         return shown
 
     def draw_memory(self, panel: Axes, timelines: Mapping[str, Timeline]) -> None:
-        """Activations alive on each rank, as steps from the row's floor; the peak at the right."""
+        """Draw the activations alive on each rank as steps from the bottom of its row, and its peak on the right."""
         first = next(iter(timelines.values()))
         for rank in self._ranks(panel, len(first.ranks)):
             self._beside(panel, rank + 0.5, str(first.peak_activations[rank]))
@@ -269,8 +302,22 @@ class _Sheet:
                 else:
                     panel.step(times, levels, where="post", color=VERMILION, linewidth=1.0)
         names = list(timelines)
-        which = f": {names[0]} grey, {names[1]} as a line" if len(names) > 1 else ""
+        which = f": {names[0]} grey, {names[1]} orange line" if len(names) > 1 else ""
         v = stages_per_rank(first)
         size = f" (each of 1/{v} of the rank's layers)" if v > 1 else ""
         panel.set_title(f"activations alive{size}{which}", loc="left", fontsize=9.5, color=INK, pad=4)
         self._beside(panel, 0, "peak", above=7)
+
+
+def timeline_numbers(timeline: Timeline) -> dict[str, Any]:
+    """Collect the simulation's results for JSON; times are in the units of the durations."""
+    return {
+        "schedule": timeline.schedule.name,
+        "stages": len(timeline.ranks),
+        "virtual_stages": stages_per_rank(timeline),
+        "microbatches": timeline.schedule.microbatches,
+        "bubble_fraction": float(timeline.bubble_fraction),
+        "bubble_rate": float(timeline.bubble_rate),
+        "makespan": float(timeline.makespan),
+        "peak_activations": timeline.peak_activations,
+    }

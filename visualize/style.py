@@ -1,9 +1,12 @@
-"""What all pictures share: colours that colour-blind readers can tell apart, one look, one way to be saved."""
+"""Everything that all pictures share: colour-blind safe colours, one look, and how files are read and written."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
+import os
+import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,8 +25,9 @@ DARK = "#3A3A3A"
 LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 INK, PAPER = "#222222", "#ECECEC"
 MINT = "#9FDBCA"  # green, light enough to differ from the others in greyscale
+INDIGO, WINE = "#332288", "#882255"  # Paul Tol's, for the operations that are rarely seen
 
-# The same thing has the same colour in every picture.
+# The same thing has the same colour in every picture, and no collective that of a computation.
 COLOURS = {
     "forward": BLUE,
     "backward": ORANGE,
@@ -31,17 +35,16 @@ COLOURS = {
     "B": ORANGE,
     "I": PURPLE,
     "W": MINT,
-    "recompute": SKY,
     "optimizer": GREEN,
-    "all_reduce": PURPLE,
+    "all_reduce": SKY,
     "reduce_scatter": VERMILION,
     "all_gather": YELLOW,
-    "broadcast": SKY,
-    "all_to_all": GREEN,
+    "broadcast": WINE,
+    "all_to_all": INDIGO,
     "barrier": INK,
-    "send": SKY,
+    "send": DARK,
     "recv": GREY,
-    # What memory holds; with the optimizer's green five lightnesses that grey print tells apart.
+    # Kinds of memory; with the optimizer's green five lightnesses that grey print tells apart.
     "parameters": BLUE,
     "gradients": ORANGE,
     "activations": YELLOW,
@@ -51,26 +54,23 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name, in a fixed order: its own, or the next free one for names that have none."""
+    """Assign a colour to each name, in a fixed order: its own, or the next free one for a name that has none."""
     order = list(COLOURS)
     names = sorted(set(names), key=lambda name: (order.index(name) if name in order else len(order), name))
     taken = {COLOURS.get(name) for name in names}
     free = [colour for colour in (GREY, SKY, VERMILION, YELLOW, PURPLE, GREEN) if colour not in taken]
-    chosen: dict[str, str] = {}
-    for name in names:
-        chosen[name] = COLOURS.get(name) or (free.pop(0) if free else GREY)
-    return chosen
+    return {name: COLOURS.get(name) or (free.pop(0) if free else GREY) for name in names}
 
 
 def lightness(colour: str) -> float:
-    """CIE L*, 0 (black) to 100 (white): what is left of a colour in greyscale."""
+    """Compute CIE L*, a colour's lightness in greyscale: 0 (black) to 100 (white)."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
     y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
 
 
 def at_lightness(colour: str, target: float) -> str:
-    """The colour mixed with black or with white until its lightness is `target`."""
+    """Mix a colour with black or with white until its lightness is `target`."""
     end = 0.0 if target < lightness(colour) else 1.0
     low, high = 0.0, 1.0
     for _ in range(20):
@@ -85,12 +85,12 @@ def at_lightness(colour: str, target: float) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """The colour of text that can be read on `colour`."""
+    """Choose the colour of text that can be read on `colour`."""
     return "white" if lightness(colour) < 55 else INK
 
 
 class Picture(Figure):
-    """A Figure without pyplot's global state, which shows itself in a notebook (the one hosting an MPI engine too)."""
+    """A Figure without pyplot's global state, which shows itself in a notebook, on an MPI engine too."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -99,19 +99,19 @@ class Picture(Figure):
 
 
 def picture(width: float, height: float) -> Picture:
-    """An empty picture; width and height in inches."""
+    """Create an empty picture; width and height in inches."""
     return Picture(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def tidy(axes: Axes) -> None:
-    """Fewer lines: no frame above and to the right, a light grid behind."""
+    """Remove the frame above and on the right, and draw a light grid behind."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=PAPER, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def save(figure: Figure, path: str) -> None:
-    """Write a picture (.png, .svg or .pdf), making its directory. UsageError if that is not possible."""
+    """Write a picture (.png, .svg or .pdf) and make its directory. UsageError if that is not possible."""
     if Path(path).suffix.lower() not in FORMATS:
         raise UsageError(f"--out {path}: the name must end in {', '.join(FORMATS)}")
     try:
@@ -121,8 +121,18 @@ def save(figure: Figure, path: str) -> None:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
+def check_file(path: str) -> None:
+    """Raise UsageError if a path is not a file: a pipe or a device may have no end."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UsageError(f"{path} cannot be read: not a regular file")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
+
+
 def read_text(path: str) -> str:
-    """A file's text. UsageError if it cannot be read."""
+    """Read a file's text. UsageError if it cannot be read."""
+    check_file(path)
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -131,19 +141,52 @@ def read_text(path: str) -> str:
         raise UsageError(f"{path} is not a text file") from None
 
 
-def read_json(path: str) -> Any:
-    """A file's JSON value. UsageError if it is not JSON."""
+def parse_json(text: str, path: str, line: int | None = None) -> Any:
+    """Parse the JSON value of a file or of one of its lines. UsageError if it is not JSON, or nested too deep."""
+    name = path if line is None else f"{path}, line {line}"
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from None
+        place = f"line {line or error.lineno}, column {error.colno}"
+        raise UsageError(f"{name} is not JSON: {error.msg} in {place}") from None
+    except RecursionError:
+        raise UsageError(f"{name} is not JSON that can be read: nested too deep") from None
+    except ValueError:
+        raise UsageError(f"{name} is not JSON that can be read: an integer of thousands of digits") from None
+
+
+def read_json(path: str) -> Any:
+    """Read a file's JSON value. UsageError if it cannot be read or is not JSON."""
+    return parse_json(read_text(path), path)
+
+
+def number(value: Any, least: float = -math.inf) -> float:
+    """Convert a JSON number to a float. TypeError or ValueError if it is none, not finite or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is not a number")
+    if not math.isfinite(result := float(value)) or result < least:
+        raise ValueError(f"{value} is not in the range")
+    return result
+
+
+NOT_A_ROW = (AttributeError, KeyError, TypeError, ValueError, OverflowError)  # raised by foreign JSON
+
+
+def write_out(text: str) -> None:
+    """Write to standard output at once. UsageError if nobody reads it or its disk is full."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        raise UsageError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write what --json asks for; "-" is standard output, which then gets nothing else. UsageError if not possible."""
+    """Write the value of --json; "-" is standard output, which then gets nothing else. UsageError if not possible."""
     text = json.dumps(value, indent=1) + "\n"
     if path == "-":
-        sys.stdout.write(text)
+        write_out(text)
         return
     try:
         Path(path).write_text(text)
@@ -151,10 +194,20 @@ def write_json(path: str, value: Any) -> None:
         raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
 
 
-def byte_label(value: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    raise AssertionError
+def printable(text: str) -> str:
+    """Escape line breaks and other control characters, so that a path cannot change what a terminal shows."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def byte_unit(value: float) -> tuple[str, int]:
+    """Choose the unit in which bytes are written, and its size: 1536 -> ("KiB", 1024)."""
+    return next((unit, size) for unit, size in UNITS if abs(value) >= size or size == 1)
+
+
+def byte_label(value: float, unit: tuple[str, int] | None = None) -> str:
+    """Write bytes with four digits, in their own unit or a given one: 1536 -> '1.5 KiB'."""
+    name, size = unit or byte_unit(value)
+    return f"{value / size:.{4 if value >= size else 3}g} {name}"

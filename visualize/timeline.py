@@ -1,9 +1,10 @@
-"""The timeline of a trace: for each rank what it computed, what it communicated, and where it waited."""
+"""The timeline of a trace: the computation, the communication and the waiting of each rank."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,16 +13,22 @@ from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
 from visualize.boxes import KINDS, Box, action_of, number_boxes
-from visualize.style import GREY, INK, PAPER, Picture, colours, picture, read_json
+from visualize.style import GREY, INK, NOT_A_ROW, PAPER, Picture, colours, number, picture, read_json
 
 COMPUTATION, COMMUNICATION = "computation", "communication"
 STEP_END = "optimizer"  # a step of training ends with this slice
-SHOWN_STEPS = 2  # of a longer trace, unless told otherwise
+SHOWN_STEPS = 2  # of a longer trace, unless --steps says otherwise
+ORDER = ("tp", "cp", "dp", "pp")  # of the lanes: the mesh's fastest axis first
+# Inches: the picture, its axes, the row of a rank's computation, a lane of its communication, the space below them.
+WIDTH, LEFT, RIGHT, COMPUTE, LANE, GAP = 11.0, 1.45, 0.15, 0.36, 0.11, 0.1
+POINTS = 72
+OFFSET: dict[str, Any] = {"textcoords": "offset points"}
+HATCHED = 6.0  # points of waiting from which hatching can be seen, and its slice's colour too
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that took time: seconds from the trace's origin; `wait` is the part spent waiting for messages."""
+    """A span of time with a name, in seconds from the trace's origin; `wait` is the part spent waiting for messages."""
 
     name: str
     start: float
@@ -50,26 +57,34 @@ class Trace:
     mesh: dict[str, int] = field(default_factory=dict)  # {"pp": PP, "dp": DP, "tp": TP}; empty: the trace does not say
 
     def steps(self) -> list[tuple[float, float]]:
-        """(start, end) of each step, from the first rank that begins it to the last that ends it."""
+        """Find (start, end) of each step, from the first rank that begins it to the last that ends it."""
         spans: list[list[tuple[float, float]]] = []
         for tracks in self.ranks.values():
-            mine, start = [], None
+            steps, start = [], None
             for one in tracks.get(COMPUTATION, []):
                 start = one.start if start is None else start
                 if one.name == STEP_END:
-                    mine.append((start, one.end))
+                    steps.append((start, one.end))
                     start = None
-            spans.append(mine)
+            spans.append(steps)
         return [(min(a for a, _ in step), max(b for _, b in step)) for step in zip(*spans, strict=False)]
 
 
+def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Compute a rank's place on each axis of a mesh {axis: size}, slowest axis first."""
+    places = {}
+    for axis in reversed(shape):
+        rank, places[axis] = divmod(rank, shape[axis])
+    return {axis: places[axis] for axis in shape}
+
+
 def read_trace(path: str) -> Trace:
-    """A trace that `minipar.train --trace` wrote. UsageError if the file is missing or something else."""
+    """Read a trace that `minipar.train --trace` wrote. UsageError if the file is missing or something else."""
     return parse_trace(read_json(path), path)
 
 
 def parse_trace(data: Any, name: str = "the trace") -> Trace:
-    """A Trace from Chrome's trace JSON: pid is the rank, thread names tell computation from communication."""
+    """Build a Trace from Chrome's trace JSON: pid is the rank, thread names tell computation from communication."""
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise UsageError(f"{name} has no list of traceEvents: not a Chrome trace")
@@ -82,21 +97,23 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
         ranks: dict[int, dict[str, list[Slice]]] = defaultdict(lambda: defaultdict(list))
         starts: dict[Any, tuple[int, float, str, int | None]] = {}
         ends: dict[Any, tuple[int, float]] = {}
-        for event in events:
-            if event.get("ph") == "X":
-                start, length = event["ts"] / 1e6, event["dur"] / 1e6
-                wait = float(event.get("args", {}).get("wait", 0.0))
-                track = tracks.get((event["pid"], event["tid"]), "")
-                ranks[event["pid"]][track].append(Slice(event["name"], start, start + length, min(wait, length)))
-            elif event.get("ph") == "s":
-                axis = _axis(tracks.get((event["pid"], event["tid"]), ""))
-                starts[event["id"]] = (event["pid"], event["ts"] / 1e6, axis, event.get("args", {}).get("bytes"))
-            elif event.get("ph") == "f":
-                ends[event["id"]] = (event["pid"], event["ts"] / 1e6)
+        for event in (event for event in events if event.get("ph") in ("X", "s", "f")):
+            rank, start = int(event["pid"]), number(event["ts"]) / 1e6
+            track = tracks.get((event["pid"], event.get("tid")), "")
+            if event["ph"] == "X":
+                length = number(event["dur"], 0) / 1e6
+                wait = min(number(event.get("args", {}).get("wait", 0.0), 0), length)
+                ranks[rank][track].append(Slice(str(event["name"]), start, start + length, wait))
+            elif event["ph"] == "s":
+                nbytes = event.get("args", {}).get("bytes")
+                axis = track.removeprefix(COMMUNICATION).partition(",")[0].strip()  # of "communication dp, ..."
+                starts[event["id"]] = (rank, start, axis, None if nbytes is None else int(number(nbytes, 0)))
+            else:
+                ends[event["id"]] = (rank, start)
         about = data.get("otherData", {}) if isinstance(data, dict) else {}
         mesh = {str(axis): int(size) for axis, size in about.get("mesh", {}).items()}
         clock = str(about.get("clock", ""))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except NOT_A_ROW as error:
         raise UsageError(f"{name} has an event without its fields ({error}): not a trace of minipar") from None
     if not any(track.startswith((COMPUTATION, COMMUNICATION)) for rank in ranks.values() for track in rank):
         raise UsageError(f"{name} has no computation or communication track: not a trace of minipar")
@@ -112,171 +129,177 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
     return Trace({rank: dict(ranks[rank]) for rank in sorted(ranks)}, messages, clock, mesh)
 
 
-def _axis(track: str) -> str:
-    """ "communication dp, send and receive" -> "dp"."""
-    return track.removeprefix(COMMUNICATION).partition(",")[0].strip()
-
-
 def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False) -> Picture:
-    """Each rank's computation above its communication, over time.
+    """Draw each rank's computation over time, and below it a lane of communication for each mesh axis.
 
-    steps   which steps to show, as Python slices lists: slice(0, 2) the first two. Default: the last SHOWN_STEPS.
+    steps   the steps to show, as Python slices lists: slice(0, 2) is the first two. Default: the last SHOWN_STEPS.
     arrows  draw each message from its sender to its receiver (for a few hundred of them at most).
 
-    Grey in a computation row is a rank that does not compute. Hatching in a communication row is time spent waiting
+    Grey in a computation row is a rank that does not compute. Hatching in a communication lane is time spent waiting
     for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are coloured
     by their kind, with the number of their microbatch where it can be read.
     """
     begin, end, title = _window(trace, steps)
-    unit, scale = time_unit(end - begin)
-    axis_names = sorted(
-        {track for tracks in trace.ranks.values() for track in tracks if track.startswith(COMMUNICATION)}
-    )
-    rows = [COMPUTATION, *axis_names]
-    shown = {
-        (rank, track): [one for one in slices if one.end > begin and one.start < end]
-        for rank, tracks in trace.ranks.items()
-        for track, slices in tracks.items()
-    }
-    names = [_what(one.name) for track in rows for (_, row), slices in shown.items() if row == track for one in slices]
-    palette = colours(names)
-
-    each = max(0.42, 0.22 * len(rows))  # inches per rank
-    figure = picture(11.0, 1.5 + each * len(trace.ranks))
-    axes = figure.add_subplot()
+    sheet = _Sheet(trace, begin, end)
+    figure = picture(WIDTH, sheet.bottom + 0.4 + sheet.each * len(trace.ranks))
+    figure.set_layout_engine("none")
+    height = figure.get_figheight()
+    box = (LEFT / WIDTH, sheet.bottom / height, 1 - (LEFT + RIGHT) / WIDTH, 1 - (sheet.bottom + 0.4) / height)
+    axes = figure.add_axes(box)
     for place, rank in enumerate(trace.ranks):
-        for number, track in enumerate(rows):
-            top, height = _row(place, number, len(rows))
-            if track == COMPUTATION:
-                axes.broken_barh([(0, (end - begin) * scale)], (top, height), color=PAPER, linewidth=0)
-            _draw(axes, shown.get((rank, track), []), palette, (top, height), begin, scale)
+        for track in sheet.tracks:
+            sheet.draw(axes, sheet.shown.get((rank, track), []), sheet.row(place, track), track == COMPUTATION)
     for start, _ in trace.steps():
         if begin <= start < end:
-            axes.axvline((start - begin) * scale, color=INK, linewidth=0.6, linestyle=":")
+            axes.axvline((start - begin) * sheet.scale, color=INK, linewidth=0.6, linestyle=":")
     if arrows:
-        _arrows(axes, trace, begin, end, scale, len(rows))
+        sheet.draw_arrows(axes)
 
-    axes.set_xlim(0, (end - begin) * scale)
-    axes.set_ylim(len(trace.ranks) - 0.05, -0.1)
-    axes.set_yticks([place + 0.45 for place in range(len(trace.ranks))], [f"rank {rank}" for rank in trace.ranks])
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time ({unit}{', ' + trace.clock + ' clock' if trace.clock else ''})")
+    axes.set_xlim(0, (end - begin) * sheet.scale)
+    axes.set_ylim(len(trace.ranks), -0.05)
+    sheet.name_rows(axes)
+    axes.set_xlabel(f"time ({sheet.unit}{', ' + trace.clock + ' clock' if trace.clock else ''})")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(handles=_legend(palette, shown), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    _number(figure, axes, shown, _row(0, 0, len(rows)), palette, begin, scale)
+    handles = sheet.legend()
+    figure.legend(handles=handles, loc="lower center", ncols=min(6, len(handles)), frameon=False, fontsize=9)
     return figure
 
 
+class _Sheet:
+    """Everything that the rows of one timeline share: the window of time, colours, lanes and sizes in inches."""
+
+    def __init__(self, trace: Trace, begin: float, end: float) -> None:
+        self.trace, self.begin, self.end = trace, begin, end
+        self.unit, self.scale = time_unit(end - begin)
+        self.points = POINTS * (WIDTH - LEFT - RIGHT) / ((end - begin) * self.scale)  # of one unit of x
+        self.shown = {
+            (rank, track): [one for one in slices if one.end > begin and one.start < end]
+            for rank, tracks in trace.ranks.items()
+            for track, slices in tracks.items()
+        }
+        lanes = {track for (_, track), slices in self.shown.items() if slices and track.startswith(COMMUNICATION)}
+        self.tracks = [COMPUTATION, *sorted(lanes, key=lambda track: (_axis_order(track), track))]
+        self.each = COMPUTE + LANE * len(lanes) + GAP  # of a rank
+        self.bottom = 0.62 + 0.2 * 2
+        visible = {}
+        for one in (one for (_, track), slices in self.shown.items() if track in self.tracks for one in slices):
+            visible[_what(one.name)] = max(visible.get(_what(one.name), 0.0), self._wide(one.end - one.start))
+        self.colours = colours(visible)
+        self.visible = {name: colour for name, colour in self.colours.items() if visible[name] > 0.3}
+
+    def _wide(self, seconds: float) -> float:
+        """Convert a time to points of the picture's width."""
+        return seconds * self.scale * self.points
+
+    def row(self, place: int, track: str) -> tuple[float, float]:
+        """Compute the top and the height of a rank's row or lane; one rank is one unit of y."""
+        if track == COMPUTATION:
+            return float(place), COMPUTE / self.each
+        return place + (COMPUTE + LANE * (self.tracks.index(track) - 1)) / self.each, 0.88 * LANE / self.each
+
+    def draw(self, axes: Axes, slices: Sequence[Slice], row: tuple[float, float], computation: bool) -> None:
+        """Draw the slices of one row: their colours, the waiting, and microbatch numbers."""
+        if computation:
+            axes.broken_barh([(0, (self.end - self.begin) * self.scale)], row, color=PAPER, linewidth=0)
+        bars = [((one.start - self.begin) * self.scale, (one.end - one.start) * self.scale) for one in slices]
+        faces = [self.colours[_what(one.name)] for one in slices]
+        # An edge would hide the colour of a narrow bar.
+        edges = [0.3 if self._wide(one.end - one.start) > HATCHED else 0.0 for one in slices]
+        axes.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidths=edges)
+        waits = [(bar[0], one.wait * self.scale) for bar, one in zip(bars, slices, strict=True)]
+        waits = [wait for wait in waits if wait[1] * self.points > HATCHED]
+        axes.broken_barh(waits, row, facecolors=(1, 1, 1, 0.5), edgecolors=INK, hatch="//////", linewidth=0.0)
+        if computation:
+            pairs = [(bar, action_of(one.name), face) for bar, one, face in zip(bars, slices, faces, strict=True)]
+            boxes: list[Box] = [
+                (start, start + length, face, str(action.microbatch))
+                for (start, length), action, face in pairs
+                if action
+            ]
+            digits = max((len(box[3]) for box in boxes), default=1)
+            number_boxes(axes, row, boxes, (self.points, POINTS * self.each), digits)
+
+    def draw_arrows(self, axes: Axes) -> None:
+        """Draw each message as an arrow between the first lanes of its two ranks."""
+        place = {rank: index for index, rank in enumerate(self.trace.ranks)}
+        top, height = self.row(0, self.tracks[min(1, len(self.tracks) - 1)])
+        look = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7}
+        for source, left, dest, came, *_ in self.trace.messages:
+            if self.begin <= left and came <= self.end:
+                start = ((left - self.begin) * self.scale, place[source] + top + height / 2)
+                stop = ((came - self.begin) * self.scale, place[dest] + top + height / 2)
+                axes.annotate("", xy=stop, xytext=start, arrowprops=look)
+
+    def name_rows(self, axes: Axes) -> None:
+        """Name each rank at the middle of its rows, with its place in the mesh, and each of its lanes."""
+        ranks, mesh = self.trace.ranks, {axis: size for axis, size in self.trace.mesh.items() if size > 1}
+        middle = (self.each - GAP) / 2 / self.each
+        known = math.prod(mesh.values()) == len(ranks) and mesh
+        names = [f"rank {rank}" for rank in ranks]
+        if known:
+            names = [
+                "\n".join([f"rank {rank}", ", ".join(f"{axis} {at}" for axis, at in coordinates(mesh, rank).items())])
+                for rank in ranks
+            ]
+        axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=8)
+        axes.tick_params(axis="y", length=0, pad=34)
+        for place in range(len(ranks)):
+            for track in self.tracks:
+                top, height = self.row(place, track)
+                text = track.removeprefix(COMMUNICATION).replace(", send and receive", " p2p").strip()
+                look = {"fontsize": 6.2, "ha": "right", "va": "center", "color": INK, "annotation_clip": False}
+                spot = (0.0, top + height / 2)
+                axes.annotate("compute" if track == COMPUTATION else text, spot, xytext=(-4, 0), **look, **OFFSET)
+
+    def legend(self) -> list[Patch]:
+        """Build the legend of what can be seen."""
+        handles = [Patch(facecolor=colour, label=KINDS.get(name, name)) for name, colour in self.visible.items()]
+        handles.append(Patch(facecolor=PAPER, label="rank does not compute"))
+        if any(self._wide(one.wait) > HATCHED for slices in self.shown.values() for one in slices):
+            handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", label="waiting for messages"))
+        if any(name in KINDS for name in self.visible):
+            handles.append(Patch(facecolor="none", label="number in a box: its microbatch"))
+        return handles
+
+
+def _axis_order(track: str) -> int:
+    """Rank a lane by the mesh axis in its name."""
+    axis = track.removeprefix(COMMUNICATION).partition(",")[0].strip()
+    return ORDER.index(axis) if axis in ORDER else len(ORDER)
+
+
 def _what(name: str) -> str:
-    """What a slice is coloured by: its name, or the kind of the action that it is."""
+    """Name what a slice is coloured by: its name, or the kind of the action that it is."""
     action = action_of(name)
     return action.kind if action else name
 
 
-def _number(
-    figure: Picture,
-    axes: Axes,
-    shown: dict[tuple[int, str], list[Slice]],
-    row: tuple[float, float],
-    palette: dict[str, str],
-    begin: float,
-    scale: float,
-) -> None:
-    """Microbatch numbers in the computation rows."""
-    numbered: dict[int, list[Box]] = defaultdict(list)
-    for (rank, track), slices in shown.items():
-        for one in slices if track == COMPUTATION else []:
-            action = action_of(one.name)
-            if action is not None:
-                colour, number = palette[action.kind], str(action.microbatch)
-                numbered[rank].append(((one.start - begin) * scale, (one.end - begin) * scale, colour, number))
-    if not numbered:
-        return
-    figure.draw_without_rendering()  # settles how large the axes are
-    place, (low, high), (bottom, top) = axes.get_window_extent(), axes.get_xlim(), axes.get_ylim()
-    points = place.width * 72 / figure.dpi / (high - low), place.height * 72 / figure.dpi / (bottom - top)
-    digits = max(len(box[3]) for boxes in numbered.values() for box in boxes)
-    for place_of_rank, rank in enumerate(dict.fromkeys(rank for rank, _ in shown)):
-        number_boxes(axes, (place_of_rank + row[0], row[1]), numbered[rank], points, digits)
-
-
 def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
-    """The stretch of time to show, in seconds, and what it is."""
+    """Choose the stretch of time to show, in seconds, and its title, which counts steps from 1 as the trainer does."""
     marks = trace.steps()
     if steps is not None and not marks:
         raise UsageError("--steps: the trace marks no steps")
     if not marks or (steps is None and len(marks) <= SHOWN_STEPS):
         slices = [one for tracks in trace.ranks.values() for track in tracks.values() for one in track]
-        if not slices:
-            raise UsageError("the trace holds nothing that took time")
-        return min(one.start for one in slices), max(one.end for one in slices), "the whole run"
+        begin, end, title = min(one.start for one in slices), max(one.end for one in slices), "the whole run"
+    else:
+        begin, end, title = _chosen(marks, steps)
+    if not end > begin:
+        raise UsageError("the trace holds nothing that took time")
+    return begin, end, title
+
+
+def _chosen(marks: Sequence[tuple[float, float]], steps: slice | None) -> tuple[float, float, str]:
+    """Find the stretch of time of the chosen steps, and its title."""
     chosen = range(len(marks))[steps or slice(-SHOWN_STEPS, None)]
     if len(chosen) == 0:
         raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
-    first, last = chosen[0], chosen[-1]
+    first, last = chosen[0] + 1, chosen[-1] + 1
     title = f"step {first}" if first == last else f"steps {first} to {last}"
-    return marks[first][0], marks[last][1], f"{title} (of {len(marks)}, counted from 0)"
+    return marks[first - 1][0], marks[last - 1][1], f"{title} of {len(marks)}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
+    """Choose the unit in which a time is written, and how many of it one second has."""
     return ("s", 1.0) if seconds >= 2 else ("ms", 1e3) if seconds >= 2e-3 else ("µs", 1e6)
-
-
-def _row(place: int, number: int, rows: int) -> tuple[float, float]:
-    """Top and height of a row within its rank's unit: computation takes half of it, the others share the rest."""
-    if rows == 1 or number == 0:
-        return float(place), 0.5 if rows > 1 else 0.8
-    height = 0.36 / (rows - 1)
-    return place + 0.52 + (number - 1) * height, height * 0.92
-
-
-def _draw(
-    axes: Axes, slices: Sequence[Slice], palette: dict[str, str], row: tuple[float, float], begin: float, scale: float
-) -> None:
-    bars = [((one.start - begin) * scale, (one.end - one.start) * scale) for one in slices]
-    axes.broken_barh(
-        bars, row, facecolors=[palette[_what(one.name)] for one in slices], edgecolors="white", linewidth=0.3
-    )
-    waits = [((one.start - begin) * scale, one.wait * scale) for one in slices if one.wait > 0]
-    axes.broken_barh(waits, row, facecolors=(1, 1, 1, 0.5), edgecolors=INK, hatch="//////", linewidth=0.0)
-    # The hatching must not hide where one slice ends and the next begins.
-    ends = [
-        place
-        for (start, length), one in zip(bars, slices, strict=True)
-        if one.wait
-        for place in (start, start + length)
-    ]
-    top, height = row
-    axes.plot(
-        [x for place in ends for x in (place, place, None)],
-        [y for _ in ends for y in (top, top + height, None)],
-        color=INK,
-        linewidth=0.6,
-    )
-
-
-def _arrows(axes: Axes, trace: Trace, begin: float, end: float, scale: float, rows: int) -> None:
-    place = {rank: number for number, rank in enumerate(trace.ranks)}
-    top, height = _row(0, 1, rows) if rows > 1 else _row(0, 0, rows)
-    for source, left, dest, came, *_ in trace.messages:
-        if begin <= left and came <= end:
-            start = ((left - begin) * scale, place[source] + top + height / 2)
-            stop = ((came - begin) * scale, place[dest] + top + height / 2)
-            style = {
-                "arrowstyle": "-|>",
-                "color": INK,
-                "linewidth": 0.7,
-                "shrinkA": 0,
-                "shrinkB": 0,
-                "mutation_scale": 7,
-            }
-            axes.annotate("", xy=stop, xytext=start, arrowprops=style)
-
-
-def _legend(palette: dict[str, str], shown: dict[tuple[int, str], list[Slice]]) -> list[Patch]:
-    handles = [Patch(facecolor=colour, label=KINDS.get(name, name)) for name, colour in palette.items()]
-    handles.append(Patch(facecolor=PAPER, label="rank does not compute"))
-    if any(one.wait > 0 for slices in shown.values() for one in slices):
-        handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", label="waiting for messages"))
-    return handles

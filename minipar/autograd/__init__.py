@@ -16,7 +16,7 @@ from minipar.autograd.fused import (
     linear,
 )
 from minipar.autograd.gradcheck import gradcheck
-from minipar.autograd.tensor import Function, Tensor, concatenate, enable_grad, grad_enabled, no_grad
+from minipar.autograd.tensor import Function, Tensor, concatenate, enable_grad, grad_enabled, no_grad, operation
 
 __all__ = [
     "IGNORE_INDEX",
@@ -41,6 +41,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "no_grad",
+    "operation",
     "queue_callback",
     "randomness",
 ]

@@ -98,6 +98,7 @@ class _NodeGradients:
         self.sums: set[Node] = set()  # nodes whose array was created here by addition: nobody else holds it
 
     def add(self, node: Node, gradient: Array | LazyGradient) -> None:
+        """Add the gradient that one user of the node's output sends; in place where the sum is our own array."""
         array = gradient.compute(None) if isinstance(gradient, LazyGradient) else gradient
         if node not in self.arrays:
             self.arrays[node] = array
@@ -148,7 +149,6 @@ def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
     current = _Pass() if outer is None else outer
     for leaf, count in counts.items():
         current.uses[leaf] = current.uses.get(leaf, 0) + count
-    counts.clear()  # it would keep the leaves alive
     token = _running.set(current)
     try:
         yield current.uses

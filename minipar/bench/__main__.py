@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from minipar.bench import collectives, layouts, machine, modelled, overlap, pipeline, step
-from minipar.comm import Communicator, Parser, main
+from minipar.comm import Communicator, main
+from minipar.errors import UsageParser
 
 SUBCOMMANDS = {
     "collectives": collectives,
@@ -18,15 +19,15 @@ SUBCOMMANDS = {
 
 def bench(comm: Communicator) -> None:
     """Read the command line and run the subcommand on every rank."""
-    talks = comm.rank == 0
-    parser = Parser(
+    prints = comm.rank == 0
+    parser = UsageParser(
         prog="minipar.bench",
         description="Measure this machine and this project, each beside a baseline in the same run.",
-        talks=talks,
+        prints=prints,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     for name, module in SUBCOMMANDS.items():
-        module.add_arguments(subparsers.add_parser(name, help=module.HELP, talks=talks))
+        module.add_arguments(subparsers.add_parser(name, help=module.HELP, prints=prints))
     args = parser.parse_args()
     SUBCOMMANDS[args.subcommand].run(comm, args)
 

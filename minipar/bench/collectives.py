@@ -15,7 +15,7 @@ import numpy as np
 
 from minipar.bench.report import publish
 from minipar.comm import ALGORITHMS, Communicator, chunk_bounds, wire_bytes
-from minipar.comm.selection import choose
+from minipar.comm.communicator import choose
 from minipar.errors import UsageError
 
 HELP = "time, and bytes on the wire, of each collective beside MPI's own"

@@ -16,7 +16,7 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.comm import Communicator, serial
-from minipar.comm.engine import Finished
+from minipar.comm.work import Finished
 from minipar.nn import GPT, AdamW, GPTConfig
 from minipar.parallel.fully_sharded import shard
 from minipar.parallel.pipeline import PipelineStage

@@ -1,10 +1,10 @@
-"""Time is a clock you choose.
+"""Clocks: real time, or logical time that messages move.
 
-`WallClock`   what a watch shows.
+`WallClock`   real time.
 `CpuClock`    a logical clock per rank. It advances by the rank's own CPU time between communication calls, and each
-              message carries its sender's clock: the receiver continues at the later of the two, plus the network's
-              price. Eight ranks that share two cores then still show the timeline that eight cores would.
-`ModelClock`  the same, but computation takes the time that a cost model says: exact and repeatable.
+              message carries its sender's clock. The receiver continues at the later of the two, plus the network's
+              price. Eight ranks that share two cores then still show the timeline of eight cores.
+`ModelClock`  the same, but computation takes the time of a cost model: exact and repeatable.
 
 NB: the rule for messages is Lamport's (1978) with durations, as in network simulators (LogGP, SimGrid's SMPI).
 """
@@ -21,50 +21,52 @@ from minipar.errors import UsageError
 
 @dataclass(frozen=True)
 class Network:
-    """A message of n bytes takes alpha + beta*n seconds.
+    """The price of messages: n bytes take alpha + beta*n seconds.
 
-    The messages that a communicator's collectives send leave a rank one after the other; those of different
-    communicators and ranks do not slow one another down.
+    The messages of a communicator's collectives leave a rank one after the other. Messages of different communicators
+    and ranks do not slow one another down.
     """
 
     alpha: float = 0.0  # seconds per message
     beta: float = 0.0  # seconds per byte
 
     def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
-        """What a message of `nbytes` takes between two world ranks."""
+        """Return the time of a message of `nbytes` between two world ranks."""
         return self.alpha + self.beta * nbytes
 
 
 @dataclass(frozen=True)
 class HostNetwork(Network):
-    """Two levels: alpha and beta between ranks of one host, those of `between` from host to host. Ranks are numbered
-    host by host, `per_host` to each; every rank has a card of its own to the outside.
+    """A network of two levels: alpha and beta inside a host, those of `between` from host to host.
+
+    Ranks are numbered host by host, `per_host` on each. Every rank has a network card of its own.
     """
 
     between: Network = Network()
     per_host: int = 8
 
     def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
+        """Return the time of a message of `nbytes` between two world ranks."""
         if source // self.per_host != dest // self.per_host:
             return self.between.seconds(nbytes, source, dest)
         return super().seconds(nbytes, source, dest)
 
 
 class Clock(Protocol):
-    """One rank's time in seconds."""
+    """The time of one rank in seconds."""
 
     name: str
     logical: bool  # messages carry the sender's time
 
     def now(self) -> float:
-        """The present moment."""
+        """Return the present time."""
 
     def resume(self, at: float) -> None:
-        """A communication call ends: the rank continues at time `at`. Nothing to do for a wall clock."""
+        """Continue at time `at`, after a communication call. A wall clock has nothing to do."""
 
 
 class WallClock:
-    """Seconds since `align` was last called (since the clock was made, at first)."""
+    """Real time: seconds since the last call of `align` (at first, since the clock was made)."""
 
     name = "wall"
     logical = False
@@ -73,7 +75,7 @@ class WallClock:
         self.align()
 
     def align(self) -> None:
-        """Call this moment zero."""
+        """Set the clock to 0."""
         self._origin = time.perf_counter()
 
     def now(self) -> float:
@@ -84,7 +86,7 @@ class WallClock:
 
 
 class CpuClock:
-    """This thread's CPU time between communication calls; the calls themselves take only what messages impose."""
+    """Logical time: this thread's CPU time between communication calls. The calls take only what messages impose."""
 
     name = "cpu"
     logical = True
@@ -102,7 +104,7 @@ class CpuClock:
 
 
 class ModelClock:
-    """Time moves by `advance` and by messages, by nothing else."""
+    """Logical time that only `advance` and messages move."""
 
     name = "model"
     logical = True
@@ -126,7 +128,7 @@ CLOCKS: dict[str, Callable[[], Clock]] = {"wall": WallClock, "cpu": CpuClock, "m
 
 
 def make_clock(clock: str | Clock | None) -> Clock:
-    """The clock of that name; None is "wall"; a clock is returned as it is. UsageError for an unknown name."""
+    """Return the clock of that name. None means "wall". UsageError for an unknown name."""
     if clock is None:
         return WallClock()
     if isinstance(clock, str):

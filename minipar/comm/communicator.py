@@ -1,228 +1,282 @@
-"""Communicator: what the ranks of a group can do together."""
+"""Communicator: the operations of the ranks of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from minipar import backend
 from minipar.backend import Array
 from minipar.comm import gathers, reductions
-from minipar.comm.chunks import chunk_bounds
-from minipar.comm.engine import Finished
-from minipar.comm.group import USER_TAGS, Group, Result, assign, copy_back, nothing
-from minipar.comm.link import Steps
-from minipar.comm.messages import Message
-from minipar.comm.selection import choose
+from minipar.comm.clock import Clock, Network
+from minipar.comm.gathers import chunk_bounds
+from minipar.comm.timed import TimedWork
+from minipar.comm.transport import Request, Steps, Transport
+from minipar.comm.work import USER_TAGS, Engine, Finished, Message, Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
 
-ALL_REDUCE = {
-    "ring": reductions.ring_all_reduce,
-    "recursive_doubling": reductions.recursive_doubling_all_reduce,
-    "recursive_halving": reductions.recursive_halving_all_reduce,
-    "ordered": reductions.ordered_all_reduce,
+GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
+    "all_reduce": {
+        "ring": reductions.ring_all_reduce,
+        "recursive_doubling": reductions.recursive_doubling_all_reduce,
+        "recursive_halving": reductions.recursive_halving_all_reduce,
+        "ordered": reductions.ordered_all_reduce,
+    },
+    "reduce_scatter": {
+        "ring": reductions.ring_reduce_scatter,
+        "recursive_halving": reductions.recursive_halving_reduce_scatter,
+        "ordered": reductions.ordered_reduce_scatter,
+    },
+    "all_gather": {
+        "ring": gathers.ring_all_gather,
+        "recursive_doubling": gathers.recursive_doubling_all_gather,
+        "pairwise": gathers.pairwise_all_gather,
+    },
+    "all_to_all": {"pairwise": gathers.pairwise_all_to_all},
+    "broadcast": {"binomial": gathers.binomial_broadcast},
+    "barrier": {"dissemination": gathers.dissemination_barrier},
 }
-REDUCE_SCATTER = {
-    "ring": reductions.ring_reduce_scatter,
-    "recursive_halving": reductions.recursive_halving_reduce_scatter,
-    "ordered": reductions.ordered_reduce_scatter,
-}
-ALL_GATHER = {
-    "ring": gathers.ring_all_gather,
-    "recursive_doubling": gathers.recursive_doubling_all_gather,
-    "pairwise": gathers.pairwise_all_gather,
+ALGORITHMS = {op: (*algorithms, "mpi") for op, algorithms in GENERATORS.items()}
+
+FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
+
+SMALL = {"all_reduce": "recursive_doubling", "reduce_scatter": "recursive_halving", "all_gather": "recursive_doubling"}
+LARGE = {
+    "all_reduce": "ordered",
+    "reduce_scatter": "ordered",
+    "all_gather": "pairwise",
+    "all_to_all": "pairwise",
+    "broadcast": "binomial",
+    "barrier": "dissemination",
 }
 
+Result = Any  # the array, or with async_op the Work whose wait() returns it
 
-class Communicator(Group):
+
+def choose(op: str, algorithm: str, nbytes: int) -> str:
+    """Return the algorithm to run. UsageError for a name that the operation does not have.
+
+    "auto", for an array of `nbytes` bytes in all:
+      below FEW_STEPS_BELOW, where the time per message counts: lg p messages (recursive doubling or halving);
+      from there on, where the time per byte counts: the fewest bytes, n(p-1)/p each way, and the fewest rounds of
+      waiting: pairwise, everything posted at once ("ordered" for sums, which keeps the rank order at no cost).
+    An explicit name is obeyed at any size: DP and ZeRO agree bit for bit because "ring" is always the ring.
+    """
+    if algorithm == "auto":
+        return SMALL[op] if op in SMALL and nbytes < FEW_STEPS_BELOW else LARGE[op]
+    if algorithm not in ALGORITHMS[op]:
+        raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
+    return algorithm
+
+
+class Communicator:
     """The ranks of one mesh axis (or of the whole world), seen from one of them.
 
-    rank, size       this rank and their number, inside the group
-    axis             the name under which traffic and trace record what happens here
+    rank, size       this rank and the number of ranks, inside the group
+    axis             the name under which traffic and trace record the operations
     ranks            the world rank of each member
     traffic, tracer, clock    one each per rank, shared by all communicators split from the same world
 
-    Collectives must be called by every rank of the group in the same order, with the same shapes and dtypes. They work
-    on contiguous arrays of any dtype that NumPy can add, on the host; arrays of another module are staged through
-    host memory. With `async_op=True` they return a Work at once; its arrays must be left alone until `work.wait()`.
+    Operation        Bytes sent per rank (n bytes, p ranks; exactly: `traffic.wire_bytes`)
+    isend, irecv     n; 0
+    all_reduce       2n(p-1)/p   (ring, ordered, recursive_halving); n lg p (recursive_doubling)
+    reduce_scatter   n(p-1)/p
+    all_gather       n(p-1)/p    (n: of the result)
+    all_to_all       n(p-1)/p
+    broadcast        n(p-1) by all ranks together; at most n lg p by the root
+    barrier          0           (ceil(lg p) empty messages)
+    all_gather_bytes, gather_bytes, agree, split      control data: small, and outside of clocks and trace
+
+    Every rank of the group must call its collectives in the same order, with the same shapes and dtypes. They work on
+    contiguous host arrays of any dtype that NumPy can add. Arrays of another module are staged through host memory.
+    With `async_op=True` they return a Work at once. Its arrays must be left alone until `work.wait()`.
     """
 
-    # -- two verbs ------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        transport: Transport,
+        axis: str = "world",
+        *,
+        clock: str | Clock | None = None,
+        network: Network | None = None,
+        parent: Communicator | None = None,
+        ranks: list[int] | None = None,
+        name: str = "world",
+    ) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.axis = axis
+        self.name = name  # the same on every member, and no other group's
+        self.ranks = list(range(self.size)) if ranks is None else ranks
+        self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
+        self.clock = self.engine.clock
+        self.network = self.engine.network
+        self.traffic = self.engine.traffic
+        self.tracer = self.engine.tracer
+        self._stream = Stream(self.engine, transport, axis, name, self.ranks)
+        self._splits = 0
+
+    def title(self) -> str:
+        """Name this rank, for error messages."""
+        return self._stream.title()
+
+    def progress(self) -> None:
+        """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
+        if self.engine.streams:
+            now = self.clock.now()
+            self.engine.progress()
+            self.clock.resume(now)
+
+    def abort(self, code: int = 1) -> None:
+        """End every rank of the job now."""
+        self.transport.abort(code)
+
+    # -- the two operations -----------------------------------------------------------------------------------------
 
     def isend(self, array: Array, dest: int, tag: int = 0) -> Message:
-        """Start to send a contiguous array to a rank of the group; leave it alone until the Message is done.
+        """Start to send a contiguous array to a rank of the group. Leave it alone until the Message is done.
 
-        On the wire: array.nbytes bytes, counted as operation "send". Device arrays are copied to the host first.
+        Sent: array.nbytes bytes, counted as operation "send". Device arrays are copied to the host first.
         """
-        host = self._point_to_point("send", array, dest, tag)
-        return Message.send(self, host, dest, tag)
+        return self._message("send", array, dest, tag)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Message:
-        """Start to receive into a contiguous array; `wait()` returns it. A message of another size is an error."""
-        host = self._point_to_point("recv", array, source, tag)
-        return Message.receive(self, host, source, tag, array)
+        """Start to receive into a contiguous array. `wait()` returns it. A message of another size is an error."""
+        return self._message("recv", array, source, tag)
 
-    def _point_to_point(self, op: str, array: Array, peer: int, tag: int) -> np.ndarray:
+    def _message(self, op: str, array: Array, peer: int, tag: int) -> Message:
         if not 0 <= peer < self.size:
             raise ValueError(f"{self.title()}, {op}: rank {peer} is not one of the {self.size} ranks")
         if not 0 <= tag < USER_TAGS:
             raise ValueError(f"{self.title()}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
-        return self._flat(array, op)
+        host = self._flat(array, op)
+        array = array if op == "recv" else None
+        if not self._takes_time():
+            return Message(Work(self._stream, op, "", tag), host, peer, array)
+        source, dest = (self.rank, peer) if op == "send" else (peer, self.rank)
+        number = self._stream.next_message(source, dest, tag)
+        return Message(TimedWork(self._stream, op, "", tag, number), host, peer, array)
 
-    # -- collectives ----------------------------------------------------------------------------------------------
+    # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Result:
-        """x becomes the sum (or the maximum) over all ranks, in place, any shape; returns x, or a Work.
+        """Replace x, of any shape, by the sum (or the maximum) over all ranks. Return x, or a Work.
 
-        Sent per rank: 2n(p-1)/p bytes (ring, ordered, recursive_halving), n lg p (recursive_doubling); exactly, in
-        `volume.wire_bytes`. "ordered" adds in rank order 0..p-1, as one device that accumulates would.
+        Sent per rank: 2n(p-1)/p bytes (ring, ordered, recursive_halving) or n lg p (recursive_doubling). "ordered" adds
+        in rank order 0..p-1, as one device that accumulates would.
         """
         algorithm = choose("all_reduce", algorithm, x.nbytes)
         combine = _combine(op)
         if self.size == 1:
             return Finished(x) if async_op else x
         flat = self._flat(x, "all_reduce")
-        link = self._link("all_reduce", algorithm)
-        if algorithm == "mpi":
-            steps = self._native(link, flat, op)
-        else:
-            steps = ALL_REDUCE[algorithm](link, flat, combine)
-        if type(x) is not np.ndarray:
-            steps = copy_back(steps, flat, x)
-        return self._run(link, steps, x, async_op)
+        return self._run("all_reduce", algorithm, x, flat, async_op, flat, combine)
 
     def reduce_scatter(
         self, x: Array, out: Array | None = None, op: str = "sum", algorithm: str = "auto", async_op: bool = False
     ) -> Result:
-        """out = chunk r (`chunk_bounds(n, p)[r]`) of the sum of all ranks' x; x, n elements, is left as it was.
+        """Set out = chunk r (`chunk_bounds(n, p)[r]`) of the sum of all ranks' x. Return out, or a Work.
 
-        Sent per rank: all of x but one chunk, n(p-1)/p bytes. Returns out, or a Work.
+        x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
         algorithm = choose("reduce_scatter", algorithm, x.nbytes)
         combine = _combine(op)
         flat = self._flat(x, "reduce_scatter")
-        bounds = chunk_bounds(flat.size, self.size)
-        start, stop = bounds[self.rank]
-        out, host_out = self._output("reduce_scatter", x, out, stop - start)
-        link = self._link("reduce_scatter", algorithm)
-        if self.size == 1:
-            steps = assign(host_out, flat)
-        elif algorithm == "mpi":
-            steps = self._native(link, flat, host_out, [b - a for a, b in bounds], op)
-        else:
-            steps = REDUCE_SCATTER[algorithm](link, flat, host_out, combine)
-        return self._run(link, copy_back(steps, host_out, out), out, async_op)
+        start, stop = chunk_bounds(flat.size, self.size)[self.rank]
+        out, host = self._output("reduce_scatter", x, out, stop - start)
+        return self._run("reduce_scatter", algorithm, out, host, async_op, flat, host, combine)
 
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
     ) -> Result:
-        """out = all ranks' chunks, one after the other; chunk r must have the size of `chunk_bounds(n, p)[r]`.
+        """Set out = all ranks' chunks in rank order. Chunk r must have the size of `chunk_bounds(n, p)[r]`.
 
         Without `out` the chunks must be equal, and the result is a new flat array of p*chunk.size elements. `chunk` may
-        be its own place in `out`. Sent per rank: n(p-1)/p bytes. Returns out, or a Work.
+        be its own part of `out`. Sent per rank: n(p-1)/p bytes. Return out, or a Work.
         """
         flat = self._flat(chunk, "all_gather")
-        out, host_out = self._output("all_gather", chunk, out, flat.size * self.size if out is None else None)
-        algorithm = choose("all_gather", algorithm, host_out.nbytes)
-        bounds = chunk_bounds(host_out.size, self.size)
-        start, stop = bounds[self.rank]
+        out, host = self._output("all_gather", chunk, out, flat.size * self.size if out is None else None)
+        algorithm = choose("all_gather", algorithm, host.nbytes)
+        start, stop = chunk_bounds(host.size, self.size)[self.rank]
         if flat.size != stop - start:
             raise CommunicationError(
-                f"{self.title()}, all_gather: {host_out.size} elements over {self.size} ranks give this rank "
+                f"{self.title()}, all_gather: {host.size} elements over {self.size} ranks give this rank "
                 f"{stop - start}, but its chunk has {flat.size}"
             )
-        own = host_out[start:stop]
-        if own.__array_interface__["data"] != flat.__array_interface__["data"]:
+        own = host[start:stop]
+        if not np.may_share_memory(own, flat) or own.ctypes.data != flat.ctypes.data:
             own[...] = flat
-        link = self._link("all_gather", algorithm)
-        steps: Steps
-        if self.size == 1:
-            steps = nothing()
-        elif algorithm == "mpi":
-            steps = self._native(link, host_out, [b - a for a, b in bounds])
-        else:
-            steps = ALL_GATHER[algorithm](link, host_out)
-        return self._run(link, copy_back(steps, host_out, out), out, async_op)
+        return self._run("all_gather", algorithm, out, host, async_op, host)
 
     def all_to_all(self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False) -> Result:
-        """Chunk j of x goes to rank j; out holds in rank order what each rank sent here: p chunks of this rank's size.
+        """Send chunk j of x to rank j. Set out = the p chunks that the ranks sent here, in rank order.
 
-        Sent per rank: all of x but the own chunk, n(p-1)/p bytes. Returns out, or a Work.
+        Sent per rank: all of x but the own chunk, n(p-1)/p bytes. Return out, or a Work.
         """
         algorithm = choose("all_to_all", algorithm, x.nbytes)
         flat = self._flat(x, "all_to_all")
-        bounds = chunk_bounds(flat.size, self.size)
-        own = bounds[self.rank][1] - bounds[self.rank][0]
-        out, host_out = self._output("all_to_all", x, out, self.size * own)
-        link = self._link("all_to_all", algorithm)
-        if self.size == 1:
-            steps = assign(host_out, flat)
-        elif algorithm == "mpi":
-            steps = self._native(link, flat, [b - a for a, b in bounds], host_out, own)
-        else:
-            steps = gathers.pairwise_all_to_all(link, flat, host_out)
-        return self._run(link, copy_back(steps, host_out, out), out, async_op)
+        start, stop = chunk_bounds(flat.size, self.size)[self.rank]
+        out, host = self._output("all_to_all", x, out, self.size * (stop - start))
+        return self._run("all_to_all", algorithm, out, host, async_op, flat, host)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
-        """x of `root` to every rank, in place. Sent: up to lg p times n bytes by the root, n(p-1) in all."""
+        """Copy x of `root` to every rank, in place. Return x, or a Work.
+
+        Sent: n bytes per child in a binomial tree, so up to lg p times n by the root and n(p-1) in all.
+        """
         algorithm = choose("broadcast", algorithm, x.nbytes)
         if not 0 <= root < self.size:
             raise ValueError(f"{self.title()}, broadcast: root {root} is not one of the {self.size} ranks")
         if self.size == 1:
             return Finished(x) if async_op else x
         flat = self._flat(x, "broadcast")
-        link = self._link("broadcast", algorithm)
-        if algorithm == "mpi":
-            steps = self._native(link, flat, root)
-        else:
-            steps = gathers.binomial_broadcast(link, flat, root)
-        return self._run(link, copy_back(steps, flat, x), x, async_op)
+        return self._run("broadcast", algorithm, x, flat, async_op, flat, root)
 
     def barrier(self, algorithm: str = "auto") -> None:
-        """Return when every rank of the group has come here. ceil(lg p) empty messages."""
+        """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
         algorithm = choose("barrier", algorithm, 0)
         if self.size > 1:
-            link = self._link("barrier", algorithm)
-            steps = self._native(link) if algorithm == "mpi" else gathers.dissemination_barrier(link)
-            self._run(link, steps, None, False)
+            self._run("barrier", algorithm, None, None, False)
 
-    # -- control data: small, and outside the clocks and the trace --------------------------------------------------
+    # -- control data: small, and outside of the clocks and the trace -----------------------------------------------
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank. Counted as operation "control"."""
+        """Return every rank's bytes, in rank order, on every rank. Counted as operation "control"."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
-        self._control(lambda link: gathers.ring_all_gather(link, lengths))
+        self._control(gathers.ring_all_gather, lengths)
         stops = np.cumsum(lengths)
         bounds = [(int(stop - length), int(stop)) for stop, length in zip(stops, lengths, strict=True)]
         everything = np.empty(int(lengths.sum()), np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
-        self._control(lambda link: gathers.ring_all_gather(link, everything, bounds))
+        self._control(gathers.ring_all_gather, everything, bounds)
         return [everything[start:stop].tobytes() for start, stop in bounds]
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
-        """Every rank's bytes on `root`, in rank order; None elsewhere. Counted as operation "control"."""
+        """Return every rank's bytes on `root`, in rank order, and None elsewhere. Counted as operation "control"."""
         lengths = [int(length) for length in self.all_gather_bytes(str(len(data)).encode())]
-        rooms = [np.empty(length, np.uint8) for length in lengths]
-        rooms[self.rank][...] = np.frombuffer(data, np.uint8)
-        self._control(lambda link: gathers.gather(link, rooms, root))
-        return [room.tobytes() for room in rooms] if self.rank == root else None
+        arrays = [np.empty(length, np.uint8) for length in lengths]
+        arrays[self.rank][...] = np.frombuffer(data, np.uint8)
+        self._control(gathers.gather, arrays, root)
+        return [array.tobytes() for array in arrays] if self.rank == root else None
 
     def agree(self, error: str | None = None) -> None:
-        """If any rank of the group passes an error, every rank raises it as UsageError: the lowest rank's, once.
+        """Raise UsageError on every rank if any rank of the group passes an error: the lowest rank's, once.
 
-        For checks that one rank alone can fail (a file that only one host lacks): raising there alone would leave the
-        others waiting.
+        Use it for checks that one rank alone can fail (a file that only one host lacks). Raising there alone would
+        leave the others waiting.
         """
         for text in self.all_gather_bytes((error or "").encode()):
             if text:
                 raise UsageError(text.decode())
 
     def split(self, color: int | None, axis: str) -> Communicator | None:
-        """The ranks that pass the same color become a group of their own, in rank order. None for color None."""
+        """Make a group of the ranks that pass the same color, in rank order. None for color None."""
         self._splits += 1
         colors = self.all_gather_bytes(str(color).encode())
         if color is None:
@@ -230,8 +284,9 @@ class Communicator(Group):
         return self._among([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
 
     def row(self, members: list[int], axis: str) -> Communicator:
-        """The group of these ranks, this one among them, in this order. Nothing is sent: every rank must call it as
-        often as the others, and each member with the same list.
+        """Make the group of these ranks, this one among them, in this order.
+
+        Nothing is sent. Every rank must call it as often as the others, and each member with the same list.
         """
         self._splits += 1
         return self._among(members, axis)
@@ -241,8 +296,80 @@ class Communicator(Group):
         ranks = [self.ranks[rank] for rank in members]
         return Communicator(self.transport.group(members, name), axis, parent=self, ranks=ranks, name=name)
 
+    # -- how an operation starts --------------------------------------------------------------------------------------
 
-def _combine(op: str) -> Callable[..., Any]:
+    def _run(
+        self, op: str, algorithm: str, x: Array, host: np.ndarray | None, async_op: bool, *arguments: Any
+    ) -> Result:
+        """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
+        tag, number = self._stream.next_operation()
+        if self._takes_time():
+            work: Work = TimedWork(self._stream, op, algorithm, tag, number)
+        else:
+            work = Work(self._stream, op, algorithm, tag)
+        steps: Iterator[Iterable[Request]]
+        if self.size == 1:
+            steps = _alone(op, *arguments)
+        elif algorithm == "mpi":
+            steps = _native(self.transport, work, *arguments)
+        else:
+            steps = GENERATORS[op][algorithm](work, *arguments)
+        if host is not None and type(x) is not np.ndarray:
+            steps = _copy_back(steps, host, x)
+        work.start(steps, x)
+        return work if async_op else work.wait()
+
+    def _takes_time(self) -> bool:
+        return self.clock.logical or self.tracer.enabled
+
+    def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
+        """Run an operation that no clock and no trace sees."""
+        if self.size > 1:
+            now = self.clock.now()
+            tag, _ = self._stream.next_operation()
+            work = Work(self._stream, "control", "ring", tag)
+            work.start(generator(work, *arguments), None).wait()
+            self.clock.resume(now)
+
+    def _flat(self, x: Array, op: str) -> np.ndarray:
+        """Return the values of x as a flat host array: x's own memory, or a copy of a device array."""
+        if type(x) is np.ndarray:
+            if not x.flags.c_contiguous:
+                raise ValueError(f"{self.title()}, {op}: an array of shape {x.shape} is not contiguous; send a copy")
+            return x.ravel()  # a view
+        return np.ascontiguousarray(backend.to_host(x)).reshape(-1)
+
+    def _output(self, op: str, x: Array, out: Array | None, size: int | None) -> tuple[Array, np.ndarray]:
+        """Return the array for a result and the flat host array of its values: `size` elements, if given."""
+        if out is None:
+            assert size is not None
+            out = np.empty(size, x.dtype) if backend.is_host(x) else backend.xp.empty(size, dtype=x.dtype)
+        elif (size is not None and out.size != size) or out.dtype != x.dtype:
+            raise CommunicationError(
+                f"{self.title()}, {op}: out has {out.size} elements of {out.dtype}, expected {size} of {x.dtype}"
+            )
+        return out, self._flat(out, op)
+
+
+def _combine(op: str) -> np.ufunc:
     if op not in COMBINE:
         raise UsageError(f'reduction "{op}": expected one of {", ".join(COMBINE)}')
     return COMBINE[op]
+
+
+def _native(transport: Transport, work: Work, *arguments: Any) -> Steps:
+    """Run the library's own collective, an algorithm of one step."""
+    yield (transport.native(work.op, work, *arguments),)
+
+
+def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -> Steps:
+    """Run `steps` on the staged copy, then copy the result to the device."""
+    yield from steps
+    x[...] = backend.from_host(host.reshape(x.shape))
+
+
+def _alone(op: str, flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
+    """Run a collective of one rank: copy the input to the output, where they differ."""
+    if out is not None:
+        out[...] = flat
+    yield ()

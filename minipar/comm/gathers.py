@@ -1,21 +1,64 @@
-"""all_gather, broadcast, all_to_all and barrier, each algorithm a generator (see `reductions`)."""
+"""Chunks of an array, and all_gather, broadcast, all_to_all and barrier, each a generator (see reductions.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from minipar.comm.chunks import at_place, chunk_bounds, fold, place_bounds
-from minipar.comm.link import Link, Steps
+from minipar.comm.transport import Link, Steps
 
 Bounds = Sequence[tuple[int, int]]
 
 
-def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None, first_step: int = 0) -> Steps:
-    """Chunk r of x stands on rank r; afterwards all of x stands on every rank. In place.
+@lru_cache(maxsize=4096)
+def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each of the p chunks of n elements, as np.array_split cuts: the first n % p are longer.
 
-    (p-1) alpha + n(p-1)/p beta: each rank passes on to its right what it has just received from its left.
+    Chunk r belongs to rank r in reduce_scatter, all_gather and all_to_all.
+    """
+    size, longer = divmod(n, p)
+    starts = [r * size + min(r, longer) for r in range(p + 1)]
+    return tuple(zip(starts[:-1], starts[1:], strict=True))
+
+
+@lru_cache(maxsize=1024)
+def fold(p: int, rank: int) -> tuple[int, int, int]:
+    """Return the part of `rank` in an algorithm that needs a power of two: (q, extras, place).
+
+    q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form pairs. Each even rank
+    gives its data to the odd rank above it and rests (place -1) until the result comes back. The others have the places
+    0..q-1.
+    NB: this is MPICH's way (Thakur, Rabenseifner and Gropp 2005, section 4.5).
+    """
+    q = 1 << (p.bit_length() - 1)
+    extras = p - q
+    if rank >= 2 * extras:
+        return q, extras, rank - extras
+    return q, extras, rank // 2 if rank % 2 else -1
+
+
+def at_place(place: int, extras: int) -> int:
+    """Return the rank that has this place after folding: the inverse of `fold`."""
+    return 2 * place + 1 if place < extras else place + extras
+
+
+@lru_cache(maxsize=4096)
+def place_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each place: the chunk of its rank, joined with the chunk of a rank folded into it."""
+    bounds = chunk_bounds(n, p)
+    q, extras, _ = fold(p, 0)
+    return tuple(
+        (bounds[2 * place][0], bounds[2 * place + 1][1]) if place < extras else bounds[place + extras]
+        for place in range(q)
+    )
+
+
+def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None, first_step: int = 0) -> Steps:
+    """Gather all of x on every rank, in place: at first each rank r has chunk r of x.
+
+    (p-1) alpha + n(p-1)/p beta. Each rank sends to its right the chunk that it has just received from its left.
     """
     p, r = link.size, link.rank
     if bounds is None:
@@ -25,11 +68,11 @@ def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None, fir
     for step in range(p - 1):
         sent = x[start:stop]
         start, stop = bounds[(r - step - 1) % p]
-        yield link.exchange(sent, right, x[start:stop], left, first_step + step)
+        yield link.isend(sent, right, first_step + step), link.irecv(x[start:stop], left, first_step + step)
 
 
 def pairwise_all_gather(link: Link, x: np.ndarray, first_step: int = 0) -> Steps:
-    """As `ring_all_gather`, but each rank sends its own chunk to all others, everything posted at once.
+    """Gather as `ring_all_gather` does, but each rank sends its own chunk to all others, all posted at once.
 
     (p-1) alpha + n(p-1)/p beta, and one wait.
     """
@@ -45,7 +88,7 @@ def pairwise_all_gather(link: Link, x: np.ndarray, first_step: int = 0) -> Steps
 
 
 def gather_places(link: Link, x: np.ndarray, first_step: int) -> Steps:
-    """The all-gather by recursive doubling among the places of `fold`, in place: what a pair has doubles each step."""
+    """Gather x among the places of `fold`, in place, by recursive doubling: each step doubles what a pair has."""
     q, extras, place = fold(link.size, link.rank)
     bounds = place_bounds(x.size, link.size)
     step, distance = first_step, 1
@@ -55,22 +98,21 @@ def gather_places(link: Link, x: np.ndarray, first_step: int) -> Steps:
         other = first ^ distance
         sent = x[bounds[first][0] : bounds[first + distance - 1][1]]
         received = x[bounds[other][0] : bounds[other + distance - 1][1]]
-        yield link.exchange(sent, partner, received, partner, step)
+        yield link.isend(sent, partner, step), link.irecv(received, partner, step)
         distance *= 2
         step += 1
 
 
 def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
-    """As `ring_all_gather`, in lg p alpha + n(p-1)/p beta when p is a power of two."""
+    """Gather as `ring_all_gather` does, in lg p alpha + n(p-1)/p beta when p is a power of two."""
     _, extras, place = fold(link.size, link.rank)
-    bounds = chunk_bounds(x.size, link.size)
     if place < 0:
-        start, stop = bounds[link.rank]
+        start, stop = chunk_bounds(x.size, link.size)[link.rank]
         yield (link.isend(x[start:stop], link.rank + 1, 0),)
         yield (link.irecv(x, link.rank + 1, 1),)
         return
     if place < extras:
-        start, stop = bounds[link.rank - 1]
+        start, stop = chunk_bounds(x.size, link.size)[link.rank - 1]
         yield (link.irecv(x[start:stop], link.rank - 1, 0),)
     yield from gather_places(link, x, first_step=2)
     if place < extras:
@@ -78,7 +120,7 @@ def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
 
 
 def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
-    """x of `root` to everyone, in place: who has it sends it to ever nearer ranks. lg p (alpha + n beta)."""
+    """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
     p = link.size
     place = (link.rank - root) % p
     distance = 1
@@ -95,9 +137,9 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
 
 
 def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
-    """Chunk j of x goes to rank j; out holds, in rank order, what each rank sent here.
+    """Send chunk j of x to rank j. `out` receives, in rank order, the chunks that the ranks sent to this one.
 
-    (p-1) alpha + n(p-1)/p beta: in step s every rank sends to the s-th on its right.
+    (p-1) alpha + n(p-1)/p beta. In step s every rank sends to the rank s+1 places to its right.
     """
     p, r = link.size, link.rank
     bounds = chunk_bounds(x.size, p)
@@ -108,24 +150,24 @@ def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
         dest, source = (r + step + 1) % p, (r - step - 1) % p
         start, stop = bounds[dest]
         received = out[source * own : (source + 1) * own]
-        yield link.exchange(x[start:stop], dest, received, source, step)
+        yield link.isend(x[start:stop], dest, step), link.irecv(received, source, step)
 
 
 def dissemination_barrier(link: Link) -> Steps:
-    """No rank leaves before every rank has come: in step s each tells the rank 2**s to its right. ceil(lg p) alpha."""
+    """Return when every rank has called. In step s each rank sends to the rank 2**s to its right. ceil(lg p) alpha."""
     p, r = link.size, link.rank
     nothing = link.scratch(0, np.dtype(np.uint8))
     step = 0
     while (distance := 1 << step) < p:
-        yield link.exchange(nothing, (r + distance) % p, nothing, (r - distance) % p, step)
+        yield link.isend(nothing, (r + distance) % p, step), link.irecv(nothing, (r - distance) % p, step)
         step += 1
 
 
-def gather(link: Link, rooms: Sequence[np.ndarray], root: int) -> Steps:
-    """rooms[r] of every rank r to `root`, one after the other."""
+def gather(link: Link, arrays: Sequence[np.ndarray], root: int) -> Steps:
+    """Send arrays[r] of every rank r to `root`, one after the other."""
     if link.rank != root:
-        yield (link.isend(rooms[link.rank], root, 0),)
+        yield (link.isend(arrays[link.rank], root, 0),)
         return
     for source in range(link.size):
         if source != root:
-            yield (link.irecv(rooms[source], source, 0),)
+            yield (link.irecv(arrays[source], source, 0),)

@@ -1,78 +1,62 @@
-"""How a program begins and how it ends: the world communicator, and failures that end every rank."""
+"""The beginning and the end of a program: the world communicator, and failures that end every rank."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
+from minipar.backend import prepare_process
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.local import serial
-from minipar.errors import UsageError, UsageParser, error_line
+from minipar.comm.threads import run_local, serial
+from minipar.errors import UsageError, error_line
 
-# What the launchers tell each process about the number of ranks: MPICH and Intel MPI, Open MPI, Slurm's PMI.
-RANK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
+# What mpirun tells each process about the number of ranks: MPICH and Intel MPI, Open MPI, and PMIx.
+MPI_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
+MPI_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+# What launchers that may start no MPI ranks tell each process.
+VARIABLES = {"torchrun": "WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
 MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
 
-def world(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
-    """The communicator of all ranks: those of mpirun, or this process alone.
+def launch(
+    main: Callable[[Communicator], Any],
+    threads: int | None = None,
+    clock: str | Callable[[], Clock] | None = None,
+    network: Network | None = None,
+) -> Any:
+    """Run `main(world)` once per rank: the entry point of a script.
 
-    From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the whole job.
-    UsageError when mpirun started several ranks but MPI is not installed, or is not the one that mpirun belongs to.
-    """
-    started = max((int(os.environ[name]) for name in RANK_COUNTS if os.environ.get(name, "").isdigit()), default=1)
-    try:
-        from minipar.comm.mpi import MPI, MPITransport
-    except (ImportError, RuntimeError) as error:
-        if started == 1:
-            return serial(clock, network)
-        raise UsageError(f"mpirun started {started} ranks, but MPI cannot be loaded: {error}") from None
-    if MPI.COMM_WORLD.Get_size() != started and started > 1:
-        raise UsageError(
-            f"mpirun started {started} ranks, but the MPI library sees {MPI.COMM_WORLD.Get_size()}: "
-            "mpirun and mpi4py's library belong to different MPIs"
-        )
-    comm = Communicator(MPITransport(MPI.COMM_WORLD), clock=clock, network=network)
-    if comm.size > 1:
-        sys.excepthook = _abort_with_traceback
-    return comm
+    Under `mpirun -n N python script.py` each process is a rank, and without mpirun this process is one. The result of
+    this rank is returned. With `threads=n`, n ranks run as threads of this process, and the list of their results is
+    returned. `clock` is "wall", "cpu", "model", or a function that makes a rank's clock.
 
-
-def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The excepthook: plain Python would leave the other ranks waiting for this one."""
-    from minipar.comm.mpi import MPI, abort
-
-    text = "".join(traceback.format_exception(kind, error, trace))
-    if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
-        sys.stderr.write(text)
-        return
-    sys.stderr.write(f"rank {MPI.COMM_WORLD.Get_rank()}:\n{text}")
-    abort(1)
-
-
-def main(fn: Callable[[Communicator], object], clock: str | Clock | None = None) -> NoReturn:
-    """Run a program: `fn(comm)` on every rank, then exit with code 0 (or with the int that fn returns).
-
-    UsageError on every rank: rank 0 prints one line and all exit with code 2. UsageError on some ranks only: after a
-    few seconds one of them prints its line and ends the job with code 2. Ctrl-C: one line, code 130. Anything else:
-    that rank's traceback, code 1.
+    Errors end every rank. UsageError on every rank: rank 0 prints one line, and all exit with code 2. UsageError on
+    some ranks only: after a few seconds one of them prints its line and ends the job with code 2. Ctrl-C: one line,
+    code 130. Any other exception: `rank r:` with the traceback, code 1. Threads raise their first exception here, as
+    `run_local` does.
     """
     try:
-        comm = world(clock)
+        if threads is not None:
+            _check_one_process(threads)
+        else:
+            comm = world(clock() if callable(clock) else clock, network)
     except UsageError as error:
-        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":
+        if _is_first(os.environ):
             _print_error(error)
         sys.exit(2)
+    if threads is not None:
+        return run_local(threads, main, clock=clock, network=network)
     try:
-        result = fn(comm)
+        return main(comm)
     except KeyboardInterrupt:
-        # mpirun passes Ctrl-C on to every rank; whoever is first ends them all, without their tracebacks.
+        # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
         if comm.rank == 0:
             print("minipar: interrupted", file=sys.stderr, flush=True)
         comm.abort(130)
@@ -88,7 +72,125 @@ def main(fn: Callable[[Communicator], object], clock: str | Clock | None = None)
         if leaving.code not in (0, None) and comm.size > 1 and not _everyone_fails(comm):
             comm.abort(leaving.code if isinstance(leaving.code, int) else 1)
         raise
+
+
+def main(fn: Callable[[Communicator], object], clock: str | None = None) -> NoReturn:
+    """Run a program with `launch`, then exit with code 0, or with the int that fn returns."""
+    result = launch(fn, clock=clock)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def world(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
+    """Return the communicator of all ranks: those of mpirun, or this process alone.
+
+    This sets the process up as a rank (`backend.prepare_process`). From here on an uncaught exception on any rank
+    prints `rank r:` and its traceback and ends the whole job. UsageError if a launcher started several ranks but MPI is
+    not installed, has one rank, or is another MPI than mpirun's.
+    """
+    prepare_process()
+    count, launcher = _started_ranks(os.environ)
+    _check_mpi_library(os.environ)
+    try:
+        from minipar.comm.mpi import MPI, MPITransport
+    except (ImportError, RuntimeError) as error:
+        if count == 1:
+            return serial(clock, network)
+        raise UsageError(f"{launcher} started {count} ranks, but MPI cannot be loaded: {error}") from None
+    size = MPI.COMM_WORLD.Get_size()
+    if count not in (1, size):
+        cause = "mpirun and mpi4py's library belong to different MPIs"
+        if launcher != "mpirun":
+            remedy = f"start with mpirun -n {count} python ..., or unset {VARIABLES[launcher]} to run one process"
+            cause = f"{launcher} does not start MPI ranks; {remedy}"
+        raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
+    comm = Communicator(MPITransport(MPI.COMM_WORLD), clock=clock, network=network)
+    if comm.size > 1:
+        sys.excepthook = _abort_with_traceback
+    return comm
+
+
+def _started_ranks(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of ranks that a launcher started, and its name. (1, "mpirun") if there is no launcher.
+
+    mpirun has the last word: a job of one rank inside an allocation of many is one rank.
+    """
+    launchers = [("mpirun", name) for name in MPI_COUNTS if environ.get(name)]
+    launchers = launchers or [(launcher, name) for launcher, name in VARIABLES.items() if environ.get(name)]
+    return max(((_count(name, environ[name]), launcher) for launcher, name in launchers), default=(1, "mpirun"))
+
+
+def _check_one_process(threads: int) -> None:
+    """Raise UsageError if a launcher has started several processes."""
+    count, launcher = _started_ranks(os.environ)
+    if count > 1:
+        raise UsageError(
+            f"launch(threads={threads}) runs its ranks in one process, but {launcher} started {count}; "
+            f"leave out threads, or start without {launcher}"
+        )
+
+
+def _count(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text}: expected a number of ranks; unset it to run one process") from None
+
+
+def _check_mpi_library(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if mpirun and mpi4py's library belong to different MPIs.
+
+    MPI itself would abort while it starts, with a message that names neither the cause nor the remedy.
+    """
+    try:
+        if "PMI_FD" in environ:
+            os.fstat(int(environ["PMI_FD"]))
+    except (ValueError, OSError):
+        raise UsageError(
+            f"PMI_FD={environ['PMI_FD']}: mpirun's variables are set, but mpirun has not started this process; "
+            "unset PMI_FD, PMI_RANK and PMI_SIZE"
+        ) from None
+    library = _mpi_library()
+    if library == "mpich" and "OMPI_COMM_WORLD_SIZE" in environ and "PMI_SIZE" not in environ:
+        raise UsageError(
+            "mpirun is Open MPI's, but mpi4py loads MPICH: set the environment variable MPI4PY_MPIABI=openmpi, "
+            "or install Open MPI in an environment of its own"
+        )
+    hydra = "PMI_SIZE" in environ and "SLURM_STEP_ID" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ
+    if library == "openmpi" and hydra:
+        raise UsageError(
+            "mpirun is MPICH's, but mpi4py loads Open MPI: set the environment variable MPI4PY_MPIABI=mpich, "
+            "or start with Open MPI's mpirun"
+        )
+
+
+def _mpi_library() -> str | None:
+    """Return "mpich" or "openmpi", the library that `from mpi4py import MPI` would load. None if that is not known."""
+    try:
+        _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")
+        # mpi4py's wheels choose between libraries and register them here. A build for one library has no choice.
+        return _mpiabi._get_mpiabi() if "mpi4py.MPI" in _mpiabi._registry else None
+    except (ImportError, AttributeError, RuntimeError, OSError):
+        return None
+
+
+def _is_first(environ: Mapping[str, str]) -> bool:
+    """Return True on the rank that prints an error before MPI has started: rank 0, or a rank that nobody knows."""
+    ranks = [environ[name] for name in MPI_RANKS if environ.get(name)]
+    counts = [environ[name] for name in MPI_COUNTS if environ.get(name)]
+    others = {str(rank) for rank in range(1, int(counts[0]))} if counts and counts[0].isdecimal() else set()
+    return not ranks or ranks[0] not in others
+
+
+def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
+    from minipar.comm.mpi import MPI, abort
+
+    text = "".join(traceback.format_exception(kind, error, trace))
+    if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
+        sys.stderr.write(text)
+        return
+    sys.stderr.write(f"rank {MPI.COMM_WORLD.Get_rank()}:\n{text}")
+    abort(1)
 
 
 def _print_error(error: UsageError) -> None:
@@ -97,7 +199,7 @@ def _print_error(error: UsageError) -> None:
 
 
 def _everyone_fails(comm: Communicator) -> bool:
-    """Meet the other ranks that end with an error, on a path of their own; False if some have not come in time."""
+    """Meet the other ranks that end with an error, in a barrier. Return False if some have not come in time."""
     if comm.size == 1:
         return True
     from minipar.comm.mpi import MPI
@@ -109,15 +211,3 @@ def _everyone_fails(comm: Communicator) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-class Parser(UsageParser):
-    """For many ranks: only the one that talks prints the help."""
-
-    def __init__(self, *args: Any, talks: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.talks = talks
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if self.talks:
-            super()._print_message(message, file)

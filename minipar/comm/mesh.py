@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 
 
 class DeviceMesh:
-    """world = pp x dp x tp, rank = (pp*DP + dp)*TP + tp: tp fastest, because it talks most and wants the nearest ranks.
+    """The ranks as a grid: world = pp x dp x tp, rank = (pp*DP + dp)*TP + tp.
 
-    `mesh.dp`, `mesh.tp`, `mesh.pp` are the Communicators of this rank's row along each axis; `mesh.coordinates` is its
-    place. With dp=None the data axis takes what tp*pp leaves. Sizes that do not fit: UsageError with the product.
+    tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.tp` and `mesh.pp` are the
+    Communicators of this rank's row along each axis, and `mesh.coordinates` is its place. With dp=None the data axis
+    takes what tp*pp leaves. UsageError with the product for sizes that do not fit.
     NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree with this one on these three axes.
     """
 
-    AXES = ("tp", "dp", "pp")  # fastest first
+    AXES: tuple[str, ...] = ("tp", "dp", "pp")  # fastest first
 
     def __init__(self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1) -> None:
-        ranks = f"{comm.transport.launcher} started {comm.size} ranks"
-        for name, size in (("dp", dp), ("tp", tp), ("pp", pp)):
-            if size is not None and size < 1:
-                raise UsageError(f"{name} = {size}: a mesh axis has at least 1 rank")
-        if dp is None:
-            if comm.size % (tp * pp):
-                raise UsageError(f"tp*pp = {tp}*{pp} = {tp * pp} does not divide the ranks: {ranks}")
-            dp = comm.size // (tp * pp)
-        if dp * tp * pp != comm.size:
-            raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {dp * tp * pp}, but {ranks}")
         self.world = comm
-        self.shape = {"tp": tp, "dp": dp, "pp": pp}
+        self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp)
         self.coordinates: dict[str, int] = {}
         rest = comm.rank
         for axis in self.AXES:
@@ -38,9 +31,33 @@ class DeviceMesh:
         self.pp = self._along("pp")
 
     def rank_at(self, **coordinates: int) -> int:
-        """The world rank at these coordinates; an axis that is not named keeps this rank's own."""
+        """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""
         place = self.coordinates | coordinates
         return (place["pp"] * self.shape["dp"] + place["dp"]) * self.shape["tp"] + place["tp"]
 
     def _along(self, axis: str) -> Communicator:
         return self.world.row([self.rank_at(**{axis: place}) for place in range(self.shape[axis])], axis)
+
+
+def mesh_shape(
+    ranks: int, launcher: str = "mpirun", dp: int | None = None, tp: int | None = None, pp: int | None = None
+) -> dict[str, int]:
+    """Return {"tp": tp, "dp": dp, "pp": pp} for these ranks, where dp=None takes what tp*pp leaves.
+
+    UsageError, with the sizes that were given, if they do not fit. A size of 1 counts as not given, unless it is dp's.
+    """
+    given = {axis: size for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size is not None}
+    for axis, size in given.items():
+        if size < 1:
+            raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")
+    given = {axis: size for axis, size in given.items() if size > 1 or axis == "dp"}
+    product = prod(given.values())
+    if ranks != product if dp is not None else ranks % product:
+        equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}" + (f" = {product}" * (len(given) > 1))
+        if ranks == 1:
+            start = f"start {product} with mpirun -n {product} python ..."
+            raise UsageError(f"{equation}, but this process is one rank; {start}")
+        if dp is None:
+            raise UsageError(f"{equation} does not divide the {ranks} ranks that {launcher} started")
+        raise UsageError(f"{equation}, but {launcher} started {ranks} ranks")
+    return {"tp": tp or 1, "dp": dp or ranks // product, "pp": pp or 1}

@@ -1,7 +1,7 @@
-"""The two verbs over MPI (mpi4py), with buffers only: no array is ever pickled.
+"""isend and irecv over MPI (mpi4py), with buffers only: no array is ever pickled.
 
-Buffers are passed as `[array, bytes, MPI.BYTE]`: naming count and type spares mpi4py's parsing of the array interface,
-0.4 us of the 1 us that a call costs, and it makes every NumPy dtype sendable, MPI's own or not.
+Buffers are passed as `[array, bytes, MPI.BYTE]`. Naming count and type saves 0.4 us of the 1 us that a call costs,
+because mpi4py need not read the array interface. It also makes every NumPy dtype sendable, MPI's own or not.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from minipar.comm.transport import Owner, Request, Waitable, message_size_error
+from minipar.comm.gathers import chunk_bounds
+from minipar.comm.transport import Owner, Request, message_size_error
 from minipar.errors import CommunicationError, UsageError
 
 BYTE = MPI.BYTE
 
-# Polite waiting: test, and give the core to another rank after each test in vain; after so many tests, sleep, longer
-# and longer. Sleeping at once makes small rings ten times slower; testing without a pause, or never sleeping, burns the
-# time of the ranks that compute when there are more ranks than cores.
+# Waiting: test, and give the core to another rank after each test without success. After so many tests sleep, longer
+# and longer. Sleeping at once makes small rings ten times slower. Testing without a pause, or never sleeping, takes
+# time from the ranks that compute when there are more ranks than cores.
 YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
 OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job
 
-REDUCTIONS = {"sum": MPI.SUM, "max": MPI.MAX}
+REDUCTIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.maximum: MPI.MAX}
 DATATYPES = {
     "float32": MPI.FLOAT,
     "float64": MPI.DOUBLE,
@@ -43,18 +44,8 @@ DATATYPES = {
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
 
 
-def _linger(test: Callable[[MPI.Status | None], bool], status: MPI.Status | None) -> bool:
-    """Test YIELD_TESTS times at most, in the tightest loop that Python has: most messages are waited for in here."""
-    sched_yield = os.sched_yield
-    for _ in range(YIELD_TESTS):
-        if test(status):
-            return True
-        sched_yield()
-    return False
-
-
 class _Message:
-    """A message that MPI carries."""
+    """A message under way."""
 
     __slots__ = ("done", "handle", "nbytes", "owner", "peer", "tag")
 
@@ -68,22 +59,19 @@ class _Message:
 
 
 class _Send(_Message):
-    """A message going out."""
+    """A message sent."""
 
     __slots__ = ()
 
     def test(self) -> bool:
         return self.handle.Test()
 
-    def linger(self) -> bool:
-        return self.handle.Test() or _linger(self.handle.Test, None)
-
     def describe(self) -> str:
         return f"{self.owner.title()}: send of {self.nbytes} bytes to rank {self.peer} (tag {self.tag})"
 
 
 class _Receive(_Message):
-    """A message coming in. MPI delivers a shorter message silently, so the count that arrived is checked."""
+    """A message received. MPI delivers a shorter message without an error, so the count that arrived is checked."""
 
     __slots__ = ()
 
@@ -94,28 +82,14 @@ class _Receive(_Message):
             if not self.handle.Test(STATUS):
                 return False
         except MPI.Exception as error:
-            raise self.failure(error) from None
-        return self.check()
-
-    def linger(self) -> bool:
-        try:
-            if not _linger(self.handle.Test, STATUS):
-                return False
-        except MPI.Exception as error:
-            raise self.failure(error) from None
-        return self.check()
-
-    def check(self) -> bool:
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise self._wrong_size("more") from None
+            raise CommunicationError(f"{self.describe()}: {error}") from None
         arrived = STATUS.Get_count(BYTE)
         if arrived != self.nbytes:
             raise self._wrong_size(str(arrived))
         self.done = True
         return True
-
-    def failure(self, error: MPI.Exception) -> CommunicationError:
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            return self._wrong_size("more")
-        return CommunicationError(f"{self.describe()}: {error}")
 
     def describe(self) -> str:
         return f"{self.owner.title()}: receive of {self.nbytes} bytes from rank {self.peer} (tag {self.tag})"
@@ -125,7 +99,7 @@ class _Receive(_Message):
 
 
 class _Native:
-    """One of MPI's own collectives under way."""
+    """One of MPI's own collectives, under way."""
 
     __slots__ = ("handle", "op", "owner")
 
@@ -136,9 +110,6 @@ class _Native:
 
     def test(self) -> bool:
         return self.handle.Test()
-
-    def linger(self) -> bool:
-        return _linger(self.handle.Test, None)
 
     def describe(self) -> str:
         return f"{self.owner.title()}: MPI's own {self.op}"
@@ -164,27 +135,7 @@ class MPITransport:
         nbytes = array.nbytes
         return _Receive(self._irecv([array, nbytes, BYTE], source, tag), nbytes, source, tag, owner)
 
-    def exchange(
-        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, tag: int, owner: Owner
-    ) -> tuple[Request, ...]:
-        # The sending half first, so that it travels while the other is posted. Then the loop of `_linger`, written out.
-        nbytes = received.nbytes
-        outgoing = self._isend([sent, sent.nbytes, BYTE], dest, tag)
-        incoming = self._irecv([received, nbytes, BYTE], source, tag)
-        test, sched_yield = incoming.Test, os.sched_yield
-        try:
-            for _ in range(YIELD_TESTS):
-                if test(STATUS):
-                    if STATUS.Get_count(BYTE) != nbytes:
-                        _Receive(incoming, nbytes, source, tag, owner).check()
-                    return () if outgoing.Test() else (_Send(outgoing, sent.nbytes, dest, tag, owner),)
-                sched_yield()
-        except MPI.Exception as error:
-            raise _Receive(incoming, nbytes, source, tag, owner).failure(error) from None
-        send = _Send(outgoing, sent.nbytes, dest, tag, owner)
-        return _Receive(incoming, nbytes, source, tag, owner), send
-
-    def pause(self, attempt: int, waiting_for: Waitable) -> None:
+    def pause(self, attempt: int, waiting_for: Request) -> None:
         if attempt < YIELD_TESTS:
             os.sched_yield()
         else:
@@ -202,19 +153,21 @@ class MPITransport:
     def native(self, op: str, owner: Owner, *arguments: Any) -> Request:
         return _Native(getattr(self, "_" + op)(*arguments), op, owner)
 
-    def _all_reduce(self, x: np.ndarray, reduction: str) -> MPI.Request:
-        return self.comm.Iallreduce(MPI.IN_PLACE, [x, datatype(x)], REDUCTIONS[reduction])
+    # The arguments are those of the algorithms in reductions.py and gathers.py.
 
-    def _reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: list[int], reduction: str) -> MPI.Request:
+    def _all_reduce(self, x: np.ndarray, combine: np.ufunc) -> MPI.Request:
+        return self.comm.Iallreduce(MPI.IN_PLACE, [x, datatype(x)], REDUCTIONS[combine])
+
+    def _reduce_scatter(self, x: np.ndarray, out: np.ndarray, combine: np.ufunc) -> MPI.Request:
         kind = datatype(x)
-        return self.comm.Ireduce_scatter([x, kind], [out, kind], counts, REDUCTIONS[reduction])
+        return self.comm.Ireduce_scatter([x, kind], [out, kind], self._counts(x, 1), REDUCTIONS[combine])
 
-    def _all_gather(self, out: np.ndarray, counts: list[int]) -> MPI.Request:
-        return self.comm.Iallgatherv(MPI.IN_PLACE, [out, [count * out.itemsize for count in counts], BYTE])
+    def _all_gather(self, out: np.ndarray) -> MPI.Request:
+        return self.comm.Iallgatherv(MPI.IN_PLACE, [out, self._counts(out, out.itemsize), BYTE])
 
-    def _all_to_all(self, x: np.ndarray, counts: list[int], out: np.ndarray, own: int) -> MPI.Request:
-        sent = [count * x.itemsize for count in counts]
-        return self.comm.Ialltoallv([x, sent, BYTE], [out, [own * x.itemsize] * self.size, BYTE])
+    def _all_to_all(self, x: np.ndarray, out: np.ndarray) -> MPI.Request:
+        received = [out.nbytes // self.size] * self.size
+        return self.comm.Ialltoallv([x, self._counts(x, x.itemsize), BYTE], [out, received, BYTE])
 
     def _broadcast(self, x: np.ndarray, root: int) -> MPI.Request:
         return self.comm.Ibcast([x, x.nbytes, BYTE], root)
@@ -222,12 +175,15 @@ class MPITransport:
     def _barrier(self) -> MPI.Request:
         return self.comm.Ibarrier()
 
+    def _counts(self, x: np.ndarray, unit: int) -> list[int]:
+        return [unit * (stop - start) for start, stop in chunk_bounds(x.size, self.size)]
+
     def abort(self, code: int) -> None:
         abort(code)
 
 
 def abort(code: int) -> None:
-    """End every rank of the job, a moment after the last output: mpirun drops what is still in its pipes."""
+    """End every rank of the job, a moment after the last output: mpirun drops the output that is still in its pipes."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(OUTPUT_SECONDS)
@@ -235,7 +191,7 @@ def abort(code: int) -> None:
 
 
 def datatype(x: np.ndarray) -> MPI.Datatype:
-    """MPI's type for an array's dtype, needed where MPI itself adds. UsageError where it has none (float16)."""
+    """Return MPI's type for an array's dtype, which MPI needs to add. UsageError where it has none (float16)."""
     try:
         return DATATYPES[x.dtype.name]
     except KeyError:

@@ -1,13 +1,12 @@
 """all_reduce and reduce_scatter, each algorithm a generator.
 
-A generator posts messages with `link.isend` and `link.irecv` (`link.exchange(sent, dest, received, source, step)` is
-one of each) and yields the requests it needs done before it goes on. Whoever drives it decides how to wait, so the same
-lines serve the blocking call and the asynchronous one. The last argument of the three is the step: it makes the tag of
-every message of one operation its own.
+A generator posts messages with `link.isend(array, dest, step)` and `link.irecv(array, source, step)` and yields the
+requests that must be done before it continues. The step makes the tag of every message of one operation its own. Who
+drives the generator (work.py) decides how to wait, so the same lines serve the blocking call and the asynchronous one.
 
-Arrays are flat. p ranks, n bytes, chunk r = `chunk_bounds(n, p)[r]`; alpha per message, beta per byte, gamma per byte
-added. Algorithms for a power of two *fold* the extra ranks first (chunks.py): of q places each is held by one rank; a
-rank without a place (place < 0) hands its data to a neighbour, rests, and gets the result back.
+Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs alpha, a byte beta,
+and adding a byte gamma. Algorithms for a power of two *fold* the extra ranks first (gathers.py). Each of the q places
+then belongs to one rank. A rank without a place (place < 0) gives its data to a neighbour and gets the result back.
 
 NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
 """
@@ -18,19 +17,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minipar.comm.chunks import at_place, chunk_bounds, fold, place_bounds
-from minipar.comm.gathers import gather_places, pairwise_all_gather, ring_all_gather
-from minipar.comm.link import Link, Steps
-from minipar.comm.transport import Request
+from minipar.comm.gathers import (
+    at_place,
+    chunk_bounds,
+    fold,
+    gather_places,
+    pairwise_all_gather,
+    place_bounds,
+    ring_all_gather,
+)
+from minipar.comm.transport import Link, Request, Steps
 
 Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b, out=c)
 
 
 def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
-    """out = chunk r of the sum. Each partial sum travels once round the ring, and every rank adds its own part to it.
+    """Set out = chunk r of the sum: each partial sum goes once round the ring, and every rank adds its part to it.
 
     (p-1) alpha + n(p-1)/p (beta + gamma): the fewest bytes possible (Patarasuk and Yuan 2009, section 4).
-    Chunk c is summed in the order c+1, c+2, ..., c: fixed, but not the rank order. `x` is left as it was.
+    Chunk c is summed in the order c+1, c+2, ..., c: fixed, but not the rank order. `x` is not changed.
     """
     p, r = link.size, link.rank
     bounds = chunk_bounds(x.size, p)
@@ -38,18 +43,18 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     longest = bounds[0][1] - bounds[0][0]
     incoming, outgoing = link.scratch(2 * longest, x.dtype).reshape(2, longest)
     start, stop = bounds[left]
-    travelling = x[start:stop]  # the partial sum on its way: at first this rank's own contribution to its left chunk
+    partial = x[start:stop]  # the sum so far, first this rank's own contribution to its left chunk
     for step in range(p - 1):
         start, stop = bounds[(r - step - 2) % p]
         received = incoming[: stop - start]
-        yield link.exchange(travelling, right, received, left, step)
-        travelling = out if step == p - 2 else received
-        combine(received, x[start:stop], out=travelling)
+        yield link.isend(partial, right, step), link.irecv(received, left, step)
+        partial = out if step == p - 2 else received
+        combine(received, x[start:stop], out=partial)
         incoming, outgoing = outgoing, incoming
 
 
 def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """x = the sum, in place: a ring reduce-scatter, then a ring all-gather; the same bits as calling the two.
+    """Set x = the sum: a ring reduce-scatter, then a ring all-gather, with the same bits as calling the two.
 
     2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
     """
@@ -60,10 +65,10 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
 
 
 def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """x = the sum, in place: at distance 1, 2, 4, ... pairs exchange all they have and both add.
+    """Set x = the sum: at distance 1, 2, 4, ... pairs exchange all they have, and both add.
 
-    lg p (alpha + n beta + n gamma): the fewest steps, for small arrays. Both of a pair add the same two numbers, so all
-    ranks end with the same bits.
+    lg p (alpha + n beta + n gamma): the fewest steps, for small arrays. Both ranks of a pair add the same two values,
+    so all ranks end with the same bits.
     """
     q, extras, place = fold(link.size, link.rank)
     if place < 0:
@@ -78,7 +83,7 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     step, distance = 2, 1
     while distance < q:
         partner = at_place(place ^ distance, extras)
-        yield link.exchange(x, partner, received, partner, step)
+        yield link.isend(x, partner, step), link.irecv(received, partner, step)
         combine(x, received, out=x)
         distance *= 2
         step += 1
@@ -87,10 +92,10 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
 
 
 def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """The reduce-scatter half of Rabenseifner's algorithm, in place: x[place_bounds[place]] becomes the sum.
+    """Set x[place_bounds[place]] = the sum: the reduce-scatter half of Rabenseifner's algorithm, in place.
 
-    At distance q/2, q/4, ..., 1 a pair splits the part it still shares: each sends one half and adds up the other.
-    Steps 0 (the fold) and 2.. are used; the rest of x is left as scratch.
+    At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one half and adds up the
+    other. Steps 0 (the fold) and 2.. are used. The rest of x has no meaning afterwards.
     """
     q, extras, place = fold(link.size, link.rank)
     if place < 0:
@@ -106,20 +111,21 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     while last - first > 1:
         middle = (first + last) // 2
         partner = at_place(place ^ (middle - first), extras)
-        low, high = (first, middle), (middle, last)
-        mine, theirs = (low, high) if place < middle else (high, low)
-        kept = x[bounds[mine[0]][0] : bounds[mine[1] - 1][1]]
-        sent = x[bounds[theirs[0]][0] : bounds[theirs[1] - 1][1]]
-        yield link.exchange(sent, partner, received[: kept.size], partner, step)
-        combine(kept, received[: kept.size], out=kept)
-        first, last = mine
+        start, cut, stop = bounds[first][0], bounds[middle][0], bounds[last - 1][1]
+        if place < middle:
+            kept, sent, last = x[start:cut], x[cut:stop], middle
+        else:
+            kept, sent, first = x[cut:stop], x[start:cut], middle
+        other = received[: kept.size]
+        yield link.isend(sent, partner, step), link.irecv(other, partner, step)
+        combine(kept, other, out=kept)
         step += 1
 
 
 def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """x = the sum, in place: recursive halving, then an all-gather by recursive doubling (Rabenseifner 2004).
+    """Set x = the sum: recursive halving, then an all-gather by recursive doubling (Rabenseifner 2004).
 
-    2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two; else the fold adds 2 messages of n.
+    2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds 2 messages of n.
     """
     _, extras, place = fold(link.size, link.rank)
     yield from _halve(link, x, combine)
@@ -132,9 +138,10 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
 
 
 def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
-    """out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two.
+    """Set out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two.
 
-    Works on a copy, because halving overwrites its input. A rank that took a folded neighbour's data returns its chunk.
+    The sum is made in a copy, because halving overwrites its input. A rank with a folded neighbour's data returns the
+    neighbour's chunk.
     """
     _, extras, place = fold(link.size, link.rank)
     work = x.copy()
@@ -151,11 +158,11 @@ def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray,
 
 
 def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
-    """out = chunk r of x_0 + x_1 + ... + x_{p-1}, added from left to right: the bits of one device that accumulates.
+    """Set out = chunk r of x_0 + x_1 + ... + x_{p-1}, added from left to right: the bits of one device accumulating.
 
-    (p-1) alpha + n(p-1)/p (beta + gamma), as the ring, but with room for n elements: all messages are posted at once,
-    pairwise, and each contribution is added when its turn comes. Ranks wait for one another once instead of p-1 times,
-    which is what counts when they share cores.
+    (p-1) alpha + n(p-1)/p (beta + gamma), as the ring, but with scratch for n elements: all messages are posted at
+    once, pairwise, and each contribution is added in its turn. Ranks wait for one another once instead of p-1 times,
+    which saves the most time when they share cores.
     """
     p, r = link.size, link.rank
     bounds = chunk_bounds(x.size, p)
@@ -182,7 +189,7 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
 
 
 def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """x = x_0 + x_1 + ... + x_{p-1} added from left to right, in place; then each rank sends its chunk to all others.
+    """Set x = x_0 + x_1 + ... + x_{p-1}, added from left to right. Then each rank sends its chunk to all others.
 
     2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma, in two rounds of messages.
     """

@@ -1,8 +1,9 @@
-"""The trace: what each rank did and when, as Chrome trace JSON (opens in Perfetto or chrome://tracing).
+"""The trace: a record of each rank's work, as Chrome trace JSON.
 
-A process per rank. Its tracks: "computation" holds the regions of the program, "communication <axis>" the collectives
-of one communicator, "communication <axis>, send and receive" the single messages. Slices on one track nest or follow
-one another, as Perfetto demands. An arrow joins each message's sender and receiver; where it starts it has its bytes.
+It opens in Perfetto or chrome://tracing. Each rank is a process with several tracks: "computation" holds the
+regions of the program, "communication <axis>" the collectives of one communicator, and "communication <axis>, send and
+receive" the single messages. Slices on one track nest or follow one another, as Perfetto demands. An arrow joins each
+message's sender and receiver, and records the message's bytes at its start.
 """
 
 from __future__ import annotations
@@ -10,21 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from minipar.comm.clock import Clock, ModelClock, WallClock
-
-if TYPE_CHECKING:
-    from minipar.comm.communicator import Communicator
-    from minipar.comm.link import WatchedLink
-    from minipar.comm.mesh import DeviceMesh
 
 COMPUTATION = "computation"
 MICROSECONDS = 1e6
 
 
 class Tracer:
-    """One rank's recorder; off until `start_trace`. Off, it costs one `if` per operation."""
+    """The recorder of one rank. It is off until `start_trace`, and then costs one `if` per operation."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -34,7 +30,7 @@ class Tracer:
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
-        """A stretch of computation, drawn as a slice. On a model clock it takes flops / clock.flops_per_second."""
+        """Record the block as a slice of computation. On a model clock it takes flops / clock.flops_per_second."""
         if isinstance(self.clock, ModelClock):
             start = self.clock.now()
             self.clock.advance(flops / self.clock.flops_per_second)
@@ -47,41 +43,26 @@ class Tracer:
             yield
         finally:
             if self.enabled:
-                self._slice(0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {})
+                self.slice(0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {})
 
-    def communication(self, link: WatchedLink) -> None:
-        """A finished operation, as a slice on its communicator's track."""
-        arguments = {"op": link.op, "algorithm": link.algorithm, "bytes": link.nbytes, "wait": link.waited}
-        self._slice(self._track(link), link.op, "communication", link.started, link.time, arguments)
+    def track(self, key: str, name: str) -> int:
+        """Return the number of the track with this key. The first call makes it and gives it its name."""
+        return self._tracks.setdefault(key, (len(self._tracks), name))[0]
 
-    def arrow_out(self, link: WatchedLink, arrow: str, at: float, nbytes: int) -> None:
-        """A message of so many bytes leaves this rank."""
-        self._arrow({"ph": "s", "args": {"bytes": nbytes}}, link, arrow, at)
-
-    def arrow_in(self, link: WatchedLink, arrow: str) -> None:
-        """A message has arrived at this rank."""
-        self._arrow({"ph": "f", "bp": "e"}, link, arrow, link.time)
-
-    def _arrow(self, kind: dict[str, Any], link: WatchedLink, arrow: str, at: float) -> None:
-        place = {"id": arrow, "ts": at * MICROSECONDS, "tid": self._track(link)}
-        self.events.append(kind | {"name": "message", "cat": "message"} | place)
-
-    def _slice(self, tid: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
+    def slice(self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
+        """Record an interval, given in seconds, on a track."""
         start, end = start * MICROSECONDS, end * MICROSECONDS
-        event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start, "tid": tid}
+        event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start, "tid": track}
         self.events.append(event | {"args": arguments} if arguments else event)
 
-    def _track(self, link: WatchedLink) -> int:
-        comm = link.comm
-        single = link.op in ("send", "recv")
-        key = comm.name + ("|single" if single else "")
-        if key not in self._tracks:
-            name = f"communication {comm.axis}" + (", send and receive" if single else "")
-            self._tracks[key] = (len(self._tracks), name)
-        return self._tracks[key][0]
+    def arrow(self, track: int, arrow: str, at: float, nbytes: int | None = None) -> None:
+        """Record one end of a message: its start if `nbytes` is given, else its arrival."""
+        kind: dict[str, Any] = {"ph": "f", "bp": "e"} if nbytes is None else {"ph": "s", "args": {"bytes": nbytes}}
+        place = {"id": arrow, "ts": at * MICROSECONDS, "tid": track}
+        self.events.append(kind | {"name": "message", "cat": "message"} | place)
 
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
-        """Everything recorded, with the names of the process and of its tracks."""
+        """Return all events, with the names of the process and of its tracks."""
         names: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
             {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
@@ -91,8 +72,30 @@ class Tracer:
         return names + [event | {"pid": rank} for event in self.events]
 
 
-def start_trace(comm: Communicator) -> None:
-    """Collective: forget what was recorded and record from now on. Wall clocks of all ranks are set to 0 together."""
+class Ranks(Protocol):
+    """The part of a Communicator that a trace of all ranks needs."""
+
+    rank: int
+    ranks: list[int]
+    clock: Clock
+    tracer: Tracer
+
+    def barrier(self) -> None: ...
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None: ...
+
+    def agree(self, error: str | None) -> None: ...
+
+
+class Mesh(Protocol):
+    """The part of a DeviceMesh that is written to a trace."""
+
+    AXES: tuple[str, ...]
+    shape: dict[str, int]
+
+
+def start_trace(comm: Ranks) -> None:
+    """Forget all events and record from now on. Collective. Wall clocks of all ranks are set to 0 together."""
     comm.barrier()
     if isinstance(comm.clock, WallClock):
         comm.barrier()  # the second time every rank is awake and leaves it at nearly the same moment
@@ -101,10 +104,10 @@ def start_trace(comm: Communicator) -> None:
     comm.tracer.enabled = True
 
 
-def save_chrome_trace(path: str, comm: Communicator, mesh: DeviceMesh | None = None) -> None:
-    """Collective: stop recording; rank 0 writes all ranks' events to `path` as {"traceEvents": [...]}.
+def save_chrome_trace(path: str, comm: Ranks, mesh: Mesh | None = None) -> None:
+    """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0. Collective.
 
-    otherData names the clock and, where it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the slowest axis first.
+    otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the slowest axis first.
     """
     comm.tracer.enabled = False
     gathered = comm.gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())

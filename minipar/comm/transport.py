@@ -1,56 +1,43 @@
-"""What a rank can do: two verbs. Everything else in this package is written from them.
+"""The two operations of a rank, isend and irecv, as interfaces.
 
-(`Transport.exchange` is the two in one call, so that a transport can wait for both where that is fastest.)
-
-A transport carries bytes between the ranks of one group. `minipar.comm.mpi` does it between processes,
-`minipar.comm.local` between threads; no collective knows which one it runs on.
+A transport carries bytes between the ranks of one group: `minipar.comm.mpi` between processes, `minipar.comm.threads`
+between threads. Every collective is written from the two operations, and none knows which transport it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 
 class Owner(Protocol):
-    """The operation a message belongs to; errors print it."""
+    """The operation that a message belongs to. Errors print it."""
 
     def title(self) -> str:
-        """For example `rank 2 of 4 on axis dp (world rank 5), all_reduce ring`."""
+        """Name it, for example `rank 2 of axis dp (world rank 5), all_reduce ring`."""
 
 
-class Waitable(Protocol):
+class Request(Protocol):
     """Something that completes: a message, or a whole collective."""
 
     def test(self) -> bool:
-        """True once it is complete. Never blocks; calling it is what drives the transport onwards.
+        """Return True once it is complete. Never blocks. Calling it is what drives the transport onwards.
 
-        Raises CommunicationError when a message arrived whose size is not the one expected.
+        Raises CommunicationError when a message of another size than the expected one has arrived.
         """
 
-    @property
-    def owner(self) -> Owner:
-        """The operation that waits."""
-
     def describe(self) -> str:
-        """What is being waited for, in words, for the error that ends a wait."""
-
-
-class Request(Waitable, Protocol):
-    """A message on its way."""
-
-    def linger(self) -> bool:
-        """`test()`, repeated for a short while if that may help; for when nothing else is to be done meanwhile."""
+        """Say in words what is being waited for, for the error that ends a wait."""
 
 
 class Transport(Protocol):
-    """The ranks of one group and the two verbs between them. Ranks are numbered 0..size-1 inside the group."""
+    """The ranks of one group, numbered 0..size-1, and the two operations between them."""
 
     rank: int
     size: int
-    launcher: str  # what started the ranks ("mpirun", "run_local"): named in error messages
+    launcher: str  # what started the ranks, for error messages: "mpirun" or "run_local"
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
         """Start to send a contiguous host array. It must not be changed until the request is done."""
@@ -58,29 +45,47 @@ class Transport(Protocol):
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
         """Start to receive exactly `array.nbytes` bytes into a contiguous host array.
 
-        Messages between the same two ranks with the same tag arrive in the order they were sent.
+        Messages between the same two ranks with the same tag arrive in the order in which they were sent.
         """
 
-    def exchange(
-        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, tag: int, owner: Owner
-    ) -> tuple[Request, ...]:
-        """isend and irecv in one call, which may wait a moment for both; the requests that are not done by then."""
-
-    def pause(self, attempt: int, waiting_for: Waitable) -> None:
-        """Let others run: called between two tests, the `attempt`-th time in a row without success."""
+    def pause(self, attempt: int, waiting_for: Request) -> None:
+        """Let other ranks run. Called between two tests, the `attempt`-th time in a row without success."""
 
     def group(self, ranks: Sequence[int], name: str) -> Transport:
-        """A transport of its own for `ranks`, renumbered in that order. Called by exactly these ranks."""
+        """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
 
-    def native(self, op: str, *arguments: Any) -> Request:
-        """The library's own collective, started (`algorithm="mpi"`). UsageError where there is none."""
+    def native(self, op: str, owner: Owner, *arguments: Any) -> Request:
+        """Start the library's own collective (`algorithm="mpi"`). UsageError where there is none."""
 
     def abort(self, code: int) -> None:
         """End every rank now."""
 
 
+class Link(Protocol):
+    """The two operations as an algorithm sees them: its messages are counted, and its tags are its own.
+
+    The last argument of both is the step. It makes the tag of every message of one operation its own.
+    """
+
+    rank: int
+    size: int
+
+    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+        """Count a message and start to send it to a rank of the group (`Transport.isend`)."""
+
+    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+        """Start to receive from a rank of the group (`Transport.irecv`)."""
+
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Return memory for `count` elements. The next operation on the communicator uses the same memory."""
+
+
+# An algorithm is a generator. It yields the requests that must be done before it continues.
+Steps = Generator[Iterable[Request], None, None]
+
+
 def message_size_error(owner: Owner, expected: int, arrived: str, source: int, tag: int) -> str:
-    """The sentence for a message of the wrong size."""
+    """Format the error for a message of the wrong size."""
     return (
         f"{owner.title()}: expected {expected} bytes from rank {source} (tag {tag}), but {arrived} arrived; "
         "every rank must call the same operation with the same shape and dtype"

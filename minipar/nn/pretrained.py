@@ -1,11 +1,15 @@
-"""GPT-2 directories as Hugging Face transformers writes and reads them: config.json beside model.safetensors."""
+"""GPT-2 directories as Hugging Face transformers writes and reads them: config.json next to model.safetensors."""
 
 from __future__ import annotations
 
 import json
 import os
+import reprlib
+import stat
+import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -16,14 +20,16 @@ from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.module import Deferred
 
-PREFIX = "transformer."  # GPT2LMHeadModel's files carry it, GPT2Model's do not
-# What else such files hold: the head (the token embedding once more) and the causal masks of old versions.
+PREFIX = "transformer."  # of the names in GPT2LMHeadModel's files; GPT2Model's files have none
+# Such files may also hold the head (the token embedding once more) and the causal masks of old versions.
 HEAD = "lm_head.weight"
 _NOT_PARAMETERS = (HEAD, ".attn.bias", ".attn.masked_bias")
 _READABLE = ("F64", "F32", "F16")  # safetensors' names of the dtypes that NumPy has too
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_LARGEST_SIZE = 2**31 - 1
 _OPTIONAL = ("layer_norm_epsilon", "initializer_range")
-# Settings with which GPT-2 would be another function than the one implemented here.
+_DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
+# With other values of these settings GPT-2 would be another function than the one implemented here.
 _REQUIRED_SETTINGS = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -35,30 +41,51 @@ _REQUIRED_SETTINGS = {
 
 
 def load_config(directory: str | Path) -> GPTConfig:
-    """Read config.json. UsageError if it is missing, not JSON, lacks a size, or describes another architecture than
-    GPT-2's.
-    """
+    """Read config.json. Raises UsageError if it cannot be read or describes another architecture than GPT-2's."""
     path = Path(directory) / "config.json"
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{directory}: no such directory; expected one with config.json and model.safetensors "
+            "(minipar does not download models by name)"
+        )
+    content = _read_json(path)
+    for name, wanted in _REQUIRED_SETTINGS.items():
+        if content.get(name, wanted) != wanted:
+            raise UsageError(f"{path}: {name} is {reprlib.repr(content[name])}, but minipar's GPT-2 has {wanted!r}")
+    for name in _SIZES:
+        value = content.get(name, "missing")
+        if type(value) is not int:
+            raise UsageError(f"{path}: {name} is {reprlib.repr(value)}, expected an integer")
+        if value > _LARGEST_SIZE:
+            raise UsageError(f"{path}: {name} is {reprlib.repr(value)}, expected at most {_LARGEST_SIZE}")
+    for name in _OPTIONAL:
+        value = content.get(name, 1.0)
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+            raise UsageError(f"{path}: {name} is {reprlib.repr(value)}, expected a finite number of at least 0")
+    if content.get("n_inner") not in (None, 4 * content["n_embd"]):
+        inner = reprlib.repr(content["n_inner"])
+        raise UsageError(f"{path}: n_inner is {inner}, expected 4 * n_embd = {4 * content['n_embd']}")
     try:
+        return GPTConfig(**{name: content[name] for name in (*_SIZES, *_OPTIONAL) if name in content})
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UsageError for anything else, without waiting for a pipe."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("not a regular file")
         content = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    for name, wanted in _REQUIRED_SETTINGS.items():
-        if content.get(name, wanted) != wanted:
-            raise UsageError(f"{path}: {name} is {content[name]!r}, but minipar's GPT-2 has {wanted!r}")
-    for name in _SIZES:
-        if not isinstance(content.get(name), int):
-            raise UsageError(f"{path}: {name} is {content.get(name, 'missing')!r}, expected an integer")
-    if content.get("n_inner") not in (None, 4 * content["n_embd"]):
-        raise UsageError(f"{path}: n_inner is {content['n_inner']}, expected 4 * n_embd = {4 * content['n_embd']}")
-    try:
-        return GPTConfig(**{name: content[name] for name in (*_SIZES, *_OPTIONAL) if name in content})
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    return content
 
 
 def load_gpt2(
@@ -68,12 +95,11 @@ def load_gpt2(
     deferred: bool = False,
     dropout: float = 0.0,
 ) -> GPT:
-    """The model in a GPT-2 directory, converted to `dtype`; with `deferred=True` each tensor is read only when asked
-    for.
+    """Load the model of a GPT-2 directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
-    UsageError names the file and every missing, unexpected or misshapen tensor.
+    Raises UsageError that names the file and every missing, unexpected or misshapen tensor.
     """
-    model = GPT(load_config(directory), dtype=dtype, recompute=recompute, deferred=True, dropout=dropout)
+    config = load_config(directory)
     path = Path(directory) / "model.safetensors"
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
@@ -85,6 +111,14 @@ def load_gpt2(
     except (SafetensorError, OSError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
     stored = {name.removeprefix(PREFIX): name for name in names if not name.endswith(_NOT_PARAMETERS)}
+    blocks = {name.split(".")[1] for name in stored if name.startswith("h.")}
+    for i in range(config.n_layer):  # before the model is built, because n_layer may be a mistake and very large
+        if str(i) not in blocks:
+            raise UsageError(f"{path}: missing h.{i}.ln_1.weight; it has {i} layers, config.json {config.n_layer}")
+    try:
+        model = GPT(config, dtype=dtype, recompute=recompute, deferred=True, dropout=dropout)
+    except ValueError as error:  # sizes that no array can have
+        raise UsageError(f"{Path(directory) / 'config.json'}: {error}") from None
     try:
         model.check_shapes({name: shapes[key] for name, key in stored.items()})
     except ValueError as error:
@@ -104,6 +138,7 @@ def load_gpt2(
 
 
 def _read(path: Path, key: str, dtype: str) -> Array:
+    """Read one tensor, converted to `dtype`."""
     with safe_open(path, "np") as file:
         return from_host(np.ascontiguousarray(file.get_tensor(key), dtype=dtype))
 
@@ -111,15 +146,15 @@ def _read(path: Path, key: str, dtype: str) -> Array:
 def export_gpt2(model: GPT, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
     """Write `directory`/config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
-    `state`: the parameters, when the model itself does not hold them all (ZeRO stage 3).
-    The directory is made if need be; each file is written beside its place and moved there, so a reader never sees half
-    of one.
+    `state` has the parameters if the model itself does not hold them all (ZeRO stage 3). The directory is created if
+    necessary. Each file is written under another name and then renamed, so a reader never sees half of one.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         **_REQUIRED_SETTINGS,
         **{name: getattr(model.config, name) for name in (*_SIZES, *_OPTIONAL)},
+        **dict.fromkeys(_DROPOUT, model.drop.p),
         "architectures": ["GPT2LMHeadModel"],
         "bos_token_id": None,
         "eos_token_id": None,

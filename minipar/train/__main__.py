@@ -1,8 +1,9 @@
-"""mpirun -n N python -m minipar.train: train a GPT; with --verify, prove the result equal to one device's."""
+"""The program `mpirun -n N python -m minipar.train`: train a GPT and, with --verify, prove it equal to one device's."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from contextlib import nullcontext
 
@@ -12,36 +13,50 @@ from minipar import backend
 from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn.pretrained import export_gpt2, load_config
+from minipar.nn.pretrained import load_config
 from minipar.train.checkpoint import agreeing, prepare_directory
-from minipar.train.config import TrainConfig, parse, prepare_outputs, progress_stream, resolve, with_shape
+from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.manifest import Checkpoint
-from minipar.train.progress import Metrics, Progress, describe, notes, save_ledgers, written
-from minipar.train.resume import open_checkpoint
+from minipar.train.progress import (
+    Metrics,
+    Progress,
+    describe,
+    notes,
+    prepare_outputs,
+    printable,
+    progress_stream,
+    save_ledgers,
+    write_export,
+    written,
+)
+from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
 
 
 def run(comm: Communicator) -> int:
-    """The whole job on every rank; returns the exit code."""
+    """Run the whole job on every rank; return the exit code."""
     config = parse(sys.argv[1:], rank=comm.rank)
     network = Network(*config.run.network) if any(config.run.network) else None
     comm = Communicator(comm.transport, clock=config.run.clock, network=network)
-    config, tokens = prepare(config, comm)
-    checkpoint = open_checkpoint(config, tokens, comm)
-    prepare_saving(config, comm, 0 if checkpoint is None else checkpoint.step)
+    checkpoint = find_checkpoint(config, comm)
+    if checkpoint is not None:
+        config = continued(config, checkpoint)
+    config, tokens = prepare(config, checkpoint, comm)
+    metrics = open_outputs(config, 0 if checkpoint is None else checkpoint.step, comm)
     mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
     ledger = MemoryLedger() if config.run.memory is not None else None
     with ledger.recording() if ledger is not None else nullcontext():
         trainer = build(config, mesh, tokens, checkpoint)
-        results = train(config, trainer, tokens)
+        results = train(config, trainer, tokens, metrics)
     if ledger is not None and config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
         state = trainer.state_dict()
-        if comm.rank == 0:
-            export_gpt2(trainer.model, config.run.export, state)
+        with agreeing(comm, "--export"):
+            if comm.rank == 0:
+                write_export(trainer.model, config.run.export, state)
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None and (files := written(config)):
         print(f"minipar: wrote {files}", file=out, flush=True)
@@ -53,9 +68,10 @@ def run(comm: Communicator) -> int:
     return 0 if verdict.passed else 1
 
 
-def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepResult]:
-    """All steps, reported on rank 0, saved and traced where asked for; UsageError when the loss is not finite any more
-    (what is not finite is not saved).
+def train(config: TrainConfig, trainer: Trainer, tokens: Tokens, metrics: Metrics) -> list[StepResult]:
+    """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
+
+    Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
     """
     comm = trainer.mesh.world
     out = progress_stream(config) if comm.rank == 0 else None
@@ -63,80 +79,103 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens) -> list[StepRes
         print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
         for note in notes(config, trainer.model.config.n_positions):
             print(note, file=out, flush=True)
-
         if trainer.checkpoint is not None:
-            print(f"minipar: resumed after step {trainer.first_step} from {trainer.checkpoint.directory}", file=out)
+            rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
+            place = printable(trainer.checkpoint.directory)
+            print(f"minipar: resumed after step {trainer.first_step} from {place}{rest}", file=out, flush=True)
 
-    metrics = Metrics(config.run.metrics if comm.rank == 0 else None, trainer.first_step)
     progress = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
         start_trace(comm)
     results = []
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
-        results.append(result)
-        metrics.write(result)
-        progress(result)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise UsageError(
                 f"training has diverged: loss {result.loss} and gradient norm {result.grad_norm} in step "
                 f"{result.step + 1}; try a smaller --lr than {config.optimizer.lr:g}, --warmup-steps or --clip-grad"
             )
+        metrics.write(result)
+        progress(result)
+        if config.run.verify:
+            results.append(result)
         done, every = result.step + 1, config.run.save_every
         if config.run.save is not None and (done == config.optimizer.steps or (every and done % every == 0)):
             trainer.save(config.run.save, done)
-    metrics.close()
+    with agreeing(comm, "--metrics"):
+        metrics.close()
     if config.run.trace is not None:
         save_chrome_trace(config.run.trace, comm, trainer.mesh)
     return results
 
 
-def prepare(config: TrainConfig, comm: Communicator) -> tuple[TrainConfig, Tokens]:
+def prepare(config: TrainConfig, checkpoint: Checkpoint | None, comm: Communicator) -> tuple[TrainConfig, Tokens]:
     """Fill in what the files and the number of ranks decide, and check all of it on every rank together.
 
-    What one rank alone can find wrong (a file that its host lacks) becomes every rank's UsageError through `agree`.
+    An error that one rank alone can see (a file that its host lacks) is every rank's UsageError.
     """
-    error, tokens = None, None
-    try:
+    tokens = None
+    with agreeing(comm, "minipar.train"):
         if config.model.init_from is not None:
-            shape = load_config(config.model.init_from)
-            config = with_shape(
-                config,
-                layers=shape.n_layer,
-                hidden=shape.n_embd,
-                heads=shape.n_head,
-                vocab_size=shape.vocab_size,
-                positions=shape.n_positions,
-            )
+            config = initial_shape(config, config.model.init_from)
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
-        tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+        tokens = read_tokens(config, checkpoint)
         if comm.rank == 0:
             prepare_outputs(config)
-    except UsageError as problem:
-        error = str(problem)
-    comm.agree(error)
     assert tokens is not None
     if len(set(comm.all_gather_bytes(tokens.fingerprint()))) > 1:
         raise UsageError(f"{tokens.name} is not the same text on every rank; give --data a file that all hosts share")
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, config, tokens, comm)
     return config, tokens
 
 
-def prepare_saving(config: TrainConfig, comm: Communicator, first_step: int) -> None:
-    """Prove that `--save` can be written, before hours of training; UsageError on every rank."""
+def initial_shape(config: TrainConfig, directory: str) -> TrainConfig:
+    """Return `config` with the shape of the GPT-2 directory of `--init-from`."""
+    if not os.path.isdir(directory):
+        raise UsageError(
+            f"--init-from {directory} is not a directory with a config.json and a model.safetensors. minipar downloads "
+            "nothing: where transformers is installed, GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) "
+            "writes such a directory"
+        )
+    shape = load_config(directory)
+    return with_shape(
+        config,
+        layers=shape.n_layer,
+        hidden=shape.n_embd,
+        heads=shape.n_head,
+        vocab_size=shape.vocab_size,
+        positions=shape.n_positions,
+    )
+
+
+def read_tokens(config: TrainConfig, checkpoint: Checkpoint | None) -> Tokens:
+    """Load the text. If the user did not name it, the error says that the checkpoint did."""
+    try:
+        return load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+    except UsageError as error:
+        if checkpoint is None or config.data.path is None or "data.path" in config.given:
+            raise
+        raise UsageError(f"{error}; {checkpoint.path} names this file: give --data with its new path") from None
+
+
+def open_outputs(config: TrainConfig, first_step: int, comm: Communicator) -> Metrics:
+    """Open the metrics file and prove that `--save` can be written, before hours of training. Collective."""
+    metrics = Metrics(None)
     with agreeing(comm, "--save"):
         if comm.rank == 0 and config.run.save is not None:
             prepare_directory(config.run.save, first_step)
+        if comm.rank == 0:
+            metrics = Metrics(config.run.metrics, first_step)
+    return metrics
 
 
 def build(config: TrainConfig, mesh: DeviceMesh, tokens: Tokens, checkpoint: Checkpoint | None) -> Trainer:
-    """The trainer, or every rank's UsageError if one rank cannot load the model."""
-    error, trainer = None, None
-    try:
+    """Return the trainer. If one rank cannot load the model, every rank raises UsageError."""
+    trainer = None
+    with agreeing(mesh.world, "--init-from"):
         trainer = Trainer(config, mesh, tokens, checkpoint)
-    except UsageError as problem:
-        error = str(problem)
-    mesh.world.agree(error)
     assert trainer is not None
     return trainer
 

@@ -34,9 +34,8 @@ from minipar.comm import Communicator
 from minipar.errors import UsageError
 from minipar.nn import AdamW
 from minipar.parallel.state import owned_pieces
-from minipar.train.config import TrainConfig
+from minipar.train.config import TrainConfig, flags
 from minipar.train.manifest import FILE, FORMAT, KINDS, MANIFEST, STEP, VERSION, checksum
-from minipar.train.options import flags
 
 KEPT = 2  # checkpoints in the directory; older ones are removed
 PARTIAL = re.compile(STEP.pattern + r"\.partial")

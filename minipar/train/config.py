@@ -1,30 +1,54 @@
-"""What a training run is told: frozen dataclasses whose fields are the command line (a new flag is a new field).
+"""The configuration of a training run: frozen dataclasses whose fields are the flags of the command line.
 
-    config = parse(sys.argv[1:], rank=comm.rank)        every rank parses the same line
-    config = resolve(config, world_size=comm.size)      dp is known from here on, and the batch divides
+    config = parse(sys.argv[1:], rank=comm.rank)        every rank parses the same command line
+    config = resolve(config, world_size=comm.size)      fills in dp and checks that mesh, model and batch divide
 
-Whatever is wrong with the input raises `UsageError` with the equation and the numbers. Every function here except
-`prepare_outputs` is pure, so all ranks raise the same error and the job ends with one line.
+A new flag is a new field. Invalid input raises `UsageError` with the equation and the values. Every function here is
+pure, so all ranks raise the same error and the job ends with one line.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import itertools
-import os
-import sys
-import tempfile
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TextIO
+from typing import Any
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, UsageParser, suggest
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.tensor import check_shape
-from minipar.train.options import byte_count, check_options, option, parse_into
 
+SECTIONS = ("mesh", "model", "data", "optimizer", "run")
 COUNT = "[1, inf)"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def byte_count(text: str) -> int:
+    """Convert "1500000", "1.5MB" or "512KiB" to a number of bytes, at least 1."""
+    number = text.rstrip("KMGiB ")
+    try:
+        count = float(number) * UNITS[text[len(number) :].strip()]
+        if not 1 <= count < math.inf:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB"
+        ) from None
+    return int(count)
+
+
+def option(default: Any, kind: Callable[[str], Any], **details: Any) -> Any:
+    """Declare a dataclass field that is also a flag. A tuple as default takes as many values as it has.
+
+    `kind` is int, float, str, bool (a switch), or a function that converts the text. `details` are argparse's `help`,
+    `choices` and `metavar`; `within`, an interval in mathematical notation such as "[0, 1)"; and `flag`, the flag's
+    name if it is not the field's name with hyphens.
+    """
+    optional = dict.fromkeys(("within", "choices", "metavar", "flag"))
+    return dataclasses.field(default=default, metadata={"kind": kind, **optional, **details})
+
 
 # A table, laid out by hand: one entry per flag, long help on lines of its own.
 # fmt: off
@@ -32,7 +56,7 @@ COUNT = "[1, inf)"
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """mesh: how many ranks each parallelism takes, and what they share out"""
+    """mesh: how many ranks each kind of parallelism takes, and what they share"""
 
     dp: int | None = option(None, int, within=COUNT, metavar="N",
         help="data-parallel replicas (default: as many as there are ranks)")
@@ -48,11 +72,11 @@ class MeshConfig:
     sequence_parallel: bool = option(False, bool,
         help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
     zero_stage: int = option(0, int, within="[0, 3]", metavar="K",
-        help="what data-parallel ranks share out instead of each holding it whole: 0 nothing; 1 optimizer state; "
+        help="what the data-parallel ranks shard instead of each holding a copy: 0 nothing; 1 optimizer state; "
              "2 gradients too; 3 parameters too")
     sync_every_microbatch: bool = option(False, bool,
         help="with --zero-stage 2 or 3: reduce-scatter after every microbatch, which keeps gradients sharded and sends "
-             "them M times; without it microbatches add up in whole gradients, sent once")
+             "them M times; without it microbatches accumulate in whole gradients, sent once")
     memory_limit: int | None = option(None, byte_count, metavar="BYTES",
         help="refuse to start if parameters, gradients and optimizer state take more than this on a rank; KB, MB, GB, "
              "KiB, MiB, GiB may follow the number")
@@ -69,12 +93,13 @@ class ModelConfig:
         help="sequence length: tokens per sample; without --init-from also the learned positions")
     vocab_size: int = option(256, int, within=COUNT, metavar="V", help="vocabulary: token ids are 0 to V-1")
     init_from: str | None = option(None, str, metavar="DIR",
-        help="start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape")
+        help="start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape; nothing is "
+             "downloaded")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """data: where tokens come from and in which order"""
+    """data: the source of the tokens and their order"""
 
     path: str | None = option(None, str, flag="--data", metavar="PATH",
         help="a text file (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: the source text of this "
@@ -102,14 +127,14 @@ class OptimizerConfig:
     weight_decay: float = option(0.01, float, within="[0, inf)", metavar="WD",
         help="decoupled weight decay of parameters with two or more dimensions")
     dropout: float = option(0.0, float, within="[0, 1)", metavar="P",
-        help="probability of dropout wherever GPT-2 has it; the masks are the same numbers in every layout")
+        help="probability of dropout wherever GPT-2 has it; the masks are the same in every layout")
     clip_grad: float = option(0.0, float, within="[0, inf)", metavar="NORM",
         help="scale gradients down to this global L2 norm; 0: no clipping")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """run: numbers, device, what is written"""
+    """run: seed, precision, device, and the files that are written"""
 
     seed: int = option(0, int, within="[0, 1.8e19]", metavar="N", help="keys every random draw (weights, samples)")
     dtype: str = option("float32", str, choices=("float32", "float64"),
@@ -135,8 +160,10 @@ class RunConfig:
         help="write checkpoints into DIR, at the end and with --save-every on the way; the last two are kept")
     save_every: int | None = option(None, int, within=COUNT, metavar="K", help="write a checkpoint every K steps")
     resume: str | None = option(None, str, metavar="DIR",
-        help="go on from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in this layout, whatever wrote it")
-    export: str | None = option(None, str, metavar="DIR", help="write the trained model as a GPT-2 directory")
+        help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, "
+             "data, optimizer, seed, dtype and steps are the checkpoint's unless given")
+    export: str | None = option(None, str, metavar="DIR",
+        help="write the trained model as a GPT-2 directory; DIR is new, empty, or an earlier export")
     verify: bool = option(False, bool,
         help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
 
@@ -146,33 +173,103 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything a run is told, in sections."""
+    """Everything that decides a run, in sections, and the names ("section.field") that the user gave explicitly."""
 
     mesh: MeshConfig = MeshConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+
+
+def flags(config: TrainConfig) -> Iterator[tuple[str, dataclasses.Field[Any], str, Any]]:
+    """Yield (section, field, flag, value in `config`) for every flag."""
+    for section in SECTIONS:
+        values = getattr(config, section)
+        for field in dataclasses.fields(values):
+            flag = field.metadata["flag"] or "--" + field.name.replace("_", "-")
+            yield section, field, flag, getattr(values, field.name)
+
+
+def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return `config` with the given fields replaced; the keys are "section.field"."""
+    for section in SECTIONS:
+        fields = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+    return config
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+# Flags of Megatron-LM, DeepSpeed, transformers and nanoGPT, and what minipar calls them.
+OTHER_NAMES = {
+    "--global-batch": "batch-size global-batch-size train-batch-size per-device-train-batch-size micro-batch-size",
+    "--microbatches": "gradient-accumulation-steps num-microbatches train-micro-batch-size-per-gpu",
+    "--steps": "train-iters max-steps max-iters num-train-epochs epochs num-epochs iterations",
+    "--lr": "learning-rate",
+    "--lr-schedule": "lr-decay-style lr-scheduler-type",
+    "--warmup-steps": "lr-warmup-iters warmup-iters warmup-ratio num-warmup-steps",
+    "--betas": "adam-beta1 adam-beta2 beta1 beta2",
+    "--dropout": "hidden-dropout attention-dropout",
+    "--clip-grad": "max-grad-norm gradient-clipping grad-clip",
+    "--tp": "tensor-model-parallel-size tensor-parallel-size model-parallel-size",
+    "--pp": "pipeline-model-parallel-size pipeline-parallel-size num-stages",
+    "--dp": "data-parallel-size world-size nproc-per-node",
+    "--zero-stage": "zero stage fsdp use-distributed-optimizer sharding-strategy deepspeed",
+    "--layers": "num-layers n-layer num-hidden-layers",
+    "--hidden": "hidden-size n-embd d-model",
+    "--heads": "num-attention-heads n-head",
+    "--seq-len": "seq-length max-position-embeddings block-size n-positions max-seq-len",
+    "--init-from": "model-name-or-path model",
+    "--data": "data-path train-file dataset dataset-name",
+    "--dtype": "fp16 bf16 torch-dtype precision",
+    "--recompute": "gradient-checkpointing recompute-granularity recompute-activations",
+    "--save": "output-dir out-dir",
+    "--save-every": "save-interval save-steps",
+    "--resume": "load resume-from-checkpoint",
+}
+
+
+def suggest_flag(word: str) -> str:
+    """Return minipar's flag for an unknown one (another program's name, or a typo), or "" if none is similar."""
+    name = word.partition("=")[0].lstrip("-").replace("_", "-").lower()
+    same = [flag for flag, others in OTHER_NAMES.items() if name in others.split()]
+    return same[0] if same else suggest(name, [flag for _, _, flag, _ in flags(TrainConfig())])
 
 
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
-    """The command line as a checked TrainConfig. `--help` prints on rank 0 and raises SystemExit(0) on every rank.
+    """Return the command line as a checked TrainConfig, or raise UsageError.
 
-    Raises UsageError for an unknown flag, a value of the wrong kind or out of range, or values that do not fit.
+    `--help` prints on rank 0 and raises SystemExit(0) on every rank.
     """
-    config, given = parse_into(
-        TrainConfig(),
-        argv,
-        prog="mpirun -n N python -m minipar.train",
-        description="Train a GPT across N ranks.",
-        rank=rank,
-    )
-    if config.model.init_from is not None:
-        # The sequence may be shorter than the model's positions; the rest of the shape is the directory's to say.
-        for name in ("layers", "hidden", "heads", "vocab_size"):
-            if f"model.{name}" in given:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
+    # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
+    prog, description = "mpirun -n N python -m minipar.train", "Train a GPT across N ranks."
+    parser = UsageParser(prog=prog, description=description, allow_abbrev=False, prints=rank == 0)
+    groups = {section: parser.add_argument_group(getattr(TrainConfig(), section).__doc__) for section in SECTIONS}
+    for section, field, flag, default in flags(TrainConfig()):
+        # SUPPRESS: the result holds only what the user wrote; the dataclasses hold the defaults.
+        arguments: dict[str, Any] = {"dest": f"{section}.{field.name}", "default": argparse.SUPPRESS}
+        text = field.metadata["help"]
+        if field.metadata["kind"] is bool:
+            arguments["action"] = "store_true"
+        else:
+            arguments |= {"type": field.metadata["kind"]} | {key: field.metadata[key] for key in ("choices", "metavar")}
+            if isinstance(default, tuple):
+                arguments["nargs"] = len(default)
+            if default is not None:
+                text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+        groups[section].add_argument(flag, help=text, **arguments)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        similar = dict.fromkeys(filter(None, (suggest_flag(word) for word in unknown if word.startswith("-"))))
+        question = f"; did you mean {', '.join(similar)}?" if similar else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
+    config = dataclasses.replace(with_values(TrainConfig(), values), given=frozenset(values))
+    for flag in ("--layers", "--hidden", "--heads", "--vocab-size"):  # seq-len may be shorter than the positions
+        if config.model.init_from is not None and "model." + flag[2:].replace("-", "_") in values:
+            raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
     check(config)
     return config
 
@@ -180,35 +277,56 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
 # ---- validation ------------------------------------------------------------------------------------------------------
 
 
+def inside(value: float, interval: str) -> bool:
+    """Return whether `value` is in an interval such as "[0, 1)" or "(0, inf)"; nan is in none."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    return low < value < high or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+
+
 def check(config: TrainConfig) -> None:
-    """Everything that can be known before the number of ranks: ranges, choices, and what must divide or fit."""
-    check_options(config)
-    if config.model.init_from is None:
-        check_heads(config.model)
-    if config.run.clock != "wall" and config.run.trace is None:
-        raise UsageError(f"--clock {config.run.clock} is the time of a trace; give --trace FILE.json too")
-    if any(config.run.network) and config.run.clock == "wall":
+    """Check what can be known before the number of ranks. A resumed run's sizes are its checkpoint's, checked later."""
+    for _, field, flag, value in flags(config):
+        within, choices = field.metadata["within"], field.metadata["choices"]
+        for one in value if isinstance(value, tuple) else (value,):
+            if within is not None and one is not None and not inside(one, within):
+                raise UsageError(f"{flag} {one} is outside {within}")
+        if choices is not None and value not in choices:
+            raise UsageError(f"{flag} {value}: choose from {', '.join(choices)}")
+        if value == "":
+            raise UsageError(f"{flag} is empty; expected {field.metadata['metavar']}")
+    mesh, run = config.mesh, config.run
+    if run.resume is None:
+        check_sizes(config)
+    if run.clock != "wall" and run.trace is None:
+        raise UsageError(f"--clock {run.clock} is the time of a trace; give --trace FILE.json too")
+    if any(run.network) and run.clock == "wall":
         raise UsageError("--network prices messages on the clocks cpu and model; the wall clock takes what they take")
-    if config.mesh.sync_every_microbatch and config.mesh.zero_stage < 2:
+    if mesh.sync_every_microbatch and mesh.zero_stage < 2:
         raise UsageError(
             f"--sync-every-microbatch keeps gradients sharded between microbatches, but with --zero-stage "
-            f"{config.mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
+            f"{mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
         )
-    if config.mesh.sequence_parallel and config.mesh.tp == 1:
+    if mesh.sequence_parallel and mesh.tp == 1:
         raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
-    for flag, value in (("--schedule", config.mesh.schedule), ("--virtual-stages", config.mesh.virtual_stages)):
-        if value is not None and config.mesh.pp == 1:
+    for flag, value in (("--schedule", mesh.schedule), ("--virtual-stages", mesh.virtual_stages)):
+        if value is not None and mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
-    if config.mesh.pp > 1 and config.mesh.sync_every_microbatch:
+    if mesh.pp > 1 and mesh.sync_every_microbatch:
         raise UsageError(
             "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
             "travel once per step"
         )
-    if config.run.save_every is not None and config.run.save is None:
-        raise UsageError(f"--save-every {config.run.save_every} says how often, not where; give --save DIR too")
-    if config.run.resume is not None and config.model.init_from is not None:
+    if run.save_every is not None and run.save is None:
+        raise UsageError(f"--save-every {run.save_every} says how often, not where; give --save DIR too")
+    if run.resume is not None and config.model.init_from is not None:
         raise UsageError("--resume and --init-from both say which weights to start from; give one of them")
-    optimizer = config.optimizer
+
+
+def check_sizes(config: TrainConfig) -> None:
+    """Check that each attention head gets hidden / heads elements, and that the warm-up ends before the run does."""
+    model, optimizer = config.model, config.optimizer
+    if model.hidden % model.heads:
+        raise UsageError(f"hidden {model.hidden} is not divisible by heads {model.heads}")
     if optimizer.warmup_steps > optimizer.steps:
         raise UsageError(
             f"warmup-steps {optimizer.warmup_steps} is more than steps {optimizer.steps}: "
@@ -216,33 +334,29 @@ def check(config: TrainConfig) -> None:
         )
 
 
-def check_heads(model: ModelConfig) -> None:
-    """Each attention head works on hidden / heads elements."""
-    if model.hidden % model.heads:
-        raise UsageError(f"hidden {model.hidden} is not divisible by heads {model.heads}")
-
-
 def with_shape(
     config: TrainConfig, *, layers: int, hidden: int, heads: int, vocab_size: int, positions: int
 ) -> TrainConfig:
-    """`config` with the shape that `--init-from` found; the sequence must fit its learned positions."""
+    """Return `config` with the shape of `--init-from`; the sequence must fit its learned positions."""
     model = dataclasses.replace(config.model, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size)
-    check_heads(model)
     if model.seq_len > positions:
         raise UsageError(
             f"seq-len {model.seq_len} is longer than the {positions} positions of {model.init_from}; "
             f"give --seq-len {positions} or less"
         )
-    return dataclasses.replace(config, model=model)
+    config = dataclasses.replace(config, model=model)
+    check_sizes(config)
+    return config
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
-    """`config` with dp filled in for `world_size` ranks, or UsageError where mesh or batch do not divide."""
+    """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not divide."""
     tp, pp = config.mesh.tp, config.mesh.pp
     dp = config.mesh.dp if config.mesh.dp is not None else max(1, world_size // (tp * pp))
     if dp * tp * pp != world_size:
-        raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {dp * tp * pp}, but mpirun started {world_size} ranks")
+        raise UsageError(mesh_error(config.mesh, world_size))
     model, sequence = config.model, config.mesh.sequence_parallel
+    check_sizes(config)
     check_shape(model.heads, model.hidden, tp, model.seq_len if sequence else None)
     batch, microbatches = config.data.global_batch, config.data.microbatches
     if batch % (dp * microbatches):
@@ -252,38 +366,14 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
-
-
-def prepare_outputs(config: TrainConfig) -> None:
-    """Make the directories of the output files and prove that each file can be written, before hours of training.
-
-    For the rank that writes. Raises UsageError naming the flag and the path.
-    """
-    run = config.run
-    files = [("--metrics", run.metrics), ("--trace", run.trace), ("--memory", run.memory)]
-    written = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
-    for (flag, path), (other, same) in itertools.combinations(written, 2):
-        if Path(path).resolve() == Path(same).resolve():
-            raise UsageError(f"{flag} and {other} would both write {path}")
-    for flag, path in written:
-        if os.path.isdir(path):
-            raise UsageError(f"{flag} {path} is a directory; expected a file")
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a"):  # "a": what an earlier run wrote stays until this one writes
-                pass
-        except OSError as error:
-            raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from None
-    if run.export is not None:
-        try:
-            Path(run.export).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=run.export):
-                pass
-        except OSError as error:
-            raise UsageError(f"--export {run.export} cannot be written: {error.strerror}") from None
-
-
-def progress_stream(config: TrainConfig) -> TextIO:
-    """Where rank 0 prints: standard error when the metrics take standard output, which then holds nothing else."""
-    return sys.stderr if config.run.metrics == "-" else sys.stdout
+def mesh_error(mesh: MeshConfig, world_size: int) -> str:
+    """Return why a mesh does not fit the ranks, with the equation of the axes that the user gave."""
+    axes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}
+    sizes = {axis: size for axis, size in axes.items() if size is not None and size > 1} or {"dp": 1}
+    product = math.prod(sizes.values())
+    equation = f"{'*'.join(sizes)} = {'*'.join(map(str, sizes.values()))}{f' = {product}' if len(sizes) > 1 else ''}"
+    if world_size == 1:
+        return f"{equation}, but there is one rank; start {product} with mpirun -n {product}"
+    if mesh.dp is None and product < world_size:
+        return f"{equation} does not divide the {world_size} ranks that mpirun started"
+    return f"{equation}, but mpirun started {world_size} ranks"

@@ -1,11 +1,11 @@
-"""Where tokens come from, and which of them sample i of step s is: the same numbers in any layout.
+"""The tokens, and the rule that says which of them sample i of step s is. It is the same in every layout.
 
     tokens = load_tokens(None, vocab_size=256, seq_len=64)
     batches = Batches(tokens, seq_len=64, global_batch=32, order="random", seed=0)
     inputs, targets = batches.batch(step=7, samples=range(8, 12))        # (4, 64) each, int64
 
-Whoever computes sample i asks for sample i: one device asks for all of them, a data-parallel rank for its own. Nothing
-here knows a rank.
+A rank asks for the samples that it computes: one device for all of them, a data-parallel rank for its own share.
+Nothing in this file knows about ranks.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from minipar.errors import UsageError
 from minipar.nn.layers import generator
 
 STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
-SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; those behind are checked when drawn
+SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; later ones are checked when drawn
 _SCAN_PIECE = 2**22
 
 # Tests and tables are not what people mean by the library's source; the rest is not the library.
-_LEFT_OUT = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+_EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text as token ids: `ids` is (n,), uint8 or uint16, possibly memory-mapped; `name` is what errors call it."""
+    """A text as token ids: `ids` is (n,), uint8 or uint16, possibly memory-mapped; `name` is its name in errors."""
 
     ids: np.ndarray
     name: str
     vocab_size: int
 
     def fingerprint(self) -> bytes:
-        """16 bytes that differ when two ranks do not see the same text (another Python, a stale copy of a file).
+        """Return 16 bytes that differ if two ranks see different texts (another Python, a stale copy of a file).
 
-        A text of up to STDLIB_BYTES is hashed whole; of a larger one its length and 64 evenly spaced pieces of 1 KiB,
-        so that a file of any size takes milliseconds.
+        A text of up to STDLIB_BYTES is hashed whole. A larger one is hashed by its length and 64 evenly spaced pieces
+        of 1 KiB, which takes milliseconds at any size.
         """
         digest = hashlib.blake2b(f"{len(self.ids)} {self.ids.dtype}".encode(), digest_size=16)
         if self.ids.nbytes <= STDLIB_BYTES:
@@ -54,7 +54,7 @@ class Tokens:
     def check(self, start: int, stop: int) -> None:
         """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
         if self.vocab_size > np.iinfo(self.ids.dtype).max:
-            return  # no number of this dtype is too large
+            return  # no value of this dtype is too large
         for first in range(start, stop, _SCAN_PIECE):
             piece = self.ids[first : min(first + _SCAN_PIECE, stop)]
             if piece.max() >= self.vocab_size:
@@ -66,11 +66,11 @@ class Tokens:
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int) -> Tokens:
-    """The tokens of a text file (its bytes), of a nanoGPT .bin (uint16), or, without a path, of the standard library.
+    """Load the tokens of a text file (its bytes), a nanoGPT .bin (uint16) or, without a path, the standard library.
 
     Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len` tokens and its targets,
-    or holds a token id >= `vocab_size` (among the first SCAN_LIMIT: some tenths of a second
-    when the file is not in memory yet).
+    or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens. That scan takes some tenths of a second if
+    the file is not in memory yet.
     """
     ids, name = (_standard_library(), "the standard library's source") if path is None else (_open(path), path)
     if len(ids) < seq_len + 1:
@@ -84,10 +84,10 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int) -> Tokens:
 
 
 def _open(path: str) -> np.ndarray:
-    """(n,) uint8 or, for a .bin, little-endian uint16; memory-mapped, so that ranks of one machine share the pages."""
+    """Map a file into memory, so that the ranks of one machine share its pages: (n,) uint8, or uint16 for a .bin."""
     try:
         if not os.path.isfile(path):
-            os.stat(path)  # raises what is wrong with a path that names nothing
+            os.stat(path)  # raises the cause if the path does not exist
             raise UsageError(f"--data {path} is not a file" + (", but a directory" if os.path.isdir(path) else ""))
         size = os.path.getsize(path)
         if size == 0:
@@ -102,32 +102,32 @@ def _open(path: str) -> np.ndarray:
 
 
 def _standard_library() -> np.ndarray:
-    """(n,) uint8: the .py files of the running interpreter's library in sorted order, up to STDLIB_BYTES."""
+    """Return the .py files of the interpreter's library in sorted order, up to STDLIB_BYTES bytes: (n,) uint8."""
     root = sysconfig.get_path("stdlib")
     paths = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     pieces: list[bytes] = []
-    room = STDLIB_BYTES
+    remaining = STDLIB_BYTES
     for path in sorted(paths):
-        if room == 0:
+        if remaining == 0:
             break
         try:
             with open(path, "rb") as file:
-                pieces.append(file.read(room))
+                pieces.append(file.read(remaining))
         except OSError as error:
             raise UsageError(
                 f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH"
             ) from None
-        room -= len(pieces[-1])
-    if room == STDLIB_BYTES:
+        remaining -= len(pieces[-1])
+    if remaining == STDLIB_BYTES:
         raise UsageError(f"this Python's standard library has no source text in {root}; give --data PATH")
     return np.frombuffer(b"".join(pieces), np.uint8)
 
 
 class Batches:
-    """Which tokens sample i of step s is.
+    """The samples of every step, as functions of step and index.
 
     sequential  position k of sample i of step s is token ((s*global_batch + i)*seq_len + k) mod (len(tokens) - 1), its
                 target the token after it: the text front to back, again and again.
@@ -140,7 +140,7 @@ class Batches:
         self.tokens, self.seq_len, self.global_batch, self.order, self.seed = tokens, seq_len, global_batch, order, seed
 
     def positions(self, step: int) -> np.ndarray:
-        """(B, T) int64: the position in the text of every input token of the step; its target is the next position."""
+        """Return the text position of every input token of the step, (B, T) int64. Its target is the next one."""
         n, offsets = len(self.tokens.ids), np.arange(self.seq_len)  # offsets: (T,)
         if self.order == "sequential":
             first = (step * self.global_batch + np.arange(self.global_batch)) * self.seq_len  # (B,)
@@ -152,14 +152,14 @@ class Batches:
         return starts.astype(np.int64)[:, None] + offsets
 
     def batch(self, step: int, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of the given samples (0 <= i < global_batch) of one step: two (len(samples), T) int64.
+        """Return inputs and targets of the given samples (0 <= i < B) of a step, both (len(samples), T) int64.
 
-        Raises UsageError for a token outside the vocabulary; for any sample of the step, so every rank raises it.
+        Raises UsageError for a token outside the vocabulary in any sample of the step, so that every rank raises it.
         """
         positions = self.positions(step)  # (B, T)
         if len(self.tokens.ids) > SCAN_LIMIT:
             for row in positions:
                 for run in np.split(row, np.flatnonzero(np.diff(row) != 1) + 1):  # where the text wraps round
                     self.tokens.check(int(run[0]), int(run[-1]) + 2)
-        mine = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
-        return self.tokens.ids[mine].astype(np.int64), self.tokens.ids[mine + 1].astype(np.int64)
+        chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
+        return self.tokens.ids[chosen].astype(np.int64), self.tokens.ids[chosen + 1].astype(np.int64)

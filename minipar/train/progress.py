@@ -1,16 +1,27 @@
-"""What rank 0 prints while it trains, and the metrics file."""
+"""Everything that rank 0 prints while it trains, and the files that a run writes besides checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import stat
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
+import numpy as np
+
 from minipar.comm import Communicator
+from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
+from minipar.nn import GPT
+from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.config import TrainConfig
@@ -19,23 +30,44 @@ from minipar.train.trainer import StepResult
 
 LINES = 10  # plain lines per run when the output is not a terminal
 REFRESH_SECONDS = 0.1  # of the live line on a terminal
+LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # set in every process that mpirun or srun starts
+EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
+
+
+def progress_stream(config: TrainConfig) -> TextIO:
+    """Return where rank 0 prints: standard error if `--metrics -` takes standard output, which then holds only JSON."""
+    return sys.stderr if config.run.metrics == "-" else sys.stdout
+
+
+def printable(text: object) -> str:
+    """Return a text, such as a path, with control characters escaped, so that it cannot steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 class Progress:
-    """One live line on a terminal, about ten plain lines elsewhere; silent on all ranks but 0."""
+    """One live line on a terminal, about ten plain lines elsewhere; silent on all ranks but 0.
+
+    A process that a launcher started never writes to a terminal: its output goes to the launcher, which passes it on.
+    `isatty` does not tell, because Open MPI gives rank 0 a pseudo-terminal even if mpirun's own output is a file.
+    That file would fill with carriage returns and escape codes. (MPICH gives pipes, where the question is settled.)
+    """
 
     def __init__(self, label: str, steps: int, stream: TextIO | None) -> None:
         self.label, self.steps, self.stream = label, steps, stream
-        self.live = stream is not None and stream.isatty()
-        self._shown = 0.0
+        launched = any(name in os.environ for name in LAUNCHERS)
+        self.live = stream is not None and stream.isatty() and not launched
+        self._started, self._steps_done, self._shown = time.monotonic(), 0, 0.0
 
     def __call__(self, result: StepResult) -> None:
+        """Report a step."""
         if self.stream is None:
             return
-        done = result.step + 1
+        done, now = result.step + 1, time.monotonic()
+        self._steps_done += 1
         text = f"{self.label} {done:>{len(str(self.steps))}}/{self.steps}  loss {result.loss:.4f}"
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
-        now = time.monotonic()
+        remaining = (now - self._started) / self._steps_done * (self.steps - done)
+        text += f"  {duration(remaining)} left" if remaining >= 1 else ""
         if self.live:
             if done == self.steps or now - self._shown > REFRESH_SECONDS:
                 self._shown = now
@@ -44,47 +76,151 @@ class Progress:
             print(text, file=self.stream, flush=True)
 
 
-class Metrics:
-    """`--metrics`: one JSON line per step, flushed at once so that a running job can be watched. "-" is standard
-    output.
+def duration(seconds: float) -> str:
+    """Return seconds as 0:07, 12:30 or 3:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
-    A resumed run appends to the file of the run it continues, less the lines of steps beyond `first_step`, which it
-    does again: the file then reads as if nothing had been stopped.
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
+
+
+def prepare_outputs(config: TrainConfig) -> None:
+    """Make the directories of the output files and prove that each file can be written, before hours of training.
+
+    For the rank that writes. Raises UsageError naming the flag and the path.
+    """
+    run = config.run
+    files = [("--metrics", run.metrics), ("--trace", run.trace), ("--memory", run.memory)]
+    outputs = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
+    for (flag, path), (other, same) in itertools.combinations(outputs, 2):
+        if Path(path).resolve() == Path(same).resolve():
+            raise UsageError(f"{flag} and {other} would both write {path}")
+    for flag, path in outputs:
+        if os.path.isdir(path):
+            raise UsageError(f"{flag} {path} is a directory; expected a file")
+        with writing(f"{flag} {path}"):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if os.path.isfile(path) or not os.path.exists(path):  # who reads a pipe takes closing it for its end
+                open_to_append(path).close()
+    if run.export is not None:
+        with writing(f"--export {run.export}"):
+            Path(run.export).mkdir(parents=True, exist_ok=True)
+            check_export(run.export)
+            with tempfile.TemporaryFile(dir=run.export):
+                pass
+
+
+def open_to_append(path: str) -> TextIO:
+    """Open a file to append to. OSError at once for a pipe that nobody reads, which a plain `open` would wait for."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    os.set_blocking(file, True)
+    return open(file, "a", encoding="utf-8")
+
+
+def check_export(directory: str) -> None:
+    """Raise UsageError if `--export` would mix with, or replace, what no export wrote.
+
+    An export holds two files, and its config.json has no token ids. Those that transformers writes name its version,
+    and OpenAI's have token ids.
+    """
+    names = set(os.listdir(directory))
+    other = names - {name + end for name in EXPORT_FILES for end in ("", ".partial")}
+    foreign = bool(other) or not all(os.path.isfile(os.path.join(directory, name)) for name in names)
+    if not foreign and "config.json" in names:
+        try:
+            content = json.loads(Path(directory, "config.json").read_bytes())
+            foreign = content["bos_token_id"] is not None or "transformers_version" in content
+        except (ValueError, KeyError, TypeError, RecursionError):
+            foreign = True
+    elif names:
+        foreign = foreign or not all(name.endswith(".partial") for name in names)
+    if foreign:
+        raise UsageError(
+            f"--export {directory} holds {', '.join(sorted(other or names)[:3])}, which no export of minipar wrote; "
+            "export to another directory"
+        )
+
+
+def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> None:
+    """Write the model as a GPT-2 directory. UsageError if the disk is full; then no half-written file is left."""
+    try:
+        with writing(f"--export {directory}"):
+            export_gpt2(model, directory, state)
+    except UsageError:
+        for name in EXPORT_FILES:
+            with suppress(OSError):
+                os.unlink(os.path.join(directory, f"{name}.partial"))
+        raise
+
+
+class Metrics:
+    """The file of `--metrics`: one JSON line per step, flushed at once so that a running job can be watched.
+
+    "-" is standard output. A resumed run appends to the file of the run it continues, less the lines of steps from
+    `first_step` on, which it does again. The file then reads as if nothing had been stopped.
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
-        self.file: TextIO | None = None
-        if path is not None:
-            self.file = sys.stdout if path == "-" else open(path, "a", encoding="utf-8")
+        self.path, self.file, self.error = path, None if path != "-" else sys.stdout, ""
         if path is not None and path != "-":
-            os.truncate(path, _length_before(path, first_step))
+            with writing(f"--metrics {path}"):
+                self.file = open_to_append(path)
+                if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):  # a device or a pipe has nothing to cut off
+                    self.file.truncate(_length_before(path, first_step))
 
     def write(self, result: StepResult) -> None:
-        if self.file is not None:
-            # json writes floats with repr: the shortest digits that read back as the same number.
+        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error."""
+        if self.file is None:
+            return
+        try:
+            # json writes floats with repr: the shortest digits that read back as the same value.
             print(json.dumps(dataclasses.asdict(result)), file=self.file, flush=True)
+        except OSError as error:
+            self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"
+            if self.file is sys.stdout:  # nobody reads it any more: what its buffer holds must not fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
+                with suppress(OSError):
+                    self.file.close()
+                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
+            self.file = None
 
     def close(self) -> None:
+        """Close the file. UsageError if a line could not be written, or if the file was removed in the meantime."""
         if self.file is not None and self.file is not sys.stdout:
+            if os.fstat(self.file.fileno()).st_nlink == 0:
+                self.error = f"--metrics {self.path} was removed during the training"
             self.file.close()
+        if self.error:
+            raise UsageError(self.error)
 
 
 def _length_before(path: str, step: int) -> int:
-    """Bytes of the leading whole lines of a metrics file that are of steps before `step`."""
+    """Return how many bytes the leading complete lines of steps before `step` take in a metrics file."""
     length = 0
     with open(path, "rb") as file:
         for line in file if step > 0 else ():
             try:
                 if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
                     break
-            except (ValueError, TypeError, KeyError):  # no line of metrics: what a killed run was writing
+            except (ValueError, TypeError, KeyError):  # not a line of metrics, but what a killed run was writing
                 break
             length += len(line)
     return length
 
 
 def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
-    """Collective: rank 0 writes all ranks' ledgers to `path`.
+    """Write all ranks' ledgers to `path`. Collective; rank 0 writes.
 
     {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each kind]], ...]}, ...]}
     """
@@ -94,19 +230,22 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
     if gathered is not None:
         ranks = [{"rank": rank, **json.loads(data)} for rank, data in enumerate(gathered)]
         try:
-            with open(path, "w", encoding="utf-8") as file:
+            with writing(f"--memory {path}"), open(path, "w", encoding="utf-8") as file:
                 json.dump({"kinds": KINDS, "ranks": ranks}, file)
-        except OSError as problem:
-            error = f"--memory {path}: {problem.strerror}"
+        except UsageError as problem:
+            error = str(problem)
     comm.agree(error)
 
 
+# ---- what rank 0 says ------------------------------------------------------------------------------------------------
+
+
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
-    """The first line of a run: what is trained, on what, on how many ranks."""
+    """Return the first lines of a run: the model, the data, the layout and the number of ranks."""
     model, data = config.model, config.data
     return (
         f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
-        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {source}\n"
+        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
         f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout(config)}, global batch {data.global_batch} x "
         f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
         f"{config.run.reduction} reduction"
@@ -114,7 +253,7 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
 
 
 def layout(config: TrainConfig) -> str:
-    """dp=2, tp=4 (sequence parallel), ZeRO stage 1"""
+    """Return the layout in words, such as "dp=2, tp=4 (sequence parallel), ZeRO stage 1"."""
     mesh = config.mesh
     tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
@@ -123,31 +262,31 @@ def layout(config: TrainConfig) -> str:
 
 
 def notes(config: TrainConfig, positions: int) -> list[str]:
-    """A line for each thing in a resolved configuration that works and is hardly meant so: what it costs."""
+    """Warn about valid but wasteful settings of a resolved configuration: a line for each, with what it costs."""
     mesh, m = config.mesh, config.data.microbatches
-    stage, found = mesh.zero_stage, []
+    stage, warnings = mesh.zero_stage, []
     layout = step_layout(config, positions)
     if stage > 0 and mesh.dp == 1:
-        found.append(f"--zero-stage {stage} shards nothing: dp = 1")
+        warnings.append(f"--zero-stage {stage} shards nothing: dp = 1")
     elif stage == 3 and m > 1:
         gathered = sum(bucket.gathers * bucket.elements for bucket in buckets(layout, pp=0))
         held = sum(bucket.elements for bucket in buckets(layout, pp=0))
-        found.append(
+        warnings.append(
             f"--zero-stage 3 gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per "
             f"step, {gathered:,} elements on rank 0 (--zero-stage 1: {held:,})"
         )
     if stage >= 2 and mesh.dp != 1 and m > 1 and not mesh.sync_every_microbatch:
         remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
-        found.append(f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}")
+        warnings.append(f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}")
     if layout.schedule is not None and (m == 1 or layout.schedule.name == "naive"):
         bubble = float(simulate(layout.schedule).bubble_fraction)
         why = "one microbatch" if m == 1 else "--schedule naive"
-        found.append(f"{why}: the pipeline's ranks work one after another, bubble {bubble:.3g} (idle / total)")
-    return [f"minipar: note: {note}" for note in found]
+        warnings.append(f"{why}: the pipeline's ranks work one after another, bubble {bubble:.3g} (idle / total)")
+    return [f"minipar: note: {note}" for note in warnings]
 
 
 def written(config: TrainConfig) -> str:
-    """What the run has left on the disk, each path with its flag; "" if nothing."""
+    """Return the files and directories that the run wrote, each path with its flag; "" if none."""
     run = config.run
     paths = {"metrics": run.metrics, "trace": run.trace, "memory": run.memory, "save": run.save, "export": run.export}
-    return ", ".join(f"{path} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))
+    return ", ".join(f"{printable(path)} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))

@@ -1,4 +1,8 @@
-"""Going on from a checkpoint: everything is checked first, then each rank takes its part of the numbers.
+"""Resuming from a checkpoint: every file is checked first, then each rank takes its part of the values.
+
+    checkpoint = find_checkpoint(config, comm)              reads the manifest
+    config = continued(config, checkpoint)                  takes model, data, optimizer and seed from it
+    check_checkpoint(checkpoint, config, tokens, comm)      compares and reads every file, before anything is loaded
 
 Parameters come as those of a GPT-2 directory do: the serial model's are read one at a time (`nn.Deferred`) and cut by
 the layout that runs now. The optimizer's means are filled in afterwards, the same way.
@@ -6,6 +10,7 @@ the layout that runs now. The optimizer's means are filled in afterwards, the sa
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,40 +20,40 @@ from minipar.comm import Communicator
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.train.checkpoint import agreeing, checkpoints, told
-from minipar.train.config import TrainConfig
+from minipar.train.config import TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 from minipar.train.manifest import MANIFEST, STEP, Checkpoint, read_regular
 
-# What a resumed run must be told as the saved one was: which numbers there are, which samples come, and what the means
-# are means of. Everything else may change: the layout, learning rate and schedule, weight decay, dropout, steps.
+# What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = (
     "--layers --hidden --heads --vocab-size --seq-len --dtype --global-batch --order --seed --betas".split()
 )  # fmt: skip
-# What an update depends on besides: `--verify` starts from step 0, so it needs the same from there on.
+# What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
+# What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
+TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--steps", "--reduction"]
 # What the order of sums depends on.
 SUMS = "--dp --microbatches --tp --reduction --sync-every-microbatch --device".split()
 
 
 def _find(directory: str) -> Path:
-    """The checkpoint that `--resume` means: DIR itself if it has a manifest or is named so, else the newest in it."""
+    """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest."""
     root = Path(directory)
     try:
         if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
             return root
-        found = checkpoints(root)
+        complete = checkpoints(root)
     except OSError as error:
         raise UsageError(f"--resume {directory}: {error.strerror}") from None
-    if not found:
+    if not complete:
         raise UsageError(f"--resume {directory}: no checkpoint in it (no step-NNNNNNNN that was finished)")
-    return found[-1][1]
+    return complete[-1][1]
 
 
-def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> Checkpoint | None:
-    """Collective: the checkpoint that `--resume` names, every file of it checked, before anything is loaded; None
-    without the flag. UsageError on every rank: a file missing, cut, changed or foreign; another run than this one.
+def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | None:
+    """Read the manifest of the checkpoint that `--resume` names; return None without the flag. Collective.
 
-    On the wire: the manifest, from rank 0 to all. Each rank checks a share of the files.
+    Its files are not checked yet. Rank 0 sends the manifest to all ranks.
     """
     if config.run.resume is None:
         return None
@@ -58,20 +63,63 @@ def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> 
             directory = _find(config.run.resume)
             place, text = os.fsencode(directory), read_regular(directory / MANIFEST)
     place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
-    checkpoint = Checkpoint(os.fsdecode(place), text)
+    return Checkpoint(os.fsdecode(place), text)
+
+
+def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """Return `config` with every value of TAKEN that the user did not give taken from the checkpoint.
+
+    UsageError if a flag that was given contradicts the checkpoint, or if the manifest holds no valid value.
+    """
+    saved, values = checkpoint.history[-1]["flags"], {}
+    for section, field, flag, _ in flags(config):
+        name = f"{section}.{field.name}"
+        if flag in TAKEN and flag in saved and name not in config.given:
+            if not _fits(saved[flag], field):
+                raise UsageError(f"{checkpoint.path}: {flag} {saved[flag]!r:.60} is not a value of that flag")
+            values[name] = tuple(saved[flag]) if isinstance(saved[flag], list) else saved[flag]
+    config = with_values(config, values)
+    _compare(checkpoint, MUST_AGREE, saved, told(config), "; these cannot change in a resumed run")
+    check(config)
+    return config
+
+
+def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
+    """Return whether a value from a manifest has the type of the flag's values."""
+    if field.default is None:
+        return isinstance(value, str | None)
+    types = (int, float) if field.metadata["kind"] is float else (field.metadata["kind"],)
+    if isinstance(field.default, tuple):
+        return isinstance(value, list) and len(value) == len(field.default) and all(type(x) in types for x in value)
+    return type(value) in types  # type(), since JSON's true is no 1
+
+
+def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> Checkpoint | None:
+    """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective.
+
+    `config` has all values already (see `continued`). UsageError on every rank if a file is missing, cut, changed or
+    foreign, or if the checkpoint is of another run than this one.
+    """
+    checkpoint = find_checkpoint(config, comm)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, config, tokens, comm)
+    return checkpoint
+
+
+def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens, comm: Communicator) -> None:
+    """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files."""
     check_agreement(checkpoint, config, tokens)
     with agreeing(comm, "--resume"):
         if comm.rank == 0:
             checkpoint.check_listing()
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
-    return checkpoint
 
 
 def check_agreement(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens) -> None:
-    """UsageError with every difference between what the checkpoint was written with and what this run was told."""
-    saved, here = checkpoint.history[-1]["flags"], told(config)
-    _compare(checkpoint, MUST_AGREE, saved, here, "; a resumed run must be told the same")
+    """Raise UsageError with every value that this run has and the checkpoint contradicts."""
+    saved, current = checkpoint.history[-1]["flags"], told(config)
+    _compare(checkpoint, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if checkpoint.manifest["data"] != tokens.fingerprint().hex():
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
@@ -93,28 +141,32 @@ def check_agreement(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens)
             if period["flags"].get("--init-from") is not None:
                 raise UsageError("--verify with --resume starts from step 0, but this run began with --init-from")
             names = [*UPDATE, *(["--steps"] if config.optimizer.lr_schedule == "cosine" else [])]
-            _compare(checkpoint, names, period["flags"], here, "; --verify starts from step 0 and needs the same there")
+            why = "; --verify starts from step 0 and needs the same there"
+            _compare(checkpoint, names, period["flags"], current, why)
 
 
 def _compare(
-    checkpoint: Checkpoint, names: Sequence[str], saved: dict[str, Any], here: dict[str, Any], why: str
+    checkpoint: Checkpoint, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str
 ) -> None:
-    different = [name for name in names if name not in saved or saved[name] != here[name]]
+    """Raise UsageError with all those flags whose values differ."""
+    different = [name for name in names if name not in saved or saved[name] != current[name]]
     if different:
         then = ", ".join(f"{name} {saved.get(name)}" for name in different)
-        now = ", ".join(f"{name} {here[name]}" for name in different)
+        now = ", ".join(f"{name} {current[name]}" for name in different)
         raise UsageError(f"{checkpoint.path}: written with {then}, but this run has {now}{why}")
 
 
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
-    """Whether every step so far added its numbers in the order in which this layout adds them, so that one device can
-    repeat all of them to the bit."""
-    here = told(config)
+    """Return whether every step so far added its values in the order in which this layout adds them.
+
+    Then one device can repeat all steps to the bit.
+    """
+    current = told(config)
     for period in [] if checkpoint is None else checkpoint.history:
         then = period["flags"]
-        if any(then.get(name) != here[name] for name in SUMS):
+        if any(then.get(name) != current[name] for name in SUMS):
             return False
-        # The norm is summed bucket by bucket, and a pipeline's buckets are other ones; clipping brings it in.
-        if config.optimizer.clip_grad and (then.get("--pp") == 1) != (here["--pp"] == 1):
+        # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
+        if config.optimizer.clip_grad and (then.get("--pp") == 1) != (current["--pp"] == 1):
             return False
     return True

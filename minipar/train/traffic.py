@@ -1,4 +1,4 @@
-"""What a configured run will send: a TrainConfig in the terms of `minipar.parallel.traffic`."""
+"""The traffic of a configured run: a TrainConfig in the terms of `minipar.parallel.traffic`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minipar.train.pipelined import schedule_of
 
 
 def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout:
-    """The layout of a resolved configuration. `positions`: learned ones, where `--init-from` has more than seq-len."""
+    """Return the layout of a resolved configuration. `positions`: the learned ones, if more than seq-len."""
     mesh, model, data = config.mesh, config.model, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
     return StepLayout(
@@ -34,5 +34,5 @@ def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout
 
 
 def predicted_traffic(config: TrainConfig, rank: int, positions: int | None = None) -> dict[str, int]:
-    """Bytes that `rank` sends on each axis in one step of a resolved configuration: {"dp": b, "tp": b, "pp": b}."""
+    """Return the bytes that `rank` sends on each axis in one step: {"dp": b, "tp": b, "pp": b}."""
     return predict(step_layout(config, positions), rank)

@@ -108,7 +108,7 @@ def test_ignored_targets_neither_count_nor_get_a_gradient():
     assert not x.grad[0, 2].any() and x.grad[0, 1].any()
 
 
-def test_a_batch_without_any_target_has_loss_zero_and_gradient_zero():
+def test_a_batch_without_targets_has_loss_and_gradient_zero():
     x = Tensor(normal(2, 5), requires_grad=True)
     loss = cross_entropy(x, np.array([-100, -100]))
     loss.backward()

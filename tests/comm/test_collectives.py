@@ -199,7 +199,7 @@ def test_chunks_are_cut_as_numpy_cuts_them():
 
 
 def test_auto_obeys_its_stated_rule():
-    from minipar.comm.selection import FEW_STEPS_BELOW, choose
+    from minipar.comm.communicator import FEW_STEPS_BELOW, choose
 
     assert choose("all_reduce", "auto", FEW_STEPS_BELOW - 1) == "recursive_doubling"
     assert choose("all_reduce", "auto", FEW_STEPS_BELOW) == "ordered"

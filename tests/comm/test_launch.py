@@ -28,7 +28,7 @@ def test_a_usage_error_is_one_line_and_code_2(n):
 def test_a_mesh_that_does_not_fit_names_mpirun():
     result, _ = run(4, "main(lambda comm: DeviceMesh(comm, dp=2, tp=3))")
     assert result.returncode == 2
-    assert result.stderr == "minipar: error: dp*tp*pp = 2*3*1 = 6, but mpirun started 4 ranks\n"
+    assert result.stderr == "minipar: error: dp*tp = 2*3 = 6, but mpirun started 4 ranks\n"
 
 
 def test_a_usage_error_on_one_rank_alone_ends_the_job():

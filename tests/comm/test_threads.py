@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import run_local
-from minipar.comm.local import LocalTransport, LocalWorld
+from minipar.comm.threads import ThreadTransport, ThreadWorld
 from minipar.errors import CommunicationError, UsageError
 
 
@@ -86,8 +86,8 @@ def test_a_rank_that_sleeps_is_idle_until_the_first_of_its_messages(messages):
         def title(self):
             return "a test"
 
-    world, owner = LocalWorld(2), Owner()
-    receiver, sender = (LocalTransport(world, range(2), rank) for rank in range(2))
+    world, owner = ThreadWorld(2), Owner()
+    receiver, sender = (ThreadTransport(world, range(2), rank) for rank in range(2))
     requests = [receiver.irecv(np.zeros(1), 1, tag, owner) for tag in range(3)]
     idle = []
 

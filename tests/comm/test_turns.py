@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import DeviceMesh, HostNetwork, ModelClock, Network, run_local
-from minipar.comm.turns import OneThread
+from minipar.comm.threads import OneThread
 from minipar.errors import CommunicationError
 from minipar.plan.communication import fetch_seconds, gather_seconds
 from minipar.plan.machine import Link, model_clock_cluster

@@ -1,4 +1,4 @@
-"""Claims about numbers that are put off: a model is described first and made piece by piece, from seeds or files."""
+"""Claims about deferred values: a model is described first and filled piece by piece, from seeds or files."""
 
 import json
 
@@ -7,26 +7,26 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, Deferred, GPTConfig, Parameter, placeholder, pretrained
+from minipar.nn import GPT, Deferred, GPTConfig, Parameter, placeholder
 from minipar.nn.pretrained import export_gpt2, load_gpt2
-from minipar.parallel import FlatBuffers, units
+from minipar.parallel import units
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
 
 
 def counted(shape=(2, 3), dtype="float32"):
-    """Deferred numbers, and the list to which each making of them adds an entry."""
-    made = []
+    """Return Deferred values, and a list that gets an entry each time they are computed."""
+    calls = []
 
     def make():
-        made.append(None)
+        calls.append(None)
         return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
 
-    return Deferred(shape, np.dtype(dtype), make), made
+    return Deferred(shape, np.dtype(dtype), make), calls
 
 
-def test_a_stand_in_has_shape_and_dtype_holds_one_number_and_shows_when_it_is_used():
+def test_a_placeholder_is_one_read_only_nan_of_any_shape():
     array = placeholder((1000, 1000), np.float32)
     assert array.shape == (1000, 1000) and array.dtype == np.float32
     assert array.base.nbytes == 4 and np.isnan(array).all()
@@ -34,36 +34,36 @@ def test_a_stand_in_has_shape_and_dtype_holds_one_number_and_shows_when_it_is_us
         array[0, 0] = 1
 
 
-def test_a_deferred_parameter_is_described_before_it_is_made():
-    deferred, made = counted()
+def test_a_deferred_parameter_has_a_shape_before_it_has_values():
+    deferred, calls = counted()
     parameter = Parameter(deferred)
     assert (parameter.shape, parameter.dtype, parameter.size, parameter.ndim) == ((2, 3), np.float32, 6, 2)
     assert parameter.decays and not Parameter(counted((6,))[0]).decays
-    assert np.isnan(parameter.data).all() and made == []
+    assert np.isnan(parameter.data).all() and calls == []
 
 
-def test_materializing_makes_the_numbers_once():
-    deferred, made = counted()
+def test_materialize_computes_the_values_once():
+    deferred, calls = counted()
     parameter = Parameter(deferred)
     for _ in range(2):
         parameter.materialize()
-        assert np.array_equal(parameter.data, [[0, 1, 2], [3, 4, 5]]) and len(made) == 1
+        assert np.array_equal(parameter.data, [[0, 1, 2], [3, 4, 5]]) and len(calls) == 1
     present = Parameter(np.ones(2))
     data = present.data
     present.materialize()
     assert present.data is data
 
 
-def test_moving_makes_the_numbers_in_their_place_or_copies_those_that_are_there():
-    deferred, made = counted()
+def test_moving_computes_or_copies_the_values_in_place():
+    deferred, calls = counted()
     storage = np.full(12, -1, np.float32)
     first, second = (storage[i : i + 6].reshape(2, 3) for i in (0, 6))
     parameter = Parameter(deferred)
     parameter.move_to(first)
-    assert parameter.data is first and len(made) == 1
+    assert parameter.data is first and len(calls) == 1
     parameter.data += 1
     parameter.move_to(second)
-    assert parameter.data is second and len(made) == 1
+    assert parameter.data is second and len(calls) == 1
     assert storage.tolist() == [1, 2, 3, 4, 5, 6] * 2
     parameter.materialize()
     assert parameter.data is second
@@ -77,12 +77,16 @@ def test_a_deferred_gpt_becomes_the_same_gpt(dtype):
         (n, p.shape, p.dtype, p.ndim >= 2) for n, p in expected.named_parameters()
     ]
     assert all(np.isnan(p.data).all() and p.data.base.size == 1 for p in model.parameters())
-    FlatBuffers([p for unit in units(model) for p in unit])  # another order than the model's
+    storage = np.empty(sum(p.size for p in model.parameters()), dtype)
+    end = 0
+    for p in reversed(model.parameters()):  # another order than the model's
+        start, end = end, end + p.size
+        p.move_to(storage[start:end].reshape(p.shape))
     assert all(x.tobytes() == model.state_dict()[name].tobytes() for name, x in expected.state_dict().items())
-    assert np.array_equal(model(TOKENS).data, expected(TOKENS).data)  # the head too follows where `wte` has moved
+    assert np.array_equal(model(TOKENS).data, expected(TOKENS).data)  # the head too reads `wte` where it is now
 
 
-def test_the_parts_of_a_gpt_run_in_order_are_the_gpt_and_read_every_parameter():
+def test_the_parts_of_a_gpt_run_in_order_are_the_gpt():
     model = GPT(SMALL)
     assert [part.name for part in model.parts] == ["embedding", "h.0", "h.1", "head"]
     x = TOKENS
@@ -100,31 +104,27 @@ def test_the_parts_of_a_gpt_run_in_order_are_the_gpt_and_read_every_parameter():
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_a_deferred_load_reads_each_tensor_once_when_it_is_asked_for(prefix, tmp_path, monkeypatch):
+def test_a_deferred_load_reads_each_tensor_on_demand_and_once(prefix, tmp_path):
     source = GPT(SMALL, seed=5)
     export_gpt2(source, tmp_path)
     state = {prefix + name: x for name, x in source.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
-    read, original = [], pretrained._read
-    monkeypatch.setattr(pretrained, "_read", lambda path, key, dtype: read.append(key) or original(path, key, dtype))
     model = load_gpt2(tmp_path, dtype="float64", deferred=True)
-    assert read == [] and all(np.isnan(p.data).all() for p in model.parameters())
+    assert all(np.isnan(p.data).all() for p in model.parameters())
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        parameter.materialize()
-        assert read[i:] == [prefix + name]
-        assert parameter.data.dtype == np.float64 and np.array_equal(parameter.data, state[prefix + name])
-    read.clear()
-    at_once = load_gpt2(tmp_path, dtype="float64")
-    assert len(read) == len(state)
-    assert np.array_equal(at_once(TOKENS).data, model(TOKENS).data)
+        save_file({key: x + np.float32(i) for key, x in state.items()}, tmp_path / "model.safetensors")
+        parameter.materialize()  # reads the file as it is now
+        assert parameter.data.dtype == np.float64
+        assert np.array_equal(parameter.data, state[prefix + name] + np.float32(i))
+    (tmp_path / "model.safetensors").unlink()
+    model.materialize()
 
 
-def test_what_is_wrong_with_a_file_is_said_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_deferred_load_refuses_a_wrong_file_at_once(tmp_path):
     export_gpt2(GPT(SMALL), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["wpe.weight"] = tensors["wpe.weight"][:3].copy()
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(pretrained, "_read", None)
     with pytest.raises(UsageError, match=r"wpe.weight has shape \(3, 8\), expected \(6, 8\)"):
         load_gpt2(tmp_path, deferred=True)
 
@@ -186,7 +186,7 @@ def test_half_precision_files_load(tmp_path):
         assert parameter.dtype == np.float32 and np.array_equal(parameter.data, halves[name].astype(np.float32))
 
 
-def test_exporting_a_state_writes_it_in_place_of_the_models_own_numbers(tmp_path):
+def test_export_writes_the_given_state_instead_of_the_models(tmp_path):
     model = GPT(SMALL)
     state = {name: x + 1 for name, x in model.state_dict().items()}
     export_gpt2(GPT(SMALL, deferred=True), tmp_path, state)

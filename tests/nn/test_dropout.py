@@ -1,4 +1,4 @@
-"""Claims about dropout: right gradients, and masks that are the same numbers whoever computes them, and when."""
+"""Claims about dropout: right gradients, and the same masks in every layout, whoever computes them and when."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_dropout_zeroes_what_is_not_kept_and_scales_the_rest():
 
 
 def test_attention_drops_probabilities_after_the_softmax():
-    """What stays is not normalized again: with values of 1, a row's output is the sum of what it kept, scaled."""
+    """Kept probabilities are not normalized again: with v = 1, a row's output is the scaled sum of those it kept."""
     qkv = RANDOM.standard_normal((1, 6, 12))
     qkv[..., 8:] = 1
     keep = RANDOM.random((1, 2, 6, 6)) >= 0.5
@@ -123,7 +123,7 @@ def test_a_forward_drops_where_gpt2_does(monkeypatch):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_elements_stay_with_probability_one_minus_p_and_the_mean_stays(p):
+def test_elements_stay_with_probability_1_minus_p(p):
     n = 4 * 300 * 100
     keep = mask((4, 300, 100), DropoutKeys(0, 0, range(4)), p=p)
     assert abs(keep.mean() - (1 - p)) < 5 * np.sqrt(p * (1 - p) / n)
@@ -133,7 +133,7 @@ def test_elements_stay_with_probability_one_minus_p_and_the_mean_stays(p):
     assert abs(y.mean() - 1) < 5 * np.sqrt(p / (1 - p) / n)
 
 
-def test_probability_zero_and_outside_of_dropping_are_the_identity():
+def test_dropout_is_the_identity_at_p_0_and_outside_of_dropping():
     x = Tensor(RANDOM.standard_normal((3, 4)), requires_grad=True)
     assert Dropout("a", 0.5)(x) is x
     with dropping(KEYS):
@@ -180,7 +180,7 @@ def test_dropout_off_is_the_model_without_it_bit_for_bit():
 
 
 @pytest.mark.parametrize("backward_in", [None, DropoutKeys(8, 1, [7, 7, 7]), DropoutKeys(8, 1, [])])
-def test_recompute_draws_the_same_masks_whatever_is_dropping_when_backward_runs(backward_in):
+def test_recompute_draws_the_masks_of_the_first_forward(backward_in):
     assert gradients(recompute=True, backward_in=backward_in) == gradients(recompute=False)
 
 
@@ -273,8 +273,8 @@ def test_the_layout_changes_rounding_but_not_the_masks():
         np.testing.assert_allclose(other, first, rtol=1e-12)
 
 
-def test_masks_that_count_samples_within_the_microbatch_are_caught(monkeypatch):
-    """The mistake that any one layout hides: one device in the ranks' place makes it too."""
+def test_masks_keyed_by_index_in_the_microbatch_are_caught(monkeypatch):
+    """Comparing one layout with one device hides this mistake, because one device makes it too."""
     monkeypatch.setattr(
         trainer_module, "DropoutKeys", lambda seed, step, samples: DropoutKeys(seed, step, range(len(samples)))
     )
@@ -284,8 +284,8 @@ def test_masks_that_count_samples_within_the_microbatch_are_caught(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "flags"), [(1, ""), (1, "--microbatches 3"), (2, "--microbatches 3"), (3, "")])
-def test_a_run_draws_with_its_seed_and_step_for_each_sample_of_the_global_batch_once(size, flags, monkeypatch):
-    """What no comparison of layouts sees: the same masks in every step, or in runs of every seed."""
+def test_a_run_draws_one_mask_per_seed_step_and_global_sample(size, flags, monkeypatch):
+    """No comparison of layouts sees the same masks in every step, or in runs of every seed."""
     drawn = []
 
     def record(seed, step, samples):

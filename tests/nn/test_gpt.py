@@ -1,6 +1,8 @@
 """Claims about the model: GPT-2's names and shapes, its gradients, its files."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -40,7 +42,7 @@ def test_names_and_shapes_are_hugging_faces():
     assert shapes == expected and list(shapes) == list(expected)
 
 
-def test_gpt2_small_has_its_published_number_of_parameters():
+def test_gpt2_small_has_the_published_number_of_parameters():
     """124,439,808, as `transformers` counts them; summed from one layer, so that no large model need be made."""
     h, layers = 768, 12
     one = sum(
@@ -50,7 +52,7 @@ def test_gpt2_small_has_its_published_number_of_parameters():
     assert 50257 * h + 1024 * h + layers * one + 2 * h == 124_439_808
 
 
-def test_every_parameter_starts_from_numbers_of_its_own_whatever_the_dtype():
+def test_every_parameter_starts_from_values_of_its_own():
     state = GPT(SMALL, dtype="float64").state_dict()
     random = [x for name, x in state.items() if x.ndim == 2]
     for i, a in enumerate(random):
@@ -92,7 +94,7 @@ def test_the_gradient_of_the_whole_model_passes_the_checker():
     gradcheck(loss, values, projections=2)
 
 
-def test_the_tied_gradients_stay_apart_until_folded_and_then_count_once():
+def test_tied_gradients_stay_apart_until_they_are_folded_once():
     model = GPT(SMALL, dtype="float64")
     model.loss(TOKENS, TARGETS).backward()
     weight, head = model.wte.weight, model.head_weight
@@ -145,6 +147,13 @@ def test_export_and_load_return_the_same_model(tmp_path):
     assert sorted(p.name for p in (tmp_path / "made" / "here").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_export_names_the_dropout_of_training(dropout, tmp_path):
+    export_gpt2(GPT(SMALL, dropout=dropout), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert [config[f"{place}_pdrop"] for place in ("embd", "attn", "resid")] == [dropout] * 3
+
+
 def test_files_with_prefix_head_and_masks_load(tmp_path):
     model = GPT(SMALL)
     export_gpt2(model, tmp_path)
@@ -173,11 +182,36 @@ def _edit_tensors(directory, change):
 
 BAD_DIRECTORIES = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: No such file"),
+    "no directory": (shutil.rmtree, r"no such directory.*does not download models by name"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors: no such file"),
     "not JSON": (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
     "a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),
     "a size missing": (lambda d: _edit_config(d, n_head="delete"), "n_head is 'missing'"),
     "a size of the wrong kind": (lambda d: _edit_config(d, n_layer="two"), "n_layer is 'two'"),
+    "a size that is a bool": (lambda d: _edit_config(d, n_layer=True), "n_layer is True, expected an integer"),
+    "a size of 400 digits": (
+        lambda d: _edit_config(d, n_positions=10**399),
+        r"n_positions is 1000+\.\.\.0+, expected at most 2147483647$",
+    ),
+    "sizes that no array has": (lambda d: _edit_config(d, n_embd=2**31 - 2, n_head=1), "config.json: .*too large"),
+    "a billion layers": (lambda d: _edit_config(d, n_layer=10**9), "it has 2 layers, config.json 1000000000$"),
+    "an epsilon that is text": (
+        lambda d: _edit_config(d, layer_norm_epsilon="1e-5"),
+        "layer_norm_epsilon is '1e-5', expected a finite number of at least 0$",
+    ),
+    "an epsilon without end": (lambda d: _edit_config(d, layer_norm_epsilon=float("inf")), "layer_norm_epsilon is inf"),
+    "an epsilon that is no number": (lambda d: _edit_config(d, layer_norm_epsilon=float("nan")), "epsilon is nan"),
+    "a range that is a list": (lambda d: _edit_config(d, initializer_range=[0.02]), r"initializer_range is \[0.02\]"),
+    "a range of 400 digits": (lambda d: _edit_config(d, initializer_range=10**399), "initializer_range is 1000"),
+    "a range below 0": (lambda d: _edit_config(d, initializer_range=-1), "initializer_range is -1"),
+    "JSON nested deeply": (
+        lambda d: (d / "config.json").write_text("[" * 10**6 + "]" * 10**6),
+        "config.json: nested too deeply$",
+    ),
+    "a pipe as config": (
+        lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")),
+        "config.json: not a regular file$",
+    ),
     "heads that do not divide": (lambda d: _edit_config(d, n_head=3), "hidden 8 is not divisible by heads 3"),
     "another activation": (lambda d: _edit_config(d, activation_function="relu"), "activation_function is 'relu'"),
     "another model": (lambda d: _edit_config(d, model_type="llama"), "model_type is 'llama'"),
@@ -200,8 +234,9 @@ def test_a_bad_directory_is_refused_by_name(name, tmp_path):
     spoil, message = BAD_DIRECTORIES[name]
     export_gpt2(GPT(SMALL), tmp_path)
     spoil(tmp_path)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as error:
         load_gpt2(tmp_path)
+    assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
 def test_parts_say_what_backward_reads_and_which_is_last():

@@ -53,7 +53,7 @@ def test_adamw_gives_the_same_bits_wherever_the_array_is_cut():
     assert np.array_equal(whole.data, np.concatenate([p.data for p in pieces]))
 
 
-def test_optimizers_update_in_place_and_leave_parameters_without_gradient():
+def test_updates_are_in_place_and_skip_parameters_without_grad():
     for make in (AdamW, SGD):
         used, unused = parameter(2, 2), parameter(2, 2)
         place, before = used.data, unused.data.copy()
@@ -83,7 +83,7 @@ def test_optimizers_fold_tied_gradients_before_they_step():
     assert p.data.item() == -3.0
 
 
-def test_clipping_scales_all_gradients_by_one_factor_and_returns_the_norm_before():
+def test_clipping_scales_all_gradients_by_one_factor():
     a, b, unused = parameter(2, 3), parameter(4), parameter(1)
     a.grad, b.grad = RANDOM.standard_normal((2, 3)), RANDOM.standard_normal(4)
     before = np.concatenate([a.grad.reshape(-1), b.grad])
@@ -95,7 +95,7 @@ def test_clipping_scales_all_gradients_by_one_factor_and_returns_the_norm_before
     np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
 
 
-def test_the_learning_rate_warms_up_then_stays_or_falls_along_a_cosine():
+def test_the_rate_warms_up_then_stays_or_follows_a_cosine():
     def rates(schedule, warmup, total):
         return [
             learning_rate(s, lr=1.0, schedule=schedule, warmup_steps=warmup, total_steps=total) for s in range(total)

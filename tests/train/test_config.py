@@ -1,25 +1,24 @@
-"""The command line: what it gives, and one clear line for whatever is wrong with it."""
+"""Claims about the command line: every flag arrives, and whatever is wrong with it is one clear line."""
 
 import dataclasses
-import os
 
 import pytest
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, suggest
 from minipar.train.config import (
+    OTHER_NAMES,
     TrainConfig,
     check,
-    check_heads,
+    flags,
+    inside,
     parse,
-    prepare_outputs,
-    progress_stream,
     resolve,
+    suggest_flag,
     with_shape,
 )
-from minipar.train.options import flags, inside
 
 
-def told(argv: str, rank: int = 0) -> TrainConfig:
+def config_of(argv: str, rank: int = 0) -> TrainConfig:
     return parse(argv.split(), rank)
 
 
@@ -30,8 +29,8 @@ def refused(argv: list[str]) -> str:
     return str(caught.value)
 
 
-def test_without_flags_it_is_the_defaults():
-    assert told("") == TrainConfig()
+def test_without_flags_the_configuration_is_the_default():
+    assert config_of("") == TrainConfig()
     check(TrainConfig())
 
 
@@ -63,9 +62,9 @@ def test_every_flag_arrives_where_it_belongs():
         "--schedule": None,
         "--virtual-stages": None,
     }
-    mesh = told("--pp 4 --schedule interleaved-1f1b --virtual-stages 3").mesh
+    mesh = config_of("--pp 4 --schedule interleaved-1f1b --virtual-stages 3").mesh
     assert (mesh.pp, mesh.schedule, mesh.virtual_stages) == (4, "interleaved-1f1b", 3)
-    assert told("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
+    assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 
 def test_the_configuration_cannot_be_changed():
@@ -76,7 +75,7 @@ def test_the_configuration_cannot_be_changed():
 def test_help_names_every_flag_on_rank_0_only(capsys):
     for rank in (0, 1):
         with pytest.raises(SystemExit) as left:
-            told("--help", rank)
+            config_of("--help", rank)
         assert left.value.code == 0
         printed = capsys.readouterr()
         assert printed.err == ""
@@ -113,8 +112,64 @@ def test_help_names_every_flag_on_rank_0_only(capsys):
         ("--init-from d --vocab-size 3", "--vocab-size and --init-from both give the model's shape"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_the_numbers(argv, line):
+def test_a_mistake_is_one_line_with_its_values(argv, line):
     assert refused(argv.split()).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        ("--batch-size 8", "--global-batch"),
+        ("--zero 2", "--zero-stage"),
+        ("--tensor-model-parallel-size 2", "--tp"),
+        ("--pipeline-model-parallel-size 2", "--pp"),
+        ("--num-layers 2", "--layers"),
+        ("--hidden-size 64", "--hidden"),
+        ("--num-attention-heads 4", "--heads"),
+        ("--micro-batch-size 4", "--global-batch"),
+        ("--global-batch-size 4", "--global-batch"),
+        ("--seq-length 64", "--seq-len"),
+        ("--train-iters 10", "--steps"),
+        ("--per_device_train_batch_size=4", "--global-batch"),
+        ("--num_train_epochs 3", "--steps"),
+        ("--learning_rate 1e-3", "--lr"),
+        ("--zero_stage 1", "--zero-stage"),
+        ("--gradient_accumulation_steps 4", "--microbatches"),
+        ("--LAYERS 2", "--layers"),
+        ("--layer 2", "--layers"),
+        ("--warmup-step 2", "--warmup-steps"),
+        ("--sequence_paralel", "--sequence-parallel"),
+    ],
+)
+def test_a_flag_of_another_program_or_a_typo_is_recognized(argv, flag):
+    assert refused(argv.split()) == f"unrecognized arguments: {argv}; did you mean {flag}?"
+
+
+def test_a_whole_command_of_another_program_is_answered_at_once():
+    line = refused("--num-layers 2 --hidden-size 64 --lr 1e-3 --nonsense --num_layers 3".split())
+    assert line.endswith("--nonsense --num_layers 3; did you mean --layers, --hidden?")
+    assert refused(["--nonsense", "3"]) == "unrecognized arguments: --nonsense 3"
+
+
+def test_every_suggestion_is_a_flag_and_no_flag_is_renamed():
+    own = {flag for _, _, flag, _ in flags(TrainConfig())}
+    assert set(OTHER_NAMES) <= own
+    others = [name for names in OTHER_NAMES.values() for name in names.split()]
+    assert len(others) == len(set(others)) and not {f"--{name}" for name in others} & own
+    assert all(suggest_flag(flag) == flag for flag in own)
+
+
+def test_a_suggestion_ignores_case_and_punctuation():
+    names = ["gpt2", "llama-2-70b", "llama-3-70b", "llama-3-8b"]
+    assert [suggest(name, names) for name in ("llama2-70b", "LLaMA-3-70B", "GPT-2", "llama_3_8b")] == [
+        "llama-2-70b", "llama-3-70b", "gpt2", "llama-3-8b",
+    ]  # fmt: skip
+    assert suggest("mixtral", names) == ""
+
+
+def test_the_configuration_knows_which_flags_were_given():
+    assert config_of("--lr 1e-3 --data x --verify").given == {"optimizer.lr", "data.path", "run.verify"}
+    assert config_of("--lr 1e-3") == config_of("")
 
 
 @pytest.mark.parametrize("flag", ["--data", "--init-from", "--metrics", "--trace", "--export"])
@@ -142,14 +197,20 @@ def test_intervals_are_those_of_mathematics(value, interval, expected):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_dp_takes_all_ranks(ranks):
-    assert resolve(told(f"--global-batch {4 * ranks}"), ranks).mesh.dp == ranks
+    assert resolve(config_of(f"--global-batch {4 * ranks}"), ranks).mesh.dp == ranks
 
 
 @pytest.mark.parametrize(
     ("argv", "ranks", "line"),
     [
-        ("--dp 3", 8, "dp*tp*pp = 3*1*1 = 3, but mpirun started 8 ranks"),
-        ("--dp 8", 1, "dp*tp*pp = 8*1*1 = 8, but mpirun started 1 ranks"),
+        ("--dp 3", 8, "dp = 3, but mpirun started 8 ranks"),
+        ("--dp 8", 1, "dp = 8, but there is one rank; start 8 with mpirun -n 8"),
+        ("--dp 1", 8, "dp = 1, but mpirun started 8 ranks"),
+        ("--tp 3 --heads 3 --hidden 24", 8, "tp = 3 does not divide the 8 ranks that mpirun started"),
+        ("--tp 2 --pp 3", 8, "tp*pp = 2*3 = 6 does not divide the 8 ranks that mpirun started"),
+        ("--tp 4", 2, "tp = 4, but mpirun started 2 ranks"),
+        ("--dp 2 --tp 2 --pp 3", 8, "dp*tp*pp = 2*2*3 = 12, but mpirun started 8 ranks"),
+        ("--pp 4 --tp 2", 1, "tp*pp = 2*4 = 8, but there is one rank; start 8 with mpirun -n 8"),
         ("--global-batch 10 --microbatches 3", 4, "global-batch 10 is not divisible by dp*microbatches = 4*3 = 12"),
         ("--global-batch 8 --microbatches 3", 4, "global-batch 8 is not divisible by dp*microbatches = 4*3 = 12"),
         ("--global-batch 7", 2, "global-batch 7 is not divisible by dp*microbatches = 2*1 = 2"),
@@ -157,12 +218,12 @@ def test_dp_takes_all_ranks(ranks):
 )
 def test_mesh_and_batch_must_divide(argv, ranks, line):
     with pytest.raises(UsageError) as caught:
-        resolve(told(argv), ranks)
+        resolve(config_of(argv), ranks)
     assert str(caught.value) == line
 
 
-def test_a_directory_gives_the_shape_and_must_have_room_for_the_sequence():
-    config = told("--init-from d --seq-len 16")
+def test_a_model_directory_gives_the_shape():
+    config = config_of("--init-from d --seq-len 16")
     shaped = with_shape(config, layers=3, hidden=48, heads=4, vocab_size=99, positions=16)
     assert (shaped.model.layers, shaped.model.hidden, shaped.model.heads, shaped.model.vocab_size) == (3, 48, 4, 99)
     assert shaped.model.seq_len == 16
@@ -170,45 +231,3 @@ def test_a_directory_gives_the_shape_and_must_have_room_for_the_sequence():
         with_shape(config, layers=3, hidden=48, heads=4, vocab_size=99, positions=8)
     with pytest.raises(UsageError, match="hidden 48 is not divisible by heads 5"):
         with_shape(config, layers=3, hidden=48, heads=5, vocab_size=99, positions=16)
-    check_heads(shaped.model)
-
-
-# ---- outputs ---------------------------------------------------------------------------------------------------------
-
-
-def outputs(**paths: object) -> TrainConfig:
-    return parse([text for name, path in paths.items() for text in (f"--{name}", str(path))])
-
-
-def test_output_directories_are_made_and_earlier_files_kept(tmp_path):
-    (tmp_path / "m.jsonl").write_text("earlier\n")
-    prepare_outputs(outputs(metrics=tmp_path / "m.jsonl", trace=tmp_path / "a/b/t.json", export=tmp_path / "model"))
-    assert (tmp_path / "m.jsonl").read_text() == "earlier\n"
-    assert (tmp_path / "a/b/t.json").is_file() and list((tmp_path / "model").iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["metrics", "trace", "export"])
-def test_what_cannot_be_written_is_refused_before_training(tmp_path, name):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=f"^--{name} .*file/x cannot be written: "):
-        prepare_outputs(outputs(**{name: tmp_path / "file/x"}))
-    with pytest.raises(UsageError, match=f"^--{name} "):
-        prepare_outputs(outputs(**{name: "/proc/self/no/x" if os.path.isdir("/proc/self") else "/dev/null/x"}))
-    if name != "export":
-        with pytest.raises(UsageError, match=f"^--{name} .* is a directory; expected a file"):
-            prepare_outputs(outputs(**{name: tmp_path}))
-
-
-def test_two_outputs_need_two_files(tmp_path):
-    with pytest.raises(UsageError, match="--metrics and --trace would both write"):
-        prepare_outputs(outputs(metrics=tmp_path / "x", trace=tmp_path / "." / "x"))
-
-
-def test_metrics_on_standard_output_leave_it_to_themselves(capsys):
-    config = told("--metrics -")
-    prepare_outputs(config)
-    assert not os.path.exists("-")
-    print("progress", file=progress_stream(config))
-    assert capsys.readouterr() == ("", "progress\n")
-    print("progress", file=progress_stream(told("")))
-    assert capsys.readouterr() == ("progress\n", "")

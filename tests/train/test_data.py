@@ -1,4 +1,4 @@
-"""The data: which tokens sample i of step s is, in any layout, and one clear line for a file that cannot serve."""
+"""Claims about the data: sample i of step s is the same in any layout; a file that cannot be used is one clear line."""
 
 import time
 
@@ -42,7 +42,7 @@ def test_sequential_is_the_published_formula(n):
 
 
 @pytest.mark.parametrize("order", ["random", "sequential"])
-def test_a_sample_does_not_depend_on_who_asks(order):
+def test_a_sample_does_not_depend_on_the_ranks(order):
     source = batches(np.arange(1000), order=order, global_batch=12)
     whole_inputs, whole_targets = source.batch(3, range(12))
     for ranks in (1, 2, 3, 4, 6, 12):
@@ -54,7 +54,7 @@ def test_a_sample_does_not_depend_on_who_asks(order):
     np.testing.assert_array_equal(inputs, whole_inputs[[7, 2]])
 
 
-def test_random_samples_are_stretches_of_the_text_with_the_next_token_as_target():
+def test_a_target_is_the_next_token_of_the_text():
     source = batches(np.arange(1000), seq_len=9, global_batch=64)
     inputs, targets = source.batch(0, range(64))
     assert inputs.dtype == targets.dtype == np.int64 and inputs.shape == targets.shape == (64, 9)
@@ -84,7 +84,7 @@ def test_a_larger_batch_begins_with_the_smaller_one():
     np.testing.assert_array_equal(small.batch(9, range(4))[0], large.batch(9, range(4))[0])
 
 
-def test_the_random_stream_is_this_one_for_ever():
+def test_the_random_stream_never_changes():
     """Positions drawn by an earlier version: a change would make old runs impossible to repeat."""
     first = batches(np.arange(60000), seed=0).positions(0)[:, 0]
     later = batches(np.arange(60000), seed=1234).positions(10**6)[:, 0]
@@ -95,7 +95,7 @@ def test_the_random_stream_is_this_one_for_ever():
 # ---- where tokens come from ------------------------------------------------------------------------------------------
 
 
-def test_the_standard_library_is_the_same_text_each_time_and_is_text():
+def test_the_standard_library_is_the_same_text_each_time():
     tokens = load_tokens(None, vocab_size=256, seq_len=64)
     again = load_tokens(None, vocab_size=256, seq_len=64)
     assert tokens.fingerprint() == again.fingerprint() and np.array_equal(tokens.ids, again.ids)
@@ -129,7 +129,7 @@ def refused(path, vocab_size=256, seq_len=4) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_cannot_serve_is_refused_with_the_numbers(write, tmp_path):
+def test_a_file_that_cannot_be_used_is_refused(write, tmp_path):
     missing = str(tmp_path / "missing")
     assert refused(missing) == f"--data {missing} cannot be read: No such file or directory"
     assert refused(str(tmp_path)) == f"--data {tmp_path} is not a file, but a directory"
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_serve_is_refused_with_the_numbers(write, tmp_path):
 
 
 @pytest.mark.parametrize("position", [0, 5, 40, data._SCAN_PIECE - 1, data._SCAN_PIECE, data._SCAN_PIECE + 40])
-def test_a_token_beyond_the_vocabulary_is_named_with_its_position(write, position):
+def test_a_token_beyond_the_vocabulary_is_named_by_position(write, position):
     ids = np.zeros(data._SCAN_PIECE + 41, "<u2")
     ids[position:] = 500  # the first one counts
     ids[position] = 300
@@ -159,7 +159,7 @@ def test_bytes_beyond_a_small_vocabulary_are_refused(write):
 
 
 @pytest.mark.parametrize("order", ["random", "sequential"])
-def test_tokens_behind_the_scan_are_checked_when_drawn_by_every_rank(write, monkeypatch, order):
+def test_tokens_after_the_scan_are_checked_when_drawn(write, monkeypatch, order):
     monkeypatch.setattr(data, "SCAN_LIMIT", 30)
     ids = np.zeros(61, "<u2")
     ids[59] = 9
@@ -175,7 +175,7 @@ def test_tokens_behind_the_scan_are_checked_when_drawn_by_every_rank(write, monk
                 source.batch(s, samples)
 
 
-def test_checking_a_large_file_takes_no_time_to_speak_of(tmp_path):
+def test_checking_a_large_file_is_quick(tmp_path):
     path = tmp_path / "large.bin"
     with open(path, "wb") as file:
         file.truncate(2**30)  # 2**29 tokens, a file with nothing but a hole

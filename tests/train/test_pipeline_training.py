@@ -181,7 +181,7 @@ BAD = {
     "--schedule 1f1b": "give --pp 2 or more",
     "--pp 2 --schedule 1f1b --virtual-stages 3": "has 1 stage per rank, not 3",
     "--pp 2 --zero-stage 2 --microbatches 2 --sync-every-microbatch": "its gradients travel once per step",
-    "--pp 3": "dp*tp*pp = 1*1*3 = 3, but mpirun started 2 ranks",
+    "--pp 3": "pp = 3, but mpirun started 2 ranks",
 }
 
 

@@ -57,7 +57,7 @@ def test_ordered_ranks_train_one_devices_bits(size, flags):
 
 @pytest.mark.parametrize("steps", [1, 20])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_ring_ranks_agree_within_the_bound_and_with_one_another_to_the_bit(size, steps):
+def test_ring_ranks_agree_with_one_device_within_the_bound(size, steps):
     flags = f"--global-batch {size * 2} --steps {steps}"
     outcomes = train(size, flags)
     assert all(bits(*outcome[:2]) == bits(*outcomes[0][:2]) for outcome in outcomes)
@@ -113,7 +113,7 @@ def test_verify_catches_a_bucket_that_is_never_sent(monkeypatch):
         assert not verdict.passed and "do not hold the same parameters" in verdict.line
 
 
-def test_verify_catches_ranks_that_train_apart():
+def test_verify_catches_ranks_with_different_parameters():
     config = config_for("--global-batch 4", 2)
 
     def rank(comm):
@@ -151,7 +151,7 @@ def test_a_verdict_says_what_differs_and_by_how_much():
     assert "bit for bit" not in verdict_of(np.array([0.0]), np.array([-0.0]), False).line
 
 
-def test_the_bound_is_the_designs():
+def test_the_bound_is_1e_12_after_one_step():
     assert bound("float64", 1) == pytest.approx(1e-12, rel=1e-3)
     assert bound("float64", 20) == pytest.approx(1e-10, rel=0.05)
     assert relative_difference(np.array([1.0, -4.0]), np.array([1.0, -2.0])) == 1.0
@@ -174,7 +174,7 @@ def seconds_on_the_model_clock(monkeypatch, bucket_bytes):
     return run_local(4, rank, clock="model", network=Network(alpha=1e-9, beta=2e-11))
 
 
-def test_on_the_model_clock_buckets_travel_behind_backward_and_time_is_repeatable(monkeypatch):
+def test_buckets_overlap_backward_on_the_model_clock(monkeypatch):
     one_bucket = seconds_on_the_model_clock(monkeypatch, 2**30)
     assert one_bucket == seconds_on_the_model_clock(monkeypatch, 2**30)
     many_buckets = seconds_on_the_model_clock(monkeypatch, 4096)

@@ -25,12 +25,16 @@ def test_points_are_the_rows_slowest_first():
     drawn = {line.get_label(): [float(x) for x in line.get_xdata()] for line in (*time.lines, *memory.lines)}
     assert drawn["measured: median, range of the steps"] == [900.0, 500.0]
     assert drawn["measured: the ledger's peak"] == [4.0, 4.0] and drawn["predicted"] == [3.0, 3.0]
-    assert [text.get_text() for text in time.texts] == ["-39%", "+10%"]
-    assert [text.get_text() for text in memory.texts] == ["-25%", "-25%"]
+    assert [text.get_text() for text in time.texts] == ["-39 %", "+10 %"]
+    assert [text.get_text() for text in memory.texts] == ["-25 %", "-25 %"]
     assert [label.get_text() for label in time.get_yticklabels()] == [layout_name(MUCH), "one device"]
+    exact = plot_agreement([PLAIN | {"predicted_seconds": 0.4999}]).axes[0]
+    assert [text.get_text() for text in exact.texts] == ["0 %"]
 
 
-@pytest.mark.parametrize("rows", [[], {}, [{"seconds": 1}], [PLAIN | {"predicted_seconds": None}]])
+@pytest.mark.parametrize(
+    "rows", [[], {}, [{"seconds": 1}], [PLAIN | {"predicted_seconds": None}], [PLAIN | {"seconds_min": 0.6}]]
+)
 def test_a_file_without_predictions_is_refused(tmp_path, rows):
     path = tmp_path / "layouts.json"
     path.write_text(json.dumps(rows))

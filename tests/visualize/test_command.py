@@ -14,7 +14,7 @@ from minipar.comm import run_local, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_metrics, read_trace, save
 from visualize.__main__ import main
-from visualize.style import BLUE, GREEN, ORANGE, PAPER, PURPLE, byte_label, colours
+from visualize.style import BLUE, GREEN, ORANGE, PAPER, SKY, byte_label, colours
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ def test_the_timeline_draws_each_slice_where_and_as_long_as_it_was():
                 (0, 2, BLUE, False),
                 (2, 6, ORANGE, False),
                 (9, 10, GREEN, False),
-                (6, 9, PURPLE, False),
+                (6, 9, SKY, False),
                 (6, 7, "#FFFFFF", True),  # the second in which the all-reduce waited
             ]
         )
@@ -93,11 +93,11 @@ def test_the_timeline_draws_each_slice_where_and_as_long_as_it_was():
 @pytest.mark.parametrize(
     ("steps", "seconds", "title"),
     [
-        (None, 20, "steps 3 to 4 (of 5, counted from 0)"),
-        (slice(1, 2), 10, "step 1 (of 5, counted from 0)"),
-        (slice(0, 4), 40, "steps 0 to 3 (of 5, counted from 0)"),
-        (slice(-1, None), 10, "step 4 (of 5, counted from 0)"),
-        (slice(None, None), 50, "steps 0 to 4 (of 5, counted from 0)"),
+        (None, 20, "steps 4 to 5 of 5"),
+        (slice(1, 2), 10, "step 2 of 5"),
+        (slice(0, 4), 40, "steps 1 to 4 of 5"),
+        (slice(-1, None), 10, "step 5 of 5"),
+        (slice(None, None), 50, "steps 1 to 5 of 5"),
     ],
 )
 def test_a_long_trace_is_shown_by_steps(steps, seconds, title):
@@ -115,9 +115,7 @@ def test_an_optimizer_that_takes_no_time_still_ends_its_step():
         )
         data["traceEvents"] += [optimizer, forward]
     axes = plot_timeline(parse_trace(data)).axes[0]
-    assert axes.get_title(loc="left") == "steps 1 to 2 (of 3, counted from 0)" and axes.get_xlim() == pytest.approx(
-        (0, 20)
-    )
+    assert axes.get_title(loc="left") == "steps 2 to 3 of 3" and axes.get_xlim() == pytest.approx((0, 20))
 
 
 def test_steps_that_are_not_there_are_refused():
@@ -132,7 +130,8 @@ def test_steps_that_are_not_there_are_refused():
 def test_arrows_join_sender_and_receiver():
     trace = parse_trace(chrome(ranks=3, steps=3))
     assert sorted(trace.messages)[:2] == [(0, 6.0, 1, 9.0, "dp", 8), (0, 16.0, 1, 19.0, "dp", 8)]
-    arrows = plot_timeline(trace, slice(1, 2), arrows=True).axes[0].texts
+    texts = plot_timeline(trace, slice(1, 2), arrows=True).axes[0].texts
+    arrows = [text for text in texts if text.arrow_patch is not None]
     ends = sorted((int(arrow.xyann[1]), arrow.xyann[0], int(arrow.xy[1]), arrow.xy[0]) for arrow in arrows)
     assert ends == [(0, 6.0, 1, 9.0), (1, 6.0, 2, 9.0), (2, 6.0, 0, 9.0)], "those of the step that is shown"
 
@@ -178,9 +177,12 @@ def test_a_long_curve_is_smoothed_over_and_not_instead_of_its_points():
     axes = plot_loss({"a": rows(losses), "b": rows(losses[:30])}).axes[0]
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
     smooth = axes.lines[1].get_ydata()
+    assert list(axes.lines[1].get_xdata())[::199] == [1, 200], "steps are counted from 1, as the trainer counts them"
     assert smooth[0] == losses[0] and smooth[100] == pytest.approx(np.mean(losses[90:111]))
     assert smooth[199] == pytest.approx(np.mean(losses[189:]))
-    assert f"{np.mean(losses[-20:]):.3f} over the last 20 steps" in axes.get_legend().get_texts()[0].get_text()
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels[0] == "a: each step"
+    assert labels[1] == f"a: mean of 20 steps around; 4.100 at first, {np.mean(losses[-20:]):.3f} at last"
     assert len(axes.lines) == 3 and len({line.get_color() for line in axes.lines}) == 2
 
 
@@ -252,7 +254,7 @@ def test_the_command_writes_the_picture(write, tmp_path, suffix, capsys):
         ("trace", {"events": []}, "has no list of traceEvents: not a Chrome trace"),
         ("trace", {"traceEvents": []}, "has no computation or communication track: not a trace of minipar"),
         ("trace", [{"ph": "X", "name": "f", "pid": 1, "tid": 1, "ts": 0, "dur": 1}], "not a trace of minipar"),
-        ("trace", [{"ph": "X", "name": "f"}], "has an event without its fields ('ts'): not a trace of minipar"),
+        ("trace", [{"ph": "X", "name": "f"}], "has an event without its fields ('pid'): not a trace of minipar"),
         ("loss", None, "cannot be read"),
         ("loss", "", "holds no steps"),
         ("loss", '{"step": 0, "loss": 1.0}\nbroken\n', "line 2 is not JSON"),

@@ -124,7 +124,9 @@ def test_the_command_compares_files(write, tmp_path, monkeypatch):
     monkeypatch.setattr("visualize.style.save", lambda figure, path: drawn.append(figure))
     files = [write(f"stage{stage}.json", account()) for stage in range(3)]
     assert main(["memory", *files, "--rank", "1", "--out", "x.png"]) == 0
-    assert [axes.get_title(loc="left") for axes in drawn[0].axes] == [f"stage{stage}, rank 1" for stage in range(3)]
+    assert [axes.get_title(loc="left") for axes in drawn[0].axes] == [
+        f"stage{stage}: memory of rank 1 in one step" for stage in range(3)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,36 +11,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import FillBetweenPolyCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 
-from minipar.errors import UsageError
-from minipar.parallel.pipeline import SCHEDULES, Action, Durations, load_csv, make, peak_live, simulate
-from visualize import (
-    explore,
-    explore_schedules,
-    gallery,
-    live_activations,
-    measured_durations,
-    measured_timeline,
-    parse_trace,
-    plot_measured,
-    plot_schedule,
-    plot_schedules,
-    plot_timeline,
-    predicted_timeline,
-)
+from minipar.parallel.pipeline import SCHEDULES, Durations, load_csv, make, peak_live, simulate
+from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
 from visualize.boxes import chunks, fitting, palette
 from visualize.schedule import NAMES, bubble_text, facts
-from visualize.style import COLOURS, at_lightness, lightness, save
+from visualize.style import COLOURS, at_lightness, lightness
 
-KINDS = {"F", "B", "I", "W"}
+RATE = "(0 within a rank's first to last action)"  # Zero Bubble's way of counting
 
 
 def timeline(name="1f1b", p=4, m=8, v=None, **durations):
     return simulate(make(name, p, m, v), Durations(**durations))
 
 
-def boxes(axes) -> list[tuple[float, float, int, str]]:
-    """(start, end, rank, colour) of every box in a panel; the frames of the rows and the memory are none."""
+def drawn(axes, bars=False) -> list[tuple[float, float, int, str]]:
+    """(start, end, rank, colour) of every box in a panel, or of every bar that marks a later stage."""
     found = []
     for collection in axes.collections:
         assert isinstance(collection, PolyCollection)
@@ -48,9 +34,10 @@ def boxes(axes) -> list[tuple[float, float, int, str]]:
             continue
         colours = [to_hex(colour) for colour in collection.get_facecolor()]
         for number, path in enumerate(collection.get_paths()):
-            (x0, y0), (x1, _) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            (x0, y0), (x1, y1) = path.vertices.min(axis=0), path.vertices.max(axis=0)
             colour = colours[number % len(colours)]
-            if colour != "#ffffff":
+            frame = bool(y1 - y0 > 0.9 and collection.get_edgecolor().any() and colour == "#ffffff")
+            if not frame and (y1 - y0 < 0.1) == bars:
                 found.append((round(x0, 6), round(x1, 6), math.floor(y0), colour))
     return sorted(found)
 
@@ -79,7 +66,7 @@ def expected(line, scale=1.0) -> list[tuple[float, float, int, str]]:
 def test_the_boxes_are_the_actions(name, p, m):
     line = timeline(name, p, m, forward=Fraction(1, 3), backward_weight=Fraction(1, 2), comm=Fraction(1, 10))
     panel, memory = plot_schedule(line).axes
-    assert boxes(panel) == expected(line)
+    assert drawn(panel) == expected(line)
     assert panel.get_xlim() == memory.get_xlim() == (0, float(line.makespan))
     assert [label.get_text() for label in panel.get_yticklabels()] == [f"rank {r}" for r in range(p)]
 
@@ -97,7 +84,7 @@ def test_idle_time_is_white_and_framed():
         ("naive", 4, 8, None, "p = 4, m = 8  ·  bubble 3/4 = 75.0 %  ·  peak 1 activation"),
         ("gpipe", 1, 2, None, "p = 1, m = 2  ·  bubble 0  ·  peak 2 activations"),
         ("interleaved-1f1b", 4, 8, 2, "p = 4, m = 8, v = 2  ·  bubble 3/19 = 15.8 %  ·  peak 11/2 = 5.5 activations"),
-        ("zb-h2", 4, 8, None, "p = 4, m = 8  ·  bubble 1/9 = 11.1 % (Zero Bubble's rate 0)  ·  peak 7 activations"),
+        ("zb-h2", 4, 8, None, f"p = 4, m = 8  ·  bubble 1/9 = 11.1 % {RATE}  ·  peak 7 activations"),
     ],
 )
 def test_the_title_says_bubble_and_peak(name, p, m, v, said):
@@ -119,7 +106,7 @@ def test_numbers_stand_inside_their_boxes_and_can_be_read(name, p, m):
     panel = figure.axes[0]
     renderer, inverse = figure.canvas.get_renderer(), panel.transData.inverted()
     found: dict[tuple[float, int], str] = {}
-    by_place = {(x0, rank): (x0, x1) for x0, x1, rank, _ in boxes(panel)}
+    by_place = {(x0, rank): (x0, x1) for x0, x1, rank, _ in drawn(panel)}
     for text in panel.texts:
         extent = text.get_window_extent(renderer)
         (left, _), (right, _) = inverse.transform(extent)
@@ -139,35 +126,38 @@ def test_numbers_stand_inside_their_boxes_and_can_be_read(name, p, m):
 
 
 def test_numbers_that_could_not_be_read_are_left_out():
-    assert fitting(1, 20, 20) == (False, 9.0) and fitting(2, 3, 20)[1] == fitting(2, 30, 3)[1] == 0
-    upright, size = fitting(2, 7, 20)
-    assert upright and size == pytest.approx(0.8 * 7 / 0.64)
-    assert len(plot_schedule(timeline(), width=2.0).axes[0].texts) == 0
+    assert fitting(1, 20, 20) == 9.0 and fitting(2, 3, 20) == fitting(2, 30, 3) == 0
+    assert fitting(2, 9, 20) == pytest.approx(0.9 * 9 / 1.28), "both digits in one line"
+    assert len(plot_schedule(timeline(), width=1.8).axes[0].texts) == 0
 
 
-def test_a_picture_grows_with_what_it_must_number_but_not_without_end():
-    assert plot_schedule(timeline()).get_figwidth() == plot_schedule(timeline("1f1b", 8, 32)).get_figwidth() == 11
-    assert 11 < plot_schedule(timeline("zbv", 8, 32), memory=False).get_figwidth() < 20
-    assert plot_schedule(timeline("gpipe", 2, 300), memory=False).get_figwidth() == 20
+def test_a_picture_grows_with_its_numbers_but_not_without_end():
+    assert plot_schedule(timeline()).get_figwidth() == 11
+    assert 11 < plot_schedule(timeline("1f1b", 8, 32)).get_figwidth() < 14
+    assert plot_schedule(timeline("gpipe", 2, 300), memory=False).get_figwidth() == 24
 
 
 def test_several_timelines_share_one_axis_and_memory_lies_below():
     predicted, real = timeline("zb-h1", 4, 4), timeline("zb-h1", 4, 4, forward=1.5, comm=0.25)
     figure = plot_schedule({"predicted": predicted, "measured": real}, seconds=True)
     first, second, memory = figure.axes
-    assert boxes(first) == expected(predicted) and boxes(second) == expected(real)
+    assert drawn(first) == expected(predicted) and drawn(second) == expected(real)
     assert first.get_xlim() == second.get_xlim() == memory.get_xlim() == (0, real.makespan)
     assert first.get_position().y0 > second.get_position().y1 > memory.get_position().y1
     assert [axes.get_title(loc="left") for axes in (first, second)] == ["ZB-H1, predicted", "ZB-H1, measured"]
-    assert memory.get_xlabel() == "time (s)" and first.get_xlabel() == ""
+    assert memory.get_xlabel() == "time (s; number in a box: its microbatch)" and first.get_xlabel() == ""
     areas = [one for one in memory.collections if isinstance(one, FillBetweenPolyCollection)]
     assert len(areas) == 4 and len(memory.lines) == 4, "predicted as areas, measured as lines"
     assert [text.get_text() for text in memory.texts] == ["4", "3", "2", "1", "peak"]
+    milli = plot_schedule(timeline(forward=1e-3, backward_input=1e-3, backward_weight=1e-3), seconds=True).axes[1]
+    assert milli.get_xlabel().startswith("time (ms;") and milli.get_xlim() == (0, pytest.approx(33))
 
 
-def test_seconds_are_shown_in_a_unit_that_can_be_read():
-    axes = plot_schedule(timeline(forward=1e-3, backward_input=1e-3, backward_weight=1e-3), seconds=True).axes[1]
-    assert axes.get_xlabel() == "time (ms)" and axes.get_xlim() == (0, pytest.approx(33))
+def test_the_time_axis_states_the_times_of_the_actions():
+    axes = plot_schedule(timeline(forward=3)).axes[-1]
+    assert axes.get_xlabel() == "time (F = 3, B = 2; number in a box: its microbatch)"
+    axes = plot_schedule(timeline("zbv", forward=Fraction(1, 2))).axes[-1]
+    assert axes.get_xlabel().startswith("time (F = 1, I = 2, W = 2 for all layers of a rank;")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -194,7 +184,7 @@ def test_the_gallery_gives_every_schedule_the_same_model():
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(lines)
     assert {axes.get_xlim() for axes in figure.axes} == {(0, 1.06 * 33)}, "the naive one is cut"
     assert [text.get_text() for text in figure.axes[0].texts][-1] == "▸ 96"
-    assert len(boxes(figure.axes[-1])) == 2 * 3 * 4 * 8
+    assert len(drawn(figure.axes[-1])) == 2 * 3 * 4 * 8
 
 
 # ---- colours ---------------------------------------------------------------------------------------------------------
@@ -232,9 +222,28 @@ def test_colours_survive_colour_blindness(kind):
         f = np.cbrt(xyz / [0.9505, 1.0, 1.089])
         return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
-    four = [seen(COLOURS[name]) for name in sorted(KINDS)]
-    distances = [np.linalg.norm(a - b) for i, a in enumerate(four) for b in four[:i]]
-    assert min(distances) > 15, "2.3 is a just noticeable difference"
+    def nearest(colours):
+        lab = [seen(colour) for colour in colours]
+        return min(np.linalg.norm(a - b) for i, a in enumerate(lab) for b in lab[:i])
+
+    assert nearest([COLOURS[name] for name in "FBIW"]) > 15, "2.3 is a just noticeable difference"
+    together = ("F", "I", "W", "optimizer", "all_reduce", "reduce_scatter", "all_gather")
+    assert nearest([COLOURS[name] for name in together]) > 15, "of a zero-bubble trace"
+    for stage in (0, 1):
+        shades = palette([make("zbv", 2, 4)])
+        assert nearest([colour for (_, number), colour in shades.items() if number == stage]) > 20, "same bar"
+
+
+def test_a_later_stage_has_a_bar_which_grows_with_the_stage():
+    line = timeline("interleaved-1f1b", 2, 4, 3)
+    chunk = chunks(line.schedule)
+    later = [(slot, rank) for rank, row in enumerate(line.ranks) for slot in row if chunk[slot.action.stage] > 0]
+    bars = drawn(plot_schedule(line, memory=False).axes[0], bars=True)
+    assert len(bars) == len(later) == 2 * 2 * 2 * 4
+    bars.sort(key=lambda bar: (bar[2], bar[0]))
+    for (left, right, rank, _), (slot, home) in zip(bars, later, strict=True):
+        width = (right - left) / float(slot.end - slot.start)
+        assert rank == home and slot.start < left and width == pytest.approx(chunk[slot.action.stage] / 2, rel=0.2)
 
 
 def test_a_ranks_stages_have_shades_of_their_own():
@@ -243,97 +252,7 @@ def test_a_ranks_stages_have_shades_of_their_own():
     assert forwards == sorted(forwards) and min(np.diff(forwards)) > 5
     assert chunks(make("zbv", 2, 4)) == {0: 0, 3: 1, 1: 0, 2: 1}
     texts = plot_schedule(timeline("zbv", 2, 2)).legends[0].get_texts()
-    assert [text.get_text() for text in texts][-2:] == ["idle", "the rank's first stage, second"]
-
-
-# ---- measured --------------------------------------------------------------------------------------------------------
-
-
-def chrome(line, steps=2, replicas=1, late=0.0):
-    """The trace of a run: each step `line` in seconds, later steps slower by a tenth, then the optimizer."""
-    events, at = [], late
-    for r in range(len(line.ranks) * replicas):
-        for tid, name in ((0, "computation"), (1, "communication pp, send and receive")):
-            events.append({"ph": "M", "name": "thread_name", "pid": r, "tid": tid, "args": {"name": name}})
-    for step in range(steps):
-        slow = 1 + 0.1 * step
-        for r in range(len(line.ranks) * replicas):
-            for slot in line.ranks[r // replicas]:
-                start, length = float(slot.start) * slow + 0.001 * (r % replicas), float(slot.end - slot.start) * slow
-                event = {"ph": "X", "cat": "computation", "name": str(slot.action), "pid": r, "tid": 0}
-                events.append(event | {"ts": (at + start) * 1e6, "dur": length * 1e6})
-            event = {"ph": "X", "cat": "computation", "name": "optimizer", "pid": r, "tid": 0}
-            events.append(event | {"ts": (at + float(line.makespan) * slow) * 1e6, "dur": 5e5})
-            events.append({"ph": "X", "name": "send", "pid": r, "tid": 1, "ts": at * 1e6, "dur": 1e5})
-        at += float(line.makespan) * slow + 1
-    return {"traceEvents": events[::-1], "otherData": {"clock": "cpu"}}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_measured_timeline_is_the_last_whole_step(name):
-    line = timeline(name, 2, 4)
-    for step, slow in ((-1, 1.1), (0, 1.0)):
-        got = measured_timeline(parse_trace(chrome(line, late=3.0)), step=step)
-        assert got.schedule.ranks == line.schedule.ranks and got.peak_activations == line.peak_activations
-        assert got.ranks[0][0].start == 0 and got.makespan == pytest.approx(slow * float(line.makespan))
-        assert got.bubble_fraction == pytest.approx(float(line.bubble_fraction))
-
-
-def test_a_step_cut_short_is_no_whole_step():
-    data = chrome(timeline(p=2, m=4))
-    data["traceEvents"] = [e for e in data["traceEvents"] if not (e["name"] == "1B3" and e["ts"] > 15e6)]
-    assert measured_timeline(parse_trace(data)).makespan == pytest.approx(15)
-    with pytest.raises(UsageError, match="step 1: the trace holds 1 whole steps of the pipeline"):
-        measured_timeline(parse_trace(data), step=1)
-
-
-def test_steps_are_told_apart_without_an_optimizer():
-    data = chrome(timeline(p=2, m=4), steps=3)
-    data["traceEvents"] = [event for event in data["traceEvents"] if event["name"] != "optimizer"]
-    assert measured_timeline(parse_trace(data)).makespan == pytest.approx(1.2 * 15)
-
-
-def test_of_several_replicas_one_is_shown():
-    line = timeline("zb-h1", 2, 4)
-    trace = parse_trace(chrome(line, replicas=2))
-    for replica in (0, 1):
-        got = measured_timeline(trace, replica=replica)
-        assert got.schedule.ranks == line.schedule.ranks
-        assert got.bubble_fraction == pytest.approx(float(line.bubble_fraction))
-    with pytest.raises(UsageError, match="replica 2: the trace holds 2 of this pipeline"):
-        measured_timeline(trace, replica=2)
-
-
-def test_a_trace_without_a_pipeline_is_refused():
-    data = chrome(timeline(p=1, m=1))
-    for event in data["traceEvents"]:
-        event["name"] = {"0F0": "forward", "0B0": "backward"}.get(event["name"], event["name"])
-    with pytest.raises(UsageError, match="the trace holds no pipeline actions"):
-        measured_timeline(parse_trace(data))
-
-
-def test_the_prediction_takes_each_stages_mean_times():
-    """Where every action takes its stage's mean, prediction and measurement are the same picture."""
-    line = timeline("zb-h1", 3, 5, forward=2.0, backward_input=1.5)
-    measured = measured_timeline(parse_trace(chrome(line, steps=1)), name="zb-h1")
-    assert measured_durations(measured).of(Action(1, "I", 3)) == pytest.approx(1.5)
-    predicted = predicted_timeline(measured)
-    assert float(predicted.makespan) == pytest.approx(float(line.makespan))
-    assert float(predicted_timeline(measured, comm=0.5).makespan) > predicted.makespan
-    first, second, _ = plot_measured(parse_trace(chrome(line)), "zb-h1").axes
-    assert len(boxes(first)) == len(boxes(second)) == 3 * 3 * 5
-    assert first.get_title(loc="left") == "ZB-H1, predicted"
-
-
-def test_the_trace_picture_colours_actions_by_kind_and_numbers_them():
-    line = timeline("zb-h1", 2, 3)
-    axes = plot_timeline(parse_trace(chrome(line)), slice(0, 1)).axes[0]
-    texts = sorted(text.get_text() for text in axes.texts)
-    assert texts == sorted(str(slot.action.microbatch) for row in line.ranks for slot in row)
-    legend = [text.get_text() for text in axes.figure.legends[0].get_texts()]
-    assert legend[:3] == ["F forward", "I backward, input", "W backward, weights"] and "optimizer" in legend
-    forwards = [box for box in boxes(axes) if box[3] == COLOURS["F"].lower()]
-    assert len(forwards) == 2 * 3
+    assert [text.get_text() for text in texts][-2:] == ["idle", "the rank's first stage, second (with a bar)"]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -460,43 +379,11 @@ def test_wrong_flags_are_one_line_and_exit_code_2(capsys, tmp_path, arguments, l
     assert printed.out == "" and printed.err.count("\n") == 1 and line.format(csv=path) in printed.err
 
 
-def test_the_gallery_can_be_made_again(capsys, tmp_path, monkeypatch):
-    made = {}
-    monkeypatch.setattr("visualize.schedule_command.save", lambda figure, path: made.update({path: figure}))
+def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
+    figures = {}
+    monkeypatch.setattr("visualize.style.save", lambda figure, path: figures.update({path: figure}))
     assert main(["gallery", "--out", str(tmp_path)]) == 0
     names = [Path(path).name for path in capsys.readouterr().out.split()]
     assert names == ["schedules.png", "schedule_1f1b_8x32.png", "schedule_zbv.png"]
     assert all((Path(__file__).parents[2] / "visualize" / "gallery" / name).is_file() for name in names)
-    assert len(made) == 3 and len(boxes(made[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 32
-
-
-# ---- the notebook ----------------------------------------------------------------------------------------------------
-
-
-def test_outside_a_notebook_exploring_is_one_picture(tmp_path):
-    figure = explore_schedules()
-    assert boxes(figure.axes[0]) == expected(timeline("1f1b", 4, 8))
-    save(figure, str(tmp_path / "explored.svg"))
-
-
-def test_in_a_notebook_the_picture_follows_the_sliders(monkeypatch, capsys):
-    widgets = pytest.importorskip("ipywidgets")
-    drawn = []
-    monkeypatch.setattr(explore, "in_notebook", lambda: True)
-    monkeypatch.setattr(explore, "plot_schedule", drawn.append)
-    box = explore_schedules()
-    sliders = {
-        one.description: one
-        for column in box.children[0].children
-        for one in column.children
-        if isinstance(one, (widgets.Dropdown, widgets.IntSlider, widgets.FloatSlider))
-    }
-    assert len(sliders) == 8 and drawn[-1].schedule.ranks == make("1f1b", 4, 8).ranks
-    sliders["schedule"].value = "interleaved-1f1b"
-    sliders["interleaved: v"].value = 3
-    sliders["F"].value = 0.3
-    assert drawn[-1].schedule.ranks == make("interleaved-1f1b", 4, 8, 3).ranks
-    assert drawn[-1].ranks[0][0].end == Fraction(3, 10)
-    before = len(drawn)
-    sliders["microbatches m"].value = 9
-    assert len(drawn) == before and "9/4 is not whole" in capsys.readouterr().out, "what cannot be says why"
+    assert len(figures) == 3 and len(drawn(figures[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 32

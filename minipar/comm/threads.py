@@ -1,8 +1,8 @@
-"""The two verbs between threads of one process: for notebooks, for fast tests, and for many simulated ranks.
+"""isend and irecv between threads of one process: for notebooks, for fast tests, and for many simulated ranks.
 
-A send is matched with its receive under one lock, and whoever comes second copies the numbers, so a send is done only
-when it has been received: code that would deadlock on a large MPI message deadlocks here too, and is told so, because
-here one can see that every rank waits and that nothing is on its way.
+A send is matched with its receive under one lock, and the second of the two copies the values. So a send is done only
+when it has been received, and code that would deadlock on a large MPI message deadlocks here too. The deadlock is
+reported as an error, because the threads share the knowledge that every rank waits and no message is under way.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import Owner, Request, Waitable, message_size_error
+from minipar.comm.transport import Owner, Request, message_size_error
+from minipar.comm.work import Work
 from minipar.errors import CommunicationError, UsageError
 
-LOOK_SECONDS = 0.05  # between two looks at the watch by a rank that waits; a message wakes it at once
-RELEASE_SECONDS = 10.0  # how long a failed run waits for ranks that compute and have not noticed yet
+LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
+RELEASE_SECONDS = 10.0  # how long a failed run waits for ranks that are still computing
 
 
 class _Released(BaseException):
-    """Raised inside a rank because another one has failed; not a failure of its own."""
+    """An exception that ends a rank because another one has failed."""
 
 
 class _Message:
@@ -44,20 +46,19 @@ class _Message:
         self.arrived = -1
 
     def test(self) -> bool:
+        """Return True once the other half has come. CommunicationError if it has another size."""
         if self.done and self.arrived not in (-1, self.array.nbytes):
             arrived = str(self.arrived)
             raise CommunicationError(message_size_error(self.owner, self.array.nbytes, arrived, self.peer, self.tag))
         return self.done
 
-    def linger(self) -> bool:
-        return self.test()  # pausing is better: delivery wakes this thread
-
     def describe(self) -> str:
+        """Say what is being waited for."""
         return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.array.nbytes} bytes, tag {self.tag})"
 
 
-class LocalWorld:
-    """What the threads share: unmatched messages, who waits for what, and the first failure."""
+class ThreadWorld:
+    """The state that the threads share: unmatched messages, what each rank waits for, and the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -65,14 +66,14 @@ class LocalWorld:
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
         self.news = [False] * size  # a message of this rank was delivered since it last paused
-        self.waiting: list[Waitable | None] = [None] * size
+        self.waiting: list[Request | None] = [None] * size
         self.finished = [False] * size
-        self.delivered = 0  # messages
+        self.delivered = 0  # messages so far
         self.idle = 0  # ranks that have returned, or wait and have no news
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> None:
-        """Deliver `message` if its other half is here already, else leave it for the other half to find."""
+        """Deliver `message` if its other half has been posted, else keep it until then."""
         with self.lock:
             if self.failure is not None:
                 raise _Released
@@ -95,12 +96,13 @@ class LocalWorld:
                 half.done = True
                 rank = half.world_rank
                 if self.waiting[rank] is not None:
-                    self.idle -= not self.news[rank]
+                    if not self.news[rank]:
+                        self.idle -= 1
                     self.wake[rank].notify()
                 self.news[rank] = True
 
-    def pause(self, rank: int, waiting_for: Waitable) -> None:
-        """Sleep until one of this rank's messages has been delivered, or a moment has passed."""
+    def pause(self, rank: int, waiting_for: Request) -> None:
+        """Sleep until one of this rank's messages has been delivered, or LOOK_SECONDS have passed."""
         with self.lock:
             if not self.news[rank] and self.failure is None:
                 self.waiting[rank] = waiting_for
@@ -110,13 +112,14 @@ class LocalWorld:
                     raise CommunicationError(self._deadlock(rank, waiting_for))
                 self.wake[rank].wait(timeout=LOOK_SECONDS)
                 self.waiting[rank] = None
-                self.idle -= not self.news[rank]
+                if not self.news[rank]:
+                    self.idle -= 1
             self.news[rank] = False
             if self.failure is not None:
                 raise _Released
 
     def finish(self, rank: int) -> None:
-        """This rank has returned. If all others wait, nobody is left to send: one of them is woken to say so."""
+        """Note that this rank has returned. If all others wait, wake one of them to report the deadlock."""
         with self.lock:
             self.finished[rank] = True
             self.idle += 1
@@ -127,7 +130,7 @@ class LocalWorld:
                         break
 
     def fail(self, failure: BaseException) -> bool:
-        """Record a failure and release everyone. True if it is the first."""
+        """Record a failure and release all ranks. Return True if it is the first."""
         with self.lock:
             first = self.failure is None
             if first:
@@ -136,7 +139,7 @@ class LocalWorld:
                 condition.notify_all()
             return first
 
-    def _deadlock(self, rank: int, waiting_for: Waitable) -> str:
+    def _deadlock(self, rank: int, waiting_for: Request) -> str:
         lines = ["every rank waits and no message is on its way:"]
         for other in range(self.size):
             what = waiting_for if other == rank else self.waiting[other]
@@ -144,17 +147,19 @@ class LocalWorld:
         return "\n".join(lines)
 
 
-class LocalTransport:
+class ThreadTransport:
     """The ranks of one group of threads."""
 
     launcher = "run_local"
 
-    def __init__(self, world: LocalWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
+    def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.world = world
         self.ranks = list(ranks)  # group rank -> thread number
         self.rank = rank
         self.size = len(self.ranks)
         self.name = name
+
+    # The docstrings are in transport.Transport.
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
         me = self.ranks[self.rank]
@@ -168,18 +173,12 @@ class LocalTransport:
         self.world.post((self.name, self.ranks[source], me, tag), message)
         return message
 
-    def exchange(
-        self, sent: np.ndarray, dest: int, received: np.ndarray, source: int, tag: int, owner: Owner
-    ) -> tuple[Request, ...]:
-        outgoing = self.isend(sent, dest, tag, owner)
-        return self.irecv(received, source, tag, owner), outgoing
-
-    def pause(self, attempt: int, waiting_for: Waitable) -> None:
+    def pause(self, attempt: int, waiting_for: Request) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)
 
-    def group(self, ranks: Sequence[int], name: str) -> LocalTransport:
+    def group(self, ranks: Sequence[int], name: str) -> ThreadTransport:
         members = [self.ranks[rank] for rank in ranks]
-        return LocalTransport(self.world, members, members.index(self.ranks[self.rank]), name)
+        return ThreadTransport(self.world, members, members.index(self.ranks[self.rank]), name)
 
     def native(self, op: str, *arguments: Any) -> Request:
         raise UsageError(f'algorithm="mpi": {op} over threads has no MPI to call; start the program with mpirun')
@@ -197,20 +196,21 @@ def run_local(
     network: Network | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator; return each rank's value.
+    """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator. Return the ranks' values.
 
-    `clock` is "wall" (default), "cpu", "model", or what makes each rank's; `network` prices messages on logical clocks.
-    The first exception in time is raised here, with a note that names its rank, and the other ranks are released at
-    once. If every rank waits and no message can come, CommunicationError says what each one waits for.
+    `clock` is "wall" (default), "cpu", "model", or a function that makes a rank's clock. `network` prices messages on
+    logical clocks. The first exception in time is raised here, with a note that names its rank, and the other ranks are
+    released at once. If every rank waits and no message can come, CommunicationError lists what each one waits for.
+    Meanwhile BLAS has one thread in this process, as on every rank. Afterwards it has as many as before.
     """
     if ranks < 1:
         raise UsageError(f"run_local needs at least 1 rank, not {ranks}")
-    world = LocalWorld(ranks)
+    world = ThreadWorld(ranks)
     results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
         try:
-            transport = LocalTransport(world, range(ranks), rank)
+            transport = ThreadTransport(world, range(ranks), rank)
             comm = Communicator(transport, clock=clock() if callable(clock) else clock, network=network)
             results[rank] = fn(comm, *args, **kwargs)
             world.finish(rank)
@@ -224,21 +224,54 @@ def run_local(
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
-    for thread in threads:
-        thread.start()
-    try:
+    with one_blas_thread():
         for thread in threads:
-            while thread.is_alive() and world.failure is None:
-                thread.join(0.5)
-    except BaseException as interruption:  # Ctrl-C arrives in this thread only
-        world.fail(interruption)
-    if world.failure is not None:
-        for thread in threads:
-            thread.join(RELEASE_SECONDS)
-        raise world.failure
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive() and world.failure is None:
+                    thread.join(0.5)
+        except BaseException as interruption:  # Ctrl-C arrives in this thread only
+            world.fail(interruption)
+        if world.failure is not None:
+            for thread in threads:
+                thread.join(RELEASE_SECONDS)
+            raise world.failure
     return results
 
 
 def serial(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
-    """A world of one rank in the calling thread: the same program on one device."""
-    return Communicator(LocalTransport(LocalWorld(1), [0], 0), clock=clock, network=network)
+    """Return a world of one rank in the calling thread: the same program on one device."""
+    return Communicator(ThreadTransport(ThreadWorld(1), [0], 0), clock=clock, network=network)
+
+
+class OneThread:
+    """All ranks of a world in one thread, for simulations of communication alone.
+
+    A collective is a generator, so a loop can take turns between hundreds of ranks. As many threads would spend their
+    time on waking each other. Only asynchronous operations can run this way, because all must begin before any waits.
+    `ranks[r]` is the communicator of rank r, with a clock of its own that `clock()` makes.
+    """
+
+    def __init__(self, size: int, clock: Callable[[], Clock], network: Network | None = None) -> None:
+        self._world = ThreadWorld(size)
+        self.ranks = [
+            Communicator(ThreadTransport(self._world, range(size), rank), clock=clock(), network=network)
+            for rank in range(size)
+        ]
+
+    def take_turns(self, works: Iterable[Work]) -> float:
+        """Advance the work of all ranks until it is done, and each rank's clock to its end. Return the latest time.
+
+        CommunicationError if no message can come any more because some rank has not begun.
+        """
+        works = list(works)
+        left, delivered = works, -1
+        while left and self._world.delivered > delivered:
+            delivered = self._world.delivered
+            left = [work for work in left if not work.test()]
+        if left:
+            raise CommunicationError(f"no message is on its way: {left[0].describe()}")
+        for work in works:
+            work.wait()
+        return max(comm.clock.now() for comm in self.ranks)

@@ -1,23 +1,20 @@
-"""From the trace of a pipelined run to a timeline that stands beside the predicted one. Numbers only."""
+"""Chapter 6: the timeline of a traced pipeline, and schedules that a notebook's reader changes with sliders."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
+from chapters.show import in_notebook
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import Action, Slot, Timeline
-from minipar.parallel.pipeline.simulate import (
-    StageDurations,
-    live_activations,
-    measured_durations,
-    predicted_timeline,
-    timeline_of,
-)
+from minipar.parallel.pipeline import SCHEDULES, Action, Durations, Slot, Timeline, make, simulate
+from minipar.parallel.pipeline.simulate import Time, timeline_of
 from visualize.boxes import action_of
+from visualize.schedule import NAMES, plot_schedule
+from visualize.style import Picture
 from visualize.timeline import COMPUTATION, STEP_END, Slice, Trace
-
-__all__ = ["StageDurations", "live_activations", "measured_durations", "measured_timeline", "predicted_timeline"]
 
 
 def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Timeline:
@@ -70,3 +67,58 @@ def _pipeline(steps: Mapping[int, Sequence[Sequence[tuple[Action, Slice]]]], rep
     if not 0 <= replica < fewest:
         raise UsageError(f"replica {replica}: the trace holds {fewest} of this pipeline")
     return [ranks[replica] for _, ranks in sorted(holders.items())]
+
+
+def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Picture:
+    """One schedule simulated and drawn; `v` counts for interleaved-1f1b only."""
+    schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
+    return plot_schedule(simulate(schedule, durations))
+
+
+def explore_schedules() -> Any:
+    """In a notebook with ipywidgets: sliders for p, m, v, schedule and times, and the picture that follows them.
+
+    Elsewhere (in a script, without ipywidgets) the picture of 1F1B for p = 4, m = 8.
+    """
+    if not in_notebook():
+        return picture_of("1f1b", 4, 8, 1, Durations())
+    try:
+        import ipywidgets
+        from IPython.display import display
+    except ImportError:
+        return picture_of("1f1b", 4, 8, 1, Durations())
+
+    looks = {"continuous_update": False, "style": {"description_width": "9em"}}
+
+    def number(label: str, value: int, high: int) -> Any:
+        return ipywidgets.IntSlider(value=value, min=1, max=high, description=label, **looks)
+
+    def time(label: str, value: float, low: float = 0.1) -> Any:
+        return ipywidgets.FloatSlider(value=value, min=low, max=4, step=0.1, description=label, **looks)
+
+    controls = {
+        "name": ipywidgets.Dropdown(
+            options=[(NAMES.get(name, name), name) for name in SCHEDULES],
+            value="1f1b",
+            description="schedule",
+            style=looks["style"],
+        ),
+        "p": number("ranks p", 4, 8),
+        "m": number("microbatches m", 8, 32),
+        "v": number("interleaved: v", 2, 4),
+        "forward": time("F", 1),
+        "backward_input": time("I, input gradient", 1),
+        "backward_weight": time("W, weights", 1),
+        "comm": time("message", 0, 0),
+    }
+
+    def follow(name: str, p: int, m: int, v: int, **times: float) -> None:
+        exact: dict[str, Time] = {key: Fraction(str(round(value, 3))) for key, value in times.items()}
+        try:
+            display(picture_of(name, p, m, v, Durations(**exact)))
+        except UsageError as error:
+            print(error)
+
+    shown = ipywidgets.interactive_output(follow, controls)
+    columns = [list(controls.values())[:4], list(controls.values())[4:]]
+    return ipywidgets.VBox([ipywidgets.HBox([ipywidgets.VBox(column) for column in columns]), shown])

@@ -1,0 +1,102 @@
+"""Output of the chapters: inline in a notebook; from a script text on the terminal and pictures under out/.
+
+A script also prints its title, its question and the heading of each section, before the first output of that section.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+OUT = Path("out")
+RULE = "-" * 100
+UNDERLINES = {"#": "=", "##": "~", "###": "."}  # for each level of heading
+
+
+def in_notebook() -> bool:
+    """Tell whether this is a Jupyter kernel or an ipyparallel engine, and not a script or plain Python."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return get_ipython() is not None
+
+
+def printer(rank: int) -> Callable[..., None]:
+    """Return the function with which a rank of a chapter prints: only rank 0 does, a script below its headings."""
+
+    def print_below_headings(*words: object, **options: Any) -> None:
+        print_headings()
+        print(*words, **options)
+
+    if rank > 0:
+        return lambda *words, **options: None
+    return print if in_notebook() else print_below_headings
+
+
+def show(figure: Any, name: str) -> None:
+    """Display a figure in a notebook; from a script write out/`name`.png and print its path."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(figure)
+        return
+    from visualize.style import save  # imports matplotlib, which only the rank that draws needs
+
+    path = OUT / f"{name}.png"
+    save(figure, str(path))
+    print_headings()
+    print(f"picture: {path}")
+
+
+def show_source(*objects: Callable[..., Any] | type) -> None:
+    """Print the source text of functions or classes from the package, so that a chapter copies no code."""
+    print_headings()
+    for thing in objects:
+        source = inspect.getsource(thing).rstrip()
+        place = f"{thing.__module__}.{thing.__qualname__}"
+        if in_notebook():
+            from IPython.display import Code, display
+
+            display(Code(f"# {place}\n{source}", language="python"))
+        else:
+            print(f"{RULE}\n# {place}\n{source}\n{RULE}")
+
+
+_printed: dict[str, int] = {}  # of each script: the line up to which its headings are printed
+
+
+def print_headings() -> None:
+    """Print the headings that the running script has passed since the last call; in a notebook nothing."""
+    frame = sys._getframe()
+    while frame and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or in_notebook():
+        return
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    for number, text in headings(Path(file).read_text(encoding="utf-8")):
+        if _printed.get(file, 0) < number < line:
+            print(text)
+    _printed[file] = max(line, _printed.get(file, 0))
+
+
+def headings(script: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the printed form of each heading in a script's markdown cells, the title with its question."""
+    lines, markdown = script.splitlines(), False
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("# %%"):
+            markdown = "[markdown]" in line
+        elif markdown and (heading := re.match("# (#{1,3}) (.*)", line)):
+            text = _plain(heading[2])
+            question = takewhile(lambda line: line != "#", lines[number + 1 :]) if heading[1] == "#" else ()
+            yield number, "\n".join(["", text, UNDERLINES[heading[1]] * len(text), *map(_plain, question)])
+
+
+def _plain(line: str) -> str:
+    """Remove Markdown's and TeX's marks from a line of a comment."""
+    return re.sub(r"^# |[`$*]", "", line)

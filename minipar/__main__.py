@@ -1,0 +1,46 @@
+"""The command `minipar`, also as `python -m minipar`: each sub-command is a program of its own.
+
+    minipar train --steps 20        the same as    python -m minipar.train --steps 20
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from minipar.errors import UsageError, error_line, suggest
+
+COMMANDS = {
+    "train": ("minipar.train", "train a GPT; on N ranks: mpirun -n N minipar train ..."),
+    "plan": ("minipar.plan", "find the fastest layouts of a model on a cluster; needs no MPI"),
+    "bench": ("minipar.bench", "measure this machine and minipar; most with mpirun -n N"),
+    "visualize": ("visualize", "draw traces, schedules, memory, losses and plans"),
+}
+HELP = "usage: minipar COMMAND ...\n\n" + "".join(
+    f"  {name:<11}{what} (python -m {module})\n" for name, (module, what) in COMMANDS.items()
+)
+
+
+def main() -> None:
+    """Run the sub-command that the command line names. Without one, print the list; exit with 2 for an unknown one."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        module, _ = COMMANDS[name]
+        sys.argv = [f"minipar {name}", *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    # MPI has not started here, so the launcher's variable says which rank prints.
+    first = all(os.environ.get(variable, "0") == "0" for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
+    if name in ("-h", "--help"):
+        sys.stdout.write(HELP if first else "")
+        return
+    similar = suggest(name, COMMANDS)
+    question = f"did you mean {similar}?" if similar else f"expected {', '.join(COMMANDS)}"
+    if first:
+        print(error_line(UsageError(f"minipar {name}: no such command; {question}")), file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Operations that take time: on a logical clock, in a trace, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from minipar.comm.transport import Request
+from minipar.comm.work import Stream, Work
+
+
+class TimedMessage:
+    """A message with the sender's clock ahead of it: an 8-byte header with the same tag, not counted as traffic."""
+
+    __slots__ = ("arrow", "header", "payload", "seconds", "stamp")
+
+    def __init__(
+        self, payload: Request, header: Request | None, stamp: np.ndarray, seconds: float = 0.0, arrow: str = ""
+    ) -> None:
+        self.payload = payload
+        self.header = header  # None on a wall clock
+        self.stamp = stamp
+        self.seconds = seconds  # the network's price, on a logical clock
+        self.arrow = arrow  # the name of this message in the trace; "" for a message sent
+
+    def test(self) -> bool:
+        """Return True once header and payload are complete."""
+        return (self.header is None or self.header.test()) and self.payload.test()
+
+    def describe(self) -> str:
+        """Say what is being waited for."""
+        return self.payload.describe()
+
+
+class TimedWork(Work):
+    """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
+
+    It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
+    max(now, sender's clock + alpha + beta*bytes). The messages of a communicator's collectives leave one after the
+    other: p-1 sends posted at once take (p-1)(alpha + beta*bytes), as in the formulas of the literature.
+    """
+
+    __slots__ = ("called", "nbytes", "number", "port", "started", "time", "waited")
+
+    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int, number: int) -> None:
+        super().__init__(stream, op, algorithm, tag)
+        self.number = number  # which operation of its communicator it is; negative for a single message
+        self.called = self.started = self.time = self.now()
+        self.port = 0.0  # when the last message sent has left
+        self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
+        self.nbytes = 0  # sent
+
+    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+        """Start to send a message, behind its header on a logical clock."""
+        clock, tracer = self.stream.engine.clock, self.stream.engine.tracer
+        leaves = self.time if clock.logical else clock.now()
+        self.nbytes += array.nbytes
+        header = None
+        if clock.logical:
+            leaves = max(leaves, self.port)
+            self.port = leaves + self._seconds(array, self.rank, dest)
+        stamp = np.array([leaves])
+        if clock.logical:
+            header = self.transport.isend(stamp, dest, self.tag + step, self)
+        payload = super().isend(array, dest, step)
+        if tracer.enabled:
+            tracer.arrow(self._track(), self._arrow(self.rank, dest, step), leaves, array.nbytes)
+        return TimedMessage(payload, header, stamp)
+
+    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+        """Start to receive a message, behind its header on a logical clock."""
+        stamp = np.empty(1)
+        header = None
+        if self.stream.engine.clock.logical:
+            header = self.transport.irecv(stamp, source, self.tag + step, self)
+        payload = super().irecv(array, source, step)
+        seconds = self._seconds(array, source, self.rank)
+        return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank, step))
+
+    def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
+        ranks = self.stream.ranks
+        return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
+
+    def _track(self) -> int:
+        tracer, name = self.stream.engine.tracer, f"communication {self.stream.axis}"
+        if self.op in ("send", "recv"):
+            return tracer.track(self.stream.name + "|single", name + ", send and receive")
+        return tracer.track(self.stream.name, name)
+
+    def _arrow(self, source: int, dest: int, step: int) -> str:
+        return f"{self.stream.name}#{self.number}.{self.tag + step}:{source}>{dest}"
+
+    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
+        """Issue the operation. The call itself takes no time."""
+        super().start(self._follow(steps), result)
+        self.stream.engine.clock.resume(self.called)
+        return self
+
+    def wait(self) -> Any:
+        """Wait until the operation is finished. The rank continues no earlier than it ended."""
+        now = self.now()
+        result = super().wait()
+        self.resume(now)
+        return result
+
+    def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
+        """Yield the same steps and take their time. Begins when it is the operation's turn."""
+        stream, clock = self.stream, self.stream.engine.clock
+        self.started = self.time = max(self.called, stream.end) if clock.logical else clock.now()
+        self.port = stream.port
+        for requests in steps:
+            yield requests
+            self._settle(requests)
+        stream.end, stream.port = self.time, self.port
+        self._record()
+
+    def _settle(self, requests: Iterable[Any]) -> None:
+        """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
+        clock, tracer = self.stream.engine.clock, self.stream.engine.tracer
+        incoming = [request for request in requests if request.arrow]
+        if clock.logical:
+            for request in incoming:
+                sent = float(request.stamp[0])
+                self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
+                self.time = max(self.time, sent + request.seconds)
+        else:
+            before, self.time = self.time, clock.now()
+            self.waited += self.time - before
+        if tracer.enabled:
+            for request in incoming:
+                tracer.arrow(self._track(), request.arrow, self.time)
+
+    def _record(self) -> None:
+        tracer = self.stream.engine.tracer
+        if tracer.enabled:
+            arguments = {"op": self.op, "algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
+            tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
+
+    def now(self) -> float:
+        """Return the rank's time."""
+        return self.stream.engine.clock.now()
+
+    def posted(self) -> None:
+        """Return from the call that sends or receives a single message. A message sent is recorded at once."""
+        clock = self.stream.engine.clock
+        if self.op == "send":
+            self.time = self.called if clock.logical else clock.now()
+            self._record()
+        clock.resume(self.called)
+
+    def received(self, request: Request, now: float) -> None:
+        """Record a single message that a call at `now` has received."""
+        self.started = self.time = now
+        self._settle((request,))
+        self._record()
+
+    def resume(self, now: float) -> None:
+        """Return from a call that began at `now`. On a logical clock the rank continues no earlier than the arrival."""
+        self.stream.engine.clock.resume(max(now, self.time))

@@ -1,0 +1,303 @@
+"""Operations under way: every collective, blocking or asynchronous, is driven here and nowhere else.
+
+Operations on one communicator run in the order in which they were issued (NB: as on an NCCL stream). While a rank waits
+for anything, it advances the outstanding operations of all its communicators, so ranks may issue to different axes in
+different orders without a deadlock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from minipar import backend
+from minipar.backend import Array
+from minipar.comm.clock import Clock, Network, make_clock
+from minipar.comm.trace import Tracer
+from minipar.comm.traffic import Traffic
+from minipar.comm.transport import Request, Transport
+from minipar.errors import CommunicationError, UsageError
+from minipar.memory import hold
+
+# Tags. The user's are 0..USER_TAGS-1. Each operation takes a range of tags of its own, one per step. After TAGS of them
+# the tags are used again, long after the messages that used them have arrived.
+USER_TAGS = 1 << 16
+TAGS = 1 << 20
+
+CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
+SCRATCH_VIEWS = 64  # of the scratch memory, kept for reuse
+
+
+class Engine:
+    """The progress engine of one rank, and the accounts that all its communicators share."""
+
+    def __init__(self, transport: Transport, clock: str | Clock | None, network: Network | None) -> None:
+        self.transport = transport
+        self.clock = make_clock(clock)
+        if network is not None and not self.clock.logical:
+            raise UsageError("a network prices messages on the clocks cpu and model; give one of them")
+        self.network = network or Network()
+        self.traffic = Traffic()
+        self.tracer = Tracer(self.clock)
+        self.streams: list[Stream] = []  # those with operations under way
+        self.timeout = _timeout()
+
+    def wait(self, request: Request, stream: Stream | None = None) -> None:
+        """Wait until `request` is done, and advance every outstanding operation meanwhile.
+
+        `request.test()` advances `stream` itself. CommunicationError after MINIPAR_TIMEOUT seconds (default 1800).
+        """
+        pause = self.transport.pause
+        attempt = 0
+        deadline = 0.0
+        while not request.test():
+            self.progress(stream)
+            pause(attempt, request)
+            attempt += 1
+            if attempt % CHECK_EVERY == 0:
+                now = time.monotonic()
+                if not deadline:
+                    deadline = now + self.timeout
+                elif now > deadline:
+                    raise CommunicationError(f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)")
+
+    def progress(self, but: Stream | None = None) -> None:
+        """Advance all streams but one as far as possible, without waiting."""
+        for stream in tuple(self.streams):
+            if stream is not but:
+                stream.advance()
+
+
+def _timeout() -> float:
+    text = os.environ.get("MINIPAR_TIMEOUT", "1800")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise UsageError(f"MINIPAR_TIMEOUT={text}: expected a positive number of seconds")
+    return seconds
+
+
+class Stream:
+    """The operations issued on one communicator and not finished, oldest first, and what they share.
+
+    NB: an asynchronous collective of NCCL runs on a CUDA stream next to the computation. `end` is that stream's time.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport, axis: str, name: str, ranks: list[int]) -> None:
+        self.engine = engine
+        self.transport = transport
+        self.axis = axis
+        self.name = name
+        self.ranks = ranks  # the world rank of each member
+        self.queue: deque[Work] = deque()
+        self.end = 0.0  # of the last operation, on a logical clock
+        self.port = 0.0  # when its last message had left
+        self._operations = 0
+        self._messages: dict[tuple[int, int, int], int] = {}  # single messages so far, by (source, dest, tag)
+        self._steps_per_operation = 2 * transport.size + 8
+        self._memory = np.empty(0, np.uint8)
+        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}
+
+    def title(self) -> str:
+        """Name this rank, for error messages."""
+        if self.axis == "world":
+            return f"rank {self.transport.rank}"
+        return f"rank {self.transport.rank} of axis {self.axis} (world rank {self.ranks[self.transport.rank]})"
+
+    def next_operation(self) -> tuple[int, int]:
+        """Return the tag of step 0 of the next operation, and its number."""
+        self._operations += 1
+        return USER_TAGS + self._operations * self._steps_per_operation % TAGS, self._operations
+
+    def next_message(self, source: int, dest: int, tag: int) -> int:
+        """Return the number of the next single message with this tag. It is negative, unlike an operation's."""
+        key = (source, dest, tag)
+        self._messages[key] = self._messages.get(key, 0) - 1
+        return self._messages[key]
+
+    def add(self, work: Work) -> None:
+        """Put an operation at the end of the queue. It starts at once if it is alone there."""
+        self.queue.append(work)
+        if len(self.queue) == 1:
+            self.engine.streams.append(self)
+            self.advance()
+
+    def advance(self) -> None:
+        """Advance the oldest operation, and the next one when it is finished."""
+        while self.queue and self.queue[0].advance():
+            self.queue.popleft()
+            if not self.queue:
+                self.engine.streams.remove(self)
+
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Return memory for `count` elements, the same for all operations: they run one after the other."""
+        key = (count, dtype)
+        view = self._views.get(key)
+        if view is None:
+            nbytes = count * dtype.itemsize
+            if nbytes > self._memory.nbytes or len(self._views) >= SCRATCH_VIEWS:
+                self._memory = np.empty(max(nbytes, self._memory.nbytes), np.uint8)
+                hold("buffers", self._memory)
+                self._views.clear()
+            view = self._views[key] = self._memory[:nbytes].view(dtype)
+        return view
+
+
+class Work:
+    """One operation of a communicator: the `Link` of its algorithm, and the handle of its caller.
+
+    `wait()` gives the result. Until then the arrays belong to the operation.
+    """
+
+    __slots__ = (
+        "_count", "_request", "_requests", "_result", "algorithm", "done", "op", "rank", "scratch", "size", "stream",
+        "tag", "transport",
+    )  # fmt: skip
+
+    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
+        self.stream = stream
+        self.op = op
+        self.algorithm = algorithm
+        self.tag = tag  # of step 0
+        self.transport = transport = stream.transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.scratch = stream.scratch
+        self._count = stream.engine.traffic.counter(op, stream.axis)
+        self._request: Request | None = None  # the message that is missing
+        self.done = False
+
+    # -- for the algorithm (see transport.Link) ---------------------------------------------------------------------
+
+    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+        """Count a message and start to send it to a rank of the group."""
+        count = self._count
+        count[0] += 1
+        count[1] += array.nbytes
+        return self.transport.isend(array, dest, self.tag + step, self)
+
+    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+        """Start to receive from a rank of the group."""
+        return self.transport.irecv(array, source, self.tag + step, self)
+
+    def title(self) -> str:
+        """Name the rank and the operation, for error messages."""
+        return f"{self.stream.title()}, {self.op} {self.algorithm}".rstrip()
+
+    # -- for the caller -----------------------------------------------------------------------------------------------
+
+    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
+        """Issue the operation: run its algorithm as far as it goes, after the operations issued before it."""
+        self._requests = chain.from_iterable(steps)
+        self._result = result
+        self.stream.add(self)
+        return self
+
+    def test(self) -> bool:
+        """Advance the operation if possible, and return True once it is finished."""
+        if not self.done:
+            self.stream.advance()
+        return self.done
+
+    def wait(self) -> Any:
+        """Wait until the operation is finished, and return its result."""
+        if not self.done:
+            self.stream.engine.wait(self, self.stream)
+        return self._result
+
+    def advance(self) -> bool:
+        """Run the algorithm until a message is missing. True when it is finished. Only the oldest Work may run."""
+        request = self._request
+        while request is None or request.test():
+            request = self._request = next(self._requests, None)
+            if request is None:
+                self.done = True
+                return True
+        return False
+
+    def describe(self) -> str:
+        """Say what is being waited for."""
+        if self._request is not None:
+            return self._request.describe()
+        return f"{self.title()}: its turn, after the operations issued before it"
+
+    # -- for a single message of the user (TimedWork takes the time of both) ------------------------------------------
+
+    def now(self) -> float:
+        """Return the time at which a call begins, where it matters."""
+        return 0.0
+
+    def posted(self) -> None:
+        """Note that the message is under way and the call returns."""
+
+    def received(self, request: Request, now: float) -> None:
+        """Note that the message has arrived for a call that began at `now`."""
+
+    def resume(self, now: float) -> None:
+        """Note that a call that began at `now` returns."""
+
+
+class Finished:
+    """A Work of one rank alone, which has nothing to do."""
+
+    done = True
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        return self._result
+
+
+class Message:
+    """A message under way, sent or received by the user. (Pipelines are made of these.)"""
+
+    __slots__ = ("_array", "_host", "_request", "_work", "done")
+
+    def __init__(self, work: Work, host: np.ndarray, peer: int, array: Array | None) -> None:
+        """Send `host`, or receive it if there is an `array` that it belongs to."""
+        self._work = work
+        self._host = host
+        self._array = array
+        self._request = work.isend(host, peer, 0) if array is None else work.irecv(host, peer, 0)
+        self.done = False
+        work.posted()
+
+    def test(self) -> bool:
+        """Return True once the message is through. Never waits."""
+        if not self.done:
+            now = self._work.now()
+            if self._request.test():
+                self._finish(now)
+        return self.done
+
+    def wait(self) -> Array | None:
+        """Wait until the message is through. Return the array received, None for a send."""
+        if not self.done:
+            now = self._work.now()
+            self._work.stream.engine.wait(self._request)
+            self._finish(now)
+        return self._array
+
+    def _finish(self, now: float) -> None:
+        self.done = True
+        if self._array is not None:
+            if not backend.is_host(self._array):
+                self._array[...] = backend.from_host(self._host.reshape(self._array.shape))
+            self._work.received(self._request, now)
+        self._work.resume(now)
+
+    def describe(self) -> str:
+        """Say what is being waited for."""
+        return self._request.describe()

@@ -1,0 +1,62 @@
+"""Claims about the commands: a sub-command of `minipar` is the program that `python -m` runs; make names its tests."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+
+import pytest
+from launcher import ROOT, run_mpi
+
+from minipar.__main__ import COMMANDS
+
+TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 2 --reduction ordered".split()
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_installed_command_is_python_m_minipar():
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["minipar"]
+    module, _, name = script.partition(":")
+    assert callable(getattr(import_module(module), name)) and module == "minipar.__main__"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_minipar_alone_lists_its_commands(argv):
+    result = run("minipar", *argv)
+    assert result.returncode == 0 and result.stderr == ""
+    assert all(
+        f"\n  {name} " in result.stdout and f"python -m {COMMANDS[name][0]}" in result.stdout for name in COMMANDS
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_the_program_of_its_module(name):
+    module = COMMANDS[name][0]
+    wrong, same = run("minipar", name, "--nonsense"), run(module, "--nonsense")
+    assert wrong.returncode == same.returncode == 2 and wrong.stderr == same.stderr != ""
+
+
+def test_the_command_trains_under_mpirun():
+    result = run_mpi(3, ["-m", "minipar", "train", *TINY, "--verify"])
+    assert result.returncode == 0 and "3 ranks = 1 device, bit for bit" in result.stdout, result.stderr
+
+
+def test_an_unknown_command_is_one_line_with_a_suggestion():
+    assert run("minipar", "trian").stderr == "minipar: error: minipar trian: no such command; did you mean train?\n"
+    result = run_mpi(3, ["-m", "minipar", "xyz"])
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "minipar: error: minipar xyz: no such command; expected train, plan, bench, visualize\n"
+    assert run_mpi(3, ["-m", "minipar"]).stdout.count("usage:") == 1
+
+
+def test_make_quick_names_a_test_of_each_package():
+    text = re.search(r"^QUICK := \$\(addprefix tests/,(.*?)\)", (ROOT / "Makefile").read_text(), re.M | re.S)[1]
+    named = [name.partition("::") for name in text.replace("\\", "").split()]
+    for path, _, test in named:
+        assert (ROOT / "tests" / path).is_file() and f"def {test}" in (ROOT / "tests" / path).read_text()
+    packages = {path.split("/")[0] for path, _, _ in named}
+    assert packages == {"autograd", "nn", "comm", "parallel", "train", "plan", "visualize"}

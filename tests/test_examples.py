@@ -1,0 +1,41 @@
+"""Claims about docs/examples: each script is short, and trains on many ranks what it trains on one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import run_mpi
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+RUNS = [
+    ("ddp", 3, []),  # 8 samples: the ranks' shares differ
+    ("zero", 4, ["1"]),
+    ("zero", 4, ["2"]),
+    ("zero", 3, ["3"]),
+    ("tensor", 4, []),
+    ("pipeline", 2, []),
+    ("three_d", 16, []),
+]
+
+
+def losses(name, ranks, arguments):
+    result = run_mpi(ranks, [str(EXAMPLES / f"{name}.py"), *arguments], timeout=90)
+    assert result.returncode == 0, result.stderr
+    return [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss")]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in RUNS}))
+def test_an_example_has_at_most_40_lines(name):
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 40
+
+
+@pytest.mark.parametrize(("name", "ranks", "arguments"), RUNS)
+def test_an_example_trains_what_one_device_trains(name, ranks, arguments):
+    many, one = losses(name, ranks, arguments), losses(name, 1, arguments)
+    assert len(many) == len(one) == 20 and one[-1] < one[0]
+    assert many == pytest.approx(one, rel=2e-5)  # float32, printed with six decimals
+
+
+def test_every_example_is_run():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {name for name, _, _ in RUNS}
+    assert sys.version_info >= (3, 11)

@@ -1,0 +1,53 @@
+"""Claims about `import minipar`: the public names, found when they are used, and nothing changed by importing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minipar
+
+CONTRACT = (
+    "GPT GPTConfig AdamW DistributedDataParallel shard fully_shard launch Module DeviceMesh PipelineModule "
+    "ZeroOptimizer VocabParallelEmbedding ColumnParallelLinear RowParallelLinear"
+).split()
+
+
+def typed_names():
+    """The names that the TYPE_CHECKING block imports, with their modules."""
+    tree = ast.parse(Path(minipar.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    return {alias.asname: node.module for node in block.body for alias in node.names}
+
+
+@pytest.mark.parametrize("name", minipar.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    value = getattr(minipar, name)
+    assert name == "__version__" or value.__doc__
+
+
+def test_the_contract_is_public():
+    assert set(CONTRACT) <= set(minipar.__all__) == set(dir(minipar))
+    assert len(minipar.__all__) <= 40
+
+
+def test_type_checkers_see_the_same_names():
+    assert typed_names() == {name: home for home, names in minipar._HOMES.items() for name in names}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
+        minipar.Adam  # noqa: B018
+
+
+def test_importing_changes_nothing_in_the_process():
+    program = (
+        "import os, sys; before = dict(os.environ); import minipar; "
+        "assert dict(os.environ) == before; assert 'numpy' not in sys.modules; "
+        "import numpy, threadpoolctl; count = [l['num_threads'] for l in threadpoolctl.threadpool_info()]; "
+        "import minipar.train.trainer; "
+        "assert [l['num_threads'] for l in threadpoolctl.threadpool_info()] == count; assert dict(os.environ) == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,230 @@
+"""Claims about what a run prints and writes: no escape code in a log, no foreign file replaced, one line per error."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from launcher import ROOT, run_mpi
+
+from minipar.errors import UsageError
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2
+from minipar.train.config import TrainConfig, parse
+from minipar.train.progress import (
+    LAUNCHERS,
+    Metrics,
+    Progress,
+    duration,
+    prepare_outputs,
+    printable,
+    progress_stream,
+    write_export,
+)
+from minipar.train.trainer import StepResult
+
+TINY = "-m minipar.train --layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()
+RESULT = StepResult(0, 0.5, 1.0, 0.1, 10.0)
+
+
+def outputs(**paths: object) -> TrainConfig:
+    return parse([text for name, path in paths.items() for text in (f"--{name}", str(path))])
+
+
+# ---- before training -------------------------------------------------------------------------------------------------
+
+
+def test_output_directories_are_made_and_earlier_files_kept(tmp_path):
+    (tmp_path / "m.jsonl").write_text("earlier\n")
+    prepare_outputs(outputs(metrics=tmp_path / "m.jsonl", trace=tmp_path / "a/b/t.json", export=tmp_path / "model"))
+    assert (tmp_path / "m.jsonl").read_text() == "earlier\n"
+    assert (tmp_path / "a/b/t.json").is_file() and list((tmp_path / "model").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["metrics", "trace", "export"])
+def test_an_unwritable_path_is_refused_before_training(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=f"^--{name} .*file/x cannot be written: "):
+        prepare_outputs(outputs(**{name: tmp_path / "file/x"}))
+    with pytest.raises(UsageError, match=f"^--{name} "):
+        prepare_outputs(outputs(**{name: "/proc/self/no/x" if os.path.isdir("/proc/self") else "/dev/null/x"}))
+    if name != "export":
+        with pytest.raises(UsageError, match=f"^--{name} .* is a directory; expected a file"):
+            prepare_outputs(outputs(**{name: tmp_path}))
+
+
+def test_two_outputs_need_two_files(tmp_path):
+    with pytest.raises(UsageError, match="--metrics and --trace would both write"):
+        prepare_outputs(outputs(metrics=tmp_path / "x", trace=tmp_path / "." / "x"))
+
+
+def test_an_export_replaces_only_an_export(tmp_path):
+    model = GPT(GPTConfig(16, 8, 8, 1, 2))
+    prepare_outputs(outputs(export=tmp_path / "new"))
+    export_gpt2(model, tmp_path / "new")
+    prepare_outputs(outputs(export=tmp_path / "new"))
+    (tmp_path / "new" / "model.safetensors.partial").write_text("left by a kill")
+    prepare_outputs(outputs(export=tmp_path / "new"))
+
+
+def foreign(change):
+    """A directory that no export wrote: an export, changed."""
+
+    def make(folder):
+        export_gpt2(GPT(GPTConfig(16, 8, 8, 1, 2)), folder)
+        config = json.loads((folder / "config.json").read_text())
+        change(folder, config)
+        if (folder / "config.json").exists():
+            (folder / "config.json").write_text(json.dumps(config))
+
+    return make
+
+
+FOREIGN = {
+    "another file": (foreign(lambda folder, config: (folder / "thesis.tex").write_text("")), "thesis.tex"),
+    "a tokenizer": (foreign(lambda folder, config: (folder / "vocab.json").write_text("")), "vocab.json"),
+    "OpenAI's": (foreign(lambda folder, config: config.update(bos_token_id=50256)), "config.json"),
+    "transformers'": (foreign(lambda folder, config: config.update(transformers_version="5.0")), "config.json"),
+    "another model's": (foreign(lambda folder, config: config.pop("bos_token_id")), "config.json"),
+    "weights alone": (foreign(lambda folder, config: (folder / "config.json").unlink()), "model.safetensors"),
+    "a directory": (lambda folder: (folder / "model.safetensors").mkdir(parents=True), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_an_export_into_a_foreign_directory_is_refused(kind, tmp_path):
+    make, name = FOREIGN[kind]
+    make(tmp_path / "model")
+    before = {path.name: path.is_file() and path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(UsageError, match=f"model holds .*{name}.*, which no export of minipar wrote"):
+        prepare_outputs(outputs(export=tmp_path / "model"))
+    assert {path.name: path.is_file() and path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_a_pipe_without_a_reader_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="--metrics .*pipe cannot be written: No such device or address"):
+        Metrics(str(tmp_path / "pipe"))
+
+
+# ---- while and after training ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_ends_with_one_line_after_the_training():
+    result = run_mpi(2, [*TINY, "--metrics", "/dev/full"])
+    assert result.returncode == 2 and "step 3/3" in result.stdout
+    assert "minipar: note: --metrics /dev/full cannot be written: No space left on device; training" in result.stdout
+    assert result.stderr == "minipar: error: --metrics /dev/full cannot be written: No space left on device\n"
+
+
+def test_metrics_into_a_device_are_written():
+    for path in ("/dev/null", "/dev/stderr"):
+        result = run_mpi(1, [*TINY, "--metrics", path])
+        assert result.returncode == 0, result.stderr
+    assert [json.loads(line)["step"] for line in result.stderr.splitlines()] == [0, 1, 2]
+
+
+def test_a_metrics_file_that_is_removed_is_an_error(tmp_path):
+    metrics = Metrics(str(tmp_path / "m.jsonl"))
+    metrics.write(RESULT)
+    (tmp_path / "m.jsonl").unlink()
+    with pytest.raises(UsageError, match="m.jsonl was removed during the training"):
+        metrics.close()
+
+
+def test_an_export_to_a_full_disk_leaves_nothing_half_written(tmp_path):
+    """A real write that fails: files may have at most 4 KiB."""
+    script = f"""
+import resource, sys
+from minipar.comm import main
+from minipar.train.__main__ import run
+
+sys.argv[1:] = {[*TINY[2:], "--export", str(tmp_path / "model")]!r}
+def limited(comm):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    return run(comm)
+main(limited)
+"""
+    result = run_mpi(2, script, timeout=30)
+    assert result.returncode == 2
+    assert result.stderr == f"minipar: error: --export {tmp_path}/model cannot be written: File too large\n"
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
+    model = GPT(GPTConfig(16, 8, 8, 1, 2))
+    export_gpt2(model, tmp_path)
+    earlier = (tmp_path / "model.safetensors").read_bytes()
+    model.wte.weight.data[...] = 0
+
+    def full(old, new):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UsageError, match="--export .* cannot be written: No space left on device"):
+        write_export(model, str(tmp_path), model.state_dict())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == earlier
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def test_metrics_on_standard_output_send_progress_elsewhere(capsys):
+    config = parse(["--metrics", "-"])
+    prepare_outputs(config)
+    assert not os.path.exists("-")
+    print("progress", file=progress_stream(config))
+    assert capsys.readouterr() == ("", "progress\n")
+    print("progress", file=progress_stream(parse([])))
+    assert capsys.readouterr() == ("progress\n", "")
+
+
+def on_a_terminal(environment: dict[str, str]) -> str:
+    """What a training without mpirun prints to a pseudo-terminal."""
+    reader, writer = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    argv, paths = [sys.executable, *TINY], {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(argv, stdout=writer, stderr=writer, env=clean | paths | environment, cwd=ROOT)
+    os.close(writer)
+    text = b""
+    try:
+        while chunk := os.read(reader, 65536):
+            text += chunk
+    except OSError:  # Linux's end of file on a pseudo-terminal
+        pass
+    os.close(reader)
+    assert process.wait(timeout=60) == 0, text
+    return text.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_a_live_line():
+    text = on_a_terminal({})
+    assert "\r\x1b[Kstep 1/3" in text and text.rstrip().rpartition("\r\x1b[K")[2].startswith("step 3/3")
+
+
+def test_a_rank_of_open_mpi_prints_no_escape_codes():
+    """Open MPI gives rank 0 a pseudo-terminal, also where mpirun's output is a file."""
+    text = on_a_terminal({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+    assert "\r" not in text and "\x1b" not in text
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+
+
+def test_progress_says_how_long_the_rest_takes(monkeypatch):
+    now = iter([100.0, 130.0, 160.0, 190.0, 220.0])
+    monkeypatch.setattr("minipar.train.progress.time.monotonic", lambda: next(now))
+    stream = io.StringIO()
+    progress = Progress("step", 14, stream)
+    for step in range(10, 14):  # a resumed run
+        progress(StepResult(step, 0.5, 1.0, 0.1, 10.0))
+    ends = [line.partition("tokens/s")[2].strip() for line in stream.getvalue().splitlines()]
+    assert ends == ["1:30 left", "1:00 left", "0:30 left", ""]
+    assert [duration(seconds) for seconds in (0.6, 59.6, 3600, 86399)] == ["0:01", "1:00", "1:00:00", "23:59:59"]
+
+
+def test_a_path_cannot_steer_the_terminal():
+    assert printable("a\x1b[2Jb\n\rß/日本") == "a\\x1b[2Jb\\n\\rß/日本"

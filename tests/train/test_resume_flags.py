@@ -1,0 +1,164 @@
+"""Claims about `--resume DIR`: it takes what the checkpoint says, and rejects only a flag that contradicts it."""
+
+import dataclasses
+import json
+
+import pytest
+from launcher import run_mpi
+
+from minipar.comm import DeviceMesh, run_local, serial
+from minipar.errors import UsageError
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2
+from minipar.train.checkpoint import save
+from minipar.train.config import TrainConfig, flags, parse, resolve
+from minipar.train.data import load_tokens
+from minipar.train.manifest import Checkpoint, checksum
+from minipar.train.resume import MUST_AGREE, TAKEN, continued, find_checkpoint
+from minipar.train.trainer import Trainer
+
+# No flag has its default.
+FLAGS = (
+    "--layers 1 --hidden 18 --heads 3 --seq-len 8 --vocab-size 257 --global-batch 12 --order sequential --steps 4 "
+    "--lr 3e-3 --lr-schedule cosine --warmup-steps 2 --betas 0.8 0.95 --eps 1e-7 --weight-decay 0.1 --dropout 0.1 "
+    "--clip-grad 1 --seed 7 --dtype float64 --reduction ordered"
+)
+TRAIN = ["-m", "minipar.train"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of step 2 of 4, and the text that it was trained on."""
+    folder = tmp_path_factory.mktemp("saved")
+    text = folder / "text.txt"
+    text.write_bytes(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000].tobytes())
+    config = resolve(parse([*FLAGS.split(), "--data", str(text), "--microbatches", "2"]), 2)
+    tokens = load_tokens(str(text), vocab_size=257, seq_len=8)
+
+    def rank(comm):
+        trainer = Trainer(config, DeviceMesh(comm), tokens)
+        for step in range(2):
+            trainer.step(step)
+        save(trainer, folder / "run", 2)
+
+    run_local(2, rank)
+    return folder
+
+
+def taken(folder, argv="") -> TrainConfig:
+    """The configuration of a run with `--resume` and these flags."""
+    config = parse(["--resume", str(folder / "run"), *argv.split()])
+    return continued(config, find_checkpoint(config, serial()))
+
+
+def refused(folder, argv="") -> str:
+    with pytest.raises(UsageError) as caught:
+        taken(folder, argv)
+    return str(caught.value)
+
+
+def test_resume_takes_model_data_optimizer_and_seed(saved):
+    whole = parse([*FLAGS.split(), "--data", str(saved / "text.txt")])
+    resumed = taken(saved)
+    assert resumed == dataclasses.replace(whole, run=dataclasses.replace(whole.run, resume=str(saved / "run")))
+    own = {flag: value for _, _, flag, value in flags(resumed)}
+    default = {flag: value for _, _, flag, value in flags(TrainConfig())}
+    assert [flag for flag in TAKEN if own[flag] == default[flag]] == []
+
+
+def test_what_decides_the_values_is_taken_and_the_layout_is_not():
+    all_flags = {flag for _, _, flag, _ in flags(TrainConfig())}
+    assert set(MUST_AGREE) < set(TAKEN) < all_flags
+    layout = "--dp --tp --pp --schedule --virtual-stages --sequence-parallel --zero-stage --sync-every-microbatch"
+    files = "--metrics --trace --memory --save --save-every --resume --export --verify --clock --network"
+    assert all_flags - set(TAKEN) == {
+        *layout.split(), *files.split(), "--microbatches", "--memory-limit", "--init-from", "--device", "--recompute",
+    }  # fmt: skip
+
+
+def test_a_given_flag_wins_where_it_may(saved):
+    resumed = taken(saved, "--steps 9 --lr 0.5 --lr-schedule constant --reduction ring --tp 3 --microbatches 4")
+    assert (resumed.optimizer.steps, resumed.optimizer.lr, resumed.optimizer.lr_schedule) == (9, 0.5, "constant")
+    assert (resumed.run.reduction, resumed.mesh.tp, resumed.data.microbatches) == ("ring", 3, 4)
+    assert taken(saved, "--hidden 18 --seed 7 --betas 0.8 0.95") == taken(saved)
+
+
+def test_only_a_contradicting_flag_is_rejected(saved):
+    line = refused(saved, "--hidden 24 --seed 7 --dtype float32 --steps 5")
+    assert line.endswith(
+        "manifest.json: written with --hidden 18, --dtype float64, but this run has --hidden 24, --dtype float32; "
+        "these cannot change in a resumed run"
+    )
+    assert "written with --seed 7, but this run has --seed 0;" in refused(saved, "--seed 0")  # the default, but given
+
+
+def test_one_shape_flag_is_compared_with_the_checkpoint_alone(saved):
+    """18 is not divisible by the default 4 heads, and 400 warm-up steps are more than the default 300 steps."""
+    assert taken(saved, "--hidden 18").model.heads == 3
+    assert taken(saved, "--warmup-steps 400 --steps 500").optimizer.warmup_steps == 400
+    with pytest.raises(UsageError, match="warmup-steps 9 is more than steps 4"):
+        resolve(taken(saved, "--warmup-steps 9"), 1)
+
+
+def test_4_ranks_go_on_where_2_ranks_stopped(saved, tmp_path):
+    """The command of the manual: no flag but where and how far; it equals one device that never stopped."""
+    argv = ["--resume", str(saved / "run"), "--steps", "6", "--lr-schedule", "constant"]
+    result = run_mpi(4, [*TRAIN, *argv, "--export", str(tmp_path / "model")])
+    assert result.returncode == 0, result.stderr
+    assert "1 layers, hidden 18, 3 heads, float64" in result.stdout and "step 6/6" in result.stdout
+    result = run_mpi(2, [*TRAIN, "--resume", str(saved / "run"), "--microbatches", "2", "--verify"])
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks = 1 device, bit for bit" in result.stdout and "resumed after 2" in result.stdout
+
+
+def test_a_finished_run_says_that_no_step_is_left(saved):
+    result = run_mpi(2, [*TRAIN, "--resume", str(saved / "run"), "--steps", "2"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("this is the last step: give more --steps\n")
+
+
+def test_a_text_that_is_gone_is_named_with_the_remedy(saved, tmp_path):
+    """The manifest names the text where it was. With `--data` it may be anywhere, but it must be the same."""
+    text = saved / "text.txt"
+    moved, other = tmp_path / "moved.txt", tmp_path / "other.txt"
+    text.rename(moved)
+    other.write_bytes(moved.read_bytes()[:-1])
+    resume = [*TRAIN, "--resume", str(saved / "run")]
+    try:
+        gone = run_mpi(1, resume)
+        assert gone.returncode == 2 and gone.stderr.count("\n") == 1
+        assert f"--data {text} cannot be read: No such file or directory; {saved}/run/step-00000002" in gone.stderr
+        assert gone.stderr.endswith("manifest.json names this file: give --data with its new path\n")
+        assert run_mpi(1, [*resume, "--data", str(moved)]).returncode == 0
+        changed = run_mpi(1, [*resume, "--data", str(other)])
+        assert changed.returncode == 2 and "written while training on another text than" in changed.stderr
+    finally:
+        moved.rename(text)
+
+
+def test_a_run_from_a_model_directory_resumes_without_it(tmp_path):
+    export_gpt2(GPT(GPTConfig(256, 32, 12, 1, 3)), tmp_path / "gpt2")
+    start = f"--init-from {tmp_path}/gpt2 --seq-len 16 --global-batch 4 --steps 2 --save {tmp_path}/run"
+    first = run_mpi(2, [*TRAIN, *start.split()])
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "gpt2" / "model.safetensors").unlink()
+    then = run_mpi(2, [*TRAIN, "--resume", f"{tmp_path}/run", "--steps", "3"])
+    assert then.returncode == 0 and "hidden 12, 3 heads" in then.stdout and "step 3/3" in then.stdout, then.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--layers", "3"), ("--layers", True), ("--layers", None), ("--layers", 1.5), ("--layers", -1), ("--lr", "x"),
+        ("--betas", 0.9), ("--betas", [0.9]), ("--betas", [0.9, "y"]), ("--dtype", 64), ("--dtype", "int8"),
+        ("--data", 3), ("--data", ""), ("--steps", {"a": 1}), ("--order", []), ("--lr", float("nan")),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_an_impossible_value_is_refused(flag, value, saved):
+    path = saved / "run" / "step-00000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["history"][-1]["flags"][flag] = value
+    changed = json.dumps(manifest | {"checksum": checksum(manifest)}).encode()
+    config = parse(["--resume", str(saved / "run")])
+    with pytest.raises(UsageError, match=flag):
+        continued(config, Checkpoint(path.parent, changed))
