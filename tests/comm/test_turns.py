@@ -6,10 +6,10 @@ import pytest
 from minipar.comm import DeviceMesh, HostNetwork, ModelClock, Network, run_local
 from minipar.comm.threads import OneThread
 from minipar.errors import CommunicationError
-from minipar.plan.communication import fetch_seconds, gather_seconds
-from minipar.plan.machine import Link, model_clock_cluster
+from minipar.plan.cluster import fetch_seconds, gather_seconds
+from minipar.plan.cluster import AlphaBeta, model_clock_cluster
 
-INSIDE, BETWEEN = Link(3e-6, 1 / 200e9), Link(14e-6, 1 / 20e9)
+INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 200e9), AlphaBeta(14e-6, 1 / 20e9)
 NETWORK = HostNetwork(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
 
 
