@@ -19,7 +19,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
-from minipar.parallel.pipeline.measure import predicted_timeline, timeline_of
+from minipar.parallel.pipeline.simulate import predicted_timeline, timeline_of
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve
 from minipar.train.data import Tokens
 from minipar.train.pipelined import schedule_of

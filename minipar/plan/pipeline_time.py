@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minipar.parallel.pipeline import make, simulate
-from minipar.parallel.pipeline.measure import StageDurations
+from minipar.parallel.pipeline.simulate import StageDurations
 from minipar.plan.layout import Layout
 
 # Schedules whose closed form the tests compare with the simulator. Others are always simulated.
