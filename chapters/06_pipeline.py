@@ -611,7 +611,7 @@ if rank == 0:
 # %%
 from minipar.comm import Communicator, ModelClock, Network
 from minipar.parallel.pipeline import SCHEDULES, balanced_cuts
-from minipar.parallel.pipeline.measure import StageDurations
+from minipar.parallel.pipeline.simulate import StageDurations
 
 LAYERS, H, COMM = 8, 32, 50_000
 n = 1 * T  # tokens of a microbatch
@@ -686,7 +686,7 @@ from minipar.comm import save_chrome_trace, start_trace
 
 if rank == 0:
     show_source(keep_freed_memory)
-    from minipar.parallel.pipeline.measure import measured_durations, predicted_timeline
+    from minipar.parallel.pipeline.simulate import measured_durations, predicted_timeline
     from visualize import read_trace
 
 from minipar.train.data import Tokens

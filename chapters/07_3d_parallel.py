@@ -569,6 +569,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 from minipar.parallel.data import DistributedDataParallel
+
 from minipar.parallel.pipeline.split import PipelineParallel
 
 synchronize, clip = DistributedDataParallel.synchronize, DistributedDataParallel.clip_grad_norm

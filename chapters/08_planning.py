@@ -207,7 +207,7 @@ say(f"1T, scores charged three times: HFU {theirs:.1%}")
 
 # %%
 from minipar.plan.layout import Layout
-from minipar.plan.memory import in_flight, layer_activations, memory, rank_parameters
+from minipar.plan.rank_bytes import in_flight, layer_activations, memory, rank_parameters
 
 RAJBHANDARI = {4: (52.5, 41.3, 30.0), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88), 1024: (30.1, 15.1, 0.12)}
 model = find_model(SMALL)
@@ -370,10 +370,10 @@ if rank == 0:
 # **the operations that the GPU could have done while one byte was on the wire**:
 
 # %%
-from minipar.plan.communication import gather_seconds, volume
-from minipar.plan.machine import GPUS, Assumptions, Cluster
-from minipar.plan.program import MEGATRON
-from minipar.plan.time import step_time
+from minipar.plan.cluster import GPUS, Assumptions, Cluster, gather_seconds
+from minipar.plan.layout import MEGATRON
+from minipar.plan.rank_bytes import volume
+from minipar.plan.step_time import step_time
 
 BALANCE = {}
 for gpu in ("a100", "h100"):
@@ -466,7 +466,7 @@ by_dp = {d: on_the_wires(GPT3, gpt3(8, d), Cluster(GPUS["a100"], 64 * d), 2048) 
 host = Cluster(GPUS["a100"], 128, assumptions=free)
 nvlink = float(volume(GPT3, gpt3(8, 2), 2048).tp) * host.inside.beta
 assert isclose(on_the_wires(GPT3, gpt3(8, 2), host, 2048)["tp"], nvlink)  # the bytes of 7.3, times beta
-one_card = Cluster(GPUS["a100"], 128, program=replace(MEGATRON, ring_per_card=False))
+one_card = Cluster(GPUS["a100"], 128, framework=replace(MEGATRON, ring_per_card=False))
 worse = on_the_wires(GPT3, gpt3(16, 1), one_card, 2048)["tp"] / by_tp[16]["tp"]
 say(f"tp 8: sums take {by_tp[8]['tp'] / by_tp[8]['compute']:.0%} of the computation, tp 16: ", end="")
 say(f"{by_tp[16]['tp'] / by_tp[16]['compute']:.0%}, and {worse:.1f} times that if a tp group has one network card")
@@ -494,7 +494,7 @@ if rank == 0:
 #
 # The rule said: from $F\beta$ tokens per microbatch on, an all-reduce hides behind the last backward, and ZeRO-1's two
 # halves behind a backward and a forward. The planner does not use the rule. It goes through the backward layer by
-# layer: a layer's gradients leave when they are there *and* what left before has arrived (`overlap.run`; 3.4's
+# layer: a layer's gradients leave when they are there *and* what left before has arrived (`step_time.overlapped`; 3.4's
 # buckets). The 7.5B on 64 A100s, one replica on each *host* (tp 8), so that the gradients have one network card each:
 
 # %%
@@ -586,11 +586,11 @@ if rank == 0:
 #
 # One thing first. Programs differ: whether a rank waits for a message between stages, whether collectives between hosts
 # use all network cards, whether ZeRO-1's gather hides behind the next forward. The planner must know which program it
-# speaks of. What two programs do differently is data too, a `Program`. There are two: `MEGATRON`, used so far, what the
-# published figures were measured with, and `MINIPAR`, this repository's.
+# speaks of. What two programs do differently is data too, a `Framework`. There are two: `MEGATRON`, used so far, what
+# the published figures were measured with, and `MINIPAR`, this repository's.
 
 # %%
-from minipar.plan.program import MINIPAR
+from minipar.plan.layout import MINIPAR
 
 say("a program that                 Megatron   minipar")
 for field in fields(MEGATRON):
@@ -622,14 +622,12 @@ for field in fields(MEGATRON):
 # stages, the norm. The pencil leaves it out.)
 
 # %%
-from minipar.bench.modelled import modelled_step
-from minipar.bench.planned import agreement, layout_of, predict, shape_of
+from minipar.bench.layouts import agreement, layout_of, modelled_step, predict, shape_of
 from minipar.comm import Communicator, DeviceMesh, HostNetwork, ModelClock, Network, run_local
-from minipar.plan.communication import fetch_seconds
-from minipar.plan.machine import Link, model_clock_cluster
+from minipar.plan.cluster import AlphaBeta, fetch_seconds, model_clock_cluster
 from minipar.train.config import DataConfig, ModelConfig, parse, resolve
 
-INSIDE, BETWEEN, R = Link(3e-6, 1 / 2e9), Link(14e-6, 1 / 0.5e9), 1e10
+INSIDE, BETWEEN, R = AlphaBeta(3e-6, 1 / 2e9), AlphaBeta(14e-6, 1 / 0.5e9), 1e10
 GPT_SMALL = ModelConfig(layers=8, hidden=48, heads=24, seq_len=24, vocab_size=96)
 
 
@@ -735,7 +733,7 @@ for flags in OURS:
 # that can be resumed (2.2): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
 
 # %%
-from minipar.comm.turns import OneThread
+from minipar.comm.threads import OneThread
 
 FAR = [
     "--dp 64 --zero-stage 3 --microbatches 2",
@@ -785,8 +783,8 @@ for what, *seconds in zip(("  a reduce-scatter, in a ring", "  a gather, pairwis
 # that is kept, per call, per parameter.
 
 # %%
-from minipar.bench.costs import Costs, fit_costs
-from minipar.bench.pieces import Shape, pieces
+from minipar.bench.costs import Costs, Shape, fit_costs
+from minipar.bench.machine import pieces
 
 if rank == 0:
     show_source(fit_costs)
@@ -835,7 +833,7 @@ assert all(0 <= value < np.inf for value in asdict(costs).values())
 
 # %%
 from minipar.bench import layouts as bench
-from minipar.bench.planned import Machine
+from minipar.bench.costs import Machine
 
 GPT_MIDDLE = ModelConfig(layers=8, hidden=HIDDEN, heads=HEADS, seq_len=SEQ, vocab_size=VOCAB)
 CASES = (
@@ -913,7 +911,7 @@ if rank == 0:
 
 # %%
 from minipar.errors import UsageError
-from minipar.plan.planner import Search, judge, layouts, plan, why
+from minipar.plan.search import SearchSpace, judge, layouts, plan, why
 
 if rank == 0:
     show_source(plan)
@@ -939,7 +937,7 @@ if rank == 0:
 # %%
 # With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (5.9), but
 # here it wins nowhere, and looking takes twice as long.
-ASK = Search(sequence_parallel=True)
+ASK = SearchSpace(sequence_parallel=True)
 BATCH = {SMALL: 2048, MIDDLE: 1024, LARGE: 3072}
 SHORT = {SMALL: "7.5B", MIDDLE: "70B", LARGE: "1T"}
 SIZES = (64, 256, 1024, 4096)
@@ -957,7 +955,7 @@ def best(name, gpu, gpus):
     return {
         "mesh": first.mesh,
         "layout": str(first.layout),
-        "looked": found.looked,
+        "looked": found.examined,
         "fitting": found.fitting,
         "seconds": seconds,
         "total": first.time.total,
@@ -1147,7 +1145,7 @@ def predicted_llama(name, attention="flash"):
 
 def predicted_llama_3(gpus):
     """MFU of the best layout with the printed tp and pp, and of that without recompute; the memory of each."""
-    ask = Search(tp=8, pp=16, attention="flash", sequence_parallel=True)
+    ask = SearchSpace(tp=8, pp=16, attention="flash", sequence_parallel=True)
     model, cluster, (batch, length) = find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus), (2048, 8192)
     (first,) = plan(model, cluster, batch, length, ask).plans
     again = judge(model, replace(first.layout, zero=1, recompute="none"), cluster, batch, length)
@@ -1335,7 +1333,7 @@ def otherwise(question, what):
     name, gpu, gpus = QUESTIONS[question]
     program, ask = HOW[what]
     was = fastest(question, Cluster(GPUS[gpu], gpus))
-    other = Cluster(GPUS[gpu], gpus, program=program)
+    other = Cluster(GPUS[gpu], gpus, framework=program)
     kept = replace(was.layout, attention=ask.attention)
     if ask.attention == "flash" and kept.recompute == "selective":
         kept = replace(kept, recompute="none")
@@ -1478,8 +1476,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 from minipar.parallel.memory import FLOAT64
-from minipar.plan import communication
-from minipar.plan import memory as memories
+from minipar.plan import rank_bytes
 from minipar.train.data import load_tokens
 
 text = load_tokens(None, vocab_size=256, seq_len=16)
@@ -1505,14 +1502,14 @@ def eye_lists():
     for name, v in (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2)):
         lists = make(name, 4, 8, v if v > 1 else None)
         layout = Layout(1, 1, 4, 1, 8, schedule=name, virtual_stages=v)
-        if Fraction(max(peak_live(actions) for actions in lists.ranks), v) != memories.in_flight(layout):
+        if Fraction(max(peak_live(actions) for actions in lists.ranks), v) != rank_bytes.in_flight(layout):
             return True
     return False
 
 
 def eye_formulas():
     for dp, t in ((1, 1), (8, 1), (8, 8)):
-        kept = memories.layer_activations(GPT3, Layout(dp, t, 1, 1, 1), 2048)
+        kept = rank_bytes.layer_activations(GPT3, Layout(dp, t, 1, 1, 1), 2048)
         if not isclose(kept, 2048 * 12288 * (10 + 24 / t + 80 / t)):
             return True
     return False
@@ -1520,7 +1517,7 @@ def eye_formulas():
 
 def eye_run():
     shape, layout = ModelShape(4, 32, 8, 256, 16), Layout(2, 1, 1, 1, 4, 3, precision=FLOAT64)
-    return abs(float(communication.volume(shape, layout, 16).dp) / sent - 1) > 1e-3
+    return abs(float(rank_bytes.volume(shape, layout, 16).dp) / sent - 1) > 1e-3
 
 
 def eye_print():
@@ -1542,10 +1539,10 @@ def gathers_once(model, layout, length, program=MEGATRON):
 
 MISTAKES = {
     "nothing broken": nullcontext,
-    "1. in flight, forgotten": lambda: patch.object(memories, "in_flight", lambda layout: 1),
-    "2. ZeRO-3's gathers, once": lambda: patch.object(communication, "volume", gathers_once),
+    "1. in flight, forgotten": lambda: patch.object(rank_bytes, "in_flight", lambda layout: 1),
+    "2. ZeRO-3's gathers, once": lambda: patch.object(rank_bytes, "volume", gathers_once),
     "3. activations divided by dp": lambda: patch.object(
-        memories,
+        rank_bytes,
         "layer_activations",
         lambda model, layout, *more: right_activations(model, layout, *more) / layout.dp,
     ),

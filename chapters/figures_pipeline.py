@@ -10,8 +10,7 @@ from typing import Any
 from chapters.show import in_notebook
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Action, Durations, Slot, Timeline, make, simulate
-from minipar.parallel.pipeline.measure import timeline_of
-from minipar.parallel.pipeline.simulate import Time
+from minipar.parallel.pipeline.simulate import Time, timeline_of
 from visualize.boxes import action_of
 from visualize.schedule import NAMES, plot_schedule
 from visualize.style import Picture

@@ -1,6 +1,6 @@
 """The command `minipar`, also as `python -m minipar`: each sub-command is a program of its own.
 
-    minipar train --steps 20        the same as    python -m minipar.train --steps 20
+minipar train --steps 20        the same as    python -m minipar.train --steps 20
 """
 
 from __future__ import annotations

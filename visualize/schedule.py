@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import SCHEDULES, Durations, Slot, Timeline, make, simulate
-from minipar.parallel.pipeline.simulate import Time
+from minipar.parallel.pipeline import SCHEDULES, Durations, Timeline, make, simulate
+from minipar.parallel.pipeline.simulate import Time, live_activations
 from visualize.boxes import (
     DIGIT_WIDTH,
     FILL,
@@ -307,23 +307,6 @@ class _Sheet:
         size = f" (each of 1/{v} of the rank's layers)" if v > 1 else ""
         panel.set_title(f"activations alive{size}{which}", loc="left", fontsize=9.5, color=INK, pad=4)
         self._beside(panel, 0, "peak", above=7)
-
-
-def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
-    """List (when, how many activations from then on) for one rank: a forward's live until its B or I is done."""
-    changes: list[tuple[Time, int]] = []
-    for slot in slots:
-        if slot.action.kind == "F":
-            changes.append((slot.start, 1))
-        elif slot.action.kind in ("B", "I"):
-            changes.append((slot.end, -1))
-    live, steps = 0, [(slots[0].start if slots else 0, 0)]
-    for when, change in sorted(changes):  # at one moment, what is freed comes first
-        live += change
-        if steps[-1][0] == when:
-            steps.pop()
-        steps.append((when, live))
-    return steps
 
 
 def timeline_numbers(timeline: Timeline) -> dict[str, Any]:

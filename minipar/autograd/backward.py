@@ -66,7 +66,7 @@ def run_backward(root: Node, gradient: Array) -> None:
             # the weight's gradient is computed.
             for edge, result in edges:
                 if edge is not None and not isinstance(edge, Node):
-                    _give(edge, result, uses)
+                    _send_to_leaf(edge, result, uses)
             for edge, result in edges:
                 if isinstance(edge, Node) and result is not None:
                     gradients.add(edge, result)
@@ -175,8 +175,8 @@ def queue_callback(callback: Callable[[], None]) -> None:
     current.callbacks.append(callback)
 
 
-def _give(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Leaf, int]) -> None:
-    """Add a node's gradient to a leaf, now or, for a weight gradient inside `defer_weight_gradients`, later."""
+def _send_to_leaf(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Leaf, int]) -> None:
+    """Add a node's gradient to a leaf, or put it off if it is a weight gradient and these are deferred."""
     queue = _deferral.get()
     if isinstance(gradient, LazyGradient) and queue is not None:
         queue.put(leaf, gradient, uses)

@@ -42,7 +42,7 @@ def count_flops(*sizes: int) -> None:
         count(2 * math.prod(sizes))
 
 
-class _Linear(Function):
+class LinearFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
         self.transposed, self.shape = transposed, x.shape
         self.matrix = self.at_backward(1, weight)  # (in, out), or (out, in) if transposed
@@ -77,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
 
     weight is (in, out) as GPT-2 stores it, or (out, in) if `transposed`.
     """
-    return _Linear.apply(x, weight, bias, transposed)
+    return LinearFunction.apply(x, weight, bias, transposed)
 
 
 class _Embedding(Function):
@@ -203,7 +203,7 @@ def dropout(x: Tensor, keep: Array, probability: float) -> Tensor:
     return _Dropout.apply(x, keep, 1 / (1 - probability))
 
 
-class _CrossEntropy(Function):
+class CrossEntropyFunction(Function):
     def forward(self, logits: Array, targets: Array) -> Array:
         self.shape = logits.shape
         logits = logits.reshape(-1, logits.shape[-1])  # (N, V)
@@ -217,12 +217,12 @@ class _CrossEntropy(Function):
         xp.exp(p, out=p)
         total = p.sum(axis=-1, keepdims=True)
         p /= total
-        self.probabilities = p
+        self.probabilities, self.one_hot = p, 1  # each row's one-hot vector is 1 at its target
         return xp.where(self.counted, xp.log(total[:, 0]) - correct, 0).sum()
 
     def backward(self, grad: Array) -> Any:
         dlogits = self.probabilities  # overwritten: nobody else holds it and backward runs once
-        dlogits[self.rows, self.targets] -= 1
+        dlogits[self.rows, self.targets] -= self.one_hot
         dlogits *= xp.where(self.counted, grad, 0)[:, None]
         return dlogits.reshape(self.shape), None
 
@@ -233,7 +233,7 @@ def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     logits (..., V), integer targets (...,). This is a sum instead of a mean because ranks may hold unequal counts of
     targets: the sum over all ranks is divided by the global count.
     """
-    return _CrossEntropy.apply(logits, targets)
+    return CrossEntropyFunction.apply(logits, targets)
 
 
 def cross_entropy(logits: Tensor, targets: Array) -> Tensor:

@@ -123,7 +123,7 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
 
     The rule returns its result, then for each of its inputs, in order, the function from the gradient g of the result
     to that of the input. Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index)
-    have no function. Constants (numbers, arrays) may be given instead of tensors.
+    have no function. Constants (Python numbers, arrays) may be given instead of tensors.
     """
     name = rule.__name__.strip("_").capitalize()
     node: type[_Operation] = type(name, (_Operation,), {"rule": staticmethod(rule)})
@@ -305,9 +305,7 @@ class Tensor:
 
     @operation
     def __getitem__(x: Array, index: Any) -> Any:
-        """Index as NumPy does: slices, integers, arrays of integers or booleans. An element taken twice gets both
-        gradients.
-        """
+        """Index as NumPy does: slices, integers, arrays of integers or booleans. Repeated elements add gradients up."""
         shape = x.shape
 
         def gradient(g: Array) -> Array:

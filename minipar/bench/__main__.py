@@ -1,19 +1,21 @@
-"""`python -m minipar.bench SUBCOMMAND`: each is a module with HELP, `add_arguments(parser)` and `run(comm, args)`."""
+"""`python -m minipar.bench SUBCOMMAND`: the command line of all benchmarks."""
 
 from __future__ import annotations
 
-from minipar.bench import collectives, layouts, machine, modelled, overlap, pipeline, step
-from minipar.comm import Communicator, main
+from minipar.bench import collectives, layouts, machine, pipeline, step
+from minipar.comm.communicator import Communicator
+from minipar.comm.launch import main
 from minipar.errors import UsageParser
 
 SUBCOMMANDS = {
-    "collectives": collectives,
-    "step": step,
-    "overlap": overlap,
-    "pipeline": pipeline,
-    "machine": machine,
-    "layouts": layouts,
-    "modelled": modelled,
+    "collectives": collectives.COLLECTIVES,
+    "step": step.STEP,
+    "zero": step.ZERO,
+    "overlap": step.OVERLAP,
+    "pipeline": pipeline.PIPELINE,
+    "machine": machine.MACHINE,
+    "layouts": layouts.LAYOUTS_BENCH,
+    "modelled": layouts.MODELLED,
 }
 
 
@@ -22,12 +24,14 @@ def bench(comm: Communicator) -> None:
     prints = comm.rank == 0
     parser = UsageParser(
         prog="minipar.bench",
-        description="Measure this machine and this project, each beside a baseline in the same run.",
+        description="Measure this machine and this project, each next to a baseline in the same run.",
         prints=prints,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
-    for name, module in SUBCOMMANDS.items():
-        module.add_arguments(subparsers.add_parser(name, help=module.HELP, prints=prints))
+    for name, subcommand in SUBCOMMANDS.items():
+        subparser = subparsers.add_parser(name, help=subcommand.help, prints=prints)
+        subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
+        subcommand.add_arguments(subparser)
     args = parser.parse_args()
     SUBCOMMANDS[args.subcommand].run(comm, args)
 

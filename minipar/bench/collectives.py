@@ -1,7 +1,7 @@
-"""Each collective beside MPI's own, at several sizes, in one run.
+"""Each collective next to MPI's own, at several sizes, in one run.
 
-The two take turns, batch by batch, so that whatever else the machine does happens to both; the times are medians over
-the batches, of the slowest rank.
+The two alternate batch by batch, so that other load on the machine affects both. Times are medians over the batches, of
+the slowest rank.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import publish
-from minipar.comm import ALGORITHMS, Communicator, chunk_bounds, wire_bytes
-from minipar.comm.communicator import choose
+from minipar.bench.report import Subcommand, largest, publish
+from minipar.comm.communicator import ALGORITHMS, Communicator, choose
+from minipar.comm.gathers import chunk_bounds
+from minipar.comm.traffic import wire_bytes
 from minipar.errors import UsageError
 
-HELP = "time, and bytes on the wire, of each collective beside MPI's own"
 COLUMNS = (
     "op", "algorithm", "runs", "ranks", "bytes", "seconds", "mpi_seconds", "ratio", "wire_bytes", "wire_bytes_expected",
 )  # fmt: skip
@@ -29,8 +29,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `bench collectives`."""
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
+    """Add the flags of `bench collectives`."""
     parser.add_argument("--ops", default="all_reduce,reduce_scatter,all_gather,all_to_all,broadcast,barrier")
     parser.add_argument("--sizes", default=SIZES, help="bytes of the whole array, with K, M, G for binary multiples")
     parser.add_argument("--algorithms", choices=("auto", "all"), default="auto")
@@ -54,7 +53,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def parse_size(text: str) -> int:
-    """ "64K" -> 65536. UsageError when it is not a size."""
+    """Read bytes with a binary multiple: "64K" is 65536. UsageError when the text is not a size."""
     factor = UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isdigit():
@@ -63,7 +62,7 @@ def parse_size(text: str) -> int:
 
 
 def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.dtype) -> dict[str, Any]:
-    """One row. Collective. `bytes` is the whole array's; `wire_bytes` what the rank that sends most has sent."""
+    """Measure one row. Collective. `bytes`: of the whole array; `wire_bytes`: sent by the rank that sends most."""
     n = nbytes // dtype.itemsize
     ours, theirs = _calls(comm, op, algorithm, n, dtype)
     runs = choose(op, algorithm, n * dtype.itemsize)
@@ -74,15 +73,15 @@ def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.
     if theirs is not None:
         theirs()
         seconds = max(seconds, _timed(ours, 1))
-    calls = int(_largest(comm, min(200, max(1, BATCH_SECONDS / max(seconds, 1e-7)))))
+    calls = int(largest(comm, min(200, max(1, BATCH_SECONDS / max(seconds, 1e-7)))))
     times: list[float] = []
     mpi_times: list[float] = []
     for _ in range(BATCHES):
         times.append(_timed(ours, calls))
         if theirs is not None:
             mpi_times.append(_timed(theirs, calls))
-    median = _largest(comm, float(np.median(times)))
-    mpi_median = _largest(comm, float(np.median(mpi_times))) if mpi_times else None
+    median = largest(comm, float(np.median(times)))
+    mpi_median = largest(comm, float(np.median(mpi_times))) if mpi_times else None
     return {
         "op": op,
         "algorithm": algorithm,
@@ -92,15 +91,15 @@ def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.
         "seconds": median,
         "mpi_seconds": mpi_median,
         "ratio": median / mpi_median if mpi_median else None,
-        "wire_bytes": None if runs == "mpi" else int(_largest(comm, sent)),
-        "wire_bytes_expected": None if expected is None else int(_largest(comm, expected)),
+        "wire_bytes": None if runs == "mpi" else int(largest(comm, sent)),
+        "wire_bytes_expected": None if expected is None else int(largest(comm, expected)),
     }
 
 
 def _calls(
     comm: Communicator, op: str, algorithm: str, n: int, dtype: np.dtype
 ) -> tuple[Callable[[], object], Callable[[], object] | None]:
-    """Our operation and MPI's (None for a single process without MPI), each ready to be called again and again."""
+    """Return our operation and MPI's, each ready to be called repeatedly (None for one process without MPI)."""
     mpi = getattr(comm.transport, "comm", None)
     bounds = chunk_bounds(n, comm.size)
     counts = [stop - start for start, stop in bounds]
@@ -109,7 +108,6 @@ def _calls(
     chunk = np.full(own, 0, dtype)
     out = np.full(n, 0, dtype)
     received = np.full(own * comm.size, 0, dtype)
-    gathered = counts  # MPI's counts are in elements of the buffer's type
     ours: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: comm.all_reduce(x, algorithm=algorithm),
         "reduce_scatter": lambda: comm.reduce_scatter(x, chunk, algorithm=algorithm),
@@ -125,7 +123,7 @@ def _calls(
     theirs: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: mpi.Allreduce(MPI.IN_PLACE, x),
         "reduce_scatter": lambda: mpi.Reduce_scatter(x, chunk, counts),
-        "all_gather": lambda: mpi.Allgatherv(chunk, [out, gathered]),
+        "all_gather": lambda: mpi.Allgatherv(chunk, [out, counts]),
         "all_to_all": lambda: mpi.Alltoallv([x, counts], [received, [own] * comm.size]),
         "broadcast": lambda: mpi.Bcast(x),
         "barrier": mpi.Barrier,
@@ -140,6 +138,6 @@ def _timed(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _largest(comm: Communicator, value: float) -> float:
-    """The largest value of all ranks."""
-    return float(comm.all_reduce(np.array([float(value)]), op="max")[0])
+COLLECTIVES = Subcommand(
+    help="time, and bytes on the wire, of each collective next to MPI's own", add_arguments=add_arguments, run=run
+)

@@ -1,42 +1,165 @@
-"""What minipar computes in, as few constants: CPU seconds of each piece of a training step, for a shape.
+"""The cost of minipar's computation in few constants: CPU seconds of each piece of a training step, for any shape.
 
-    block    F = flops / R + a_F kept + r parameters + c elements of hidden if tp > 1 + o_F
-             I alike, with its own a and o; W = flops / R + a_W kept + o_W;  B = I + W
-    more     W + g parameters                      for each microbatch after a step's first: gradients are added
-    head     flops / R + a elements of logits + b elements of hidden + o, forward and backward
-    embed    a elements of hidden + o, forward and backward
-    norm     a parameters + o tensors: the gradient's norm; update (AdamW) alike
-
-flops: of the matrix products (ModelShape.layer_flops / tp; I has those of the layers' matrices and twice attention's, W
-those of the matrices). kept: bytes that the block keeps for backward as the papers count them (layer_activations: 16
-bits, masks), in whose place all elementwise work is taken. parameters: of the block's matrices on the rank, which come
-from memory. hidden: B T h; what tensor parallelism is to sum is copied first, whatever the network. R, r and c are the
-same for all passes.
+A piece is a block's pass, the embedding, the head with its loss, the gradient's norm or the update. It takes
+FLOPs / flops_per_second, and for each entry of its row in PIECES a constant times an amount. The constants are fitted
+to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
-from minipar.bench.fit import fit
-from minipar.bench.pieces import BLOCKS, Shape
-from minipar.plan.compute import Compute
+import numpy as np
+
+from minipar.comm.clock import Network
+from minipar.errors import UsageError
+from minipar.plan.cluster import ComputeTime
 from minipar.plan.layout import Layout
-from minipar.plan.memory import layer_activations
 from minipar.plan.model import ModelShape
+from minipar.plan.rank_bytes import layer_activations
 
-Measured = Sequence[tuple[Shape, Mapping[str, float]]]
-TENSORS = 12 * BLOCKS + 4  # that the optimizer goes through: of a block 12, two embeddings, the last norm's two
+BLOCKS = 4  # measured one after another, so that weights are as far from the processor as in training
+BLOCK_TENSORS, OTHER_TENSORS = 12, 4  # parameter tensors of a block; two embeddings and the last norm's two
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One microbatch on one of `tp` ranks: `samples` of `seq_len` tokens. Only the ends depend on `vocab_size`."""
+
+    hidden: int
+    heads: int
+    seq_len: int
+    samples: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    vocab_size: int = 256
+
+
+# ---- constants -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """The amounts of a shape on one rank, by which the constants are multiplied.
+
+    forward, input, weight   FLOPs of a block's F, I and W: its matrices, and attention's core once, twice, never
+    head, head_backward      FLOPs of the output head
+    kept          bytes that a block keeps for backward as the papers count them (16 bits and masks); all elementwise
+                  work is proportional to them
+    matrices      parameters of a block's matrices, which are read from memory
+    copied        elements (B, T, h) that are copied before tensor parallelism sums them; 0 without it
+    logits        elements of the logits;  hidden: of (B, T, h);  head_hidden: of the head's input
+    parameters, tensors   that the optimizer updates
+    once          1: the overhead of a pass
+    """
+
+    forward: float
+    input: float
+    weight: float
+    head: float
+    head_backward: float
+    kept: float
+    matrices: float
+    copied: float
+    logits: float
+    hidden: float
+    head_hidden: float
+    parameters: float
+    tensors: float
+    once: float = 1.0
+
+    @classmethod
+    def of(cls, shape: Shape, parameters: float) -> Amounts:
+        """Return the amounts of a shape; `parameters` of the rank, for the norm and the update."""
+        sizes: dict[str, Any] = {
+            "layers": 1,
+            "hidden": shape.hidden,
+            "heads": shape.heads,
+            "vocab_size": shape.vocab_size,
+        }
+        model = ModelShape(**sizes, positions=shape.seq_len)
+        layout = Layout(
+            dp=1, tp=shape.tp, pp=1, microbatch=shape.samples, microbatches=1, sequence_parallel=shape.sequence_parallel
+        )
+        core, head = model.attention_core_flops(shape.seq_len), model.head_flops(shape.seq_len)
+        matrices = model.layer_flops(shape.seq_len) - core
+        tokens = shape.samples * shape.seq_len
+        hidden = tokens * shape.hidden
+        return cls(
+            forward=(matrices + core) * shape.samples / shape.tp,
+            input=(matrices + 2 * core) * shape.samples / shape.tp,
+            weight=matrices * shape.samples / shape.tp,
+            head=head * shape.samples / shape.tp,
+            head_backward=2 * head * shape.samples / shape.tp,
+            kept=layer_activations(model, layout, shape.seq_len),
+            matrices=12 * shape.hidden**2 / shape.tp,
+            copied=hidden if shape.tp > 1 else 0,
+            logits=tokens * shape.vocab_size / shape.tp,
+            hidden=hidden,
+            head_hidden=hidden / layout.sequence_slices,
+            parameters=parameters,
+            tensors=BLOCK_TENSORS * BLOCKS + OTHER_TENSORS,
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The cost of a piece: `flops` names an amount of FLOPs; `costs` has the amount that multiplies each constant."""
+
+    flops: str | None
+    costs: Mapping[str, str]
+
+
+_WEIGHT = {"weight_byte": "kept", "weight_block": "once"}
+# The first microbatch of a step writes weight gradients (W), the others add to them (W more).
+PIECES = {
+    "F": Piece(
+        flops="forward",
+        costs={
+            "forward_byte": "kept", "forward_block": "once", "read_parameter": "matrices", "copy_hidden": "copied",
+        },
+    ),
+    "I": Piece(
+        flops="input",
+        costs={"input_byte": "kept", "input_block": "once", "read_parameter": "matrices", "copy_hidden": "copied"},
+    ),
+    "W": Piece(flops="weight", costs=_WEIGHT),
+    "W more": Piece(flops="weight", costs=_WEIGHT | {"accumulate_parameter": "matrices"}),
+    "head F": Piece(
+        flops="head",
+        costs={"head_forward_logit": "logits", "head_forward_hidden": "head_hidden", "head_forward_call": "once"},
+    ),
+    "head B": Piece(
+        flops="head_backward",
+        costs={"head_backward_logit": "logits", "head_backward_hidden": "head_hidden", "head_backward_call": "once"},
+    ),
+    "embed F": Piece(flops=None, costs={"embed_forward_hidden": "hidden", "embed_forward_call": "once"}),
+    "embed B": Piece(flops=None, costs={"embed_backward_hidden": "hidden", "embed_backward_call": "once"}),
+    "norm": Piece(flops=None, costs={"norm_parameter": "parameters", "norm_tensor": "tensors"}),
+    "AdamW": Piece(flops=None, costs={"update_parameter": "parameters", "update_tensor": "tensors"}),
+}  # fmt: skip
+SUMS = {"B": ("I", "W"), "B more": ("I", "W more")}  # measured as well, and predicted as sums
+BLOCK = ("F", "I", "W", "W more")  # fitted together, since they share the rate of products
+
+
+def flops(piece: str, amounts: Amounts) -> float:
+    """Return the FLOPs of a piece's matrix products on one rank."""
+    name = PIECES[piece].flops
+    return 0.0 if name is None else getattr(amounts, name)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per what the name says, and flops_per_second (float32, one thread).
+    """The fitted constants: flops_per_second (float32, one thread), and seconds per the unit that a name ends in.
 
-    *_byte: per byte kept of a block;  *_block: once per block and pass;  *_logit: per element of the logits, *_hidden
-    per element of (B, T, h), *_call once per pass;  *_parameter, *_tensor: per parameter and per tensor of them. With
-    sequence parallelism the head has B T h / tp elements; embed_* and copy_hidden count all.
+    *_byte       byte that a block keeps;  *_block: block and pass
+    *_logit      element of the logits;  *_hidden: element of (B, T, h);  *_call: pass
+    *_parameter  parameter;  *_tensor: parameter tensor
     """
 
     flops_per_second: float
@@ -65,145 +188,120 @@ class Costs:
     update_tensor: float
 
     def seconds(self, piece: str, shape: Shape, parameters: float) -> float:
-        """Of a piece as `pieces.pieces` names it; `parameters` of the rank, for the norm and the update."""
-        return sum(self._terms(piece, shape, parameters))
+        """Predict a piece of PIECES or SUMS; `parameters` of the rank, for the norm and the update."""
+        amounts = Amounts.of(shape, parameters)
+        terms = []
+        for name in SUMS.get(piece, (piece,)):
+            terms.append(flops(name, amounts) / self.flops_per_second)
+            terms += [getattr(self, cost) * getattr(amounts, of) for cost, of in PIECES[name].costs.items()]
+        return sum(terms)
 
-    def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> Compute:
-        """For the planner (Cluster.measured). What the microbatches after a step's first take more is spread over all;
-        the output head's W is its products.
+    def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> ComputeTime:
+        """Return the computation of a layout for the planner (Cluster.measured).
+
+        The cost of adding to gradients, from a step's second microbatch on, is spread over all microbatches. The output
+        head's W is its products.
         """
         shape = Shape(
-            model.hidden, model.heads, length, layout.microbatch, layout.tp, layout.sequence_parallel, model.vocab_size
+            hidden=model.hidden,
+            heads=model.heads,
+            seq_len=length,
+            samples=layout.microbatch,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            vocab_size=model.vocab_size,
         )
-        took = {name: self.seconds(name, shape, parameters) for name in PIECES}
-        m = layout.microbatches
-        head_weight = flops("head B", shape) / 2 / self.flops_per_second
-        again = took["F"] if layout.recompute == "full" else 0.0
-        tensors = 12 * layout.layers_per_rank(model) + 4
-        update = self.norm_parameter + self.update_parameter, self.norm_tensor + self.update_tensor
-        return Compute(
-            forward=took["F"],
-            backward_input=took["I"],
-            backward_weight=(took["W"] + (m - 1) * took["W more"]) / m,
-            again=again,
-            head_forward=took["head F"],
-            head_backward_input=took["head B"] - head_weight,
+        seconds = {piece: self.seconds(piece, shape, parameters) for piece in PIECES}
+        m, tensors = layout.microbatches, BLOCK_TENSORS * layout.layers_per_rank(model) + OTHER_TENSORS
+        head_weight = flops("head B", Amounts.of(shape, parameters)) / 2 / self.flops_per_second
+        per_parameter = self.norm_parameter + self.update_parameter
+        return ComputeTime(
+            forward=seconds["F"],
+            backward_input=seconds["I"],
+            backward_weight=(seconds["W"] + (m - 1) * seconds["W more"]) / m,
+            recompute=seconds["F"] if layout.recompute == "full" else 0.0,
+            head_forward=seconds["head F"],
+            head_backward_input=seconds["head B"] - head_weight,
             head_backward_weight=head_weight,
-            embedding_forward=took["embed F"],
-            embedding_backward=took["embed B"],
-            update=update[0] * parameters + update[1] * tensors,
+            embedding_forward=seconds["embed F"],
+            embedding_backward=seconds["embed B"],
+            update=per_parameter * parameters + (self.norm_tensor + self.update_tensor) * tensors,
         )
 
-    def _terms(self, piece: str, shape: Shape, parameters: float) -> Iterator[float]:
-        constants = asdict(self)
-        if piece in ("B", "B more"):
-            yield from self._terms("I", shape, parameters)
-            yield from self._terms("W" + piece[1:], shape, parameters)
-            return
-        yield flops(piece, shape) / self.flops_per_second
-        for name, count in PIECES[piece](shape, parameters).items():
-            yield constants[name] * count
+
+@dataclass(frozen=True)
+class Machine:
+    """The constants that `bench machine` measured: `costs` of computation, `network`: a message between two ranks."""
+
+    costs: Costs
+    network: Network
 
 
-def model_of(shape: Shape) -> ModelShape:
-    """As the planner knows it; one layer."""
-    return ModelShape(1, shape.hidden, shape.heads, shape.vocab_size, shape.seq_len)
+def load_machine(path: str) -> Machine:
+    """Read the file of `bench machine --json`. UsageError for another file, or one of a single rank (no messages)."""
+    try:
+        rows = json.loads(Path(path).read_text())
+        values = {row["name"]: float(row["value"]) for row in rows if row["row"] == "constant"}
+        costs = Costs(**{field.name: values[field.name] for field in fields(Costs)})
+        return Machine(costs=costs, network=Network(alpha=values["message_alpha"], beta=values["message_beta"]))
+    except OSError as error:
+        raise UsageError(f"--machine {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--machine {path} is not what `mpirun -n N python -m minipar.bench machine --json FILE` writes on two "
+            f"ranks or more: {type(error).__name__} {error}"
+        ) from None
 
 
-def flops(piece: str, shape: Shape) -> float:
-    """Of a piece's matrix products on one rank."""
-    model, length = model_of(shape), shape.seq_len
-    core = model.attention_core_flops(length)
-    matrices, head = model.layer_flops(length) - core, model.head_flops(length)
-    of = {"F": matrices + core, "I": matrices + 2 * core, "W": matrices, "W more": matrices}
-    return (of | {"head F": head, "head B": 2 * head}).get(piece, 0) * shape.samples / shape.tp
+def fit_costs(measured: Sequence[tuple[Shape, Mapping[str, float]]]) -> Costs:
+    """Return the constants that are nearest to these measurements of `pieces`, by squared relative errors.
 
-
-def kept(shape: Shape) -> float:
-    """Bytes that a block keeps of this microbatch on one rank, as the planner counts them."""
-    layout = Layout(1, shape.tp, 1, shape.samples, 1, sequence_parallel=shape.sequence_parallel)
-    return layer_activations(model_of(shape), layout, shape.seq_len)
-
-
-def _hidden(shape: Shape) -> float:
-    return shape.samples * shape.seq_len * shape.hidden
-
-
-def _matrices(shape: Shape) -> float:
-    return 12 * shape.hidden**2 / shape.tp
-
-
-def _logits(shape: Shape) -> float:
-    return shape.samples * shape.seq_len * shape.vocab_size / shape.tp
-
-
-def _block(name: str) -> Callable[[Shape, float], dict[str, float]]:
-    def count(shape: Shape, _: float) -> dict[str, float]:
-        through = {"read_parameter": _matrices(shape), "copy_hidden": _hidden(shape) * (shape.tp > 1)}
-        return {f"{name}_byte": kept(shape), f"{name}_block": 1.0} | through
-
-    return count
-
-
-def _weight(shape: Shape, _: float) -> dict[str, float]:
-    return {"weight_byte": kept(shape), "weight_block": 1.0}
-
-
-def _more(shape: Shape, _: float) -> dict[str, float]:
-    return _weight(shape, 0) | {"accumulate_parameter": _matrices(shape)}
-
-
-def _head(way: str) -> Callable[[Shape, float], dict[str, float]]:
-    def count(shape: Shape, _: float) -> dict[str, float]:
-        hidden = _hidden(shape) / (shape.tp if shape.sequence_parallel else 1)
-        return {f"head_{way}_logit": _logits(shape), f"head_{way}_hidden": hidden, f"head_{way}_call": 1.0}
-
-    return count
-
-
-def _embed(way: str) -> Callable[[Shape, float], dict[str, float]]:
-    return lambda shape, _: {f"embed_{way}_hidden": _hidden(shape), f"embed_{way}_call": 1.0}
-
-
-def _optimizer(name: str) -> Callable[[Shape, float], dict[str, float]]:
-    return lambda _, parameters: {f"{name}_parameter": parameters, f"{name}_tensor": float(TENSORS)}
-
-
-# How often each constant counts in a piece, beside its products.
-PIECES: dict[str, Callable[[Shape, float], dict[str, float]]] = {
-    "F": _block("forward"),
-    "I": _block("input"),
-    "W": _weight,
-    "W more": _more,
-    "head F": _head("forward"),
-    "head B": _head("backward"),
-    "embed F": _embed("forward"),
-    "embed B": _embed("backward"),
-    "norm": _optimizer("norm"),
-    "AdamW": _optimizer("update"),
-}
-BLOCK = ("F", "I", "W", "W more")  # fitted together: they share the rate of products
-
-
-def fit_costs(measured: Measured) -> Costs:
-    """The constants that are nearest to these measurements (`pieces.measure`), relative errors squared."""
-    found = _fit(measured, BLOCK, None)
-    rate = 1 / found.pop("seconds_per_flop")
+    A block's passes are fitted together, which gives the rate of products. The other pieces follow one by one.
+    """
+    constants = _fit_pieces(measured, BLOCK, rate=None)
+    rate = 1 / constants.pop("seconds_per_flop")
     for piece in PIECES:
         if piece not in BLOCK:
-            found |= _fit(measured, (piece,), rate)
-    return Costs(flops_per_second=rate, **found)
+            constants |= _fit_pieces(measured, (piece,), rate)
+    return Costs(flops_per_second=rate, **constants)
 
 
-def _fit(measured: Measured, pieces: Sequence[str], rate: float | None) -> dict[str, float]:
-    """The constants of these pieces; also their seconds per FLOP, unless the rate is known."""
-    counted, seconds, known = [], [], []
-    for shape, found in measured:
+def _fit_pieces(
+    measured: Sequence[tuple[Shape, Mapping[str, float]]], pieces: Sequence[str], rate: float | None
+) -> dict[str, float]:
+    """Fit the constants of these pieces, and their seconds per FLOP unless the rate is known."""
+    rows: list[dict[str, float]] = []
+    seconds, known = [], []
+    for shape, times in measured:
+        amounts = Amounts.of(shape, times["parameters"])
         for piece in pieces:
-            counts = PIECES[piece](shape, found["parameters"])
-            counted.append(counts if rate else {"seconds_per_flop": flops(piece, shape)} | counts)
-            seconds.append(found[piece])
-            known.append(flops(piece, shape) / rate if rate else 0.0)
-    names = list(dict.fromkeys(name for counts in counted for name in counts))
-    features = [[counts.get(name, 0.0) for name in names] for counts in counted]
+            counts = {cost: getattr(amounts, of) for cost, of in PIECES[piece].costs.items()}
+            rows.append(counts if rate else {"seconds_per_flop": flops(piece, amounts)} | counts)
+            seconds.append(times[piece])
+            known.append(flops(piece, amounts) / rate if rate else 0.0)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    features = [[row.get(name, 0.0) for name in names] for row in rows]
     return dict(zip(names, fit(features, seconds, known).tolist(), strict=True))
+
+
+def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] = ()) -> np.ndarray:
+    """Return the c >= 0 that minimizes the sum over i of ((known[i] + features[i] @ c) / seconds[i] - 1)^2.
+
+    features (n, k), n >= k; known: seconds that need no constant (default 0). A small measurement counts as much as a
+    large one. With few constants, every choice of those that are not zero can be tried; the best one without a negative
+    constant is the minimum (Lawson and Hanson 1974, chapter 23).
+    """
+    measured = np.asarray(seconds, dtype=float)
+    relative = np.asarray(features, dtype=float) / measured[:, None]  # (n, k)
+    target = 1 - (np.asarray(known) if len(known) else 0) / measured  # (n,)
+    count = relative.shape[1]
+    best, least = np.zeros(count), float((target**2).sum())
+    for chosen in (chosen for size in range(1, count + 1) for chosen in combinations(range(count), size)):
+        columns = relative[:, list(chosen)]
+        scale = np.abs(columns).max(axis=0)  # seconds per byte next to seconds per call: 1e-9 next to 1e-5
+        constants = np.linalg.lstsq(columns / scale, target, rcond=None)[0] / scale
+        error = float(((columns @ constants - target) ** 2).sum())
+        if (constants >= 0).all() and error < least:
+            best, least = np.zeros(count), error
+            best[list(chosen)] = constants
+    return best

@@ -1,37 +1,51 @@
-"""One model in many layouts: the time of a step on the `cpu` clock, and each rank's peak in the memory ledger.
+"""Predictions of the planner next to minipar's own steps.
 
-A rank's time is its own CPU time between communication calls, and a message takes alpha + beta*bytes, so that ranks
-which share cores show what as many cores with that network would. A layout of n ranks runs on the first n; the others
-wait. The layouts take turns, step by step, so that whatever else the machine does happens to all.
+layouts    one model in many layouts on this machine: the time of a step on the `cpu` clock, and each rank's peak in
+           the memory ledger. With the constants of `bench machine`, each row has the prediction too.
+modelled   one layout on a modelled cluster: the ranks are threads on the `model` clock. All products are computed
+           and all messages carry their values; only the time is modelled.
 
-With the constants of `bench machine` each row also says what the planner predicts.
+       python -m minipar.bench modelled --gpus-per-node 8 -- --dp 8 --tp 4 --pp 2 --layers 8 --microbatches 8 ...
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 
+from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
-from minipar.bench.planned import agreement, load_machine, predict, ranks_of
-from minipar.bench.report import publish
-from minipar.comm import Communicator, DeviceMesh, Network
+from minipar.bench.report import Subcommand, add_model_flags, publish
+from minipar.comm.clock import HostNetwork, ModelClock, Network
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.train.config import ModelConfig, TrainConfig, check, parse, resolve
+from minipar.parallel.memory import OF_DTYPE
+from minipar.plan.cluster import AlphaBeta, Assumptions, Cluster, Gpu, model_clock_cluster
+from minipar.plan.layout import MINIPAR, Framework, Layout
+from minipar.plan.model import ModelShape
+from minipar.plan.rank_bytes import Memory, memory
+from minipar.plan.step_time import StepTime, step_time
+from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig, check, parse, resolve
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 
-HELP = "the time of a step and the peak memory of each rank, in many layouts of one model"
 COLUMNS = (
     "ranks", "dp", "tp", "pp", "zero_stage", "schedule", "microbatches", "sequence_parallel", "recompute", "seconds",
     "seconds_min", "seconds_max", "peak_bytes",
 )  # fmt: skip
 PREDICTED = ("predicted_seconds", "ratio", "predicted_bytes", "bytes_ratio")
+MODELLED_COLUMNS = (
+    "ranks", "hosts", "dp", "tp", "pp", "seconds", "predicted_seconds", "ratio", "compute", "exposed_tp", "exposed_pp",
+    "exposed_dp", "bubble",
+)  # fmt: skip
 # As `python -m minipar.train` takes them.
 LAYOUTS = (
     "",
@@ -63,19 +77,106 @@ LAYOUTS = (
     "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
     "--dp 2 --tp 2 --pp 2 --sequence-parallel --recompute full --microbatches 4",
 )
-NETWORK = Network(20e-6, 1e-9)
+MODEL_SIZES = ("layers", "hidden", "heads", "seq_len", "vocab_size")
+NETWORK = Network(alpha=20e-6, beta=1e-9)
 RECORDED = 2  # steps with the ledger: the second begins with all that the first one left
-WARMUP = 1  # round without: the models made meanwhile have taken the memory that these steps had left
+WARMUP = 1  # unmeasured step: meanwhile other models have taken the memory that the recorded steps had left
+# An A100's rate in large products; its links at 0.8 of the data sheet's bandwidth (plan/cluster.py).
+FLOPS, INSIDE, BETWEEN = 234e12, (3.4e-6, 1 / 240e9), (14e-6, 1 / 20e9)
+MOST_RANKS = 1024  # threads
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `bench layouts`."""
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
-    parser.add_argument("--layers", type=int, default=8, help="Transformer layers (8)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
-    parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
-    parser.add_argument("--seq-len", type=int, default=64, help="tokens per sample (64)")
-    parser.add_argument("--vocab-size", type=int, default=256, help="tokens that exist (256)")
+# ---- minipar's configurations in the planner's terms -----------------------------------------------------------------
+
+
+def shape_of(config: TrainConfig) -> ModelShape:
+    """Return the model of a configuration."""
+    model = config.model
+    sizes: dict[str, Any] = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads}
+    return ModelShape(**sizes, vocab_size=model.vocab_size, positions=model.seq_len)
+
+
+def layout_of(config: TrainConfig) -> Layout:
+    """Return the layout of a resolved configuration."""
+    mesh, data = config.mesh, config.data
+    assert mesh.dp is not None, "resolve() fills dp in"
+    schedule = mesh.schedule or "1f1b"
+    return Layout(
+        dp=mesh.dp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        microbatch=data.global_batch // (mesh.dp * data.microbatches),
+        microbatches=data.microbatches,
+        zero=mesh.zero_stage,
+        schedule=schedule,
+        virtual_stages=(mesh.virtual_stages or 2) if schedule == "interleaved-1f1b" else 1,
+        sequence_parallel=mesh.sequence_parallel,
+        recompute=config.run.recompute,
+        precision=OF_DTYPE[config.run.dtype],
+    )
+
+
+def framework_of(config: TrainConfig) -> Framework:
+    """Return minipar's habits as this configuration runs it."""
+    return replace(MINIPAR, every_microbatch=config.mesh.sync_every_microbatch)
+
+
+def predict(config: TrainConfig, machine: Machine, length: int) -> tuple[StepTime, Memory]:
+    """Predict a step of a resolved configuration on the `cpu` clock, and the memory of the fullest rank."""
+    layout, network, framework = layout_of(config), machine.network, framework_of(config)
+    speed = 1 / network.beta if network.beta else inf
+    cluster = Cluster(
+        gpu=Gpu(peak=machine.costs.flops_per_second, memory=inf, memory_bandwidth=inf, inside=speed, between=speed),
+        gpus=layout.gpus,
+        per_host=layout.gpus,
+        assumptions=Assumptions(links=1.0, alpha_inside=network.alpha, alpha_between=network.alpha, contention=0.0),
+        framework=framework,
+        measured=machine.costs.compute,
+    )
+    model = shape_of(config)
+    return step_time(model, layout, cluster, length), memory(model, layout, length, framework)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The agreement of predictions with several measured layouts.
+
+    median, largest, memory_largest: relative errors of seconds and of peak memory. spearman: the rank correlation of
+    predicted with measured seconds; 1 means the same order.
+    """
+
+    median: float
+    largest: float
+    spearman: float
+    memory_largest: float
+
+    def __str__(self) -> str:
+        return (
+            f"seconds predicted within {self.largest:.1%}, median {self.median:.1%}, Spearman {self.spearman:.3f}; "
+            f"memory within {self.memory_largest:.1%}"
+        )
+
+
+def agreement(rows: Sequence[Mapping[str, Any]]) -> Agreement:
+    """Compare two or more rows' seconds and peak_bytes with their predicted_seconds and predicted_bytes."""
+    measured, predicted = (np.array([row[key] for row in rows]) for key in ("seconds", "predicted_seconds"))
+    held, planned = (np.array([row[key] for row in rows]) for key in ("peak_bytes", "predicted_bytes"))
+    errors = np.abs(predicted / measured - 1)
+    order, planned_order = (np.argsort(np.argsort(each)) for each in (measured, predicted))
+    return Agreement(
+        median=float(np.median(errors)),
+        largest=float(errors.max()),
+        spearman=float(np.corrcoef(order, planned_order)[0, 1]),
+        memory_largest=float(np.abs(planned / held - 1).max()),
+    )
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def add_layouts_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench layouts`."""
+    add_model_flags(parser, layers=8, hidden=256, heads=8, seq_len=64, vocab_size=256)
     parser.add_argument("--global-batch", type=int, default=32, help="samples per step, over all replicas (32)")
     parser.add_argument("--machine", metavar="FILE", help="of `bench machine --json FILE`: predict each layout with it")
     parser.add_argument("--network", type=float, nargs=2, metavar=("ALPHA", "BETA"),
@@ -83,8 +184,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=5, help="steps measured of each layout")
 
 
-def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """One row for each layout that these ranks are enough for."""
+def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:
+    """Publish a row for each layout of at most as many ranks as there are."""
     machine = load_machine(args.machine) if args.machine else None
     network = NETWORK if machine is None else machine.network
     if args.network is not None:
@@ -94,82 +195,77 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
             f"--repeat {args.repeat} --network {network.alpha:g} {network.beta:g}: expected at least 1, and no negative"
         )
     model = ModelConfig(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
-    asked = configs(model, args.global_batch, comm.size)
-    rows = measure(comm, asked, args.repeat, network)
+    resolved = configs(model, args.global_batch, comm.size)
+    rows = measure(comm, resolved, args.repeat, network)
     if machine is None:
         publish(comm, rows, COLUMNS, args.json)
         return
-    for row, config in zip(rows, asked, strict=True) if comm.rank == 0 else ():
-        time, memory = predict(config, replace(machine, network=network), args.seq_len)
+    for row, config in zip(rows, resolved, strict=True) if comm.rank == 0 else ():
+        time, held = predict(config, replace(machine, network=network), args.seq_len)
         row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
-        row |= {"predicted_bytes": memory.total, "bytes_ratio": memory.total / row["peak_bytes"]}
-    publish(comm, rows, COLUMNS + PREDICTED, args.json)  # rank 0's: it alone has seen every layout
+        row |= {"predicted_bytes": held.total, "bytes_ratio": held.total / row["peak_bytes"]}
+    publish(comm, rows, COLUMNS + PREDICTED, args.json)  # rank 0's: no other rank has seen every layout
     if comm.rank == 0 and args.json != "-":
         print(f"{len(rows)} layouts: {agreement(rows)}")
 
 
 def configs(model: ModelConfig, global_batch: int, ranks: int) -> list[TrainConfig]:
-    """LAYOUTS of this model on at most `ranks` ranks. UsageError where the model or the batch does not fit one."""
-    found = []
+    """Return LAYOUTS of this model on at most `ranks` ranks. UsageError if the model or batch does not fit one."""
+    resolved = []
     for flags in LAYOUTS:
-        told = parse(flags.split())
-        size = (told.mesh.dp or 1) * told.mesh.tp * told.mesh.pp
-        if size <= ranks:
-            config = replace(told, model=model, data=replace(told.data, global_batch=global_batch))
-            check(config)
-            stages = schedule_of(config).stages if config.mesh.pp > 1 else 1
-            if model.layers < stages:  # said here on every rank; a Trainer would say it on those of this layout
-                raise UsageError(f"--layers {model.layers} are fewer than the {stages} stages of the layout {flags}")
-            found.append(resolve(config, size))
-    return found
+        parsed = parse(flags.split())
+        size = (parsed.mesh.dp or 1) * parsed.mesh.tp * parsed.mesh.pp
+        if size > ranks:
+            continue
+        config = replace(parsed, model=model, data=replace(parsed.data, global_batch=global_batch))
+        check(config)
+        stages = schedule_of(config).stages if config.mesh.pp > 1 else 1
+        if model.layers < stages:  # raised on every rank; a Trainer would raise it on those of this layout alone
+            raise UsageError(f"--layers {model.layers} are fewer than the {stages} stages of the layout {flags}")
+        resolved.append(resolve(config, size))
+    return resolved
 
 
 def measure(comm: Communicator, configs: Sequence[TrainConfig], repeat: int, network: Network) -> list[dict[str, Any]]:
-    """A row for each layout. Collective over `comm`; each config has its dp, and no more ranks than `comm`.
+    """Measure a row for each layout. Collective over `comm`; each resolved config has no more ranks than `comm`.
 
-    seconds: of a step on the `cpu` clock, from a moment that is the same on all ranks to the last rank's end, median
-    over `repeat` steps (seconds_min, seconds_max: over the same). peak_bytes: of the fullest rank, and ranks_peak_bytes
-    of each, from the memory ledger in two steps of their own, which the timed steps follow.
+    A layout of n ranks runs on the first n while the others wait. On the `cpu` clock a rank's time is its own CPU time
+    between communication calls, and a message takes alpha + beta*bytes, so that ranks which share cores show the time
+    of as many cores with that network. The layouts alternate step by step, so that other load affects all of them.
+
+    seconds       of a step, from a moment that is the same on all ranks to the last rank's end; median over `repeat`
+                  steps (seconds_min, seconds_max: over the same)
+    peak_bytes    of the fullest rank; ranks_peak_bytes: of each, from the ledger in RECORDED steps before the others
     """
     timed = Communicator(comm.transport, clock="cpu", network=network)
     worlds: dict[int, Communicator | None] = {}
     trainers: list[Trainer | None] = []
-    ledgers = []
-    for config in configs:
-        size = ranks_of(config)
+    peaks = np.zeros((comm.size, len(configs)))
+    for j, config in enumerate(configs):
+        size = layout_of(config).gpus
         if size not in worlds:
             worlds[size] = timed.split(0 if comm.rank < size else None, "world")
-        world, ledger = worlds[size], MemoryLedger()
+        world, ledger, trainer = worlds[size], MemoryLedger(), None
         with ledger.recording():
-            trainer = None if world is None else _trainer(config, world)
-            if trainer is not None:
+            if world is not None:  # a fresh mesh: scratch buffers belong to communicators
+                mesh = DeviceMesh(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
+                trainer = Trainer(config, mesh, random_tokens(config))
                 for step in range(RECORDED):
                     trainer.step(step)
         trainers.append(trainer)
-        ledgers.append(ledger.peak)
+        peaks[comm.rank, j] = ledger.peak
     seconds = np.zeros((WARMUP + repeat, len(configs)))
     for i in range(WARMUP + repeat):
         for j, trainer in enumerate(trainers):
-            comm.barrier()  # who has no part in a layout leaves the cores to the others
+            comm.barrier()  # ranks without a part in a layout leave the cores to the others
             if trainer is not None:
                 seconds[i, j] = _step_seconds(trainer, RECORDED + i)
-    peaks = np.zeros((comm.size, len(configs)))
-    peaks[comm.rank] = ledgers
     comm.all_reduce(peaks)
-    return [
-        _row(config, seconds[WARMUP:, j], peaks[: ranks_of(config), j].astype(int).tolist())
-        for j, config in enumerate(configs)
-    ]
-
-
-def _trainer(config: TrainConfig, world: Communicator) -> Trainer:
-    """On a mesh of its own: rooms for messages belong to communicators, and would be another layout's."""
-    mesh = DeviceMesh(world, config.mesh.dp, config.mesh.tp, config.mesh.pp)
-    return Trainer(config, mesh, random_tokens(config))
+    return [_row(config, seconds[WARMUP:, j], peaks[:, j].astype(int).tolist()) for j, config in enumerate(configs)]
 
 
 def _step_seconds(trainer: Trainer, step: int) -> float:
-    """One step, the same number on all of its ranks."""
+    """Return the seconds of one step, the same value on all of its ranks."""
     world = trainer.mesh.world
     start = _latest(world)
     world.clock.resume(start)
@@ -178,16 +274,16 @@ def _step_seconds(trainer: Trainer, step: int) -> float:
 
 
 def _latest(world: Communicator) -> float:
-    """The clock of the rank that is furthest; asking takes no time on it."""
+    """Return the clock of the rank that is furthest ahead. The exchange takes no time on it."""
     now = np.array([world.clock.now()])
     return max(float(np.frombuffer(each)[0]) for each in world.all_gather_bytes(now.tobytes()))
 
 
 def _row(config: TrainConfig, seconds: np.ndarray, peaks: list[int]) -> dict[str, Any]:
-    mesh, model, data = config.mesh, config.model, config.data
+    mesh, ranks = config.mesh, layout_of(config).gpus
     schedule = schedule_of(config) if mesh.pp > 1 else None
     return {
-        "ranks": ranks_of(config),
+        "ranks": ranks,
         "dp": mesh.dp,
         "tp": mesh.tp,
         "pp": mesh.pp,
@@ -195,18 +291,104 @@ def _row(config: TrainConfig, seconds: np.ndarray, peaks: list[int]) -> dict[str
         "sync_every_microbatch": mesh.sync_every_microbatch,
         "schedule": None if schedule is None else schedule.name,
         "virtual_stages": 1 if schedule is None else schedule.stages // mesh.pp,
-        "microbatches": data.microbatches,
+        "microbatches": config.data.microbatches,
         "sequence_parallel": mesh.sequence_parallel,
         "recompute": config.run.recompute,
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "seq_len": model.seq_len,
-        "vocab_size": model.vocab_size,
-        "global_batch": data.global_batch,
+        **{size: getattr(config.model, size) for size in MODEL_SIZES},
+        "global_batch": config.data.global_batch,
         "seconds": float(np.median(seconds)),
         "seconds_min": float(seconds.min()),
         "seconds_max": float(seconds.max()),
-        "peak_bytes": max(peaks),
-        "ranks_peak_bytes": peaks,
+        "peak_bytes": max(peaks[:ranks]),
+        "ranks_peak_bytes": peaks[:ranks],
     }
+
+
+# ---- modelled --------------------------------------------------------------------------------------------------------
+
+
+def add_modelled_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench modelled`."""
+    add = parser.add_argument
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="ranks in one host (8)")
+    add("--flops", type=float, default=FLOPS, help="operations per second of a rank, in products (234e12)")
+    pair: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("ALPHA", "BETA")}
+    add("--inside", **pair, default=INSIDE, help="seconds per message and per byte in a host (an A100's)")
+    add("--between", **pair, default=BETWEEN, help="the same between hosts")
+    add("flags", nargs="*", metavar="-- FLAGS", help="of minipar.train: mesh, model, batch")
+
+
+def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
+    """Publish one row: the step's time on the clock, the predicted time, and its parts."""
+    if comm.size > 1:
+        raise UsageError(f"bench modelled makes its own ranks; mpirun started {comm.size}: run it without mpirun")
+    parsed = parse(args.flags)
+    data, run = parsed.data, parsed.run
+    supported = TrainConfig(
+        parsed.mesh,
+        parsed.model,
+        DataConfig(global_batch=data.global_batch, microbatches=data.microbatches),
+        run=RunConfig(recompute=run.recompute, dtype=run.dtype, reduction=run.reduction),
+    )
+    if parsed != supported:
+        raise UsageError(
+            "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
+            "--global-batch, --microbatches, --recompute and --dtype"
+        )
+    ranks = (parsed.mesh.dp or 1) * parsed.mesh.tp * parsed.mesh.pp
+    if ranks > MOST_RANKS or run.reduction != "ring":
+        raise UsageError(f"{ranks} ranks, --reduction {run.reduction}: at most {MOST_RANKS}, and ring")
+    if args.gpus_per_node < 1:
+        raise UsageError(f"--gpus-per-node {args.gpus_per_node}: expected at least 1")
+    values = args.flops, *args.inside, *args.between
+    if min(values) <= 0:
+        raise UsageError(f"--flops, --inside, --between {' '.join(f'{x:g}' for x in values)}: each must be above 0")
+    config, per_host = resolve(parsed, ranks), min(args.gpus_per_node, ranks)
+    cluster = model_clock_cluster(ranks, args.flops, AlphaBeta(*args.inside), AlphaBeta(*args.between), per_host)
+    seconds = modelled_step(config, cluster)
+    cluster = replace(cluster, framework=framework_of(config))
+    time = step_time(shape_of(config), layout_of(config), cluster, config.model.seq_len)
+    row = {
+        "ranks": ranks,
+        "hosts": -(-ranks // per_host),
+        "dp": config.mesh.dp,
+        "tp": config.mesh.tp,
+        "pp": config.mesh.pp,
+        "seconds": seconds,
+        "predicted_seconds": time.total,
+        "ratio": time.total / seconds,
+        "compute": time.compute,
+        **{f"exposed_{axis}": getattr(time, axis) for axis in ("tp", "pp", "dp")},
+        "bubble": time.bubble,
+    }
+    publish(comm, [row], MODELLED_COLUMNS, args.json)
+
+
+def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
+    """Return the seconds of one training step of a resolved configuration on a `model_clock_cluster`.
+
+    They count from the common start until the last rank is done.
+    """
+    inside, between = cluster.inside, cluster.between
+    network = HostNetwork(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
+
+    def step(comm: Communicator) -> float:
+        mesh = DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp)
+        trainer = Trainer(config, mesh, random_tokens(config))
+        start = comm.clock.now()
+        trainer.step(0)
+        return comm.clock.now() - start
+
+    return max(run_local(cluster.gpus, step, clock=lambda: ModelClock(cluster.gpu.peak), network=network))
+
+
+LAYOUTS_BENCH = Subcommand(
+    help="the time of a step and the peak memory of each rank, in many layouts of one model",
+    add_arguments=add_layouts_flags,
+    run=run_layouts,
+)
+MODELLED = Subcommand(
+    help="in one process: a step of any layout on a modelled cluster of hosts, next to the prediction",
+    add_arguments=add_modelled_flags,
+    run=run_modelled,
+)

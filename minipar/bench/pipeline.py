@@ -1,8 +1,8 @@
-"""Bubbles measured beside bubbles predicted: a training step of each schedule, all ranks as one pipeline.
+"""Measured bubbles next to predicted ones: a training step of each schedule, all ranks as one pipeline.
 
-On the `cpu` clock: a rank's time is its own CPU time and messages carry it along, so that ranks which share cores show
-the bubble that as many cores would. Messages cost nothing. The schedules take turns, step by step, so that whatever
-else the machine does happens to all.
+The clock is `cpu`: a rank's time is its own CPU time, and messages carry it along, so that ranks which share cores show
+the bubble that as many cores would. Messages cost nothing. The schedules alternate step by step, so that other load on
+the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import publish
-from minipar.comm import Communicator, DeviceMesh, start_trace
+from minipar.bench.report import Subcommand, add_model_flags, check_positive, publish
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
-from minipar.parallel.pipeline.measure import predicted_timeline, timeline_of
+from minipar.parallel.pipeline.simulate import predicted_timeline, timeline_of
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve
 from minipar.train.data import Tokens
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 
-HELP = "on two ranks or more: the bubble of each pipeline schedule, measured, simulated, and in closed form"
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 COLUMNS = (
     "schedule", "ranks", "microbatches", "bubble_measured", "bubble_min", "bubble_max", "bubble_simulated",
@@ -34,33 +35,28 @@ WARMUP = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `bench pipeline`."""
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
+    """Add the flags of `bench pipeline`."""
     parser.add_argument("--layers", type=int, help="Transformer layers (2 per rank)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
-    parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
-    parser.add_argument("--seq-len", type=int, default=64, help="tokens per sample (64)")
+    add_model_flags(parser, hidden=256, heads=8, seq_len=64)
     parser.add_argument("--batch", type=int, default=8, help="samples per microbatch (8)")
     parser.add_argument("--microbatches", type=int, help="microbatches per step (as many as ranks)")
     parser.add_argument("--repeat", type=int, default=3, help="steps measured of each schedule")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """One row for each schedule."""
+    """Publish a row for each schedule."""
     if comm.size < 2:
         raise UsageError("bench pipeline needs at least 2 ranks: mpirun -n 8 python -m minipar.bench pipeline")
-    microbatches = comm.size if args.microbatches is None else args.microbatches
-    if min(args.repeat, args.batch, microbatches) < 1:
-        raise UsageError(
-            f"--repeat {args.repeat} --batch {args.batch} --microbatches {microbatches}: expected at least 1 of each"
-        )
+    if args.microbatches is None:
+        args.microbatches = comm.size
+    check_positive(args, "repeat", "batch", "microbatches")
     layers = 2 * comm.size if args.layers is None else args.layers
     configs = {}
     for name in SCHEDULES:
         config = TrainConfig(
             mesh=MeshConfig(dp=1, pp=comm.size, schedule=name),
             model=ModelConfig(layers, args.hidden, args.heads, args.seq_len, VOCABULARY),
-            data=DataConfig(global_batch=args.batch * microbatches, microbatches=microbatches),
+            data=DataConfig(global_batch=args.batch * args.microbatches, microbatches=args.microbatches),
         )
         check(config)
         configs[name] = resolve(config, comm.size)
@@ -68,8 +64,9 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
 
 
 def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) -> list[dict[str, Any]]:
-    """A row for each schedule, on rank 0 (elsewhere none). Collective. seconds: from the first action of a step to the
-    last, medians over the steps, as are the bubbles (idle / total).
+    """Measure a row for each schedule; only rank 0 returns rows. Collective.
+
+    Bubbles (idle / total) and seconds, from the first action of a step to the last, are medians over the steps.
     """
     timed = Communicator(comm.transport, clock="cpu")
     mesh = DeviceMesh(timed, pp=comm.size)
@@ -81,26 +78,26 @@ def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) ->
         for name, trainer in trainers.items():
             start_trace(timed)
             trainer.step(step)
-            found = _timeline(timed, schedules[name])
-            if found is not None and step >= WARMUP:
-                steps[name].append(found)
+            timeline = _timeline(timed, schedules[name])
+            if timeline is not None and step >= WARMUP:
+                steps[name].append(timeline)
     if comm.rank != 0:
         return []
-    return [_row(configs[name], schedules[name], found) for name, found in steps.items()]
+    return [_row(configs[name], schedules[name], timelines) for name, timelines in steps.items()]
 
 
 def random_tokens(config: TrainConfig) -> Tokens:
-    """A text for the model's vocabulary, the same on every rank."""
+    """Return a random text for the model's vocabulary, the same on every rank."""
     random = np.random.Generator(np.random.Philox(0))
     ids = random.integers(0, config.model.vocab_size, 64 * config.model.seq_len + 1, dtype=np.uint16)
     return Tokens(ids, "random tokens", config.model.vocab_size)
 
 
 def _timeline(comm: Communicator, schedule: Schedule) -> Timeline | None:
-    """What the ranks did since `start_trace`, on rank 0; None elsewhere."""
+    """Return the actions of all ranks since `start_trace` on rank 0, None elsewhere."""
     names = {str(action) for action in schedule.ranks[comm.rank]}
-    mine = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in comm.tracer.events if e["name"] in names]
-    gathered = comm.gather_bytes(json.dumps(mine).encode())
+    events = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in comm.tracer.events if e["name"] in names]
+    gathered = comm.gather_bytes(json.dumps(events).encode())
     if gathered is None:
         return None
     ranks = [[Slot(parse_action(name), start, end) for name, start, end in json.loads(data)] for data in gathered]
@@ -123,3 +120,10 @@ def _row(config: TrainConfig, schedule: Schedule, steps: list[Timeline]) -> dict
         "bubble_closed_form": float(simulate(schedule).bubble_fraction),  # F = I = W = 1, B = 2
         "seconds": float(np.median([float(step.makespan) for step in steps])),
     }
+
+
+PIPELINE = Subcommand(
+    help="on two ranks or more: the bubble of each pipeline schedule, measured, simulated, and in closed form",
+    add_arguments=add_arguments,
+    run=run,
+)

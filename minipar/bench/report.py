@@ -1,36 +1,67 @@
-"""Where a benchmark's rows go: a table to read, and a JSON file."""
+"""A benchmark's frame: the subcommand, flags that several share, and its rows as a table and a JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from minipar.comm import Communicator
+import numpy as np
+
+from minipar.comm.communicator import Communicator
+from minipar.errors import UsageError
+from minipar.plan.report import table
 
 Row = Mapping[str, Any]
 
 
-def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The columns of the rows, aligned."""
-    cells = [list(columns)] + [[_text(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+@dataclass(frozen=True)
+class Subcommand:
+    """A benchmark of the command line: help text, flags besides --json, and `run(comm, args)` on every rank."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Communicator, argparse.Namespace], None]
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def add_model_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add --layers, --hidden, --heads, --seq-len and --vocab-size as far as `defaults` has them by these names."""
+    words = {
+        "layers": "Transformer layers",
+        "hidden": "hidden size",
+        "heads": "attention heads",
+        "seq_len": "tokens per sample",
+        "vocab_size": "tokens that exist",
+    }
+    for name, default in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=default, help=f"{words[name]} ({default})")
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raise UsageError, naming all of these flags, unless each is at least 1."""
+    if min(getattr(args, name) for name in names) < 1:
+        flags = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
+        raise UsageError(f"{flags}: expected at least 1 of each")
+
+
+def largest(comm: Communicator, value: float) -> float:
+    """Return the largest value of all ranks."""
+    return float(comm.all_reduce(np.array([float(value)]), op="max")[0])
 
 
 def publish(comm: Communicator, rows: Sequence[Row], columns: Sequence[str], path: str | None) -> None:
-    """Collective. Rank 0 prints the table and writes the rows to `path`; with "-" the JSON alone goes to stdout."""
+    """Print the table of rank 0's rows and write them to `path`; with "-" only JSON goes to standard output.
+
+    Collective. UsageError on every rank if the file cannot be written.
+    """
     error = None
     if comm.rank == 0:
         if path != "-":
-            print(table(rows, columns), flush=True)
+            print("\n".join(table(columns, [[_cell(row[column]) for column in columns] for row in rows])), flush=True)
         try:
             if path == "-":
                 json.dump(rows, sys.stdout, indent=1)
@@ -41,3 +72,9 @@ def publish(comm: Communicator, rows: Sequence[Row], columns: Sequence[str], pat
         except OSError as problem:
             error = f"--json {path}: {problem.strerror}"
     comm.agree(error)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

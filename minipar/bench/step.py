@@ -1,70 +1,102 @@
-"""A training step beside PyTorch's, on one thread: the same GPT, the same weights, the same batch, in one run. On
-several ranks: the ZeRO stages beside one another (stages.py).
+"""The wall time of a training step: next to PyTorch's, at each ZeRO stage, and with its synchronization.
 
-They take turns, step by step, so that whatever else the machine does happens to all; times are medians.
+    step      on one rank, a step of ours next to PyTorch's: the same GPT, weights and batch, on one thread
+    zero      on several ranks, the ZeRO stages next to stage 0
+    overlap   on several ranks, data parallelism next to the CPU time of its computation
+
+The things compared alternate step by step, so that other load on the machine affects all of them. Times are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from minipar.bench import stages
-from minipar.bench.report import publish
-from minipar.comm import Communicator, serial
+from minipar.bench.report import Subcommand, add_model_flags, check_positive, largest, publish
+from minipar.comm.communicator import Communicator
+from minipar.comm.threads import serial
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, GPTConfig
-from minipar.parallel import DistributedDataParallel
+from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.optim import AdamW
+from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
+from minipar.parallel.fsdp import FullyShardedDataParallel
+from minipar.parallel.stages import shard
+from minipar.parallel.wrapper import Wrapper
 
-HELP = (
-    "on one rank: a training step beside PyTorch's (where torch is installed), and its matrix products alone; on "
-    "several: the ZeRO stages beside one another"
-)
-COLUMNS = ("layers", "hidden", "heads", "seq_len", "batch", "seconds", "torch_seconds", "ratio", "gemm_seconds")
+STEP_COLUMNS = ("layers", "hidden", "heads", "seq_len", "batch", "seconds", "torch_seconds", "ratio", "gemm_seconds")
+ZERO_COLUMNS = ("zero_stage", "prefetch", "ranks", "layers", "hidden", "batch", "seconds", "ratio")
+OVERLAP_COLUMNS = ("sync", "ranks", "cores", "layers", "hidden", "batch", "wall_seconds", "cpu_seconds", "ratio")
 WARMUP = 2
+ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and whether stage 3 prefetches parameters
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `bench step`."""
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
-    parser.add_argument("--layers", type=int, default=4, help="Transformer layers (4)")
+def add_step_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench step` and `bench zero`."""
     parser.add_argument("--hidden", default="256,512", help="hidden sizes, one row each")
-    parser.add_argument("--heads", type=int, default=8, help="attention heads (8)")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sample (128)")
+    add_model_flags(parser, layers=4, heads=8, seq_len=128, vocab_size=256)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank (8)")
-    parser.add_argument("--vocab-size", type=int, default=256, help="tokens that exist (256)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--repeat", type=int, default=11, help="steps measured")
 
 
-def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """One row for each hidden size; on several ranks one for each hidden size and ZeRO stage."""
-    if args.repeat < 1 or args.batch < 1:
-        raise UsageError(f"--repeat {args.repeat} --batch {args.batch}: expected at least 1 of each")
-    configs = []
-    for text in args.hidden.split(","):
-        if not text.isdigit():
-            raise UsageError(f"--hidden {args.hidden}: expected sizes separated by commas")
-        try:
-            configs.append(GPTConfig(args.vocab_size, args.seq_len, int(text), args.layers, args.heads))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `bench overlap`."""
+    add_model_flags(parser, layers=4, hidden=256, heads=8, seq_len=128)
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank")
+    parser.add_argument("--repeat", type=int, default=7, help="steps measured of each kind")
+
+
+def run_step(comm: Communicator, args: argparse.Namespace) -> None:
+    """Publish a row for each hidden size. On several ranks `bench step` is `bench zero`."""
     if comm.size > 1:
-        publish(
-            comm, [row for config in configs for row in stages.measure(comm, config, args)], stages.COLUMNS, args.json
-        )
-    else:
-        publish(comm, [measure(config, args.batch, args.dtype, args.repeat) for config in configs], COLUMNS, args.json)
+        run_zero(comm, args)
+        return
+    rows = [measure(config, args.batch, args.dtype, args.repeat) for config in configs(args)]
+    publish(comm, rows, STEP_COLUMNS, args.json)
+
+
+def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
+    """Publish a row for each hidden size and ZeRO stage."""
+    rows = [row for config in configs(args) for row in measure_zero(comm, config, args.batch, args.dtype, args.repeat)]
+    publish(comm, rows, ZERO_COLUMNS, args.json)
+
+
+def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
+    """Publish a row for each way to synchronize."""
+    (config,) = configs(args)
+    publish(comm, measure_overlap(comm, config, args.batch, args.repeat), OVERLAP_COLUMNS, args.json)
+
+
+def configs(args: argparse.Namespace) -> list[GPTConfig]:
+    """Return the model of each hidden size. UsageError for flags that cannot be."""
+    check_positive(args, "repeat", "batch")
+    vocab_size, sizes = getattr(args, "vocab_size", 256), str(args.hidden).split(",")
+    if not all(size.isdigit() for size in sizes):
+        raise UsageError(f"--hidden {args.hidden}: expected sizes separated by commas")
+    try:
+        return [GPTConfig(vocab_size, args.seq_len, int(size), args.layers, args.heads) for size in sizes]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def random_batch(config: GPTConfig, batch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens, targets), each (B, T)."""
+    random = np.random.Generator(np.random.Philox(seed))
+    tokens, targets = random.integers(0, config.vocab_size, (2, batch, config.n_positions))
+    return tokens, targets
+
+
+# ---- one rank, next to PyTorch ---------------------------------------------------------------------------------------
 
 
 def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str, Any]:
-    """Times of a whole step: forward, backward, AdamW. torch_seconds is None where torch is not installed."""
-    random = np.random.Generator(np.random.Philox(0))
-    inputs, targets = random.integers(0, config.vocab_size, (2, batch, config.n_positions))
+    """Measure a whole step: forward, backward, AdamW. torch_seconds is None where torch is not installed."""
+    inputs, targets = random_batch(config, batch, seed=0)
     model = GPT(config, dtype=dtype)
     calls: dict[str, Callable[[], object]] = {"gemm_seconds": _matrix_products(config, batch, dtype)}
     theirs = torch_step(model, inputs, targets)
@@ -72,13 +104,12 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
         calls["torch_seconds"] = theirs
     calls["seconds"] = our_step(model, inputs, targets)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(WARMUP + repeat):
+    for _ in range(WARMUP + repeat):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            if i >= WARMUP:
-                times[name].append(time.perf_counter() - start)
-    median = {name: float(np.median(values)) for name, values in times.items()}
+            times[name].append(time.perf_counter() - start)
+    median = {name: float(np.median(seconds[WARMUP:])) for name, seconds in times.items()}
     torch_seconds = median.get("torch_seconds")
     return {
         "layers": config.n_layer,
@@ -95,15 +126,14 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
 
 
 def our_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
-    """A step of this project's model; each call trains on and returns the loss."""
+    """Return a step of this project's model: each call trains on the batch and returns the loss."""
     ddp = DistributedDataParallel(model, serial())  # flat buffers, as in every training run
-    optimizer = AdamW(model.parameters())
+    optimizer = AdamW(ddp.parameters())
 
     def step() -> float:
-        model.zero_grad()
-        loss = model.loss(inputs, targets)
+        optimizer.zero_grad()
+        loss = ddp.loss(inputs, targets)
         loss.backward()
-        ddp.synchronize()
         optimizer.step()
         return loss.item()
 
@@ -111,8 +141,11 @@ def our_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[]
 
 
 def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], object]:
-    """The step's large products and nothing else: forward, input gradient and weight gradient of every linear layer,
-    the head, and attention's two products with their four gradients."""
+    """Return a call that computes the large products of a step and nothing else.
+
+    They are forward, input gradient and weight gradient of every linear layer and of the head, and attention's two
+    products with their four gradients.
+    """
     n, h, t = batch * config.n_positions, config.n_embd, config.n_positions
     linear = [(n, h, 3 * h), (n, h, h), (n, h, 4 * h), (n, 4 * h, h)] * config.n_layer + [(n, h, config.vocab_size)]
     random = np.random.Generator(np.random.Philox(1))
@@ -142,7 +175,10 @@ def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], 
 
 
 def torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float] | None:
-    """The same model in PyTorch eager, from the same weights, with torch.optim.AdamW; None without torch."""
+    """Return a step of the same model in PyTorch eager, from the same weights, with torch.optim.AdamW.
+
+    None if torch is not installed.
+    """
     try:
         import torch
     except ImportError:
@@ -185,3 +221,116 @@ def torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[
         return loss.item()
 
     return step
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, repeat: int) -> list[dict[str, Any]]:
+    """Measure a step at each ZeRO stage. Collective; `batch` samples per rank.
+
+    seconds: until the last rank is done; ratio: to stage 0.
+    """
+    inputs, targets = random_batch(config, batch, seed=comm.rank)
+
+    def training(stage: int, prefetch: bool) -> Callable[[], None]:
+        model = GPT(config, dtype=dtype, deferred=True)
+        wrapper: Wrapper = shard(model, comm, stage)
+        if isinstance(wrapper, FullyShardedDataParallel):
+            wrapper.prefetch = prefetch
+        optimizer = AdamW(wrapper.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapper.loss(inputs, targets).backward()
+            optimizer.step()
+
+        return step
+
+    steps = [training(*stage) for stage in ZERO_STAGES]
+    times = np.array([[_timed(comm, step)[0] for step in steps] for _ in range(WARMUP + repeat)])
+    comm.all_reduce(times, op="max")
+    seconds = np.median(times[WARMUP:], axis=0)
+    return [
+        {
+            "zero_stage": stage,
+            "prefetch": prefetch if stage == 3 else None,
+            "ranks": comm.size,
+            "layers": config.n_layer,
+            "hidden": config.n_embd,
+            "batch": batch,
+            "seconds": float(seconds[i]),
+            "ratio": float(seconds[i] / seconds[0]),
+        }
+        for i, (stage, prefetch) in enumerate(ZERO_STAGES)
+    ]
+
+
+def measure_overlap(comm: Communicator, config: GPTConfig, batch: int, repeat: int) -> list[dict[str, Any]]:
+    """Measure a step with one all-reduce after backward ("naive") and with buckets during backward. Collective.
+
+    On a machine with c cores, N ranks that each compute for s CPU seconds need at least N s / c seconds. `ratio` is the
+    wall time over that. A step without synchronization gives s; cpu_seconds is the sum of its medians over the ranks.
+    """
+    inputs, targets = random_batch(config, batch, seed=comm.rank)
+    plain, ddp = GPT(config), DistributedDataParallel(GPT(config), comm)
+    optimizers = {"plain": AdamW(plain.parameters()), "buckets": AdamW(ddp.parameters())}
+
+    def step(sync: str) -> None:
+        optimizer = optimizers.get(sync, optimizers["plain"])
+        optimizer.zero_grad()
+        if sync == "buckets":
+            ddp.loss(inputs, targets).backward()
+        else:
+            (plain.loss(inputs, targets) / comm.size).backward()  # each rank has as many targets
+            if sync == "naive":
+                all_reduce_gradients(plain, comm)
+        optimizer.step()
+
+    kinds = ("none", "naive", "buckets")
+    times = np.array([[_timed(comm, step, kind) for kind in kinds] for _ in range(WARMUP + repeat)])
+    wall, cpu = np.median(times[WARMUP:], axis=0).T  # (kinds,) each
+    cpu_seconds = float(comm.all_reduce(np.array([cpu[0]]))[0])
+    cores = min(len(os.sched_getaffinity(0)), comm.size)
+    rows = []
+    for sync, seconds in zip(kinds[1:], wall[1:], strict=True):
+        slowest = largest(comm, seconds)
+        rows.append(
+            {
+                "sync": sync,
+                "ranks": comm.size,
+                "cores": cores,
+                "layers": config.n_layer,
+                "hidden": config.n_embd,
+                "batch": batch,
+                "wall_seconds": slowest,
+                "cpu_seconds": cpu_seconds,
+                "ratio": slowest / (cpu_seconds / cores),
+            }
+        )
+    return rows
+
+
+def _timed(comm: Communicator, call: Callable[..., object], *arguments: object) -> tuple[float, float]:
+    """Return (wall seconds until every rank is done, this rank's CPU seconds)."""
+    comm.barrier()
+    start, cpu_start = time.perf_counter(), time.thread_time()
+    call(*arguments)
+    cpu = time.thread_time() - cpu_start
+    comm.barrier()
+    return time.perf_counter() - start, cpu
+
+
+STEP = Subcommand(
+    help="on one rank: a step next to PyTorch's (if torch is installed) and its matrix products; on several: as zero",
+    add_arguments=add_step_flags,
+    run=run_step,
+)
+ZERO = Subcommand(
+    help="a data-parallel step at each ZeRO stage, next to stage 0", add_arguments=add_step_flags, run=run_zero
+)
+OVERLAP = Subcommand(
+    help="wall time of a data-parallel step next to the CPU time of its computation",
+    add_arguments=add_overlap_flags,
+    run=run_overlap,
+)

@@ -1,4 +1,4 @@
-"""A step's layout, and the placement of every parameter in it: computed, before anything has run, for any rank."""
+"""A step's layout, and the placement of every parameter in it, computed for any rank before anything has run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from minipar.comm import DeviceMesh
-from minipar.nn import GPT, GPTConfig
+from minipar.comm.mesh import DeviceMesh
+from minipar.nn.gpt import GPT, GPTConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.split import part_groups
@@ -18,10 +18,10 @@ from minipar.parallel.tensor.plan import tensor_placement
 
 @dataclass(frozen=True)
 class StepLayout:
-    """A model and the mesh that trains it, of which everything about a step can be computed before it runs.
+    """A model and the mesh that trains it, from which traffic and memory of a step are computed before it runs.
 
-    `samples` are those of one microbatch of one replica; `itemsize` is the bytes of an element; `schedule` is the
-    pipeline's, None where pp = 1.
+    `samples` is the number of samples in one microbatch of one replica, `itemsize` the bytes of an element, and
+    `schedule` the pipeline's, None if pp = 1.
     """
 
     model: GPTConfig
@@ -51,7 +51,7 @@ class StepLayout:
 
     @property
     def vocabulary(self) -> int:
-        """The rows, of h elements, of the token embedding on a rank: V/t, rounded up."""
+        """The number of rows, of h elements, that a rank holds of the token embedding: V/t, rounded up."""
         return -(-self.model.vocab_size // self.tp)
 
     @cached_property
@@ -63,30 +63,30 @@ class StepLayout:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Parts (embedding, blocks, head) of each pipeline stage."""
+        """The number of parts (embedding, blocks, head) of each pipeline stage."""
         if self.schedule is None:
             return [self.model.n_layer + 2]
         return balanced_cuts(shape_costs(self.model, self.length), self.schedule.stages)
 
     def blocks(self, pp: int) -> int:
-        """Transformer layers on a pipeline rank."""
+        """Count the transformer layers of a pipeline rank."""
         first, last = self.ends
         homes = {0: 0} if self.schedule is None else self.schedule.home
         return sum(self.cuts[s] for s, home in homes.items() if home == pp) - (pp == first) - (pp == last)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a world rank's place on each axis. ValueError for a rank that the layout does not have."""
+        """Return a world rank's coordinate on each axis. ValueError for a rank that the layout does not have."""
         if not 0 <= rank < self.dp * self.tp * self.pp:
             raise ValueError(f"rank {rank} of dp*tp*pp = {self.dp}*{self.tp}*{self.pp}")
-        places = {}
+        coordinates = {}
         for axis in DeviceMesh.AXES:
-            rank, places[axis] = divmod(rank, getattr(self, axis))
-        return places
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return coordinates
 
     def placements(self, dp: int = 0, tp: int = 0, pp: int = 0) -> list[Placement]:
-        """Return the placements of the parameters that pipeline rank `pp` owns, as replica `dp`'s rank `tp` sees them.
+        """Return the placements of the parameters that pipeline rank `pp` owns, for its ranks `dp` and `tp`.
 
-        They are those that the strategies record when they are applied to the model.
+        The strategies record the same placements when they are applied to the model.
         """
         units = _units(self.model, pipelined=self.schedule is not None)
         home = [0] * len(units)
@@ -110,7 +110,7 @@ class StepLayout:
 
 @lru_cache(maxsize=64)
 def _units(config: GPTConfig, pipelined: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Return names and shapes of the serial GPT's parameters, grouped as they travel over dp."""
+    """Return names and shapes of the serial GPT's parameters, grouped by the bucket in which dp sends them."""
     model = GPT(config, deferred=True)
     names = {p: name for name, p in model.named_parameters()}
     return [[(names[p], p.shape) for p in unit] for unit in (part_groups(model) if pipelined else by_unit(model))]

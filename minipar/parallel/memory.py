@@ -1,4 +1,4 @@
-"""Model state in closed form: what parameters, gradients and optimizer state take on a rank at each ZeRO stage.
+"""Model state in closed form: the bytes of parameters, gradients and optimizer state on a rank at each ZeRO stage.
 
 Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi parameters on N ranks, in bytes of 16-bit
 training with Adam: 16 Psi, then 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N, 16 Psi/N for stages 1, 2, 3.
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from minipar.comm import chunk_bounds
+from minipar.comm.gathers import chunk_bounds
 from minipar.errors import UsageError
 
 STAGES = (0, 1, 2, 3)
-Count = int | Fraction  # elements or bytes; a fraction where Psi/N is taken as it stands
+Count = int | Fraction  # elements or bytes; a Fraction if Psi/N is not rounded
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Precision:
     optimizer: int
 
 
-# Two fp16 copies, and in fp32 the optimizer's own parameters, mean and variance (section 3.1).
+# Parameters and gradients in fp16, and in fp32 the optimizer's parameters, mean and variance (section 3.1).
 MIXED = Precision(2, 2, 12)
-# As minipar trains: one copy of each in the dtype of the run, and AdamW's two means.
+# minipar's own: parameters and gradients in the dtype of the run, and AdamW's two means.
 FLOAT32, FLOAT64 = Precision(4, 4, 8), Precision(8, 8, 16)
 OF_DTYPE = {"float32": FLOAT32, "float64": FLOAT64}
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """Bytes on one rank."""
+    """Bytes of model state on one rank."""
 
     parameters: Count
     gradients: Count
@@ -47,10 +47,10 @@ class ModelState:
 
 
 def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) -> tuple[Count, Count, Count]:
-    """How many elements of (parameters, gradients, optimizer state) a rank keeps whose share of the psi is `own`.
+    """Count the elements of (parameters, gradients, optimizer state) on a rank that owns `own` of psi parameters.
 
-    `accumulating`: microbatches add up in full gradients before these are reduced (`no_sync`). From stage 2 on these
-    are held beside the rank's chunk of the sum.
+    If `accumulating`, microbatches add up in whole gradients before these are reduced (`no_sync`). From stage 2 on the
+    whole gradients are held next to the rank's chunk of their sum.
     """
     return (
         own if stage >= 3 else psi,
@@ -60,7 +60,7 @@ def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) 
 
 
 def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
-    """Bytes on a rank. The paper's figures: own = Fraction(psi, N); a run's, exactly: own = own_elements(...)."""
+    """Compute the bytes on a rank: the paper's with own = Fraction(psi, N), a run's with own = own_elements(...)."""
     parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
     return ModelState(
         parameters * precision.parameters, gradients * precision.gradients, optimizer * precision.optimizer
@@ -68,10 +68,10 @@ def model_state(psi: int, own: Count, stage: int, precision: Precision, accumula
 
 
 def own_elements(buckets: Sequence[int], ranks: int, rank: int) -> int:
-    """What a rank holds of buckets of these sizes: chunk `rank` of each. Rank 0 has the most.
+    """Count the elements that a rank owns of buckets of these sizes: chunk `rank` of each. Rank 0 has the most.
 
-    NB: nothing is padded here; where N does not divide a bucket, the first ranks hold one element more. (Frameworks pad
-    every rank to the longest.)
+    NB: minipar pads nothing; if N does not divide a bucket, the first ranks own one element more. Frameworks pad every
+    rank to the longest.
     """
     bounds = (chunk_bounds(size, ranks)[rank] for size in buckets)
     return sum(stop - start for start, stop in bounds)
@@ -80,7 +80,7 @@ def own_elements(buckets: Sequence[int], ranks: int, rank: int) -> int:
 def check_limit(
     limit: int, buckets: Sequence[int], ranks: int, stage: int, precision: Precision, accumulating: bool
 ) -> None:
-    """UsageError if the model state of the fullest rank is above `limit` bytes; it names the first stage that fits."""
+    """Raise UsageError if the fullest rank's model state is above `limit` bytes, and name the first stage that fits."""
     psi = sum(buckets)
     own = own_elements(buckets, ranks, rank=0)
 
@@ -100,7 +100,7 @@ def check_limit(
     message += f"rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
     note = ""
     if accumulating and ranks > 1:
-        note = " (whole gradients while microbatches accumulate, from stage 2 on beside the chunk of their sum; "
+        note = " (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "
         note += "without a pipeline, --sync-every-microbatch keeps them sharded)"
     if fitting:
         raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}{note}")

@@ -1,10 +1,11 @@
-"""What a training step sends, in closed form: bytes of each rank on each mesh axis, before anything has run.
+"""The traffic of a training step in closed form: the bytes that each rank sends on each mesh axis.
 
     predicted_traffic(StepLayout(...), rank) -> {"dp": bytes, "tp": bytes, "pp": bytes}
 
-Formulas alone: no model, no communicator. Tests compare them with the counters of every rank, using ==. Letters: B
-samples of T tokens in a microbatch, M microbatches, h hidden, V vocabulary, t tensor-parallel ranks, p pipeline ranks,
-d replicas, L layers; n = B T h. "All-reduce of x" is `wire_bytes` of that collective: 2x(t-1)/t where t divides x.
+These are formulas, without a model and without a communicator. Tests compare them with the counters of every rank,
+using ==. B is the samples of a microbatch, T tokens per sample, m microbatches, h hidden, V vocabulary, L layers; d, t
+and p are the ranks of dp, tp and pp; n = B T h. The bytes of a collective are `wire_bytes`: an all-reduce of x elements
+over t ranks sends 2x(t-1)/t if t divides x.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from minipar.comm import wire_bytes
+from minipar.comm.traffic import wire_bytes
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.placement import Partial
 
-FLOAT64 = 8  # bytes: losses and norms are added in it whatever the run's dtype
+FLOAT64 = 8  # bytes; losses and norms are summed in float64 whatever the run's dtype
 
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """A bucket as its traffic depends on it: the elements that travel over dp together on one rank.
+    """The properties of a bucket on one rank that decide its traffic.
 
-    `partial` are those whose gradient is first summed over tp. `gathers` is the number of times per step that its
-    parameters are gathered.
+    `elements` are sent together over dp, `partial` of them have a gradient that is first summed over tp, and the
+    parameters are gathered `gathers` times per step.
     """
 
     elements: int
@@ -36,9 +37,9 @@ class BucketTraffic:
 def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
     """Return the buckets of pipeline rank `pp`, from its parameters' placements.
 
-    Stages 1 and 2 gather what the optimizer has updated, once. Stage 3 gathers each block for each forward and each
-    backward, 2 m times; see `end_gathers` for the ends. Where a pipeline's last stage borrows the token embedding, it
-    is gathered once more to be sent.
+    Stages 1 and 2 gather the updated parameters once. Stage 3 gathers each block for each forward and each backward, 2m
+    times; `end_gathers` counts those of a pipeline's ends. If the last stage is on another rank than the first, the
+    token embedding is gathered once more to be sent there.
     """
     first, last = layout.ends
     elements: Counter[int] = Counter()
@@ -62,45 +63,44 @@ def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
 
 
 def end_gathers(schedule: Schedule, head_too: bool) -> int:
-    """How often ZeRO stage 3 gathers the token embedding in a pipeline's step: once for each lookup, M times (its
-    backward does not read the table). With the head on the same rank (zbv), which reads it too, as often as it is not
-    there: a lookup frees it, a head's forward keeps it for its backward, which frees it.
+    """Count how often ZeRO stage 3 gathers the token embedding in a pipeline's step.
 
-    The head's own bucket, the last LayerNorm, is gathered M times in any order: each backward frees it, and each but
-    the last is followed by something that needs it.
+    Each lookup needs it, m times in all; its backward does not read the table. If the head is on the same rank (zbv),
+    the head reads it too. A lookup frees the values afterwards. The head's forward keeps them for its backward, which
+    frees them. An action gathers if the values are not held.
+
+    The head's own bucket, the last LayerNorm, is gathered m times in any order: each backward frees it, and each but
+    the last is followed by an action that needs it.
     """
-    gathers, here = 0, False
+    gathers, is_held = 0, False
     for action in schedule.ranks[schedule.home[0]]:
         lookup = action.stage == 0 and action.kind == "F"
         head = head_too and action.stage == schedule.stages - 1 and action.kind in ("F", "B", "I")
         if lookup or head:
-            gathers += not here
-            here = head and action.kind == "F"
+            gathers += not is_held
+            is_held = head and action.kind == "F"
     return gathers
 
 
 def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
-    """Bytes that a world rank sends on each axis in one training step: `dp_bytes`, `tp_bytes`, `pp_bytes`.
+    """Compute the bytes that a world rank sends on each axis in one training step.
 
     ValueError for a rank that the layout does not have.
     """
-    place = layout.coordinates(rank)
-    return {
-        "dp": dp_bytes(layout, place["dp"], place["pp"]),
-        "tp": tp_bytes(layout, place["tp"], place["pp"]),
-        "pp": pp_bytes(layout, place["pp"]),
-    }
+    coordinates = layout.coordinates(rank)
+    dp, tp, pp = (coordinates[axis] for axis in ("dp", "tp", "pp"))
+    return {"dp": dp_bytes(layout, dp, pp), "tp": tp_bytes(layout, tp, pp), "pp": pp_bytes(layout, pp)}
 
 
 def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
-    """Over the data-parallel axis, for replica `rank` of pipeline rank `pp`, summed over its buckets:
+    """Compute the bytes that data-parallel rank `rank` on pipeline rank `pp` sends over dp, summed over its buckets:
 
         stage 0     all-reduce                                        2 Psi (d-1)/d elements
         stage 1, 2  reduce-scatter, then all-gather                   the same
-        stage 3     reduce-scatter, and the gathers of `buckets`      about (2 M + 1) Psi (d-1)/d
+        stage 3     reduce-scatter, and the gathers of `buckets`      about (2m+1) Psi (d-1)/d
 
-    with Psi the parameters of this rank. Besides, the loss: one float64 all-reduced; from stage 1 on the norm: one
-    more. Rajbhandari et al. 2020, section 7; there stage 3 gathers once for each forward and backward, 3 Psi in all.
+    Psi is the parameters of this rank. The loss adds an all-reduce of one float64, and from stage 1 on the norm adds
+    another. Rajbhandari et al. 2020, section 7; there stage 3 gathers once for each forward and backward, 3 Psi in all.
     """
 
     def wire(op: str, algorithm: str, elements: int, itemsize: int = layout.itemsize) -> int:
@@ -115,15 +115,15 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
-    """Over the tensor-parallel axis, for rank `rank` of it on pipeline rank `pp`.
+    """Compute the bytes that tensor-parallel rank `rank` on pipeline rank `pp` sends over tp.
 
-    For each microbatch, n elements travel four times per layer, twice forward and twice backward: 8 n (t-1)/t (Shoeybi
-    et al. 2019, section 3); with recompute, whose forward runs again, six times. After the embedding once, before the
-    head once. Each time as an all-reduce, or under sequence parallelism as an all-gather and a reduce-scatter: the same
+    Per microbatch and layer, n elements are all-reduced four times, twice in forward and twice in backward: 8 n (t-1)/t
+    (Shoeybi et al. 2019, section 3). With recompute the forward runs again, which makes six. The embedding adds one and
+    the head one. Under sequence parallelism an all-gather and a reduce-scatter replace each of them, with the same
     bytes (Korthikanti et al. 2022, section 4.2.2). The loss all-reduces B T maxima and 2 B T sums.
 
-    Once per step: under sequence parallelism an all-reduce of each bucket's replicated gradients; the norm, one
-    float64 for each chunk whose squares this rank sums.
+    Per step, sequence parallelism all-reduces each bucket's Partial gradients, and the norm adds one float64 for each
+    chunk whose squares this rank sums.
     """
     if layout.tp == 1:
         return 0
@@ -147,19 +147,20 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
 
 def pp_bytes(layout: StepLayout, rank: int) -> int:
-    """Over the pipeline axis, for pipeline rank `rank`: n elements (n/t under sequence parallelism) for each microbatch
-    over each cut whose other side is on another rank, forward to the next stage and backward to the one before
-    (Narayanan et al. 2021, section 2.2).
+    """Compute the bytes that pipeline rank `rank` sends over pp.
 
-    Once per step: the token embedding, ceil(V/t) h elements, from the first rank to the last, and its gradient the
-    other way, unless the two are one; the norm, an all-reduce of 2 (L + 2) float64 for each chunk; the loss, one
-    float64.
+    Per microbatch, n elements (n/t under sequence parallelism) are sent over each cut whose other side is on another
+    rank, forward to the next stage and backward to the previous one (Narayanan et al. 2021, section 2.2).
+
+    Per step, the first rank sends the token embedding, ceil(V/t) h elements, to the last, which sends its gradient the
+    other way, unless they are the same rank. The norm all-reduces 2 (L + 2) float64 values for each chunk, and the loss
+    one.
     """
     if layout.schedule is None:
         return 0
     home, stages = layout.schedule.home, layout.schedule.stages
-    mine = [s for s in range(stages) if home[s] == rank]
-    crossed = sum(0 <= other < stages and home[other] != rank for s in mine for other in (s - 1, s + 1))
+    neighbours = [s + step for s in range(stages) if home[s] == rank for step in (-1, 1)]
+    crossed = sum(0 <= s < stages and home[s] != rank for s in neighbours)
     elements = layout.samples * layout.length * layout.model.n_embd
     if layout.sequence_parallel:
         elements //= layout.tp

@@ -1,4 +1,14 @@
-"""Choosing a layout. Read model.py (sizes and operations), machine.py and program.py (what a model runs on, and how),
-memory.py and communication.py (what a layout holds and sends); then what a step takes: compute.py, parts.py and
-stages.py, pipeline.py and overlap.py, time.py; then planner.py, which searches. Nothing here runs a model.
+"""A planner: it predicts the memory and the time of every layout of a model on a cluster, and runs nothing.
+
+Reading order:
+
+    model.py          a model's parameters and floating-point operations
+    layout.py         a layout, which the planner chooses, and a framework's habits, which it cannot choose
+    cluster.py        GPUs, links, every constant with its source, and the seconds of a collective
+    rank_bytes.py     the bytes that a rank holds (memory) and sends (traffic)
+    compute.py        the seconds of one microbatch in each unit of the model: embedding, layer, output head
+    pipeline_time.py  the makespan of a pipeline schedule, simulated or in closed form
+    step_time.py      the seconds of one optimizer step, and what they are spent on
+    search.py         the search for the fastest layout that fits
+    report.py         its result as a table and as JSON;  __main__.py is the command line
 """

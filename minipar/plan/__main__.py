@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,99 +12,115 @@ from pathlib import Path
 
 from minipar.errors import UsageError, UsageParser, error_line
 from minipar.parallel.pipeline import SCHEDULES
+from minipar.plan.cluster import GPUS, Cluster, find_gpu
 from minipar.plan.layout import ATTENTION, PRECISIONS
-from minipar.plan.machine import GPUS, Cluster, find_gpu
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
-from minipar.plan.planner import TOP, Search, plan
-from minipar.plan.report import Question, as_json, as_text
+from minipar.plan.report import Request, as_json, as_text
+from minipar.plan.search import TOP, SearchSpace, plan
 
-MOST_GPUS = 1 << 20
-MOST_BATCH = 1 << 24
+MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 20, "global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
 
 
 def count(text: str) -> int:
-    """A whole number from 1 up."""
+    """Read a whole number from 1 up."""
     number = int(text)
     if number < 1:
         raise ValueError(text)
     return number
 
 
-count.__name__ = "whole number from 1 up"  # what argparse calls it
+count.__name__ = "whole number from 1 up"  # argparse's name for it
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
-    add = made.add_argument
+    """Return the parser of the command line."""
+    parser = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
     add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, or a directory with a config.json")
     add("--gpus", required=True, type=count, metavar="N", help="in all")
-    add("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a JSON file with numbers of your own")
+    add("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a JSON file with your own values")
     add("--gpus-per-node", type=count, default=8, metavar="N", help="in one host (default 8)")
     add("--global-batch", required=True, type=count, metavar="B", help="sequences per step")
     add("--seq-len", required=True, type=count, metavar="S", help="tokens per sequence")
     add("--precision", choices=list(PRECISIONS), default="fp16", help="16 bytes per parameter, or bf16's 18")
     add("--attention", choices=ATTENTION, default="stored", help="scores kept for backward, or flash attention")
-    narrow = made.add_argument_group("narrow the search")
-    for flag, what in (("--tp", "tensor-parallel size"), ("--pp", "stages"), ("--microbatch", "sequences in one")):
-        narrow.add_argument(flag, type=count, metavar="N", help=what)
+    narrow = parser.add_argument_group("narrow the search")
+    narrow.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
+    narrow.add_argument("--pp", type=count, metavar="N", help="stages")
+    narrow.add_argument("--microbatch", type=count, metavar="N", help="sequences in one")
     narrow.add_argument("--zero-stage", type=int, choices=range(4))
     narrow.add_argument("--schedule", choices=list(SCHEDULES))
     narrow.add_argument("--recompute", choices=RECOMPUTE)
     narrow.add_argument("--sequence-parallel", choices=("on", "off"), help="where tp > 1 (default: what is faster)")
     add("--top", type=count, default=TOP, metavar="K", help=f"how many meshes to show (default {TOP}, 50 at most)")
     add("--json", metavar="FILE", help="everything; - is standard output. `python -m visualize plan FILE` draws it")
-    return made
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan. Returns the exit code: 2 when the input is wrong or nothing fits, with one line on standard error."""
+    """Plan, and return the exit code: 2 when the input is wrong or nothing fits, with one line on standard error."""
     try:
-        told = parser().parse_args(argv)
-        _plan(told)
+        args = parser().parse_args(argv)
+        request = read_request(args)
+        result = plan(request.model, request.cluster, request.global_batch, request.length, request.space, top=args.top)
+        text = json.dumps(as_json(request, result), indent=1)
+        if args.json and args.json != "-":
+            _write(args.json, text + "\n")
+        _print(text if args.json == "-" else as_text(request, result))
     except UsageError as error:
         print(error_line(error), file=sys.stderr)
         return 2
     return 0
 
 
-def _plan(told: argparse.Namespace) -> None:
-    most_of = {"gpus": (told.gpus, MOST_GPUS), "global-batch": (told.global_batch, MOST_BATCH), "top": (told.top, 50)}
-    for flag, (value, most) in most_of.items():
-        if value > most:
-            raise UsageError(f"--{flag} {value}: at most {most}")
-    if told.pp == 1 and told.schedule is not None:
-        raise UsageError(f"--schedule {told.schedule} is a pipeline's, but --pp 1 is none")
-    if told.tp == 1 and told.sequence_parallel == "on":
+def read_request(args: argparse.Namespace) -> Request:
+    """Return the request that the command line makes. UsageError for what cannot be."""
+    for name, most in MOST.items():
+        if getattr(args, name) > most:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at most {most}")
+    if args.pp == 1 and args.schedule is not None:
+        raise UsageError(f"--schedule {args.schedule} is a pipeline's, but --pp 1 is none")
+    if args.tp == 1 and args.sequence_parallel == "on":
         raise UsageError("--sequence-parallel on divides the sequence over tensor-parallel ranks, but --tp is 1")
-    model, cluster = find_model(told.model), Cluster(find_gpu(told.gpu), told.gpus, told.gpus_per_node)
-    if 0 < model.positions < told.seq_len:
-        if told.model not in MODELS:
-            raise UsageError(f"--seq-len {told.seq_len}: {told.model} has {model.positions} learned positions")
-        model = replace(model, positions=told.seq_len)  # a named size, to be trained from scratch
-    search = Search(
-        told.tp,
-        told.pp,
-        told.zero_stage,
-        told.recompute,
-        told.schedule,
-        told.microbatch,
-        None if told.sequence_parallel is None else told.sequence_parallel == "on",
-        told.attention,
-        PRECISIONS[told.precision],
+    model = find_model(args.model)
+    if 0 < model.positions < args.seq_len:
+        if args.model.lower() not in MODELS:
+            raise UsageError(f"--seq-len {args.seq_len}: {args.model} has {model.positions} learned positions")
+        model = replace(model, positions=args.seq_len)  # a named size, to be trained from scratch
+    return Request(
+        name=args.model,
+        model=model,
+        gpu=args.gpu,
+        cluster=Cluster(gpu=find_gpu(args.gpu), gpus=args.gpus, per_host=args.gpus_per_node),
+        global_batch=args.global_batch,
+        length=args.seq_len,
+        space=SearchSpace(
+            tp=args.tp,
+            pp=args.pp,
+            zero=args.zero_stage,
+            recompute=args.recompute,
+            schedule=args.schedule,
+            microbatch=args.microbatch,
+            sequence_parallel=None if args.sequence_parallel is None else args.sequence_parallel == "on",
+            attention=args.attention,
+            precision=PRECISIONS[args.precision],
+        ),
     )
-    asked = Question(told.model, model, told.gpu, cluster, told.global_batch, told.seq_len, search)
-    found = plan(model, cluster, told.global_batch, told.seq_len, search, told.top)
-    text = json.dumps(as_json(asked, found), indent=1) + "\n"
-    if told.json == "-":
-        sys.stdout.write(text)
-        return
-    if told.json:
-        try:
-            Path(told.json).write_text(text)
-        except OSError as error:
-            raise UsageError(f"--json {told.json} cannot be written: {error.strerror}") from None
-    print(as_text(asked, found))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError as error:  # a full disk, or a reader that has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        raise UsageError(f"standard output cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -1,67 +1,62 @@
-"""Seconds of computation alone: of the parts of a model for one microbatch on one rank, and of the update.
+"""Seconds of one microbatch in each unit of the model on one rank: the embedding, a layer, the output head.
 
-On a GPU they come from its peak and bandwidth and from the assumptions (`gpu_compute`); a machine that was measured
-brings its own (Cluster.measured; `python -m minipar.bench machine` measures).
+A unit's F, I and W are its computation and the tensor-parallel collectives that it waits for. Next to them are the
+collectives over dp that its parameters need. The computation follows from the GPU's data sheet and the assumptions
+(`gpu_compute`), or it was measured on this machine (Cluster.measured, `python -m minipar.bench machine`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from minipar.plan.layout import Layout
-from minipar.plan.machine import Assumptions, Gpu
-from minipar.plan.memory import layer_activations
+from minipar.plan.cluster import Assumptions, Cluster, ComputeTime, Gpu, fetch_seconds, gather_seconds
+from minipar.plan.layout import MEGATRON, Layout
 from minipar.plan.model import ModelShape
-from minipar.plan.program import MEGATRON
+from minipar.plan.rank_bytes import (
+    embedding_rows,
+    layer_activations,
+    layer_state,
+    rank_parameters,
+    replicated_parameters,
+)
+
+# ---- computation -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compute:
-    """Seconds. F, I and W of one layer, of the output head with the loss, and of the embedding; `again`: what
-    recomputation adds to I of a layer; `update`: the whole optimizer step of a rank.
+def gpu_compute(
+    model: ModelShape, layout: Layout, length: int, parameters: float, gpu: Gpu, assumptions: Assumptions
+) -> ComputeTime:
+    """Return the seconds of computation on a GPU; `parameters` are those that the rank updates.
+
+    A product of f FLOPs takes (f + half_work) / (products * peak). Elementwise kernels move the bytes that forward
+    keeps (Korthikanti et al. 2022) `forward_traffic` or `backward_traffic` times; the optimizer moves `update_traffic`
+    bytes per parameter.
     """
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    again: float
-    head_forward: float
-    head_backward_input: float
-    head_backward_weight: float
-    embedding_forward: float
-    embedding_backward: float
-    update: float
-
-
-def gpu_compute(model: ModelShape, layout: Layout, length: int, parameters: float, gpu: Gpu, a: Assumptions) -> Compute:
-    """From a GPU's printed numbers. `parameters`: that the rank updates.
-
-    Products take their operations at the rate that their size reaches; elementwise kernels the bytes that forward keeps
-    (Korthikanti et al. 2022), a few times over; the optimizer the bytes that it reads and writes.
-    """
-    t = layout.tp
-    tokens = layout.microbatch * length
+    t, b, a = layout.tp, layout.microbatch, assumptions
     seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
 
     def products(flops: float, count: int) -> float:
-        """`count` products on each tp rank."""
+        """Return the seconds of `count` products that have `flops` together, divided over the tp ranks."""
         return flops / t / (gpu.peak * a.products) * (1 + a.half_work * count * t / flops)
 
-    flops = layout.microbatch * model.layer_flops(length)
-    core = layout.microbatch * model.attention_core_flops(length)
-    kept, unscored = (
-        layer_activations(model, replace(layout, recompute=kind), length) for kind in ("none", "selective")
-    )
+    flops, core = b * model.layer_flops(length), b * model.attention_core_flops(length)
+    kept = layer_activations(model, replace(layout, recompute="none"), length)
+    kept_without_scores = layer_activations(model, replace(layout, recompute="selective"), length)
     forward = products(flops, 4) + a.forward_traffic * kept * seconds_per_byte
-    core_forward = products(core, 2) + a.forward_traffic * (kept - unscored) * seconds_per_byte
-    logits = products(layout.microbatch * model.head_flops(length), 1)
-    softmax = MEGATRON.kept.logits * layout.precision.parameters * tokens * model.vocab_size / t * seconds_per_byte
-    tiles = products(core, 2) if layout.attention == "flash" else 0.0  # the scores once more, beside their gradients
-    return Compute(
+    core_forward = products(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
+    recompute = {"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute]
+    # Flash attention computes the scores once more, next to their gradients: the first of the core's two products.
+    scores_again = products(core, 2) / 2 if layout.attention == "flash" else 0.0
+    logits = products(b * model.head_flops(length), 1)
+    elements = MEGATRON.kept.logits * layout.precision.parameters * (b * length) * model.vocab_size
+    softmax = elements / t * seconds_per_byte
+    return ComputeTime(
         forward=forward,
-        backward_input=products(flops + core, 4) + tiles / 2 + a.backward_traffic * kept * seconds_per_byte,
+        backward_input=products(flops + core, 4) + scores_again + a.backward_traffic * kept * seconds_per_byte,
         backward_weight=products(flops - core, 4),
-        again={"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute],
+        recompute=recompute,
         head_forward=logits + a.forward_traffic * softmax,
         head_backward_input=logits + a.backward_traffic * softmax,
         head_backward_weight=logits,
@@ -69,3 +64,156 @@ def gpu_compute(model: ModelShape, layout: Layout, length: int, parameters: floa
         embedding_backward=0.0,
         update=parameters * a.update_traffic * seconds_per_byte,
     )
+
+
+def compute_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> ComputeTime:
+    """Return the seconds of computation, as measured on this machine or from the GPU's data sheet."""
+    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)
+    if cluster.measured is not None:
+        return cluster.measured(model, layout, length, parameters)
+    return gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
+
+
+# ---- units -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """Seconds of one microbatch in one unit.
+
+    forward, backward_input, backward_weight   F, I (with recomputation) and W, waiting for collectives over tp included
+    tp        the communication in these: waiting, and what hidden collectives cost the computation
+    gather    all-gather of the unit's parameters over dp
+    reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
+    partial   sum over tp of the gradients of which each tp rank has only its tokens' share; it precedes `reduce`
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    tp: float
+    gather: float
+    reduce: float
+    partial: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """The times of a model's units on a rank, every layer alike, and the optimizer's `update` of the rank."""
+
+    embedding: UnitTime
+    layer: UnitTime
+    head: UnitTime
+    update: float
+
+
+def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
+    """Return the times of a layout's units. They depend on its schedule only in whether it splits backward."""
+    schedule = "zb-h1" if layout.splits_backward else "1f1b"
+    return _unit_times(model, replace(layout, virtual_stages=1, schedule=schedule), cluster, length)
+
+
+@lru_cache(maxsize=4096)
+def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
+    compute = compute_time(model, layout, cluster, length)
+    tp = _TensorParallel.of(model, layout, cluster, length)
+    full_recompute = layout.recompute == "full"
+
+    layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
+    recomputed_sums = layer_sums if full_recompute else 0.0
+    waiting, slowdown = tp.backward([compute.backward_weight * share for share in model.column_shares], rows=2)
+    layer = UnitTime(
+        forward=compute.forward + layer_sums,
+        backward_input=compute.backward_input + compute.recompute + recomputed_sums + waiting + slowdown,
+        backward_weight=compute.backward_weight,
+        tp=layer_sums + recomputed_sums + waiting + slowdown,
+        **_over_dp(cluster, layout, layer_state(model, layout.tp), replicated_parameters(model)),
+    )
+
+    # Parameters of the two ends. Without a pipeline their gradients travel together, with the embedding's.
+    table, positions = embedding_rows(model, layout.tp), model.positions * model.hidden
+    first, last = table + positions, model.norm_parameters + (0 if model.tied else table)
+    if layout.pp == 1:
+        embedding_dp = _over_dp(cluster, layout, first + last, positions + model.norm_parameters)
+        head_dp = {"gather": embedding_dp["gather"], "reduce": 0.0, "partial": 0.0}
+    else:
+        embedding_dp = _over_dp(cluster, layout, first, positions)
+        head_dp = _over_dp(cluster, layout, last, model.norm_parameters)
+    embedding = UnitTime(
+        forward=compute.embedding_forward + tp.leave,
+        backward_input=tp.enter,
+        backward_weight=compute.embedding_backward,
+        tp=tp.enter + tp.leave,
+        **embedding_dp,
+    )
+    waiting, slowdown = tp.backward([compute.head_backward_weight], rows=0)
+    head = UnitTime(
+        forward=compute.head_forward + tp.enter + tp.loss,
+        backward_input=compute.head_backward_input + waiting + slowdown,
+        backward_weight=compute.head_backward_weight,
+        tp=tp.enter + tp.loss + waiting + slowdown,
+        **head_dp,
+    )
+    return UnitTimes(embedding=embedding, layer=layer, head=head, update=compute.update)
+
+
+@dataclass(frozen=True)
+class _TensorParallel:
+    """The collectives over tp in one microbatch, in seconds.
+
+    gather   an all-gather or a reduce-scatter of the activations, half of an all-reduce
+    loss     the all-reduces of the loss: the maximum of each token's logits, then the sum and the target's logit
+    """
+
+    layout: Layout
+    contention: float
+    gather: float
+    loss: float
+
+    @classmethod
+    def of(cls, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> _TensorParallel:
+        """Return those of a layout. The loss is summed in 32 bits at least."""
+        tokens, t, width = layout.microbatch * length, layout.tp, layout.precision.parameters
+        sums = [2 * gather_seconds(cluster, values * tokens * max(4, width), 1, t) for values in (1, 2)]
+        gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
+        return cls(layout=layout, contention=cluster.assumptions.contention, gather=gather, loss=sum(sums))
+
+    @property
+    def enter(self) -> float:
+        """Return the seconds before a column-parallel layer: the all-gather of sequence parallelism, or none."""
+        return self.gather if self.layout.sequence_parallel else 0.0
+
+    @property
+    def leave(self) -> float:
+        """Return the seconds after a row-parallel layer: an all-reduce, or sequence parallelism's reduce-scatter."""
+        return self.gather if self.layout.sequence_parallel else 2 * self.gather
+
+    def backward(self, columns: Sequence[float], rows: int) -> tuple[float, float]:
+        """Return (seconds that backward waits, seconds that hidden collectives cost the computation).
+
+        `columns` has the seconds of each column-parallel layer's weight gradient. The sum of such a layer's input
+        gradient hides behind it, unless the schedule splits I from W. Each of the `rows` row-parallel layers gathers
+        its gradient under sequence parallelism, and nothing hides that.
+        """
+        hidden = sum(0.0 if self.layout.splits_backward else min(self.leave, seconds) for seconds in columns)
+        row_gathers = rows * self.gather if self.layout.sequence_parallel else 0.0
+        return len(columns) * self.leave - hidden + row_gathers, self.contention * hidden
+
+
+def _over_dp(cluster: Cluster, layout: Layout, parameters: int, replicated: int) -> dict[str, float]:
+    """Return gather, reduce and partial (UnitTime) of a unit with these `parameters` on a rank.
+
+    `replicated` of them are on every tp rank.
+    """
+    precision, t = layout.precision, layout.tp
+    reduce = gather_seconds(cluster, parameters * precision.gradients, t, layout.dp)
+    partial = 2 * gather_seconds(cluster, replicated * precision.gradients, 1, t) if layout.sequence_parallel else 0.0
+    return {
+        "gather": fetch_seconds(cluster, parameters * precision.parameters, t, layout.dp),
+        "reduce": reduce if layout.zero else 2 * reduce,
+        "partial": partial,
+    }

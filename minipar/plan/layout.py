@@ -1,4 +1,8 @@
-"""A layout: how many GPUs each kind of parallelism takes, and everything else that a step's time and memory hang on."""
+"""A layout and a framework: how a training step is divided over GPUs, and how the program runs it.
+
+The planner chooses the layout. It cannot choose the framework: `MEGATRON` is what the published figures were measured
+with, `MINIPAR` is this repository's own program, so that predictions can be compared with runs.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,19 @@ from dataclasses import dataclass
 from minipar.parallel.memory import MIXED, Precision
 from minipar.plan.model import ModelShape
 
-# Bytes of parameters, gradients, optimizer state: 16 in all (Rajbhandari et al. 2020), or with gradients added up and
-# sent in fp32, as Megatron-LM does when it trains in bf16.
 ATTENTION = ("stored", "flash")
-PRECISIONS = {"fp16": MIXED, "bf16": Precision(2, 4, 12)}
+# Bytes of parameters, gradients and optimizer state: 16 in all (Rajbhandari et al. 2020), or with gradients summed and
+# sent in fp32, as Megatron-LM does when it trains in bf16.
+PRECISIONS = {"fp16": MIXED, "bf16": Precision(parameters=2, gradients=4, optimizer=12)}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`microbatch`: samples in one; `microbatches`: of them per replica and step. dp * microbatch * microbatches is the
-    global batch. `attention`: "stored" keeps the scores for backward, "flash" computes them tile by tile, and once more
-    in backward (Dao et al. 2022, arXiv 2205.14135).
+    """The degrees of parallelism, and every other choice that a step's time and memory depend on.
+
+    A microbatch has `microbatch` samples, and each replica runs `microbatches` of them per step: the global batch is
+    dp * microbatch * microbatches. Attention is "stored" if its scores are kept for backward. It is "flash" if they are
+    computed tile by tile, and once more in backward (Dao et al. 2022, arXiv 2205.14135).
     """
 
     dp: int
@@ -38,20 +44,139 @@ class Layout:
         return self.dp * self.tp * self.pp
 
     @property
+    def mesh(self) -> tuple[int, int, int]:
+        return self.dp, self.tp, self.pp
+
+    @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes weight gradients in actions of their own."""
+        """Return whether the schedule computes weight gradients in actions of their own."""
         return self.schedule.startswith("zb")
 
+    @property
+    def sequence_slices(self) -> int:
+        """Return the parts into which sequence parallelism divides a microbatch's tokens: tp, or 1 without it."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Return the number of pipeline stages on each rank. ZBV always has two."""
+        return 2 if self.schedule == "zbv" else self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank of a stage: stage modulo pp, or down and up again in ZBV's V."""
+        return 2 * self.pp - 1 - stage if self.schedule == "zbv" and stage >= self.pp else stage % self.pp
+
     def layers_per_rank(self, model: ModelShape) -> int:
-        """On the fullest rank."""
+        """Return the layers of the pipeline rank that has most: ceil(layers / pp)."""
         return -(-model.layers // self.pp)
 
     def __str__(self) -> str:
         words = [f"dp {self.dp}", f"tp {self.tp}", f"pp {self.pp}", f"ZeRO-{self.zero}"]
-        words += [f"microbatch {self.microbatch} x {self.microbatches}"]
+        words.append(f"microbatch {self.microbatch} x {self.microbatches}")
         if self.pp > 1:
-            words += [self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")]
-        words += ["sequence-parallel"] * self.sequence_parallel
-        words += [f"{self.recompute} recompute"] * (self.recompute != "none")
-        words += ["flash attention"] * (self.attention == "flash")
+            words.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        if self.sequence_parallel:
+            words.append("sequence-parallel")
+        if self.recompute != "none":
+            words.append(f"{self.recompute} recompute")
+        if self.attention == "flash":
+            words.append("flash attention")
         return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Elements of one token that a framework keeps for backward (a one-byte mask counts half a 16-bit element).
+
+    In each layer:
+    sliced    multiples of h that sequence parallelism divides over the tp ranks
+    gathered  multiples of h that are whole on every tp rank
+    rows      single values, which sequence parallelism divides
+    qkv, context, inner, gated   multiples of queries, keys and values; of attention's output; of the inner size of a
+                                 plain MLP, or of a gated one: tensor parallelism divides all of them
+    scores    elements for each head and each token attended to, divided over tp
+
+    Outside the layers:
+    logits    multiples of the vocabulary, divided over tp
+    head      multiples of h on the rank with the output head: its norm and its input
+    boundary  multiples of h in a pipeline, for the input and for the output of a stage
+    moving, moving_whole   multiples of h, once: gradients during backward, divided by sequence parallelism or whole
+    """
+
+    sliced: float
+    gathered: float
+    rows: float
+    qkv: float
+    context: float
+    inner: float
+    gated: float
+    scores: float
+    logits: float
+    head: float
+    boundary: float
+    moving: float
+    moving_whole: float
+
+
+@dataclass(frozen=True)
+class Framework:
+    """The habits in which training frameworks differ, as far as they change a step's time or memory.
+
+    ring_per_card      A collective over hosts runs k rings at once, each with 1/k of the bytes through another of a
+                       host's k network cards. Otherwise it runs one ring.
+    blocking_hops      A pipeline rank waits for every message that it sends or receives.
+    scattered_hops     A tp rank always sends its 1/tp of a microbatch's activations (Narayanan et al. 2021, section
+                       4.1). Otherwise it does so only under sequence parallelism.
+    balanced_stages    Layers are divided so that the output head counts. Otherwise every stage has ceil(layers/stages).
+    every_microbatch   From ZeRO stage 2 on, gradients are reduced after each microbatch. Otherwise once per step.
+    pairwise           Parameters are gathered, and scalars summed, by messages from each rank to each other rank.
+    gathers_ahead      ZeRO stages 1 and 2 gather updated parameters during the next step's first forward.
+    embedding_returns  The first stage sends the updated token embedding to the last. Otherwise both update it.
+    kept               What is kept for backward.
+    """
+
+    ring_per_card: bool
+    blocking_hops: bool
+    scattered_hops: bool
+    balanced_stages: bool
+    every_microbatch: bool
+    pairwise: bool
+    gathers_ahead: bool
+    embedding_returns: bool
+    kept: Activations
+
+
+# Megatron-LM on NCCL, with ZeRO as DeepSpeed does it. Activations: Korthikanti et al. 2022, section 4.1, s b h (34 +
+# 5 a s / h) bytes in 16 bits; of a gated MLP both products' outputs, the activated one, and the last product's input;
+# logits in 16 bits, and their softmax in 32. NCCL builds a ring through each network card. Megatron's pipeline
+# exchanges with both neighbours between two computations (p2p_communication.py). It has --overlap-param-gather.
+MEGATRON = Framework(
+    ring_per_card=True,
+    blocking_hops=True,
+    scattered_hops=True,
+    balanced_stages=False,
+    every_microbatch=True,
+    pairwise=False,
+    gathers_ahead=True,
+    embedding_returns=False,
+    kept=Activations(
+        sliced=5, gathered=0, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5,
+        logits=3, head=2, boundary=0, moving=0, moving_whole=0,
+    ),
+)  # fmt: skip
+
+# tests/parallel/tensor/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
+MINIPAR = Framework(
+    ring_per_card=False,
+    blocking_hops=False,
+    scattered_hops=False,
+    balanced_stages=True,
+    every_microbatch=False,
+    pairwise=True,
+    gathers_ahead=False,
+    embedding_returns=True,
+    kept=Activations(
+        sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=0, scores=1,
+        logits=2, head=2, boundary=1, moving=2, moving_whole=1,
+    ),
+)  # fmt: skip

@@ -1,32 +1,49 @@
-"""What a model is, to a planner: its parameters and its floating-point operations, counted exactly.
+"""A model's shape: its parameters and floating-point operations, counted exactly.
 
 A multiply and an add are two operations, and only matrix products are counted (Narayanan et al. 2021, arXiv 2104.04473,
-appendix). Attention is counted as if every token saw every other, as in the published figures. Backward takes twice
-forward. *Model* FLOPs are what training needs; *hardware* FLOPs add what recomputation does again (Chowdhery et al.
-2022, arXiv 2204.02311, appendix B; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+appendix). Attention is counted as if every token attended to all tokens, as in the published figures. Backward takes
+twice the operations of forward. *Model* FLOPs are those that training needs. *Hardware* FLOPs include recomputation
+(Chowdhery et al. 2022, arXiv 2204.02311, appendix B; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from pathlib import Path
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
 
 from minipar.errors import UsageError
 
 RECOMPUTE = ("none", "selective", "full")
+MOST_LAYERS = 4096  # a search goes through every layer of a stage
+MOST = 10**9  # of any other size
+MOST_FILE_BYTES = 1 << 20
+
+
+def check_size(label: str, field: str, size: Any, optional: bool = False) -> None:
+    """Raise UsageError unless `size` is a whole number that a field of ModelShape can have, or None if optional."""
+    if size is None and optional:
+        return
+    least, most = int(field != "positions"), MOST_LAYERS if field == "layers" else MOST
+    if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= most:
+        raise UsageError(f"{label} = {repr(size)[:40]}, expected a whole number from {least} to {most}")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only Transformer. h hidden, a heads, V vocabulary; GPT-2's kind unless told otherwise.
+    """The sizes of a decoder-only Transformer, of GPT-2's kind by default.
 
-    kv_heads     heads of keys and values (grouped attention); as many as heads if None
-    ffn          the MLP's inner size; 4h if None
-    gated        a gated MLP: three matrices (SwiGLU), not two
-    positions    learned positions; 0 for rotary ones, which have no parameters
-    tied         the output head is the token embedding
-    biases       of all linear layers;  norm_biases: of the norms (LayerNorm has them, RMSNorm has not)
+    h = hidden, a = heads, V = vocab_size, l = layers. UsageError for sizes that cannot be.
+
+    kv_heads     heads of keys and values (grouped attention); None: as many as heads
+    ffn          inner size of the MLP; None: 4h
+    gated        whether the MLP is gated: three matrices (SwiGLU) instead of two
+    positions    learned positions; 0 for rotary positions, which have no parameters
+    tied         whether the output head is the token embedding
+    biases       whether linear layers have biases;  norm_biases: whether norms do (LayerNorm does, RMSNorm does not)
     """
 
     layers: int
@@ -42,9 +59,8 @@ class ModelShape:
     norm_biases: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} = {getattr(self, name)}, expected at least 1")
+        for name in ("layers", "hidden", "heads", "vocab_size", "positions", "kv_heads", "ffn"):
+            check_size(name, name, getattr(self, name), optional=name in ("kv_heads", "ffn"))
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.heads % self.groups:
@@ -52,80 +68,74 @@ class ModelShape:
 
     @property
     def groups(self) -> int:
-        """Heads of keys and of values."""
+        """Return the number of heads of keys and of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def inner(self) -> int:
-        """The MLP's inner size."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def qkv(self) -> int:
-        """Columns of the attention's first product: queries, keys and values."""
+        """Return the columns of attention's first product: queries, keys and values."""
         return self.hidden + 2 * self.groups * (self.hidden // self.heads)
+
+    @property
+    def layer_matrices(self) -> int:
+        """Return the elements of a layer's matrices. GPT-2: 12 h^2."""
+        return self.hidden * (self.qkv + self.hidden + (3 if self.gated else 2) * self.inner)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @property
     def layer_parameters(self) -> int:
-        """One layer: attention, MLP, two norms. GPT-2: 12 h^2 + 13 h."""
-        h, f = self.hidden, self.inner
-        matrices = h * self.qkv + h * h + (3 if self.gated else 2) * h * f
-        biases = self.qkv + h + (2 if self.gated else 1) * f + h
-        return matrices + biases * self.biases + 2 * self.norm_parameters
+        """Return the parameters of a layer: attention, MLP, two norms. GPT-2: 12 h^2 + 13 h."""
+        biases = self.qkv + self.hidden + (2 if self.gated else 1) * self.inner + self.hidden
+        return self.layer_matrices + (biases if self.biases else 0) + 2 * self.norm_parameters
 
     @property
     def norm_parameters(self) -> int:
         return self.hidden * (2 if self.norm_biases else 1)
 
     @property
-    def embedding_parameters(self) -> int:
-        """Tokens and positions."""
-        return (self.vocab_size + self.positions) * self.hidden
-
-    @property
-    def head_parameters(self) -> int:
-        """The last norm, and an output matrix unless that is the token embedding."""
-        return self.norm_parameters + (0 if self.tied else self.vocab_size * self.hidden)
-
-    @property
     def parameters(self) -> int:
-        return self.embedding_parameters + self.layers * self.layer_parameters + self.head_parameters
+        """Return all parameters: embeddings, layers, the last norm, and the output matrix unless it is tied."""
+        matrices = self.vocab_size * (1 if self.tied else 2) + self.positions
+        return matrices * self.hidden + self.layers * self.layer_parameters + self.norm_parameters
 
-    # ---- operations, of one sequence ---------------------------------------------------------------------------------
+    # ---- operations of one sequence of s = `length` tokens -----------------------------------------------------------
 
     def attention_core_flops(self, length: int) -> int:
-        """Forward of QK^T and of the product with V, one layer: 4 s^2 h."""
+        """Return the forward operations of QK^T and of the product with V in one layer: 4 s^2 h."""
         return 4 * length * length * self.hidden
 
     def layer_flops(self, length: int) -> int:
-        """Forward of one layer. GPT-2: 24 s h^2 + 4 s^2 h."""
-        h = self.hidden
-        matrices = h * self.qkv + h * h + (3 if self.gated else 2) * h * self.inner
-        return 2 * length * matrices + self.attention_core_flops(length)
+        """Return the forward operations of one layer. GPT-2: 24 s h^2 + 4 s^2 h."""
+        return 2 * length * self.layer_matrices + self.attention_core_flops(length)
 
     @property
     def column_shares(self) -> tuple[float, float]:
-        """Of a layer's matrices, the two that tensor parallelism splits by columns: q, k, v and the MLP's first."""
+        """Return the two column-parallel layers' shares of a layer's matrices: q, k, v and the MLP's first."""
         first, second = self.qkv, (2 if self.gated else 1) * self.inner
         whole = first + second + self.hidden + self.inner
         return first / whole, second / whole
 
     def head_flops(self, length: int) -> int:
-        """Forward of the output head: 2 s h V."""
+        """Return the forward operations of the output head: 2 s h V."""
         return 2 * length * self.hidden * self.vocab_size
 
     def model_flops(self, length: int) -> int:
-        """Forward and backward of a sequence. GPT-2: 72 s l h^2 (1 + s/(6h) + V/(12 l h))."""
+        """Return the operations of a sequence, forward and backward. GPT-2: 72 s l h^2 (1 + s/(6h) + V/(12 l h))."""
         return 3 * (self.layers * self.layer_flops(length) + self.head_flops(length))
 
     def hardware_flops(self, length: int, recompute: str = "none") -> int:
-        """With what is computed again: nothing, the attention core ("selective"), or each layer's forward ("full": then
-        GPT-2's is 96 s l h^2 (1 + s/(6h) + V/(16 l h))).
+        """Return the model FLOPs of a sequence and those of its recomputation.
 
-        NB: Korthikanti et al. 2022, appendix A, charge a recomputed attention core three times its forward, s/(3h) in
-        the place of s/(6h); here it is what is done: once.
+        "selective" recomputes the attention core, "full" each layer's forward: GPT-2 then takes
+        96 s l h^2 (1 + s/(6h) + V/(16 l h)).
+
+        NB: Korthikanti et al. 2022, appendix A, charge a recomputed attention core three times its forward, s/(3h)
+        instead of s/(6h). It is counted once here, since it is computed once.
         """
         again = {"none": 0, "selective": self.attention_core_flops(length), "full": self.layer_flops(length)}
         if recompute not in again:
@@ -134,20 +144,17 @@ class ModelShape:
 
 
 def utilization(flops: int, seconds: float, gpus: int, peak: float) -> float:
-    """Of the cluster's peak (FLOP/s of one GPU), how much these operations are: MFU of model FLOPs, HFU of hardware
-    FLOPs.
-    """
+    """Return flops / (seconds * gpus * peak): MFU of model FLOPs, HFU of hardware FLOPs (`peak`: FLOP/s of a GPU)."""
     return flops / (seconds * gpus * peak)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200, positions: int = 2048) -> ModelShape:
-    return ModelShape(layers, hidden, heads, vocab_size, positions)
+    return ModelShape(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, positions=positions)
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_size: int) -> ModelShape:
-    return ModelShape(
-        layers, hidden, heads, vocab_size, 0, kv_heads, ffn, gated=True, tied=False, biases=False, norm_biases=False
-    )
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    return ModelShape(**sizes, vocab_size=vocab_size, gated=True, tied=False, biases=False, norm_biases=False)
 
 
 # GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it). megatron-*: Narayanan et
@@ -175,26 +182,64 @@ MODELS = {
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256),
 }
+# A field of ModelShape and its key in a config.json of Hugging Face.
+GPT2_KEYS = {
+    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab_size": "vocab_size", "positions": "n_positions",
+    "ffn": "n_inner",
+}  # fmt: skip
+LLAMA_KEYS = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "ffn": "intermediate_size", "vocab_size": "vocab_size", "kv_heads": "num_key_value_heads",
+}  # fmt: skip
+OPTIONAL_KEYS = ("n_inner", "num_key_value_heads")
 
 
 def find_model(name: str) -> ModelShape:
-    """A model by its name, or by a directory with a config.json of Hugging Face (GPT-2 or Llama). UsageError."""
-    if name in MODELS:
-        return MODELS[name]
-    path = Path(name) / "config.json"
-    if not path.exists():
-        raise UsageError(f"--model {name}: neither a directory with a config.json nor one of {', '.join(MODELS)}")
+    """Return a model by its name, or that of a directory with a config.json of Hugging Face (GPT-2 or Llama).
+
+    UsageError for an unknown name and for a file that describes no such model.
+    """
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    path = os.path.join(name, "config.json")
+    if not os.path.exists(path):
+        message = f"--model {name}: neither a directory with a config.json nor one of {', '.join(MODELS)}"
+        raise UsageError(message + did_you_mean(name, MODELS))
+    config = read_settings(path)
+    kind = config.get("model_type")
+    if kind not in ("gpt2", "llama"):
+        raise UsageError(f"{path}: model_type {str(kind)[:40]!r}: expected gpt2 or llama")
+    keys = GPT2_KEYS if kind == "gpt2" else LLAMA_KEYS
+    for field, key in keys.items():
+        check_size(f"{path}: {key}", field, config.get(key), optional=key in OPTIONAL_KEYS)
+    sizes: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}
     try:
-        found = json.loads(path.read_text())
-        if found["model_type"] == "gpt2":
-            own = [found[key] for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")]
-            return replace(_gpt(*own), ffn=found.get("n_inner"))
-        if found["model_type"] == "llama":
-            heads = found["num_attention_heads"]
-            kv = found.get("num_key_value_heads", heads)
-            sizes = found["intermediate_size"], found["vocab_size"]
-            shape = _llama(found["num_hidden_layers"], found["hidden_size"], heads, kv, *sizes)
-            return replace(shape, tied=bool(found.get("tie_word_embeddings", False)))
-        raise UsageError(f"{path}: model_type {found['model_type']!r}: expected gpt2 or llama")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} does not describe a model: {type(error).__name__} {error}") from None
+        if kind == "gpt2":
+            return ModelShape(**sizes)
+        tied = bool(config.get("tie_word_embeddings", False))
+        return ModelShape(**sizes, tied=tied, gated=True, biases=False, norm_biases=False)
+    except UsageError as error:
+        raise UsageError(f"{path} does not describe a model: {error}") from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known name that is nearest to `name`, or nothing if none is near."""
+    near = get_close_matches(name.lower(), list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """Read a JSON file that holds one object. UsageError for anything else, such as a pipe or a device."""
+    if not os.path.isfile(path):
+        raise UsageError(f"{path} is not a regular file")
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MOST_FILE_BYTES + 1)
+        settings = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON of at most {MOST_FILE_BYTES} bytes: {error}") from None
+    if not isinstance(settings, dict):
+        raise UsageError(f"{path}: expected a JSON object, found {type(settings).__name__}")
+    return settings

@@ -10,13 +10,18 @@ from contextlib import nullcontext
 import numpy as np
 
 from minipar import backend
-from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
+from minipar.comm.clock import Network
+from minipar.comm.communicator import Communicator
+from minipar.comm.launch import main
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train.checkpoint import agreeing, prepare_directory
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
+from minipar.train.evaluate import Evaluation, hold_out
 from minipar.train.manifest import Checkpoint
 from minipar.train.progress import (
     Metrics,
@@ -43,13 +48,13 @@ def run(comm: Communicator) -> int:
     checkpoint = find_checkpoint(config, comm)
     if checkpoint is not None:
         config = continued(config, checkpoint)
-    config, tokens = prepare(config, checkpoint, comm)
+    config, tokens, evaluation = prepare(config, checkpoint, comm)
     metrics = open_outputs(config, 0 if checkpoint is None else checkpoint.step, comm)
     mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
     ledger = MemoryLedger() if config.run.memory is not None else None
     with ledger.recording() if ledger is not None else nullcontext():
         trainer = build(config, mesh, tokens, checkpoint)
-        results = train(config, trainer, tokens, metrics)
+        results = train(config, trainer, tokens, evaluation, metrics)
     if ledger is not None and config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
@@ -68,7 +73,9 @@ def run(comm: Communicator) -> int:
     return 0 if verdict.passed else 1
 
 
-def train(config: TrainConfig, trainer: Trainer, tokens: Tokens, metrics: Metrics) -> list[StepResult]:
+def train(
+    config: TrainConfig, trainer: Trainer, tokens: Tokens, evaluation: Evaluation | None, metrics: Metrics
+) -> list[StepResult]:
     """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
 
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
@@ -95,12 +102,14 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens, metrics: Metric
                 f"training has diverged: loss {result.loss} and gradient norm {result.grad_norm} in step "
                 f"{result.step + 1}; try a smaller --lr than {config.optimizer.lr:g}, --warmup-steps or --clip-grad"
             )
-        metrics.write(result)
-        progress(result)
+        done, last = result.step + 1, config.optimizer.steps
+        due = evaluation is not None and is_due(done, last, config.data.eval_every)
+        validation = evaluation.loss(trainer) if evaluation is not None and due else None
+        metrics.write(result, validation)
+        progress(result, validation)
         if config.run.verify:
             results.append(result)
-        done, every = result.step + 1, config.run.save_every
-        if config.run.save is not None and (done == config.optimizer.steps or (every and done % every == 0)):
+        if config.run.save is not None and is_due(done, last, config.run.save_every):
             trainer.save(config.run.save, done)
     with agreeing(comm, "--metrics"):
         metrics.close()
@@ -109,26 +118,34 @@ def train(config: TrainConfig, trainer: Trainer, tokens: Tokens, metrics: Metric
     return results
 
 
-def prepare(config: TrainConfig, checkpoint: Checkpoint | None, comm: Communicator) -> tuple[TrainConfig, Tokens]:
+def is_due(done: int, last: int, every: int | None) -> bool:
+    """Return whether something is due after `done` of `last` steps: at the end, and every so many steps before."""
+    return done == last or (every is not None and done % every == 0)
+
+
+def prepare(
+    config: TrainConfig, checkpoint: Checkpoint | None, comm: Communicator
+) -> tuple[TrainConfig, Tokens, Evaluation | None]:
     """Fill in what the files and the number of ranks decide, and check all of it on every rank together.
 
     An error that one rank alone can see (a file that its host lacks) is every rank's UsageError.
     """
-    tokens = None
+    tokens = evaluation = None
     with agreeing(comm, "minipar.train"):
         if config.model.init_from is not None:
             config = initial_shape(config, config.model.init_from)
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
-        tokens = read_tokens(config, checkpoint)
+        tokens, evaluation = read_texts(config, checkpoint)
         if comm.rank == 0:
             prepare_outputs(config)
     assert tokens is not None
-    if len(set(comm.all_gather_bytes(tokens.fingerprint()))) > 1:
-        raise UsageError(f"{tokens.name} is not the same text on every rank; give --data a file that all hosts share")
+    for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
+        if len(set(comm.all_gather_bytes(text.fingerprint()))) > 1:
+            raise UsageError(f"{text.name} is not the same text on every rank; give {flag} a file that all hosts share")
     if checkpoint is not None:
         check_checkpoint(checkpoint, config, tokens, comm)
-    return config, tokens
+    return config, tokens, evaluation
 
 
 def initial_shape(config: TrainConfig, directory: str) -> TrainConfig:
@@ -150,14 +167,17 @@ def initial_shape(config: TrainConfig, directory: str) -> TrainConfig:
     )
 
 
-def read_tokens(config: TrainConfig, checkpoint: Checkpoint | None) -> Tokens:
-    """Load the text. If the user did not name it, the error says that the checkpoint did."""
+def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Tokens, Evaluation | None]:
+    """Load the texts to train on and to evaluate on. If only the checkpoint names a text, its error says so."""
     try:
-        return load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+        tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+        return hold_out(config, tokens)
     except UsageError as error:
-        if checkpoint is None or config.data.path is None or "data.path" in config.given:
+        flag = str(error).partition(" ")[0]
+        name = {"--data": "data.path", "--eval-data": "data.eval_data"}.get(flag)
+        if checkpoint is None or name is None or name in config.given:
             raise
-        raise UsageError(f"{error}; {checkpoint.path} names this file: give --data with its new path") from None
+        raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
 
 
 def open_outputs(config: TrainConfig, first_step: int, comm: Communicator) -> Metrics:

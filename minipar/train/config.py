@@ -109,6 +109,10 @@ class DataConfig:
     global_batch: int = option(32, int, within=COUNT, metavar="B", help="samples per step, over all replicas")
     microbatches: int = option(1, int, within=COUNT, metavar="M",
         help="microbatches per replica and step, whose gradients are accumulated")
+    eval_every: int | None = option(None, int, within=COUNT, metavar="K",
+        help="every K steps and at the end: the loss on text that training does not see, the same in every layout")
+    eval_data: str | None = option(None, str, metavar="PATH",
+        help="the text for --eval-every (default: the end of the training text, which is then not trained on)")
 
 
 @dataclass(frozen=True)
@@ -316,6 +320,8 @@ def check(config: TrainConfig) -> None:
             "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
             "travel once per step"
         )
+    if config.data.eval_data is not None and config.data.eval_every is None:
+        raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:
         raise UsageError(f"--save-every {run.save_every} says how often, not where; give --save DIR too")
     if run.resume is not None and config.model.init_from is not None:

@@ -65,14 +65,14 @@ class Tokens:
                 )
 
 
-def load_tokens(path: str | None, *, vocab_size: int, seq_len: int) -> Tokens:
+def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:
     """Load the tokens of a text file (its bytes), a nanoGPT .bin (uint16) or, without a path, the standard library.
 
     Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len` tokens and its targets,
     or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens. That scan takes some tenths of a second if
-    the file is not in memory yet.
+    the file is not in memory yet. Errors call the path what `flag` says.
     """
-    ids, name = (_standard_library(), "the standard library's source") if path is None else (_open(path), path)
+    ids, name = (_standard_library(), "the standard library's source") if path is None else (_open(path, flag), path)
     if len(ids) < seq_len + 1:
         raise UsageError(
             f"{name} holds {len(ids)} tokens, but a sample and its targets take "
@@ -83,22 +83,22 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int) -> Tokens:
     return tokens
 
 
-def _open(path: str) -> np.ndarray:
+def _open(path: str, flag: str) -> np.ndarray:
     """Map a file into memory, so that the ranks of one machine share its pages: (n,) uint8, or uint16 for a .bin."""
     try:
         if not os.path.isfile(path):
             os.stat(path)  # raises the cause if the path does not exist
-            raise UsageError(f"--data {path} is not a file" + (", but a directory" if os.path.isdir(path) else ""))
+            raise UsageError(f"{flag} {path} is not a file" + (", but a directory" if os.path.isdir(path) else ""))
         size = os.path.getsize(path)
         if size == 0:
-            raise UsageError(f"--data {path} is empty")
+            raise UsageError(f"{flag} {path} is empty")
         if not path.endswith(".bin"):
             return np.memmap(path, dtype=np.uint8, mode="r")
         if size % 2:
-            raise UsageError(f"--data {path} has {size} bytes: an odd number cannot be uint16 tokens of 2 bytes each")
+            raise UsageError(f"{flag} {path} has {size} bytes: an odd number cannot be uint16 tokens of 2 bytes each")
         return np.memmap(path, dtype="<u2", mode="r")
     except OSError as error:
-        raise UsageError(f"--data {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from None
 
 
 def _standard_library() -> np.ndarray:

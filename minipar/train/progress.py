@@ -17,10 +17,10 @@ from typing import TextIO
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
-from minipar.nn import GPT
+from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
@@ -58,8 +58,8 @@ class Progress:
         self.live = stream is not None and stream.isatty() and not launched
         self._started, self._steps_done, self._shown = time.monotonic(), 0, 0.0
 
-    def __call__(self, result: StepResult) -> None:
-        """Report a step."""
+    def __call__(self, result: StepResult, validation: float | None = None) -> None:
+        """Report a step, on a line of its own if it was evaluated."""
         if self.stream is None:
             return
         done, now = result.step + 1, time.monotonic()
@@ -68,7 +68,10 @@ class Progress:
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
         remaining = (now - self._started) / self._steps_done * (self.steps - done)
         text += f"  {duration(remaining)} left" if remaining >= 1 else ""
-        if self.live:
+        if validation is not None:
+            clear = "\r\x1b[K" if self.live else ""
+            print(f"{clear}{text}  eval loss {validation:g}", file=self.stream, flush=True)
+        elif self.live:
             if done == self.steps or now - self._shown > REFRESH_SECONDS:
                 self._shown = now
                 print(f"\r\x1b[K{text}", end="\n" if done == self.steps else "", file=self.stream, flush=True)
@@ -178,13 +181,17 @@ class Metrics:
                 if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):  # a device or a pipe has nothing to cut off
                     self.file.truncate(_length_before(path, first_step))
 
-    def write(self, result: StepResult) -> None:
-        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error."""
+    def write(self, result: StepResult, validation: float | None = None) -> None:
+        """Append a line, with "eval_loss" if the step was evaluated.
+
+        If the disk is full, training continues without metrics, and `close` raises the error.
+        """
         if self.file is None:
             return
         try:
             # json writes floats with repr: the shortest digits that read back as the same value.
-            print(json.dumps(dataclasses.asdict(result)), file=self.file, flush=True)
+            line = dataclasses.asdict(result) | ({} if validation is None else {"eval_loss": validation})
+            print(json.dumps(line), file=self.file, flush=True)
         except OSError as error:
             self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"
             if self.file is sys.stdout:  # nobody reads it any more: what its buffer holds must not fail again

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
+from minipar.nn.gpt import GPT, GPTConfig
 from minipar.train.checkpoint import agreeing, checkpoints, told
 from minipar.train.config import TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
@@ -31,7 +31,7 @@ MUST_AGREE = (
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
-TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--steps", "--reduction"]
+TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
 SUMS = "--dp --microbatches --tp --reduction --sync-every-microbatch --device".split()
 
@@ -87,7 +87,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     """Return whether a value from a manifest has the type of the flag's values."""
     if field.default is None:
-        return isinstance(value, str | None)
+        return value is None or type(value) is field.metadata["kind"]
     types = (int, float) if field.metadata["kind"] is float else (field.metadata["kind"],)
     if isinstance(field.default, tuple):
         return isinstance(value, list) and len(value) == len(field.default) and all(type(x) in types for x in value)

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they promise to say. Their times are for reading, not for asserting."""
+"""The benchmarks run, and their rows are what they promise. Their times are for reading, not for asserting."""
 
 import json
 
@@ -20,8 +20,9 @@ def test_step_compares_a_row_for_each_hidden_size():
         assert (row["torch_seconds"] is None) == (row["ratio"] is None)  # None where torch is not installed
 
 
-def test_step_on_several_ranks_compares_the_zero_stages():
-    rows = bench(3, *"step --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
+@pytest.mark.parametrize("subcommand", ["zero", "step"])
+def test_zero_and_step_on_several_ranks_compare_the_stages(subcommand):
+    rows = bench(3, subcommand, *"--layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
     assert [(row["zero_stage"], row["prefetch"]) for row in rows] == [
         (0, None), (1, None), (2, None), (3, True), (3, False),
     ]  # fmt: skip
@@ -29,7 +30,7 @@ def test_step_on_several_ranks_compares_the_zero_stages():
         assert row["ranks"] == 3 and row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
 
 
-def test_overlap_compares_both_ways_to_synchronize_with_the_computation():
+def test_overlap_compares_two_synchronizations_with_computation():
     rows = bench(3, *"overlap --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 1 --repeat 2".split())
     assert [row["sync"] for row in rows] == ["naive", "buckets"]
     for row in rows:
@@ -38,7 +39,7 @@ def test_overlap_compares_both_ways_to_synchronize_with_the_computation():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 6)])
-def test_pipeline_compares_each_schedules_bubble_with_its_predictions(ranks, microbatches):
+def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches):
     flags = f"pipeline --hidden 16 --heads 2 --seq-len 8 --batch 1 --microbatches {microbatches} --repeat 3"
     rows = bench(ranks, *flags.split())
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]

@@ -1,4 +1,4 @@
-"""`bench machine` and `bench layouts` say what they promise to say, and constants are found in what they made."""
+"""`bench machine` and `bench layouts`: their rows, and constants that the fit finds in what was made with them."""
 
 import json
 from dataclasses import asdict, fields
@@ -8,10 +8,8 @@ import pytest
 from launcher import run_mpi
 
 from minipar.autograd import flop_counter
-from minipar.bench import costs, layouts, machine, messages, pieces
-from minipar.bench.costs import Costs, fit_costs, flops
-from minipar.bench.fit import fit
-from minipar.bench.pieces import Shape
+from minipar.bench import layouts, machine
+from minipar.bench.costs import BLOCKS, PIECES, SUMS, Amounts, Costs, Shape, fit, fit_costs, flops
 from minipar.errors import UsageError
 from minipar.train.config import ModelConfig
 
@@ -27,7 +25,7 @@ def bench(ranks, *arguments):
 # ---- the fit ---------------------------------------------------------------------------------------------------------
 
 
-def test_fit_finds_the_constants_of_exact_measurements_over_many_orders_of_magnitude():
+def test_fit_finds_constants_over_many_orders_of_magnitude():
     features = np.array([[1.0, n] for n in (0, 1e3, 1e6, 1e9)])
     assert fit(features, features @ [2e-5, 3e-10]) == pytest.approx([2e-5, 3e-10], rel=1e-9)
     assert fit(features, features @ [2e-5, 3e-10] + 1e-6, [1e-6] * 4) == pytest.approx([2e-5, 3e-10], rel=1e-9)
@@ -36,59 +34,45 @@ def test_fit_finds_the_constants_of_exact_measurements_over_many_orders_of_magni
 def test_fit_gives_zero_where_least_squares_would_go_below_it():
     x = np.arange(1.0, 6.0)
     assert np.linalg.lstsq(np.stack([np.ones(5), x], axis=1) / x[:, None], (x - 0.5) / x, rcond=None)[0][0] < 0
-    found = fit(np.stack([np.ones(5), x], axis=1), x - 0.5)
-    assert found[0] == 0 and 0 < found[1] < 1
+    constants = fit(np.stack([np.ones(5), x], axis=1), x - 0.5)
+    assert constants[0] == 0 and 0 < constants[1] < 1
 
 
-def test_the_cost_model_finds_the_constants_that_made_its_measurements():
-    true = Costs(
-        *np.linspace(1, 2, len(fields(Costs))) * [1e11 if f.name[0:5] == "flops" else 1e-9 for f in fields(Costs)]
-    )
-    shapes = [shape for shape, _ in machine.shapes(256, 64, 256)]
+def test_the_fit_finds_the_constants_that_made_the_times():
+    names = [field.name for field in fields(Costs)]
+    units = [1e11 if name == "flops_per_second" else 1e-9 for name in names]
+    true = Costs(**dict(zip(names, np.linspace(1, 2, len(names)) * units, strict=True)))
     measured = []
-    for i, shape in enumerate(shapes):
-        parameters = 1e6 * (1 + i)
-        measured.append(
-            (shape, {p: true.seconds(p, shape, parameters) for p in costs.PIECES} | {"parameters": parameters})
-        )
+    for i, (shape, _) in enumerate(machine.shapes(256, 64, 256)):
+        times = {piece: true.seconds(piece, shape, 1e6 * (1 + i)) for piece in PIECES}
+        measured.append((shape, times | {"parameters": 1e6 * (1 + i)}))
     assert asdict(fit_costs(measured)) == pytest.approx(asdict(true), rel=1e-4)
 
 
 @pytest.mark.parametrize("shape", [Shape(32, 4, 8, 3), Shape(32, 4, 8, 2, tp=2), Shape(32, 4, 8, 2, 4, True, 64)])
-def test_the_cost_model_counts_the_operations_that_the_pieces_do(shape):
+def test_the_cost_model_counts_the_operations_of_the_pieces(shape):
     """Counted by the meter of autograd while the piece runs: B = I + W."""
     counted = []
     with flop_counter(counted.append):
-        pieces.pieces(shape, repeat=1)
-    rounds = pieces.WARMUP + 1
-    block = 4 * flops("F", shape) + 4 * (flops("I", shape) + flops("W", shape))
-    ends = flops("head F", shape) + flops("head B", shape)
-    assert sum(counted) == rounds * (pieces.BLOCKS * block + ends)
+        machine.pieces(shape, repeat=1)
+    amounts = Amounts.of(shape, 0.0)
+    block = 4 * flops("F", amounts) + 4 * (flops("I", amounts) + flops("W", amounts))
+    ends = flops("head F", amounts) + flops("head B", amounts)
+    assert sum(counted) == (machine.WARMUP + 1) * (BLOCKS * block + ends)
 
 
-def test_what_tensor_and_sequence_parallelism_cut():
+def test_amounts_that_tensor_and_sequence_parallelism_divide():
     """Products, logits and matrices; with sequence parallelism the head's input and all that a block keeps. What is to
     be summed is copied whole, if there is anybody to sum with.
     """
-    one, cut, sliced = (Shape(32, 4, 8, 2, tp, sequence, 64) for tp, sequence in ((1, False), (4, False), (4, True)))
-
-    def counts(piece, shape):
-        return costs.PIECES[piece](shape, 0.0)
-
+    shapes = (Shape(32, 4, 8, 2, tp, sequence, 64) for tp, sequence in ((1, False), (4, False), (4, True)))
+    one, split, sliced = every = [Amounts.of(shape, 0.0) for shape in shapes]
     hidden, logits = 2 * 8 * 32.0, 2 * 8 * 64.0
-    assert [counts("F", shape)["copy_hidden"] for shape in (one, cut, sliced)] == [0, hidden, hidden]
-    assert [counts("head F", shape)["head_forward_hidden"] for shape in (one, cut, sliced)] == [
-        hidden,
-        hidden,
-        hidden / 4,
-    ]
-    assert [counts("head B", shape)["head_backward_logit"] for shape in (one, cut, sliced)] == [
-        logits,
-        *[logits / 4] * 2,
-    ]
-    assert [counts("I", shape)["read_parameter"] for shape in (one, cut)] == [12 * 32**2, 3 * 32**2]
-    assert [costs.kept(one) / costs.kept(shape) for shape in (one, sliced)] == [1, 4]
-    assert costs.kept(one) / 4 < costs.kept(cut) < costs.kept(one)
+    assert [amounts.copied for amounts in every] == [0, hidden, hidden]
+    assert [amounts.head_hidden for amounts in every] == [hidden, hidden, hidden / 4]
+    assert [amounts.logits for amounts in every] == [logits, logits / 4, logits / 4]
+    assert [amounts.matrices for amounts in (one, split)] == [12 * 32**2, 3 * 32**2]
+    assert one.kept == 4 * sliced.kept and one.kept / 4 < split.kept < one.kept
 
 
 # ---- the subcommands -------------------------------------------------------------------------------------------------
@@ -98,19 +82,21 @@ def test_what_tensor_and_sequence_parallelism_cut():
 def test_machine_gives_constants_pieces_and_messages(ranks):
     rows = bench(ranks, "machine", *SMALL.split())
     constants = {row["name"]: row["value"] for row in rows if row["row"] == "constant"}
-    links = {"message_alpha", "message_beta"} if ranks > 1 else set()  # nobody to talk to
+    links = {"message_alpha", "message_beta"} if ranks > 1 else set()  # no other rank
     assert set(constants) == {field.name for field in fields(Costs)} | links
     assert constants["flops_per_second"] > 0 and min(constants.values()) >= 0
-    found = [row for row in rows if row["row"] == "piece"]
+    pieces = [row for row in rows if row["row"] == "piece"]
     shapes = machine.shapes(32, 8, 16)
-    assert len(found) == len(shapes) * (len(costs.PIECES) + 2)  # B and "B more" are predicted as sums
-    assert {row["fitted"] for row in found} == {True, False}
-    for row in found:
+    assert len(pieces) == len(shapes) * (len(PIECES) + len(SUMS))
+    assert {row["fitted"] for row in pieces} == {True, False}
+    for row in pieces:
         assert row["seconds"] > 0 and row["ratio"] == pytest.approx(row["predicted"] / row["seconds"])
-    assert [row["bytes"] for row in rows if row["row"] == "message"] == (list(messages.SIZES) if ranks > 1 else [])
+    assert [row["bytes"] for row in rows if row["row"] == "message"] == (
+        list(machine.MESSAGE_BYTES) if ranks > 1 else []
+    )
 
 
-def test_layouts_gives_time_and_memory_of_each_layout_that_the_ranks_are_enough_for():
+def test_layouts_gives_time_and_memory_of_each_layout():
     flags = "layouts --layers 8 --hidden 16 --heads 4 --seq-len 8 --vocab-size 16 --global-batch 32 --repeat 2"
     rows = bench(4, *flags.split())
     assert len(rows) == len(layouts.configs(ModelConfig(8, 16, 4, 8, 16), 32, 4)) > 15
@@ -134,15 +120,15 @@ def test_layouts_prices_messages_with_the_network():
     assert all((row["seconds"] > 1) == (row["ranks"] > 1) for row in rows)
 
 
-def test_there_are_at_least_20_layouts_that_use_every_kind_of_parallelism():
-    found = layouts.configs(ModelConfig(8, 256, 8, 64, 256), 32, 8)
-    assert 20 <= len(found) == len(set(found))
-    assert {layouts.ranks_of(config) for config in found} == {1, 2, 4, 8}
-    assert {config.mesh.zero_stage for config in found} == {0, 1, 2, 3}
-    assert {config.data.global_batch for config in found} == {32}
+def test_the_layouts_use_every_kind_of_parallelism():
+    resolved = layouts.configs(ModelConfig(8, 256, 8, 64, 256), 32, 8)
+    assert 20 <= len(resolved) == len(set(resolved))
+    assert {layouts.layout_of(config).gpus for config in resolved} == {1, 2, 4, 8}
+    assert {config.mesh.zero_stage for config in resolved} == {0, 1, 2, 3}
+    assert {config.data.global_batch for config in resolved} == {32}
     for axis in ("dp", "tp", "pp"):
-        assert {getattr(config.mesh, axis) for config in found} == {1, 2, 4, 8}
-    schedules = {config.mesh.schedule for config in found if config.mesh.pp > 1}
+        assert {getattr(config.mesh, axis) for config in resolved} == {1, 2, 4, 8}
+    schedules = {config.mesh.schedule for config in resolved if config.mesh.pp > 1}
     assert {"naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1"} <= schedules
 
 

@@ -1,4 +1,4 @@
-"""`bench modelled`: any layout on a modelled cluster, beside what the planner says; mistakes are one line."""
+"""`bench modelled`: any layout on a modelled cluster, next to the prediction; mistakes are one line."""
 
 import json
 
@@ -8,9 +8,9 @@ from launcher import run_mpi
 FLAGS = "--dp 4 --tp 2 --pp 2 --layers 4 --hidden 32 --heads 4 --seq-len 8 --global-batch 16 --microbatches 4".split()
 
 
-def test_a_row_says_what_the_clock_and_the_planner_say():
-    asked = ["-m", "minipar.bench", "modelled", "--gpus-per-node", "4", "--flops", "1e9", "--json", "-", "--", *FLAGS]
-    result = run_mpi(1, asked)
+def test_a_row_has_the_clocks_time_and_the_planners():
+    command = ["-m", "minipar.bench", "modelled", "--gpus-per-node", "4", "--flops", "1e9", "--json", "-", "--", *FLAGS]
+    result = run_mpi(1, command)
     assert result.returncode == 0, result.stderr
     (row,) = json.loads(result.stdout)
     assert (row["ranks"], row["hosts"], row["dp"], row["tp"], row["pp"]) == (16, 4, 4, 2, 2)
@@ -33,6 +33,6 @@ def test_a_row_says_what_the_clock_and_the_planner_say():
         (1, "", "--dp 3", "global-batch 32 is not divisible by dp*microbatches = 3*1 = 3"),
     ],
 )
-def test_mistakes(ranks, own, flags, words):
+def test_mistakes_are_one_line_and_exit_code_2(ranks, own, flags, words):
     result = run_mpi(ranks, ["-m", "minipar.bench", "modelled", *own.split(), "--", *flags.split()])
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and words in result.stderr

@@ -8,7 +8,7 @@ from chapters import figures_pipeline
 from chapters.figures_pipeline import explore_schedules, measured_timeline
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Action, Durations, make, simulate
-from minipar.parallel.pipeline.measure import measured_durations, predicted_timeline
+from minipar.parallel.pipeline.simulate import measured_durations, predicted_timeline
 from visualize import parse_trace
 
 

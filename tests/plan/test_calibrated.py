@@ -10,32 +10,30 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
+from planning import layout
 
-from minipar.bench.costs import Costs
-from minipar.bench.layouts import LAYOUTS, RECORDED, configs
-from minipar.bench.pieces import Shape
-from minipar.bench.pipeline import random_tokens
-from minipar.bench.planned import (
+from minipar.bench.costs import Costs, Machine, Shape, load_machine
+from minipar.bench.layouts import (
+    LAYOUTS,
+    RECORDED,
     Agreement,
-    Machine,
     agreement,
+    configs,
+    framework_of,
     layout_of,
-    load_machine,
     predict,
-    program_of,
-    ranks_of,
     shape_of,
-)
+)  # fmt: skip
+from minipar.bench.pipeline import random_tokens
 from minipar.comm import DeviceMesh, Network, run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.plan.layout import Layout
-from minipar.plan.memory import memory
 from minipar.plan.model import ModelShape
+from minipar.plan.rank_bytes import memory
 from minipar.train.config import ModelConfig
 from minipar.train.trainer import Trainer
 
-FOUND = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
+RECORD = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())
 
 
 def machine_of(constants):
@@ -44,31 +42,31 @@ def machine_of(constants):
 
 
 def predicted_rows(machine):
-    model = dict(FOUND["model"])
-    asked = configs(ModelConfig(**{k: v for k, v in model.items() if k != "global_batch"}), model["global_batch"], 8)
+    model = dict(RECORD["model"])
+    resolved = configs(ModelConfig(**{k: v for k, v in model.items() if k != "global_batch"}), model["global_batch"], 8)
     rows = []
-    for row, config in zip(FOUND["layouts"], asked, strict=True):
+    for row, config in zip(RECORD["layouts"], resolved, strict=True):
         time, held = predict(config, machine, model["seq_len"])
         rows.append(row | {"predicted_seconds": time.total, "predicted_bytes": held.total})
     return rows
 
 
-def test_the_record_is_of_the_layouts_that_the_bench_has():
-    assert tuple(row["flags"] for row in FOUND["layouts"]) == LAYOUTS and len(LAYOUTS) >= 20
+def test_the_record_is_of_the_benchs_layouts():
+    assert tuple(row["flags"] for row in RECORD["layouts"]) == LAYOUTS and len(LAYOUTS) >= 20
 
 
-def test_step_times_within_20_percent_median_10_and_in_the_same_order():
-    found = agreement(predicted_rows(machine_of(FOUND["constants"])))
-    assert found.largest < 0.20 and found.median < 0.10 and found.spearman >= 0.9
-    assert found.memory_largest < 0.10
+def test_step_times_agree_within_20_percent_and_in_order():
+    result = agreement(predicted_rows(machine_of(RECORD["constants"])))
+    assert result.largest < 0.20 and result.median < 0.10 and result.spearman >= 0.9
+    assert result.memory_largest < 0.10
 
 
 @pytest.mark.parametrize("wrong", ["flops_per_second", "forward_byte", "message_beta"])
-def test_with_a_constant_that_is_wrong_by_a_factor_of_four_they_are_not(wrong):
-    """So the claim above can fail."""
-    constants = FOUND["constants"] | {wrong: FOUND["constants"][wrong] * (0.25 if wrong[:5] == "flops" else 4)}
-    found = agreement(predicted_rows(machine_of(constants)))
-    assert found.largest > 0.20
+def test_with_a_constant_wrong_by_four_they_disagree(wrong):
+    """The claim above can fail."""
+    constants = RECORD["constants"] | {wrong: RECORD["constants"][wrong] * (0.25 if wrong[:5] == "flops" else 4)}
+    result = agreement(predicted_rows(machine_of(constants)))
+    assert result.largest > 0.20
 
 
 def test_agreement_of_four_rows():
@@ -76,51 +74,52 @@ def test_agreement_of_four_rows():
         {"seconds": s, "predicted_seconds": p, "peak_bytes": 100, "predicted_bytes": b}
         for s, p, b in ((1.0, 1.1, 100), (2.0, 2.0, 95), (3.0, 2.4, 100), (4.0, 2.2, 103))
     ]
-    found = agreement(rows)
+    result = agreement(rows)
     expected = Agreement(median=0.15, largest=0.45, spearman=0.8, memory_largest=0.05)
-    assert asdict(found) == pytest.approx(asdict(expected), rel=1e-6)
-    assert str(found) == "seconds predicted within 45.0%, median 15.0%, Spearman 0.800; memory within 5.0%"
+    assert asdict(result) == pytest.approx(asdict(expected), rel=1e-6)
+    assert str(result) == "seconds predicted within 45.0%, median 15.0%, Spearman 0.800; memory within 5.0%"
 
 
-def test_what_the_planner_is_told_of_computation_adds_up_to_the_pieces():
+def test_the_planners_computation_adds_up_to_the_pieces():
     costs = Costs(*(1e9 if field.name == "flops_per_second" else 1e-9 * i for i, field in enumerate(fields(Costs), 1)))
-    model, layout = ModelShape(5, 32, 4, 64, 8), Layout(2, 2, 2, 3, 4, sequence_parallel=True, recompute="full")
-    told = costs.compute(model, layout, 8, 1000.0)
+    model, sizes = ModelShape(5, 32, 4, 64, 8), {"dp": 2, "tp": 2, "pp": 2, "microbatch": 3, "microbatches": 4}
+    one = layout(**sizes, sequence_parallel=True, recompute="full")
+    compute = costs.compute(model, one, 8, 1000.0)
 
     def takes(piece):
         return costs.seconds(piece, Shape(32, 4, 8, 3, 2, True, 64), 1000.0)
 
-    assert (told.forward, told.backward_input, told.again) == (takes("F"), takes("I"), takes("F"))
-    assert costs.compute(model, replace(layout, recompute="none"), 8, 1000.0) == replace(told, again=0.0)
+    assert (compute.forward, compute.backward_input, compute.recompute) == (takes("F"), takes("I"), takes("F"))
+    assert costs.compute(model, replace(one, recompute="none"), 8, 1000.0) == replace(compute, recompute=0.0)
     # Four microbatches: from the second on gradients are added to.
-    assert 4 * told.backward_weight == pytest.approx(takes("W") + 3 * takes("W more"), rel=1e-12)
-    assert (told.head_forward, told.embedding_forward) == (takes("head F"), takes("embed F"))
-    assert told.head_backward_input + told.head_backward_weight == pytest.approx(takes("head B"), rel=1e-12)
-    assert told.head_backward_weight == 2 * 3 * 8 * 32 * 64 / 2 / 1e9
-    assert told.embedding_backward == takes("embed B")
+    assert 4 * compute.backward_weight == pytest.approx(takes("W") + 3 * takes("W more"), rel=1e-12)
+    assert (compute.head_forward, compute.embedding_forward) == (takes("head F"), takes("embed F"))
+    assert compute.head_backward_input + compute.head_backward_weight == pytest.approx(takes("head B"), rel=1e-12)
+    assert compute.head_backward_weight == 2 * 3 * 8 * 32 * 64 / 2 / 1e9
+    assert compute.embedding_backward == takes("embed B")
     tensors = 12 * 3 + 4  # of the fullest rank, three layers
     expected = (costs.norm_parameter + costs.update_parameter) * 1000 + (
         costs.norm_tensor + costs.update_tensor
     ) * tensors
-    assert told.update == pytest.approx(expected, rel=1e-12)
+    assert compute.update == pytest.approx(expected, rel=1e-12)
 
 
-def test_messages_take_what_the_network_says_and_nothing_where_it_is_free():
+def test_messages_take_the_networks_time_or_none_if_free():
     """On the `cpu` clock what is hidden costs nothing: of two replicas' gradients only the last bucket's waits."""
-    machine, asked = machine_of(FOUND["constants"]), configs(ModelConfig(8, 256, 8, 64, 256), 32, 8)
-    for config in asked:
+    machine, resolved = machine_of(RECORD["constants"]), configs(ModelConfig(8, 256, 8, 64, 256), 32, 8)
+    for config in resolved:
         time, _ = predict(config, replace(machine, network=Network(0.0, 0.0)), 64)
         assert [time.tp, time.pp, time.dp] == pytest.approx([0, 0, 0], abs=1e-12)
-    (two,) = [config for flags, config in zip(LAYOUTS, asked, strict=True) if flags == "--dp 2"]
+    (two,) = [config for flags, config in zip(LAYOUTS, resolved, strict=True) if flags == "--dp 2"]
     time, _ = predict(two, replace(machine, network=Network(0.0, 1e-10)), 64)
     ends = (256 + 64 + 2) * 256  # tokens, positions, the last norm
     assert time.dp == pytest.approx(2 * ends * 4 / 2 * 1e-10, rel=1e-6)
 
 
 @pytest.mark.parametrize("which", range(len(LAYOUTS)), ids=[flags or "one device" for flags in LAYOUTS])
-def test_memory_of_the_fullest_rank_within_10_percent_of_the_ledger(which):
-    asked = configs(ModelConfig(8, 64, 8, 32, 64), 32, 8)
-    config = asked[which]
+def test_memory_is_within_10_percent_of_the_ledger(which):
+    resolved = configs(ModelConfig(8, 64, 8, 32, 64), 32, 8)
+    config = resolved[which]
 
     def peak(comm):
         ledger = MemoryLedger()
@@ -130,8 +129,8 @@ def test_memory_of_the_fullest_rank_within_10_percent_of_the_ledger(which):
                 trainer.step(step)
         return ledger.peak
 
-    predicted = memory(shape_of(config), layout_of(config), 32, program_of(config)).total
-    assert predicted == pytest.approx(max(run_local(ranks_of(config), peak)), rel=0.10)
+    predicted = memory(shape_of(config), layout_of(config), 32, framework_of(config)).total
+    assert predicted == pytest.approx(max(run_local(layout_of(config).gpus, peak)), rel=0.10)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ def test_a_file_that_is_no_machine(tmp_path, text, words):
 
 
 def test_a_machine_is_read_as_the_bench_writes_it(tmp_path):
-    rows = [{"row": "constant", "name": name, "value": value} for name, value in FOUND["constants"].items()]
+    rows = [{"row": "constant", "name": name, "value": value} for name, value in RECORD["constants"].items()]
     path = tmp_path / "machine.json"
     path.write_text(json.dumps([*rows, {"row": "piece", "name": "F"}]))
-    assert load_machine(str(path)) == machine_of(FOUND["constants"])
+    assert load_machine(str(path)) == machine_of(RECORD["constants"])
     assert replace(load_machine(str(path)), network=Network()).network == Network(0.0, 0.0)

@@ -1,6 +1,7 @@
-"""Claims about what a model is to a planner: parameters and operations, against published figures and our own GPT."""
+"""A model's parameters and operations: against published figures and our own GPT. Files that describe no model."""
 
 import json
+import os
 
 import pytest
 
@@ -10,28 +11,17 @@ from minipar.plan.model import MODELS, ModelShape, find_model, utilization
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1: parameters as printed (billions).
 TABLE_1 = {
-    "megatron-1.7b": 1.7,
-    "megatron-3.6b": 3.6,
-    "megatron-7.5b": 7.5,
-    "megatron-18b": 18.4,
-    "megatron-39b": 39.1,
-    "megatron-76b": 76.1,
-    "megatron-145b": 145.6,
-    "megatron-310b": 310.1,
-    "megatron-530b": 529.6,
+    "megatron-1.7b": 1.7, "megatron-3.6b": 3.6, "megatron-7.5b": 7.5, "megatron-18b": 18.4, "megatron-39b": 39.1,
+    "megatron-76b": 76.1, "megatron-145b": 145.6, "megatron-310b": 310.1, "megatron-530b": 529.6,
     "megatron-1t": 1008.0,
-}
-
-
-@pytest.mark.parametrize("name", TABLE_1)
-def test_megatrons_parameter_counts_to_the_printed_digit(name):
-    assert round(find_model(name).parameters / 1e9, 1) == TABLE_1[name]
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE_1)
 @pytest.mark.parametrize("length", [1024, 2048])
-def test_megatrons_formulas(name, length):
+def test_megatrons_printed_sizes_and_formulas(name, length):
     model = find_model(name)
+    assert round(model.parameters / 1e9, 1) == TABLE_1[name]
     h, layers, v, s = model.hidden, model.layers, model.vocab_size, length
     # Its P leaves the last LayerNorm out: 2h.
     formula = 12 * layers * h**2 * (1 + 13 / (12 * h) + (v + model.positions) / (12 * layers * h))
@@ -44,13 +34,11 @@ def test_megatrons_formulas(name, length):
     assert model.hardware_flops(s, "selective") - model.model_flops(s) == 4 * layers * s**2 * h
 
 
-@pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "vocab", "positions"), [(2, 64, 4, 256, 32), (3, 48, 3, 131, 17)]
-)
-def test_the_count_is_that_of_our_own_gpt(layers, hidden, heads, vocab, positions):
-    config = GPTConfig(vocab, positions, hidden, layers, heads)
-    counted = sum(p.size for _, p in GPT(config).named_parameters())
-    assert ModelShape(layers, hidden, heads, vocab, positions).parameters == counted
+@pytest.mark.parametrize("sizes", [(2, 64, 4, 256, 32), (3, 48, 3, 131, 17)])
+def test_parameters_are_those_of_our_own_gpt(sizes):
+    layers, hidden, heads, vocab, positions = sizes
+    gpt = GPT(GPTConfig(vocab, positions, hidden, layers, heads))
+    assert ModelShape(layers, hidden, heads, vocab, positions).parameters == sum(p.size for p in gpt.parameters())
 
 
 @pytest.mark.parametrize(
@@ -61,10 +49,10 @@ def test_the_count_is_that_of_our_own_gpt(layers, hidden, heads, vocab, position
         ("llama-7b", 6_738_415_616),
         ("llama-2-70b", 68_976_648_192),
         ("llama-3-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
+        ("LLaMA-3-70B", 70_553_706_496),
     ],
 )
-def test_published_counts(name, parameters):
+def test_parameters_are_those_of_the_model_cards(name, parameters):
     assert find_model(name).parameters == parameters
 
 
@@ -72,29 +60,74 @@ def test_published_counts(name, parameters):
     ("name", "gpus", "batch", "seconds", "percent"),
     [("megatron-22b", 8, 4, 1.10, 41.5), ("gpt3-175b", 64, 64, 13.75, 51.4), ("megatron-1t", 512, 512, 71.49, 56.3)],
 )
-def test_korthikantis_utilization_within_three_tenths_of_a_point(name, gpus, batch, seconds, percent):
+def test_korthikantis_utilization_to_three_tenths_of_a_point(name, gpus, batch, seconds, percent):
     flops = batch * find_model(name).model_flops(2048)
     assert abs(100 * utilization(flops, seconds, gpus, 312e12) - percent) < 0.3
 
 
-def test_a_directory_says_what_its_model_is(tmp_path):
-    def described(**config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return find_model(str(tmp_path))
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "vocab_size": 128256, "num_key_value_heads": 8, "intermediate_size": 14336,
+}  # fmt: skip
 
-    sizes = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
-    assert described(model_type="gpt2", **sizes) == MODELS["gpt2"]
-    llama = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128256}
-    llama |= {"num_key_value_heads": 8, "intermediate_size": 14336}
-    assert described(model_type="llama", **llama) == MODELS["llama-3-8b"]
-    tied = described(model_type="llama", **llama, tie_word_embeddings=True)
+
+def described(directory, text):
+    (directory / "config.json").write_text(text)
+    return find_model(str(directory))
+
+
+def test_a_config_json_describes_a_model(tmp_path):
+    assert described(tmp_path, json.dumps(GPT2)) == described(tmp_path, json.dumps(GPT2 | {"n_inner": None}))
+    assert described(tmp_path, json.dumps(GPT2)) == MODELS["gpt2"]
+    assert described(tmp_path, json.dumps(LLAMA)) == MODELS["llama-3-8b"]
+    tied = described(tmp_path, json.dumps(LLAMA | {"tie_word_embeddings": True}))
     assert MODELS["llama-3-8b"].parameters - tied.parameters == 128256 * 4096
-    for wrong in ({"model_type": "bert"}, {"model_type": "gpt2"}, {**sizes, "model_type": "gpt2", "n_head": 7}, {}):
-        with pytest.raises(UsageError):
-            described(**wrong)
 
 
-@pytest.mark.parametrize("sizes", [(0, 8, 2, 9), (1, 8, 3, 9), (1, 8, 2, 0)])
-def test_a_shape_that_cannot_be_is_refused(sizes):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (json.dumps({"model_type": "bert"}), "expected gpt2 or llama"),
+        (json.dumps({}), "expected gpt2 or llama"),
+        (json.dumps({"model_type": "gpt2"}), "n_layer = None"),
+        (json.dumps(GPT2 | {"n_head": 7}), "hidden 768 is not divisible by heads 7"),
+        (json.dumps(GPT2 | {"n_layer": 1.5}), "n_layer = 1.5, expected a whole number from 1 to 4096"),
+        (json.dumps(GPT2 | {"n_layer": True}), "n_layer = True"),
+        (json.dumps(GPT2 | {"n_layer": 10**6}), "n_layer = 1000000, expected a whole number from 1 to 4096"),
+        (json.dumps(GPT2 | {"n_inner": {}}), "n_inner = {}"),
+        (json.dumps(GPT2 | {"vocab_size": float("nan")}), "vocab_size = nan"),
+        (json.dumps(GPT2 | {"n_embd": 10**400}), "n_embd = 1000"),
+        (json.dumps(LLAMA | {"num_key_value_heads": 0}), "num_key_value_heads = 0"),
+        (json.dumps(LLAMA | {"intermediate_size": "14336"}), "intermediate_size = '14336'"),
+        ('{"n_layer": 1' + 5000 * "0" + "}", "is not JSON"),
+        (100_000 * "[", "is not JSON"),
+        (2**21 * " ", "is not JSON"),
+        ("[]", "expected a JSON object, found list"),
+    ],
+)
+def test_a_file_that_describes_no_model_is_refused(tmp_path, text, words):
+    with pytest.raises(UsageError) as caught:
+        described(tmp_path, text)
+    assert words in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_pipe_and_a_device_are_refused_unread(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        find_model(str(tmp_path))
+
+
+def test_an_unknown_name_gets_the_nearest_one():
+    with pytest.raises(UsageError, match=r"--model llama2-70b: .*; did you mean llama-2-70b\?"):
+        find_model("llama2-70b")
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 2, 9), (1, 8, 3, 9), (1, 8, 2, 0), (1, 8, 2, 9, -1), (1, 8, 4, 9, 0, 3)])
+def test_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(UsageError):
         ModelShape(*sizes)

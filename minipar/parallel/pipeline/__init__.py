@@ -1,5 +1,7 @@
-"""Pipelines: schedules as data, checked, simulated, executed. Read actions.py, schedules.py, simulate.py, check.py,
-lower.py, then stage.py, split.py and executor.py, and measure.py; asynchronous.py stands by itself.
+"""Pipeline parallelism: schedules that are built as data, checked, simulated and executed.
+
+Reading order: actions.py, schedules.py, simulate.py, lower.py, check.py, then stage.py, executor.py and split.py, which
+run a GPT, and module.py, which runs the user's own stages. asynchronous.py can be read on its own.
 """
 
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action

@@ -1,8 +1,14 @@
-"""A schedule is data: for each rank a list of actions, written as PyTorch writes them.
+"""A schedule as data: for each rank a list of actions, written as PyTorch writes them.
 
-`2F0` is the forward of microbatch 0 through stage 2. Kinds: F forward; B the whole backward, or its two halves I (the
-gradient of the input) and W (of the weights); and the messages SEND_F, RECV_F (activations) and SEND_B, RECV_B (their
-gradients), which `lower.lower` adds where a list has none.
+`2F0` is the forward of microbatch 0 through stage 2. The kinds are
+
+    F                 the forward
+    B                 the whole backward
+    I, W              the two halves of B: the gradient of the stage's input, and those of its weights
+    SEND_F, RECV_F    the message with an activation
+    SEND_B, RECV_B    the message with an activation's gradient
+
+`lower.lower` adds the messages to a schedule that has none.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ _ACTION = re.compile(r"(\d{1,9})([A-Z_]+)(\d{1,9})")
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One thing that a rank does for one microbatch. For a message, `stage` is the stage that sends or receives."""
+    """One thing that a rank does for one microbatch. `stage` of a message is the stage that sends or receives."""
 
     stage: int
     kind: str
@@ -36,7 +42,7 @@ class Action:
 
 
 def parse_action(text: str, where: str = "") -> Action:
-    """ "2F0" -> Action(2, "F", 0); UsageError, beginning with `where`, for anything else."""
+    """Parse "2F0" into Action(2, "F", 0). UsageError, whose message begins with `where`, for anything else."""
     match = _ACTION.fullmatch(text.strip())
     if match is None or match[2] not in COMPUTE + MESSAGES:
         kinds = ", ".join(COMPUTE + MESSAGES)
@@ -48,7 +54,7 @@ def parse_action(text: str, where: str = "") -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ranks[r]` is what rank r does, in order. Which stage is where, and how many there are, follow from the lists."""
+    """A list of actions for each rank, in order; the number of stages and the rank of each follow from the lists."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -58,16 +64,16 @@ class Schedule:
         return Schedule(name, tuple(tuple(actions) for actions in lists))
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action), rank by rank."""
+        """Yield (rank, action), rank by rank."""
         for rank, actions in enumerate(self.ranks):
             for action in actions:
                 yield rank, action
 
     @cached_property
     def home(self) -> dict[int, int]:
-        """The rank that holds each stage: that computes it."""
-        anywhere = {action.stage: rank for rank, action in self}
-        return anywhere | {action.stage: rank for rank, action in self if action.computes}
+        """The rank that computes each stage."""
+        named = {action.stage: rank for rank, action in self}  # the checker may see a stage that no rank computes
+        return named | {action.stage: rank for rank, action in self if action.computes}
 
     @cached_property
     def stages(self) -> int:
@@ -79,30 +85,23 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed on their own."""
+        """True if a backward is computed in halves, I and W."""
         return any(action.kind == "W" for _, action in self)
 
     def needs(self, action: Action) -> list[Action]:
-        """The computations whose results this one uses: on its own rank, or on the rank of the stage beside."""
+        """Return the computations whose results this one uses, on its own rank or on that of a neighbouring stage."""
         stage, kind, m = action.stage, action.kind, action.microbatch
         if kind == "F":
             return [Action(stage - 1, "F", m)] if stage > 0 else []
         if kind == "W":
             return [Action(stage, "I", m)]
-        found = [Action(stage, "F", m)]
+        needs = [Action(stage, "F", m)]
         if stage < self.stages - 1:
-            found.append(Action(stage + 1, self._backward[stage + 1, m], m))
-        return found
+            # If the next stage has neither B nor I, the checker says that its B is missing.
+            needs.append(Action(stage + 1, self._backward_kinds.get((stage + 1, m), "B"), m))
+        return needs
 
     @cached_property
-    def _backward(self) -> dict[tuple[int, int], str]:
-        """B or I: which of the two brings the gradient of a stage's input."""
-        kinds = {(a.stage, a.microbatch): a.kind for _, a in self if a.kind in ("B", "I")}
-        return _Default(kinds)
-
-
-class _Default(dict[tuple[int, int], str]):
-    """B for what is missing: the checker then names the action that is not there."""
-
-    def __missing__(self, key: tuple[int, int]) -> str:
-        return "B"
+    def _backward_kinds(self) -> dict[tuple[int, int], str]:
+        """The action, B or I, that computes the gradient of each stage's input, by (stage, microbatch)."""
+        return {(a.stage, a.microbatch): a.kind for _, a in self if a.kind in ("B", "I")}

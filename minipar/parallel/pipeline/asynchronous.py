@@ -1,8 +1,8 @@
 """PipeDream and PipeDream-2BW: pipelines that never drain, at the price of gradients of older weights.
 
-A synchronous pipeline empties at every optimizer step. These do not: microbatch after microbatch enters, in 1F1B's
-order, and each stage updates its weights when it may. A microbatch's forward and backward on one stage must see the
-same weights, so older versions are kept ("stashed"). Version v of a stage is what v updates have made of it:
+A synchronous pipeline empties at every optimizer step. These two do not: microbatches enter one after another, in the
+order of 1F1B, and each stage updates its weights by itself. A microbatch's forward and backward on one stage must see
+the same weights, so a stage keeps older versions of its weights ("stashes" them). Version v is the result of v updates.
 
     pipedream       an update after every backward; on stage s of p microbatch k sees version max(0, k - (p-1-s)), and
                     up to p - s versions are kept (Narayanan et al. 2019, section 3.3)
@@ -10,7 +10,7 @@ same weights, so older versions are kept ("stashed"). Version v of a stage is wh
                     every stage: W(t+1) = W(t) - lr * grad f(W(t-1)), two versions (arXiv 2006.09503, section 3.1)
 
 Neither equals synchronous training. Each equals, bit for bit, one device that computes every microbatch with the same
-old weights: `stale_reference`. Stages own their weights, so here the head has an embedding of its own (`untie`).
+old weights (`stale_reference`). Stages own their weights, so the head has an embedding of its own (`untie`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, Parameter
+from minipar.nn.gpt import GPT
+from minipar.nn.module import Parameter
+from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.schedules import one_f_one_b
@@ -38,7 +40,7 @@ MakeOptimizer = Callable[[list[Parameter]], AdamW]
 
 @dataclass(frozen=True)
 class Staleness:
-    """Which weights a microbatch sees, and when they are updated. group: microbatches per update (1: pipedream)."""
+    """The rule for the weights of each microbatch. `group` is the number of microbatches per update (1: pipedream)."""
 
     stages: int
     group: int = 1
@@ -47,7 +49,7 @@ class Staleness:
         if 1 < self.group < self.stages - 1:
             raise UsageError(
                 f"pipedream-2bw with groups of {self.group} microbatches on {self.stages} stages: the version before "
-                f"the last is not there in time; it needs groups of at least stages-1 = {self.stages - 1}"
+                f"the last is not complete in time; it needs groups of at least stages-1 = {self.stages - 1}"
             )
 
     @property
@@ -55,18 +57,18 @@ class Staleness:
         return "pipedream" if self.group == 1 else "pipedream-2bw"
 
     def version(self, stage: int, microbatch: int) -> int:
-        """The version of the stage's weights that the microbatch's forward and backward use."""
+        """Return the version of the stage's weights that the microbatch's forward and backward use."""
         if self.group > 1:
             return max(0, microbatch // self.group - 1)
         return max(0, microbatch - (self.stages - 1 - stage))
 
     def updates(self, microbatch: int) -> bool:
-        """Whether the weights are updated after this microbatch's backward."""
+        """Return True if the weights are updated after this microbatch's backward."""
         return (microbatch + 1) % self.group == 0
 
 
 class StashedWeights:
-    """The versions of one stage's weights that microbatches under way still need; `peak` is the most there were."""
+    """The versions of one stage's weights that microbatches still need; `peak` is the largest number of them."""
 
     def __init__(self, parameters: list[Parameter], make_optimizer: MakeOptimizer) -> None:
         self.parameters = parameters
@@ -75,16 +77,16 @@ class StashedWeights:
         self.latest, self.peak = 0, 1
 
     def use(self, version: int) -> None:
-        """The parameters' numbers are this version's from now on. (A node asks for them when backward needs them.)"""
-        for p, numbers in zip(self.parameters, self.versions[version], strict=True):
-            p.data = numbers
+        """Give the parameters the values of this version. Backward reads a parameter's values when it needs them."""
+        for p, values in zip(self.parameters, self.versions[version], strict=True):
+            p.data = values
 
     def update(self, oldest_needed: int) -> None:
-        """One optimizer step on the latest version makes the next; versions before `oldest_needed` are dropped."""
+        """Make the next version by one optimizer step on the latest, and drop versions before `oldest_needed`."""
         latest = self.versions[self.latest]
-        self.versions = {v: numbers for v, numbers in self.versions.items() if v >= oldest_needed}
-        for p, numbers in zip(self.parameters, latest, strict=True):
-            p.data = numbers.copy()
+        self.versions = {v: values for v, values in self.versions.items() if v >= oldest_needed}
+        for p, values in zip(self.parameters, latest, strict=True):
+            p.data = values.copy()
         self.optimizer.step()
         self.latest += 1
         self.versions[self.latest] = [p.data for p in self.parameters]
@@ -94,7 +96,7 @@ class StashedWeights:
 
 
 def untie(model: GPT) -> list[list[Parameter]]:
-    """Give the head an embedding of its own, with the same numbers. Returns the parameters of each part."""
+    """Give the head an embedding of its own with the same values, and return the parameters of each part."""
     weight = Parameter(model.wte.weight.data.copy())
     model.wte.weight.ties.clear()
     model.parts[-1].run = lambda x: model.project(model.ln_f(x), weight)
@@ -103,20 +105,21 @@ def untie(model: GPT) -> list[list[Parameter]]:
     return groups
 
 
-def _parameters_of_stages(model: GPT, stages: int, length: int) -> tuple[list[int], list[list[Parameter]]]:
+def _stage_parameters(model: GPT, stages: int, length: int) -> tuple[list[int], list[list[Parameter]]]:
+    """Cut the model into stages and return (number of parts, parameters) of each, as two lists."""
     counts = balanced_cuts(part_costs(model, length), stages)
-    groups, found, start = untie(model), [], 0
+    groups, parameters, start = untie(model), [], 0
     for count in counts:
-        found.append([p for group in groups[start : start + count] for p in group])
+        parameters.append([p for group in groups[start : start + count] for p in group])
         start += count
-    return counts, found
+    return counts, parameters
 
 
 class AsynchronousPipeline:
-    """Trains `model` on `microbatches` microbatches without draining; each rank of `comm` is a stage.
+    """A pipeline that trains `model` on `microbatches` microbatches without draining; each rank of `comm` is a stage.
 
-    After `run`, `weights.use(weights.latest)` has been called, `losses[m]` are the last stage's, and `weights.peak` is
-    the most versions that this rank has kept. On the wire: B T h elements per microbatch, cut and direction.
+    After `run` the parameters have their latest values, `losses` holds each microbatch's loss on the last stage, and
+    `weights.peak` is the most versions that this rank has kept. Sends B T h elements per microbatch, cut and direction.
     """
 
     def __init__(
@@ -129,18 +132,17 @@ class AsynchronousPipeline:
         make_optimizer: MakeOptimizer = AdamW,
     ) -> None:
         self.model, self.staleness, self.microbatches = model, staleness, microbatches
-        counts, parameters = _parameters_of_stages(model, comm.size, shape[1])
+        counts, parameters = _stage_parameters(model, comm.size, shape[1])
         self.weights = StashedWeights(parameters[comm.rank], make_optimizer)
         self.stage = comm.rank
-        order = one_f_one_b(comm.size, microbatches).ranks
+        schedule = Schedule(staleness.name, one_f_one_b(comm.size, microbatches).ranks)
         stages = {comm.rank: PipelineStage(cut(model, counts)[comm.rank])}
-        self.executor = PipelineExecutor(
-            Schedule(staleness.name, order), comm, stages, (*shape, model.config.n_embd), model.wte.weight.dtype
-        )
+        activation = (*shape, model.config.n_embd)
+        self.executor = PipelineExecutor(schedule, comm, stages, activation, model.wte.weight.dtype)
         self.losses = np.zeros(microbatches)
 
     def run(self, batch: Batch) -> None:
-        """All microbatches; the loss of each is a mean over its tokens, divided by the microbatches of an update."""
+        """Train on all microbatches. Each loss is a mean over tokens, and its gradient is divided by `group`."""
 
         def loss(m: int, logits: Tensor) -> Tensor:
             value = self.model.criterion(logits, from_host(batch(m)[1]))
@@ -171,24 +173,24 @@ def stale_reference(
     batch: Batch,
     make_optimizer: MakeOptimizer = AdamW,
 ) -> list[float]:
-    """One device that trains on the same old weights; returns the losses, and leaves the latest weights in the model.
+    """Train on one device with the same old weights; return the losses and leave the latest weights in the model.
 
-    Before each microbatch every stage's parameters become the version that the pipeline would use; the updates are made
-    to the latest.
+    Before each microbatch every stage's parameters get the version that the pipeline uses. Updates start from the
+    latest version.
     """
-    _, parameters = _parameters_of_stages(model, staleness.stages, length)
-    weights = [StashedWeights(each, make_optimizer) for each in parameters]
+    _, parameters = _stage_parameters(model, staleness.stages, length)
+    stages = [StashedWeights(group, make_optimizer) for group in parameters]
     losses = []
     for m in range(microbatches):
-        for stage, each in enumerate(weights):
-            each.use(staleness.version(stage, m))
+        for s, weights in enumerate(stages):
+            weights.use(staleness.version(s, m))
         inputs, targets = batch(m)
         loss = model.loss_sum(from_host(inputs), from_host(targets))
         loss.backward(xp.full_like(loss.data, 1 / (targets.size * staleness.group)))
         losses.append(loss.item() / targets.size)
         if staleness.updates(m):
-            for stage, each in enumerate(weights):
-                each.update(oldest_needed=staleness.version(stage, m + 1))
-    for each in weights:
-        each.use(each.latest)
+            for s, weights in enumerate(stages):
+                weights.update(oldest_needed=staleness.version(s, m + 1))
+    for weights in stages:
+        weights.use(weights.latest)
     return losses

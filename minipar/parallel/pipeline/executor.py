@@ -1,7 +1,7 @@
-"""The executor: one rank's actions, done.
+"""The executor of one rank's list of actions.
 
-Receives are posted when the list comes to them and waited for when the result is used; sends are never waited for
-before the end. So ranks cannot block each other, whatever the order of the messages.
+A receive is posted when the list comes to it and waited for when its result is used. Sends are waited for at the end of
+the step. Ranks therefore cannot block each other, whatever the order of the messages.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
-from minipar.comm import Communicator, Message
-from minipar.comm.work import USER_TAGS
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import USER_TAGS, Message
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.lower import lower
 from minipar.parallel.pipeline.stage import PipelineStage
 
-FIRST_TAG = 2  # those before are for the tied embedding (split.py)
-Key = tuple[int, str, int]  # stage, way (F or B), microbatch
+FIRST_TAG = 2  # the tags below are those of the tied embedding (split.py)
+Key = tuple[int, str, int]  # stage, direction (F or B), microbatch
 
 
 class PipelineExecutor:
-    """Runs a schedule on the ranks of `comm`; `stages` are this rank's.
+    """The runner of a schedule on the ranks of `comm`; `stages` are this rank's.
 
-    `shape` and `dtype` are those of the activations between stages: B T h elements per microbatch travel forward over
+    `shape` and `dtype` are those of the activations between stages. Each microbatch sends B T h elements forward over
     each cut between ranks, and as many backward. `peak_alive` is the most activations, of one stage and microbatch
     each, that this rank has held.
     """
@@ -48,8 +48,8 @@ class PipelineExecutor:
         self.actions = lower(schedule).ranks[comm.rank]
         self.shape, self.dtype = shape, dtype
         self.peak_alive = 0
-        self._arrived: dict[Key, Array | Message] = {}  # by stage that takes it, way, microbatch
-        self._leaving: dict[Key, Array] = {}  # by stage that made it
+        self._arrived: dict[Key, Array | Message] = {}  # results that a stage of this rank uses next
+        self._leaving: dict[Key, Array] = {}  # results of a stage of this rank that are not sent yet
         self._sent: list[Message] = []
 
     def run(
@@ -59,10 +59,10 @@ class PipelineExecutor:
         loss_gradient: Callable[[int], Array],
         around: Callable[[Action], AbstractContextManager[None]],
     ) -> None:
-        """One step: every action of this rank's list, each inside `around(action)`.
+        """Run one step: every action of this rank's list, each computation inside `around(action)`.
 
-        tokens(m): what goes into the first stage; loss(m, logits): what comes out of the last; loss_gradient(m): what
-        its backward begins with.
+        tokens(m) returns the first stage's input, loss(m, logits) the loss of the last stage's output, and
+        loss_gradient(m) the gradient with which its backward begins.
         """
         for action in self.actions:
             if action.computes:
@@ -82,52 +82,55 @@ class PipelineExecutor:
         loss_gradient: Callable[[int], Array],
         around: Callable[[Action], AbstractContextManager[None]],
     ) -> None:
-        stage, m = action.stage, action.microbatch
-        last = stage == self.schedule.stages - 1
+        s, m = action.stage, action.microbatch
+        stage, is_last = self.stages[s], s == self.schedule.stages - 1
         if action.kind == "F":
-            x = tokens(m) if stage == 0 else Tensor(self._take(stage, "F", m), requires_grad=True)
+            x = tokens(m) if s == 0 else Tensor(self._take(s, "F", m), requires_grad=True)
             with around(action):
-                y = self.stages[stage].forward(m, x, (lambda logits: loss(m, logits)) if last else None)
-            if not last:
-                self._give(stage, stage + 1, "F", m, y)
+                y = stage.forward(m, x, (lambda logits: loss(m, logits)) if is_last else None)
+            if not is_last:
+                self._give(s, s + 1, "F", m, y)
         elif action.kind == "W":
             with around(action):
-                self.stages[stage].backward_weight(m)
+                stage.backward_weight(m)
         else:
-            gradient = loss_gradient(m) if last else self._take(stage, "B", m)
+            gradient = loss_gradient(m) if is_last else self._take(s, "B", m)
             with around(action):
-                back = self.stages[stage].backward if action.kind == "B" else self.stages[stage].backward_input
-                dx = back(m, gradient)
-            if stage > 0:
-                self._give(stage, stage - 1, "B", m, dx)
+                dx = stage.backward(m, gradient) if action.kind == "B" else stage.backward_input(m, gradient)
+            if s > 0:
+                self._give(s, s - 1, "B", m, dx)
 
-    def _take(self, stage: int, way: str, m: int) -> Array:
-        arrived = self._arrived.pop((stage, way, m))
+    def _take(self, stage: int, direction: str, m: int) -> Array:
+        """Return the result that `stage` uses, once it has arrived."""
+        arrived = self._arrived.pop((stage, direction, m))
         return arrived.wait() if isinstance(arrived, Message) else arrived
 
-    def _give(self, stage: int, other: int, way: str, m: int, result: Array) -> None:
-        if self.schedule.home[other] == self.comm.rank:
-            self._arrived[other, way, m] = result
+    def _give(self, stage: int, user: int, direction: str, m: int, result: Array) -> None:
+        """Keep a result of `stage` for the stage that uses it, or for the send to its rank."""
+        if self.schedule.home[user] == self.comm.rank:
+            self._arrived[user, direction, m] = result
         else:
-            self._leaving[stage, way, m] = result
+            self._leaving[stage, direction, m] = result
 
     def _message(self, action: Action) -> None:
-        verb, way = action.kind.split("_")
-        other = action.stage + (1 if (verb == "SEND") == (way == "F") else -1)
-        peer = self.schedule.home[other]
-        # One tag for each message of a step: the receiving stage, the way, the microbatch.
-        taker = action.stage if verb == "RECV" else other
-        tag = FIRST_TAG + (taker * 2 + (way == "B")) * self.schedule.microbatches + action.microbatch
-        key = action.stage, way, action.microbatch
+        """Post a send or a receive."""
+        verb, direction = action.kind.split("_")
+        neighbour = action.stage + (1 if (verb == "SEND") == (direction == "F") else -1)
+        peer = self.schedule.home[neighbour]
+        # One tag for each message of a step: the receiving stage, the direction, the microbatch.
+        receiver = action.stage if verb == "RECV" else neighbour
+        tag = FIRST_TAG + (receiver * 2 + (direction == "B")) * self.schedule.microbatches + action.microbatch
+        key = action.stage, direction, action.microbatch
         if verb == "RECV":
             self._arrived[key] = self._receive(key, peer, tag)
         else:
-            self._sent = [message for message in self._sent if not message.test()]  # what is through may be freed
+            self._sent = [message for message in self._sent if not message.test()]  # frees what has been delivered
             self._send(key, xp.ascontiguousarray(self._leaving.pop(key)), peer, tag)
 
     def _receive(self, key: Key, peer: int, tag: int) -> Message:
-        """Post the receive of an activation or its gradient, `key` = (stage, way, microbatch)."""
+        """Post the receive of an activation or its gradient."""
         return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag)
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
+        """Start to send an activation or its gradient."""
         self._sent.append(self.comm.isend(array, peer, tag))

@@ -1,7 +1,8 @@
-"""The messages of a schedule, and PyTorch's CSV.
+"""A schedule in two written forms: with its messages, and as PyTorch's CSV.
 
-`lower` adds SEND and RECV where a result is needed on another rank. Taken in the order of a simulation, each send with
-its receive at one moment, they can never deadlock: of all messages not yet sent, both sides of the earliest come to it.
+`lower` adds a SEND and a RECV for each result that another rank needs. It takes them in the order of a simulation, the
+SEND and its RECV at the same moment. Such lists cannot deadlock even if sends block: both ranks of the earliest message
+that is not sent yet come to it. `save_csv` and `load_csv` exchange schedules with PyTorch.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, Action] | None:
-    """The (SEND, RECV) that carries the result of `need` to `user`; None when both are on one rank."""
+    """Return the (SEND, RECV) that carries the result of `need` to `user`, or None if both are on one rank."""
     if schedule.home[need.stage] == schedule.home[user.stage]:
         return None
-    way = "F" if user.kind == "F" else "B"
-    return Action(need.stage, f"SEND_{way}", need.microbatch), Action(user.stage, f"RECV_{way}", user.microbatch)
+    direction = "F" if user.kind == "F" else "B"
+    return (
+        Action(need.stage, f"SEND_{direction}", need.microbatch),
+        Action(user.stage, f"RECV_{direction}", user.microbatch),
+    )
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """The schedule with its messages: a SEND once the result is there, its RECV on the other rank at the same moment.
-
-    A schedule that has messages already is returned as it is.
-    """
+    """Return the schedule with its messages; one that has messages already is returned as it is."""
     if any(not action.computes for _, action in schedule):
         return schedule
     timeline = simulate(schedule)
@@ -37,12 +38,13 @@ def lower(schedule: Schedule) -> Schedule:
     for _, action in schedule:
         for need in schedule.needs(action):
             users.setdefault(need, []).append(action)
-    # Messages at the end of what makes them, and before a computation that begins then.
-    events = [(slot.start, 1, rank, slot.action) for rank, row in enumerate(timeline.ranks) for slot in row]
-    events += [(slot.end, 0, rank, slot.action) for rank, row in enumerate(timeline.ranks) for slot in row]
+    # (time, is_start, rank, action): at one time the messages of what has ended come before what starts.
+    slots = [(rank, slot) for rank, row in enumerate(timeline.ranks) for slot in row]
+    events = [(slot.start, 1, rank, slot.action) for rank, slot in slots]
+    events += [(slot.end, 0, rank, slot.action) for rank, slot in slots]
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
-    for _, begins, rank, action in sorted(events):
-        if begins:
+    for _, is_start, rank, action in sorted(events):
+        if is_start:
             lists[rank].append(action)
             continue
         for user in users.get(action, []):
@@ -56,28 +58,27 @@ def lower(schedule: Schedule) -> Schedule:
 def save_csv(schedule: Schedule, path: str | Path) -> None:
     """Write PyTorch's format: a row for each rank, a cell for each time step, an empty cell where the rank is idle.
 
-    Computations take one step each. Messages, which take none, follow one another in cells of their own.
+    Computations take one step each. Messages take none; a schedule that has them is written without empty cells.
     """
     if any(not action.computes for _, action in schedule):
         rows = [[str(action) for action in actions] for actions in schedule.ranks]
     else:
-        # Every action one step: B too, which is written in one cell.
-        whole = Durations(1, 1, 1) if schedule.splits_backward else Durations(2, 1, 1)
-        steps = 1 if schedule.splits_backward else 2
+        # An action is one cell, also B where no backward is split: F and B then take two units of time each.
+        unit = 1 if schedule.splits_backward else 2
         rows = []
-        for row in simulate(schedule, whole).ranks:
+        for row in simulate(schedule, Durations(unit, 1, 1)).ranks:
             cells: list[str] = []
             for slot in row:
-                cells += [""] * (int(slot.start) // steps - len(cells)) + [str(slot.action)]
+                cells += [""] * (int(slot.start) // unit - len(cells)) + [str(slot.action)]
             rows.append(cells)
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def load_csv(path: str | Path) -> Schedule:
-    """Read PyTorch's format. UsageError names the rank and the cell of an unknown action, or the file.
+    """Read PyTorch's format. UsageError names the file, or the rank and the cell of an unknown action.
 
-    What FSDP does between a pipeline's actions (UNSHARD, RESHARD, REDUCE_GRAD) is left out: it is not the pipeline's.
+    FSDP's actions between those of the pipeline (UNSHARD, RESHARD, REDUCE_GRAD) are left out.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:  # -sig: as spreadsheets save it

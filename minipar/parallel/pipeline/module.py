@@ -1,4 +1,4 @@
-"""PipelineModule: a pipeline of stages that the user wrote, on the axes of a mesh."""
+"""A pipeline of stages that the user wrote, on the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
-from minipar.comm import Communicator, DeviceMesh, Message
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.work import Message
 from minipar.errors import UsageError
-from minipar.nn import Module, Parameter, Part
+from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.pipeline.executor import Key, PipelineExecutor
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineStage
 from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
 
-HEADER = 8  # int64 ahead of each activation: dtype, number of dims, dims
+HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64")
 
 
 class PipelineModule(Module):
     """The user's stages over mesh.pp; `model(x, y)` runs forward and backward of all microbatches.
 
-    `stages` are Modules, or callables such as classes that make one when called with the mesh, which happens on the
-    ranks that hold the stage only. A stage's `forward` takes what the stage before it returns; the last stage defines
-    `loss_sum(x, y)` instead. Consecutive stages share a rank where there are more stages than the schedule has: on a
-    mesh of size 1 all of them run on one device. UsageError if they do not divide evenly.
+    `stages` are Modules, or callables (such as classes) that return a Module when called with the mesh. Only the ranks
+    that hold a stage make it. A stage's `forward` takes the result of the previous stage. The last stage defines
+    `loss_sum(x, y)` instead. If there are more stages than the schedule has, consecutive stages share a rank; on a mesh
+    of size 1 all of them run on one device. UsageError if they do not divide evenly.
 
-    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, cut into microbatches along
-    dim 0. It returns the mean loss over the targets of all replicas, the same on every rank, and leaves in the
-    parameters this replica's share of that mean's gradient. ZeroOptimizer sums the shares over mesh.dp.
+    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut into microbatches
+    along dim 0. The call returns the mean loss over the targets of all replicas, the same on every rank, and leaves
+    this replica's share of that mean's gradient in the parameters. ZeroOptimizer sums the shares over mesh.dp.
 
-    Sends each activation, and its gradient back, once per microbatch and cut, with 64 bytes ahead of each activation
-    that tell its shape, and two float64 all-reduced per step over dp and one over pp.
+    Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes before each
+    activation holds its shape. Two float64 values are all-reduced per step over dp, and one over pp.
     """
 
     def __init__(
@@ -47,17 +49,17 @@ class PipelineModule(Module):
     ) -> None:
         pp = mesh.pp
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
-        plan = make(schedule, pp.size, num_microbatches, virtual)
-        if len(stages) % plan.stages:
+        order = make(schedule, pp.size, num_microbatches, virtual)
+        if len(stages) % order.stages:
             raise UsageError(
-                f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{plan.stages} is not a whole number"
+                f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages} is not a whole number"
             )
-        per = len(stages) // plan.stages
+        per_stage = len(stages) // order.stages
         self.mesh, self.num_microbatches = mesh, num_microbatches
         self._modules: dict[int, list[Module]] = {}
-        for s, rank in plan.home.items():
+        for s, rank in order.home.items():
             if rank == pp.rank:
-                self._modules[s] = [self._make(stages[i], i) for i in range(s * per, (s + 1) * per)]
+                self._modules[s] = [self._make(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)]
         place(self)
         for p in self.parameters():
             update(p, pp=pp.rank)
@@ -67,12 +69,12 @@ class PipelineModule(Module):
                 p.owner = _OneReplicasGradients(mesh.dp)
         self.count = len(stages)
         if self.loss_module is not None:
-            self._modules[plan.stages - 1].pop()  # its loss_sum takes the place of its forward
-        runs = {
+            self._modules[order.stages - 1].pop()  # its loss_sum is called instead of its forward
+        parts = {
             s: PipelineStage([Part(str(i), module, module.parameters()) for i, module in enumerate(modules)])
             for s, modules in self._modules.items()
         }
-        self.executor = _HeadedExecutor(plan, pp, runs)
+        self.executor = _HeadedExecutor(order, pp, parts)
 
     def _make(self, stage: Module | Callable[[DeviceMesh], Module], i: int) -> Module:
         module = stage if isinstance(stage, Module) else stage(self.mesh)
@@ -114,7 +116,7 @@ class PipelineModule(Module):
 
 
 class _HeadedExecutor(PipelineExecutor):
-    """A PipelineExecutor that does not know the activations' shapes: each one is announced by a header."""
+    """A PipelineExecutor that does not know the activations' shapes; a header announces each one."""
 
     def __init__(self, schedule: Any, comm: Communicator, stages: dict[int, PipelineStage]) -> None:
         super().__init__(schedule, comm, stages, (), np.float32)
@@ -122,8 +124,8 @@ class _HeadedExecutor(PipelineExecutor):
         self._announced: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}  # header, peer, tag
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
-        stage, way, m = key
-        if way == "F":
+        stage, direction, m = key
+        if direction == "F":
             self._sent_like[stage, m] = array.shape, array.dtype
             header = np.zeros(HEADER, np.int64)
             header[: 2 + array.ndim] = DTYPES.index(str(array.dtype)), array.ndim, *array.shape
@@ -131,17 +133,17 @@ class _HeadedExecutor(PipelineExecutor):
         super()._send(key, array, peer, tag)
 
     def _receive(self, key: Key, peer: int, tag: int) -> Message:
-        stage, way, m = key
-        if way == "F":
+        stage, direction, m = key
+        if direction == "F":
             header = np.empty(HEADER, np.int64)
             self._announced[stage, m] = header, peer, tag
             return self.comm.irecv(header, peer, tag)
-        shape, dtype = self._sent_like.pop((stage, m))  # a gradient looks like the activation that it belongs to
+        shape, dtype = self._sent_like.pop((stage, m))  # a gradient has its activation's shape and dtype
         return self.comm.irecv(xp.empty(shape, dtype=dtype), peer, tag)
 
-    def _take(self, stage: int, way: str, m: int) -> Array:
-        array = super()._take(stage, way, m)
-        if (stage, m) not in self._announced or way == "B":
+    def _take(self, stage: int, direction: str, m: int) -> Array:
+        array = super()._take(stage, direction, m)
+        if (stage, m) not in self._announced or direction == "B":
             return array
         header, peer, tag = self._announced.pop((stage, m))
         kind, ndim, *dims = header.tolist()
@@ -149,7 +151,7 @@ class _HeadedExecutor(PipelineExecutor):
 
 
 class _OneReplicasGradients:
-    """The owner of parameters whose gradients nobody has summed over dp yet: it refuses plain optimizers."""
+    """The owner of parameters whose gradients are not summed over dp; it refuses plain optimizers."""
 
     sharded = False
 
@@ -157,7 +159,7 @@ class _OneReplicasGradients:
         self.dp = dp
 
     def check(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError: the replicas would drift apart."""
+        """Raise ValueError, because the replicas would drift apart."""
         raise ValueError(
             f"the gradients of a PipelineModule are not summed over its {self.dp.size} data-parallel replicas: write "
             "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
@@ -170,4 +172,4 @@ class _OneReplicasGradients:
         """Do nothing; `check` refuses the step."""
 
     def forget_gradients(self) -> None:
-        """Do nothing; the gradients are the parameters' own."""
+        """Do nothing; the gradients belong to the parameters."""

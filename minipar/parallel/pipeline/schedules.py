@@ -1,14 +1,16 @@
-"""The schedules, each a pure function of p ranks and m microbatches (and v stages per rank).
+"""Pipeline schedules, each a pure function of p ranks and m microbatches (and v stages per rank).
 
-A stage is a run of layers; F, B, I, W are counted in stages. Bubble fractions are idle / total for equal stages.
+A stage is a run of layers. Each rank gets a list of actions: F is a stage's forward of one microbatch, B its backward,
+I and W the two halves of B (the gradient of the input, the gradients of the weights). A rank runs its list in order and
+waits where a result of another rank is missing. Bubbles are idle / total time, of stages that take equal time.
 
-    naive              one microbatch in the pipeline at a time                                    (p-1)/p
-    gpipe              all forwards, then all backwards (Huang et al. 2019)                        (p-1)/(m+p-1)
-    1f1b               PipeDream-Flush: one forward, one backward (Narayanan et al. 2021)          the same
-    interleaved-1f1b   v stages per rank, p*v in all (Narayanan et al. 2021, section 2.2)          (p-1)/(vm+p-1)
-    zb-h1              1f1b with W put off into the bubble (Qi et al. 2023, section 2.1)           (p-1)(F+I-W) idle
-    zb-h2              twice as many forwards first: no bubble in steady state                     (p-1)(F+I-2W) idle
-    zbv                two stages per rank, the second half of the pipeline running back up        none for F = I = W
+    naive              one microbatch in the pipeline at a time                               (p-1)/p
+    gpipe              all forwards, then all backwards (Huang et al. 2019)                   (p-1)/(m+p-1)
+    1f1b               PipeDream-Flush: one forward, one backward (Narayanan et al. 2021)     (p-1)/(m+p-1)
+    interleaved-1f1b   v stages per rank (Narayanan et al. 2021, section 2.2)                 (p-1)/(vm+p-1)
+    zb-h1              1f1b with W moved into the bubble (Qi et al. 2023, section 2.1)        time (p-1)(F+I-W)
+    zb-h2              more forwards first: no bubble in the steady state (same paper)        time (p-1)(F+I-2W)
+    zbv                two stages per rank, in the shape of a V (Qi et al. 2024)              none if F = I = W
 """
 
 from __future__ import annotations
@@ -21,36 +23,45 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 
 
 def naive(p: int, m: int) -> Schedule:
-    """Each microbatch goes forward through all ranks and back again before the next one comes."""
-    both = [(kind, i) for i in range(m) for kind in ("F", "B")]
-    return Schedule.of("naive", [[Action(r, kind, i) for kind, i in both] for r in range(p)])
+    """Send each microbatch forward through all ranks and back again before the next one starts."""
+    order = [(kind, i) for i in range(m) for kind in ("F", "B")]
+    return Schedule.of("naive", [[Action(r, kind, i) for kind, i in order] for r in range(p)])
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards: every rank keeps the activations of m microbatches."""
+    """Run all forwards, then all backwards. Every rank keeps the activations of m microbatches."""
     order = [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
     return Schedule.of("gpipe", [[Action(r, kind, i) for kind, i in order] for r in range(p)])
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Rank r runs p-1-r forwards ahead, then one forward and one backward in turn: at most min(m, p-r) are alive."""
+    """Run p-1-r forwards on rank r, then one forward and one backward in turn.
+
+    Rank r keeps the activations of at most min(m, p-r) microbatches. With p = 3, m = 4 and B twice as long as F:
+
+        rank 0   F0 F1 F2             B0 B0 F3 B1 B1    B2 B2    B3 B3
+        rank 1      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
+        rank 2         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+    """
     lists = []
     for r in range(p):
         ahead = min(p - 1 - r, m)
+        # Warmup: one forward for each rank that comes after this one.
         actions = [Action(r, "F", i) for i in range(ahead)]
-        for i in range(m):
-            if ahead + i < m:
-                actions.append(Action(r, "F", ahead + i))
-            actions.append(Action(r, "B", i))
+        # Steady state: one forward, one backward.
+        for i in range(m - ahead):
+            actions += [Action(r, "F", ahead + i), Action(r, "B", i)]
+        # Cooldown: the backwards of the microbatches that are still in the pipeline.
+        actions += [Action(r, "B", i) for i in range(m - ahead, m)]
         lists.append(actions)
     return Schedule.of("1f1b", lists)
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """Megatron's: rank r holds stages r, p+r, 2p+r, ..., v of them; microbatches go through in groups of p.
+    """Run 1F1B with v stages per rank: rank r holds stages r, p+r, 2p+r, ... NB: this is Megatron-LM's order.
 
-    The k-th forward of a rank belongs to its stage number (k // p) mod v, the k-th backward to the same counted from
-    the last. Needs p | m: UsageError.
+    Microbatches pass in groups of p: a rank runs the group through its first stage, then through its second, and so on.
+    UsageError if p does not divide m.
     """
     if m % p:
         raise UsageError(
@@ -58,94 +69,115 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
         )
 
     def action(r: int, kind: str, k: int) -> Action:
-        group, inside = divmod(k, p * v)
-        chunk = inside // p
-        return Action((chunk if kind == "F" else v - 1 - chunk) * p + r, kind, group * p + inside % p)
+        """Return the k-th forward or backward of rank r; backwards take its stages from the last to the first."""
+        group, k = divmod(k, p * v)
+        turn, i = divmod(k, p)
+        stage = (turn if kind == "F" else v - 1 - turn) * p + r
+        return Action(stage, kind, group * p + i)
 
     lists = []
     for r in range(p):
+        # Before the first gradient reaches rank r, the first group of p microbatches passes v-1 of its stages, and the
+        # first microbatch needs p-r-1 hops to the last rank and as many back, one forward of rank r for each hop.
         ahead = min(2 * (p - r - 1) + (v - 1) * p, m * v)
+        # Warmup.
         actions = [action(r, "F", k) for k in range(ahead)]
-        for k in range(m * v):
-            if ahead + k < m * v:
-                actions.append(action(r, "F", ahead + k))
-            actions.append(action(r, "B", k))
+        # Steady state: one forward, one backward.
+        for k in range(m * v - ahead):
+            actions += [action(r, "F", ahead + k), action(r, "B", k)]
+        # Cooldown.
+        actions += [action(r, "B", k) for k in range(m * v - ahead, m * v)]
         lists.append(actions)
     return Schedule.of("interleaved-1f1b", lists)
 
 
 def _handcrafted_zero_bubble(name: str, p: int, m: int, depth: int) -> Schedule:
-    """Rank r runs depth*(p-1-r) forwards ahead, and its W come depth*r microbatches after their I.
+    """Run depth*(p-1-r) forwards on rank r first, and each W depth*r microbatches after its I.
 
-    What rank r does not spend on W early it hands to the ranks before it as an earlier I; the W fill the end, where
-    1F1B has its bubble.
+    The previous rank waits for I only. A rank that puts W off sends its I earlier, and its W fill the time at the end
+    in which 1F1B waits.
     """
     lists = []
     for r in range(p):
-        ahead, late = min(depth * (p - 1 - r), m), depth * r
+        ahead, delay = min(depth * (p - 1 - r), m), depth * r
+        # Warmup.
         actions = [Action(r, "F", i) for i in range(ahead)]
+        # Steady state: F, I, and the W of an earlier microbatch. Cooldown: the same without F.
         for i in range(m):
             if ahead + i < m:
                 actions.append(Action(r, "F", ahead + i))
             actions.append(Action(r, "I", i))
-            if i >= late:
-                actions.append(Action(r, "W", i - late))
-        actions += [Action(r, "W", i) for i in range(max(0, m - late), m)]
+            if i >= delay:
+                actions.append(Action(r, "W", i - delay))
+        # The W that are left.
+        actions += [Action(r, "W", i) for i in range(max(0, m - delay), m)]
         lists.append(actions)
     return Schedule.of(name, lists)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """No more activations than 1F1B's p, a third of its bubble when F = I = W."""
+    """Keep no more activations than 1F1B's p, at a third of its bubble if F = I = W. With p = 3, m = 4:
+
+    rank 0   F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+    rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
     return _handcrafted_zero_bubble("zb-h1", p, m, depth=1)
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """Up to 2p-1 microbatches alive; none of 1F1B's bubble but the start when F = I = W and m >= 2p-1."""
+    """Keep up to 2p-1 microbatches alive; if F = I = W and m >= 2p-1 the ranks wait only at the start. With p = 3:
+
+    rank 0   F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+    rank 1      F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+    rank 2         F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+    """
     return _handcrafted_zero_bubble("zb-h2", p, m, depth=2)
 
 
 def zbv(p: int, m: int) -> Schedule:
-    """Rank r holds stage r and stage 2p-1-r: the pipeline goes down and comes up again (Qi et al. 2024, arXiv
-    2405.15362).
+    """Lay 2p stages out as a V: rank r holds stage r on the way down and stage 2p-1-r on the way up.
 
-    The last stage lies on rank 0 beside the first, so a microbatch's backward can begin where its forward ended, and
-    every rank keeps 2p half-sized activations: 1F1B's p. Laid out for 2p-1 microbatches or more; of fewer, those that
-    are missing are left out.
+    The last stage is on rank 0 next to the first. The backward of a microbatch starts on the rank where its forward
+    ended, and every rank keeps 2p activations of half the size, as much as 1F1B's rank 0. With p = 2 and m = 4, where
+    f, i, w are the stage on the way down and F, I, W the stage on the way up:
+
+        rank 0   f0 f1 f2 F0 I0 W0 F1 I1 W1 f3 i0 w0 F2 I2 W2 i1 w1 F3 I3 W3 i2 w2 i3 w3
+        rank 1      f0 F0 f1 F1 I0 W0 f2 i0 w0 F2 I1 W1 f3 i1 w1 F3 I2 W2 i2 I3 i3 w2 W3 w3
+
+    The list is built for 2p-1 microbatches or more, and those above m are left out. Qi et al. 2024 (arXiv 2405.15362).
     """
+    n = max(m, 2 * p - 1)
     lists = []
     for r in range(p):
         down, up = r, 2 * p - 1 - r
-        actions: list[Action] = []
-        count: Counter[tuple[int, str]] = Counter()
-
-        def do(
-            *what: tuple[int, str], actions: list[Action] = actions, count: Counter[tuple[int, str]] = count
-        ) -> None:
-            for stage, kind in what:
-                actions.append(Action(stage, kind, count[stage, kind]))
-                count[stage, kind] += 1
-
-        total = max(m, 2 * p - 1)
-        for _ in range(2 * (p - r) - 1):
-            do((down, "F"))
-        for _ in range(r):  # until the first microbatch has come back up to this rank
-            do((up, "F"), (down, "F"))
-        for _ in range(p - r):
-            do((up, "F"), (up, "I"), (up, "W"))
-        while count[up, "F"] < total:  # steady: every kind once on each of the two stages
-            if count[down, "F"] < total:
-                do((down, "F"))
-            do((down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W"))
-        for _ in range(r):
-            do((down, "I"), (up, "I"))
-        for _ in range(p - r):
-            do((down, "I"), (down, "W"))
-        for stage in (up, down):
-            while count[stage, "W"] < total:
-                do((stage, "W"))
+        f, i, w, F, I, W = [(stage, kind) for stage in (down, up) for kind in "FIW"]  # noqa: E741
+        # Warmup. f: until microbatch 0 has been down to the last rank and is back on this one.
+        order = [f] * (2 * (p - r) - 1)
+        # F f: until microbatch 0 has been up to rank 0, where its backward starts, and its gradient is here.
+        order += [F, f] * r
+        # F I W: until that gradient has been down to the last rank and is back.
+        order += [F, I, W] * (p - r)
+        # Steady state. f i w F I W: every kind once; then the same without f when all forwards down are done.
+        order += [f, i, w, F, I, W] * (n - (2 * p - 1 - r))
+        order += [i, w, F, I, W] * (p - 1 - r)
+        # Cooldown. i I, then i w: other ranks wait for I and i, so the last W and w come at the end.
+        order += [i, I] * r
+        order += [i, w] * (p - r)
+        order += [W] * r + [w] * r
+        actions = _number_microbatches(order)
         lists.append([action for action in actions if action.microbatch < m])
     return Schedule.of("zbv", lists)
+
+
+def _number_microbatches(order: list[tuple[int, str]]) -> list[Action]:
+    """Turn (stage, kind) pairs into actions: the k-th occurrence of a pair is for microbatch k."""
+    count: Counter[tuple[int, str]] = Counter()
+    actions = []
+    for stage, kind in order:
+        actions.append(Action(stage, kind, count[stage, kind]))
+        count[stage, kind] += 1
+    return actions
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -160,9 +192,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """The named schedule for p ranks and m microbatches. `v`, stages per rank, is interleaved-1f1b's alone (default 2).
+    """Return the named schedule for p ranks and m microbatches.
 
-    UsageError for an unknown name, sizes below 1, or a v that the schedule does not have.
+    v is the number of stages per rank, which only interleaved-1f1b lets the caller choose (default 2). UsageError for
+    an unknown name, sizes below 1, or a v that the schedule does not have.
     """
     if name in ("pipedream", "pipedream-2bw"):
         raise UsageError(

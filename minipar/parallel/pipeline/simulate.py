@@ -1,13 +1,14 @@
-"""The simulator: how long a schedule takes, from the durations of its actions.
+"""The simulator: the time that a schedule takes, from the durations of its actions, predicted or measured.
 
-Each rank does its list in order; an action begins when the rank is free and what it needs has arrived. A result that
-another rank needs arrives `comm` after it is made, and costs neither rank any time of its own. Durations may be
-Fractions: then the bubble is exact.
+Each rank runs its list in order. An action begins when its rank is free and the results it needs have arrived. A result
+that another rank needs arrives `comm` after it is made, and takes no time of either rank. Durations may be Fractions;
+then bubbles are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -19,7 +20,7 @@ Time = int | float | Fraction
 
 @dataclass(frozen=True)
 class Durations:
-    """Time of one action of one stage. `backward` is B's; by default that of its two halves."""
+    """The time of one action of one stage. B takes as long as its two halves."""
 
     forward: Time = 1
     backward_input: Time = 1
@@ -41,8 +42,18 @@ class Durations:
 
 
 @dataclass(frozen=True)
+class StageDurations(Durations):
+    """Durations that differ from stage to stage: `table` gives them by (stage, kind)."""
+
+    table: Mapping[tuple[int, str], Time] = field(default_factory=dict)
+
+    def of(self, action: Action) -> Time:
+        return self.table[action.stage, action.kind]
+
+
+@dataclass(frozen=True)
 class Slot:
-    """An action with its time."""
+    """An action with its start and its end."""
 
     action: Action
     start: Time
@@ -51,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation found; `ranks[r]` are the computations of rank r in order."""
+    """A schedule with times; `ranks[r]` are the computations of rank r in order."""
 
     schedule: Schedule
     ranks: tuple[tuple[Slot, ...], ...]
@@ -69,17 +80,18 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> Time:
-        """Zero Bubble's (arXiv 2401.10241, section 5.3): idle / cost on the rank whose cost, the time from its own
-        first action to its last, is the largest.
+        """Idle / cost on the rank with the largest cost: the time from its own first action to its own last.
+
+        This is the bubble rate of Zero Bubble (arXiv 2401.10241, section 5.3).
         """
         cost, slots = max(
-            ((slots[-1].end - slots[0].start, slots) for slots in self.ranks if slots), key=lambda c: c[0]
+            ((slots[-1].end - slots[0].start, slots) for slots in self.ranks if slots), key=lambda pair: pair[0]
         )
         return _ratio(cost - sum(slot.end - slot.start for slot in slots), cost)
 
     @property
     def peak_activations(self) -> list[int]:
-        """For each rank the most forwards (of one stage) whose backward had not been done."""
+        """The most forwards (of one stage) without their backward, for each rank."""
         return [peak_live(actions) for actions in self.schedule.ranks]
 
 
@@ -89,26 +101,14 @@ def _ratio(a: Time, b: Time) -> Time:
     return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a, b)
 
 
-def peak_live(actions: Sequence[Action]) -> int:
-    """The most activations alive at once in one rank's list: a forward's live until its B or I is done."""
-    live = peak = 0
-    for action in actions:
-        if action.kind == "F":
-            live += 1
-        elif action.kind in ("B", "I"):
-            live -= 1
-        peak = max(peak, live)
-    return peak
-
-
 def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline:
-    """Run the schedule's computations. UsageError, with every rank's next action, if they wait for one another."""
+    """Run the schedule's computations. If ranks wait for one another, UsageError names the next action of each."""
     lists = [[action for action in actions if action.computes] for actions in schedule.ranks]
     ends: dict[Action, Time] = {}
     slots: list[list[Slot]] = [[] for _ in lists]
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for rank, actions in enumerate(lists):
             while len(slots[rank]) < len(actions):
                 action = actions[len(slots[rank])]
@@ -116,18 +116,71 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
                 if any(need not in ends for need in needs):
                     break
                 free = slots[rank][-1].end if slots[rank] else 0
-                start = max(
-                    [free, *(ends[n] + (durations.comm if schedule.home[n.stage] != rank else 0) for n in needs)]
-                )
+                arrivals = [ends[n] + (durations.comm if schedule.home[n.stage] != rank else 0) for n in needs]
+                start = max([free, *arrivals])
                 ends[action] = start + durations.of(action)
                 slots[rank].append(Slot(action, start, ends[action]))
-                moved = True
-    stuck = [
-        f"rank {rank} before {actions[len(done)]}, which needs {', '.join(str(n) for n in missing)}"
-        for rank, (actions, done) in enumerate(zip(lists, slots, strict=True))
-        if len(done) < len(actions)
-        for missing in [[n for n in schedule.needs(actions[len(done)]) if n not in ends]]
-    ]
-    if stuck:
-        raise UsageError(f"schedule {schedule.name} never ends: {'; '.join(stuck)}")
+                progress = True
+    waiting = []
+    for rank, (actions, row) in enumerate(zip(lists, slots, strict=True)):
+        if len(row) < len(actions):
+            missing = [str(need) for need in schedule.needs(actions[len(row)]) if need not in ends]
+            waiting.append(f"rank {rank} before {actions[len(row)]}, which needs {', '.join(missing)}")
+    if waiting:
+        raise UsageError(f"schedule {schedule.name} never ends: {'; '.join(waiting)}")
     return Timeline(schedule, tuple(tuple(row) for row in slots))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def live_activations(
+    slots: Sequence[Slot], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")
+) -> list[tuple[Time, int]]:
+    """Return (time, activations alive from then on) for one rank.
+
+    An activation is alive from the start of its F to the end of its B or I. Other results are counted the same way from
+    the kinds of actions that make and free them: a postponed weight gradient is made by I and freed by W.
+    """
+    changes = [(slot.start, 1) for slot in slots if slot.action.kind in made_by]
+    changes += [(slot.end, -1) for slot in slots if slot.action.kind in freed_by]
+    live, steps = 0, [(slots[0].start if slots else 0, 0)]
+    for time, change in sorted(changes):  # at the same time, what is freed counts first
+        live += change
+        if steps[-1][0] == time:
+            steps.pop()
+        steps.append((time, live))
+    return steps
+
+
+def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")) -> int:
+    """Return the most activations alive at once in one rank's list, or other results: see `live_activations`."""
+    slots = [Slot(action, i, i + 1) for i, action in enumerate(actions)]
+    return max(live for _, live in live_activations(slots, made_by, freed_by))
+
+
+# ---- measured steps --------------------------------------------------------------------------------------------------
+
+
+def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
+    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action.
+
+    `name` names the schedule. The bubble_fraction is idle / (ranks * (last end - first start)).
+    """
+    begin = min(slot.start for row in ranks for slot in row)
+    slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
+    return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)
+
+
+def measured_durations(timeline: Timeline) -> StageDurations:
+    """Return the mean time of each kind of action, stage by stage."""
+    times: dict[tuple[int, str], list[Time]] = defaultdict(list)
+    for row in timeline.ranks:
+        for slot in row:
+            times[slot.action.stage, slot.action.kind].append(slot.end - slot.start)
+    return StageDurations(table={key: sum(values) / len(values) for key, values in times.items()})
+
+
+def predicted_timeline(measured: Timeline, comm: Time = 0) -> Timeline:
+    """Simulate the measured schedule with the mean duration of each kind of action."""
+    return simulate(measured.schedule, StageDurations(comm=comm, table=measured_durations(measured).table))

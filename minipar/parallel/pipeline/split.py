@@ -1,24 +1,25 @@
-"""A GPT cut into pipeline stages: which rank has what, and the token embedding, which two of them need."""
+"""A GPT on the ranks of a pipeline: each rank's stages and parameters, and the token embedding that two ranks use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.memory import hold
-from minipar.nn import GPT, Parameter
+from minipar.nn.gpt import GPT
+from minipar.nn.module import Parameter
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
 from minipar.parallel.placement import place, update
 
-# Tags of the embedding's messages; the schedule's follow (executor.FIRST_TAG).
+# Tags of the embedding's messages; the schedule's come after them (executor.FIRST_TAG).
 TIED_GRADIENT, TIED_WEIGHT = 0, 1
 
 
 def part_groups(model: GPT) -> list[list[Parameter]]:
-    """Group the parameters by part, each in the first part that has it; the head's group is the last LayerNorm."""
+    """Group the parameters by part, each in the first part that uses it; the head's group is the last LayerNorm."""
     seen: set[Parameter] = set()
     groups = []
     for part in model.parts:
@@ -30,14 +31,14 @@ def part_groups(model: GPT) -> list[list[Parameter]]:
 class PipelineParallel:
     """This rank's share of a GPT on the ranks of `comm`.
 
-    stages    its stages, by number
-    groups    their parameters, by part: the units in which data parallelism sends
+    stages    this rank's stages, by number
+    groups    their parameters, by part; data parallelism sends each group together
     homes     the rank of every part, by name
 
-    The token embedding belongs to the first stage. The last stage, if another rank has it, borrows the values for the
-    head: the head's gradient goes to the first stage, where the two are added as on one device, and the updated weight
-    comes back. Sends V h elements each way per step. NB: Megatron-LM all-reduces the two copies' gradients (Narayanan
-    et al. 2021), so both ranks need the optimizer.
+    The token embedding belongs to the first stage. If the last stage is on another rank, that rank keeps a copy of the
+    values for the head. The head's gradient is sent to the first stage, where the two gradients are added as on one
+    device, and the updated weight is sent back: V h elements each way per step. NB: Megatron-LM all-reduces the two
+    copies' gradients (Narayanan et al. 2021), so both ranks need the optimizer.
     """
 
     def __init__(self, model: GPT, comm: Communicator, schedule: Schedule, length: int) -> None:
@@ -60,7 +61,7 @@ class PipelineParallel:
             hold("buffers", model.wte.weight.data)
 
     def fetch_tied_gradient(self) -> None:
-        """Send the head's gradient of the token embedding from the last stage to the first, after the last backward."""
+        """Send the head's gradient of the token embedding from the last stage to the first, after all backwards."""
         weight = self.model.wte.weight
         if self.first == self.last:
             return
@@ -73,7 +74,7 @@ class PipelineParallel:
     def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
         """Send the token embedding from the first stage to the last, after the optimizer's step.
 
-        whole(parameter) returns its values; data parallelism may have sharded them.
+        whole(parameter) returns all its values, which data parallelism may have sharded.
         """
         if self.first == self.last:
             return

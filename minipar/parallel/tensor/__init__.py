@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: one layer across ranks. Read mappings.py, layers.py, plan.py."""
+"""Tensor and sequence parallelism: one layer on several ranks. Read mappings.py, then layers.py, then plan.py."""
 
 from minipar.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -15,10 +15,8 @@ from minipar.parallel.tensor.mappings import (
     TensorGroup,
     all_gather,
     copy_to,
-    gather_from,
     reduce_from,
     reduce_scatter,
-    scatter_to,
 )
 from minipar.parallel.tensor.plan import PLAN, TensorParallel, check_shape, tensor_parallel
 
@@ -36,11 +34,9 @@ __all__ = [
     "column_linear",
     "copy_to",
     "enter",
-    "gather_from",
     "leave",
     "reduce_from",
     "reduce_scatter",
-    "scatter_to",
     "tensor_parallel",
     "vocab_parallel_cross_entropy_sum",
 ]

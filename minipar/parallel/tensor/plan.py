@@ -1,8 +1,8 @@
-"""The plan: which of the serial model's layers is split how. Applying it turns the model into its parallel self.
+"""The plan of tensor parallelism, a table of the parameters to split, and the function that applies it to a GPT.
 
-A transformer layer is two pairs of products. The first of each pair is split by columns, the second by rows: what lies
-between (the heads' attention, the MLP's GELU) works on the columns that a rank has, and one sum at the end of each pair
-is all that is sent (Shoeybi et al. 2019, section 3).
+A transformer layer is two pairs of products. The first product of a pair is split by columns, the second by rows. The
+operation between them (the heads' attention, the MLP's GELU) works on a rank's own columns, so the only communication
+of forward is one sum at the end of each pair (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from minipar.backend import xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, MaskSlice, Parameter
+from minipar.nn.gpt import GPT
+from minipar.nn.layers import MaskSlice
+from minipar.nn.module import Parameter
 from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
@@ -28,8 +30,8 @@ from minipar.parallel.tensor.layers import (
 )
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# The parameters that are split, without "h.0.": (dim, groups). c_attn holds the columns of q, k and v side by side;
-# each of the three is split, so that a rank gets whole heads.
+# (dim, groups) of the parameters that are split; names without "h.0.". c_attn holds the columns of q, k and v next to
+# each other. Each of the three is split, so that a rank gets whole heads.
 PLAN = {
     "wte.weight": (0, 1),  # vocabulary
     "attn.c_attn.weight": (1, 3),  # columns
@@ -51,7 +53,7 @@ def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, seq
 
 
 class TensorParallel:
-    """The group over which `tensor_parallel` has split a model, and the sum that sequence parallelism still owes."""
+    """The group over which `tensor_parallel` has split a model, and the sum of its Partial gradients."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
@@ -59,8 +61,8 @@ class TensorParallel:
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum the gradients of the Partial parameters among these over the ranks, each in place.
 
-        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers its tokens only. Sends one
-        all-reduce over tp of these parameters' elements; without sequence parallelism nothing.
+        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers only its own tokens. Sends one
+        all-reduce over tp of these parameters' elements, and nothing without sequence parallelism.
         """
         gradients = [p.grad for p in parameters if isinstance(placement_of(p).tp, Partial) and p.grad is not None]
         if gradients:
@@ -72,7 +74,7 @@ class TensorParallel:
 
 
 def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = None) -> None:
-    """UsageError if tp ranks cannot share the heads, or the sequence where it is to be split."""
+    """Raise UsageError if tp does not divide the heads, the hidden size, or the sequence length if one is given."""
     if heads % tp:
         raise UsageError(f"heads/tp = {heads}/{tp} is not a whole number: each tensor-parallel rank has whole heads")
     if hidden % tp:
@@ -86,11 +88,13 @@ def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = 
 
 
 def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", sequence: bool = False) -> TensorParallel:
-    """Split `model` over `comm` by the plan, in place: parameters keep their names and become this rank's part of the
-    very numbers they had (or, deferred, would have had). UsageError if heads do not divide.
+    """Split `model` over `comm` by the plan, in place.
 
-    On the wire per layer and microbatch: 8 B T h (t-1)/t elements per rank, as four all-reduces, or with `sequence` as
-    four all-gathers and four reduce-scatters. The embedding adds 2 B T h (t-1)/t, the head as many, and the loss two
+    Parameters keep their names and become this rank's part of the values that they had, or would have had if deferred.
+    UsageError if tp does not divide the heads.
+
+    Sends per layer and microbatch 8 B T h (t-1)/t elements per rank, as four all-reduces, or with `sequence` as four
+    all-gathers and four reduce-scatters. The embedding adds 2 B T h (t-1)/t, the head as many, and the loss two
     all-reduces of B T and 2 B T elements.
     """
     check_shape(model.config.n_head, model.config.n_embd, comm.size)

@@ -61,8 +61,8 @@ BROKEN = {
     "F twice": (["0F0 0F0 0B0", "1F0 1B0"], "rank 0, 0F0: done 2 times"),
     "B three times": (["0F0 0B0", "1F0 1B0 1B0 1B0"], "rank 1, 1B0: done 3 times"),
     "on two ranks": (["0F0 0B0 1F0", "1F0 1B0"], "rank 0, 1F0: done 2 times"),
-    "B beside I and W": (["0F0 0B0", "1F0 1I0 1W0 1B0"], "rank 1, stage 1, microbatch 0: B beside I or W"),
-    "B beside W": (["0F0 0B0 0W0", "1F0 1B0"], "rank 0, stage 0, microbatch 0: B beside I or W"),
+    "B, I and W": (["0F0 0B0", "1F0 1I0 1W0 1B0"], "rank 1, stage 1, microbatch 0: both B and I or W"),
+    "B and W": (["0F0 0B0 0W0", "1F0 1B0"], "rank 0, stage 0, microbatch 0: both B and I or W"),
     "B before F": (["0F0 0F1 0B0 0B1", "1F0 1B0 1B1 1F1"], "rank 1, 1B1: comes before 1F1, whose result it needs"),
     "I before F": (["0I0 0F0 0W0", "1F0 1I0 1W0"], "rank 0, 0I0: comes before 0F0, whose result it needs"),
     "W before I": (["0F0 0I0 0W0", "1F0 1W0 1I0"], "rank 1, 1W0: comes before 1I0, whose result it needs"),
@@ -147,7 +147,7 @@ def test_the_report_counts_what_is_held_and_sent():
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
-def test_lowering_adds_each_message_once_and_leaves_the_computations_alone(case):
+def test_lowering_adds_each_message_once_and_nothing_else(case):
     original = make(*case)
     whole = lower(original)
     assert [[a for a in row if a.computes] for row in whole.ranks] == [list(row) for row in original.ranks]
@@ -263,7 +263,7 @@ def refuses(mine):
     return False
 
 
-def test_a_schedule_whose_orders_agree_is_accepted_and_its_lowering_never_deadlocks():
+def test_orders_that_agree_are_accepted_and_never_deadlock():
     rng = random.Random(1)
     for _ in range(150):
         mine = random_schedule(rng, consistent=True)
@@ -283,7 +283,7 @@ def test_orders_are_refused_exactly_when_an_execution_gets_stuck():
     assert min(found.values()) > 40, found
 
 
-def test_messages_are_refused_exactly_when_blocking_sends_get_stuck():
+def test_messages_are_refused_when_blocking_sends_get_stuck():
     rng = random.Random(3)
     found = Counter()
     for _ in range(300):
@@ -294,7 +294,7 @@ def test_messages_are_refused_exactly_when_blocking_sends_get_stuck():
     assert min(found.values()) > 40, found
 
 
-def test_ranks_that_really_block_in_their_sends_get_stuck_exactly_when_the_checker_says_so():
+def test_ranks_that_really_block_get_stuck_as_the_checker_says():
     """Over threads, where a send is done only when it has been received."""
     rng = random.Random(4)
     found = Counter()
@@ -323,7 +323,7 @@ def test_ranks_that_really_block_in_their_sends_get_stuck_exactly_when_the_check
 # -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_csv_is_pytorchs_one_row_per_rank_one_cell_per_step_empty_when_idle(tmp_path):
+def test_the_csv_is_pytorchs_a_row_per_rank_a_cell_per_step(tmp_path):
     def text(mine):
         save_csv(mine, tmp_path / "a.csv")
         return (tmp_path / "a.csv").read_text()
@@ -336,7 +336,7 @@ def test_the_csv_is_pytorchs_one_row_per_rank_one_cell_per_step_empty_when_idle(
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
-def test_every_schedule_comes_back_from_its_csv_with_and_without_messages(case, tmp_path):
+def test_every_schedule_comes_back_from_its_csv(case, tmp_path):
     for mine in (make(*case), lower(make(*case))):
         path = tmp_path / "elsewhere.csv"
         save_csv(mine, path)

@@ -1,21 +1,16 @@
-"""Claims about memory and traffic of a layout: the papers' formulas, with nothing rounded."""
+"""Memory and traffic of a rank in a layout: the papers' formulas, with nothing rounded."""
 
 from fractions import Fraction
 
 import pytest
+from planning import layout
 
 from minipar.parallel.pipeline import make, peak_live
-from minipar.plan.communication import volume
-from minipar.plan.layout import PRECISIONS, Layout
-from minipar.plan.memory import in_flight, layer_activations, layer_state, memory, rank_parameters
+from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
 from minipar.plan.model import find_model
-from minipar.plan.program import MEGATRON, MINIPAR
+from minipar.plan.rank_bytes import in_flight, layer_activations, layer_state, memory, rank_parameters, volume
 
 GPT3 = find_model("gpt3-175b")
-
-
-def layout(**given):
-    return Layout(**({"dp": 1, "tp": 1, "pp": 1, "microbatch": 1, "microbatches": 1} | given))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "megatron-22b", "gpt3-175b"])
@@ -37,11 +32,9 @@ def test_korthikantis_activation_formulas(name, tp, microbatch):
         # Flash attention keeps no scores, as selective recomputation.
         flash = kept(sequence_parallel=sequence, attention="flash")
         assert flash == kept(sequence_parallel=sequence, recompute="selective")
-    if tp == 1:
-        assert kept() == pytest.approx(sbh * (34 + 5 * a * s / h), rel=1e-12)
 
 
-def test_sequence_parallelism_and_selective_recompute_keep_a_fifth():
+def test_sequence_parallel_and_selective_keep_a_fifth():
     # Korthikanti et al. 2022, abstract: "reduces activation memory by 5x".
     plain = layer_activations(GPT3, layout(tp=8), 2048)
     both = layer_activations(GPT3, layout(tp=8, sequence_parallel=True, recompute="selective"), 2048)
@@ -50,7 +43,7 @@ def test_sequence_parallelism_and_selective_recompute_keep_a_fifth():
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zbv"])
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16), (8, 32)])
-def test_in_flight_is_what_the_schedule_itself_keeps(name, p, m):
+def test_microbatches_in_flight_are_the_schedules_own(name, p, m):
     v = 2 if name in ("interleaved-1f1b", "zbv") else 1
     schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
     expected = Fraction(max(peak_live(actions) for actions in schedule.ranks), v)
@@ -60,7 +53,7 @@ def test_in_flight_is_what_the_schedule_itself_keeps(name, p, m):
 
 @pytest.mark.parametrize(("stage", "own", "shared"), [(0, 16, 0), (1, 4, 12), (2, 2, 14), (3, 0, 16)])
 @pytest.mark.parametrize("dp", [1, 4, 64])
-def test_model_state_is_the_zero_papers(stage, own, shared, dp):
+def test_model_state_follows_the_zero_paper(stage, own, shared, dp):
     one = layout(dp=dp, zero=stage, microbatches=4)
     psi = rank_parameters(GPT3, one)
     held = memory(GPT3, one, 2048)
@@ -76,7 +69,7 @@ def test_gradients_in_fp32_take_two_bytes_more():
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (8, 1), (1, 8), (8, 8), (4, 12)])
-def test_ranks_hold_the_model_between_them(tp, pp):
+def test_the_ranks_together_hold_the_model(tp, pp):
     """tp ranks of every stage add up to the model and what all of them have: norms, row layers' biases, positions."""
     first = rank_parameters(GPT3, layout(tp=tp, pp=pp))
     h, layers = GPT3.hidden, GPT3.layers // pp
@@ -95,16 +88,11 @@ def test_bytes_of_tensor_parallelism(tp, sequence_parallel):
     assert volume(GPT3, full, 2048).tp == volume(GPT3, one, 2048).tp * 3 / 2
 
 
-@pytest.mark.parametrize(("stage", "passes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_bytes_of_zero_with_one_microbatch(stage, passes):
-    one = layout(dp=64, zero=stage)
-    assert volume(GPT3, one, 2048).dp == Fraction(passes * 2 * GPT3.parameters * 63, 64)
-
-
-def test_bytes_of_zero_with_several_microbatches():
-    sent = [volume(GPT3, layout(dp=4, zero=stage, microbatches=5), 2048).dp for stage in range(4)]
-    one = Fraction(2 * GPT3.parameters * 3, 4)
-    assert sent == [2 * one, 2 * one, 6 * one, 15 * one]
+def test_bytes_of_zero_with_one_microbatch_and_with_several():
+    one = Fraction(2 * GPT3.parameters * 63, 64)
+    for microbatches, passes in ((1, [2, 2, 2, 3]), (5, [2, 2, 6, 15])):
+        layouts = [layout(dp=64, zero=stage, microbatches=microbatches) for stage in range(4)]
+        assert [volume(GPT3, each, 2048).dp for each in layouts] == [n * one for n in passes]
 
 
 @pytest.mark.parametrize(("schedule", "v", "times"), [("1f1b", 1, 1), ("interleaved-1f1b", 3, 3), ("zbv", 1, 2)])
@@ -114,31 +102,26 @@ def test_bytes_between_stages(schedule, v, times):
     assert volume(GPT3, layout(), 2048).pp == 0
 
 
-PROGRAMS = {"megatron": MEGATRON, "minipar": MINIPAR}
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_there_for_a_while_only(program, sequence_parallel):
-    """The logits; gradients on their way; with ZeRO the units at work and under way; with recomputation one layer's
-    activations.
-    """
-    given, program = {"dp": 4, "tp": 8, "sequence_parallel": sequence_parallel}, PROGRAMS[program]
+@pytest.mark.parametrize("framework", [MEGATRON, MINIPAR], ids=["megatron", "minipar"])
+def test_buffers_hold_logits_gradients_and_gathered_units(framework, sequence_parallel):
+    """With ZeRO the units that compute and travel; with recomputation one layer's activations."""
+    given = {"dp": 4, "tp": 8, "sequence_parallel": sequence_parallel}
     hidden = 2 * 2048 * GPT3.hidden
     sliced = hidden / (8 if sequence_parallel else 1)
-    moving = 2 * sliced + (3 if program is MEGATRON else 2) * 2 * 2048 * GPT3.vocab_size / 8
-    moving += 0 if program is MEGATRON else 2 * sliced + hidden
-    one, whole = layer_state(GPT3, 8), layer_activations(GPT3, layout(**given), 2048, program.kept)
+    moving = 2 * sliced + (3 if framework is MEGATRON else 2) * 2 * 2048 * GPT3.vocab_size / 8
+    moving += 0 if framework is MEGATRON else 2 * sliced + hidden
+    one, whole = layer_state(GPT3, 8), layer_activations(GPT3, layout(**given), 2048, framework.kept)
     for zero, units in ((0, 0), (1, 0), (2, 2), (3, 4)):
-        assert memory(GPT3, layout(zero=zero, **given), 2048, program).buffers == moving + units * 2 * one
-        full = memory(GPT3, layout(zero=zero, recompute="full", **given), 2048, program).buffers
+        assert memory(GPT3, layout(zero=zero, **given), 2048, framework).buffers == moving + units * 2 * one
+        full = memory(GPT3, layout(zero=zero, recompute="full", **given), 2048, framework).buffers
         assert full == pytest.approx(moving + units * 2 * one + whole, rel=1e-12)
-    wide = memory(GPT3, layout(zero=2, precision=PRECISIONS["bf16"], **given), 2048, program).buffers
+    wide = memory(GPT3, layout(zero=2, precision=PRECISIONS["bf16"], **given), 2048, framework).buffers
     assert wide == moving + 2 * 4 * one
 
 
 @pytest.mark.parametrize(("schedule", "v", "ends"), [("1f1b", 1, 1), ("gpipe", 1, 2), ("interleaved-1f1b", 3, 5)])
-def test_a_stage_of_minipar_keeps_what_came_in_and_what_it_made(schedule, v, ends):
+def test_a_stage_of_minipar_keeps_its_input_and_its_output(schedule, v, ends):
     """Of the first rank all but its first stage; of GPipe's others, which hold as many microbatches, both."""
     one = layout(tp=8, pp=4, microbatches=8, schedule=schedule, virtual_stages=v, sequence_parallel=True)
     layers = 24 * layer_activations(GPT3, one, 2048, MINIPAR.kept)
@@ -162,7 +145,7 @@ def test_the_rank_with_the_logits_may_be_the_fullest(pp):
 
 
 @pytest.mark.parametrize(("zero", "microbatches", "whole"), [(1, 4, True), (2, 4, True), (2, 1, False), (3, 4, True)])
-def test_gradients_that_add_up_before_they_are_reduced_are_whole(zero, microbatches, whole):
+def test_gradients_accumulate_whole_before_a_reduction(zero, microbatches, whole):
     one = layout(dp=8, zero=zero, microbatches=microbatches)
     psi = rank_parameters(GPT3, one)
     part = 0 if zero == 1 else 2 * psi / 8
@@ -171,7 +154,7 @@ def test_gradients_that_add_up_before_they_are_reduced_are_whole(zero, microbatc
 
 
 @pytest.mark.parametrize("microbatch", [1, 3])
-def test_a_layer_of_minipar_keeps_what_is_counted_in_the_program(microbatch):
+def test_a_layer_of_minipar_keeps_what_the_program_counts(microbatch):
     """tests/parallel/tensor/test_tensor_traffic.py counts it: 20 N + A + 2 B T elements, N = B T h, A = B a T^2."""
     given = layout(microbatch=microbatch, precision=PRECISIONS["bf16"])
     n, scores = microbatch * 2048 * GPT3.hidden, microbatch * GPT3.heads * 2048**2

@@ -1,0 +1,251 @@
+"""A cluster: its GPUs, hosts and links, and the seconds that a collective takes on it.
+
+Every constant is here, with its source or marked as an assumption.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import inf
+
+from minipar.errors import UsageError
+from minipar.plan.layout import MEGATRON, MINIPAR, Framework, Layout
+from minipar.plan.model import ModelShape, did_you_mean, read_settings
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """The cost of a message on a link: n bytes take alpha + beta n seconds."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha + nbytes * self.beta
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An accelerator and its links, as the vendor's data sheet describes them: FLOP/s, bytes, bytes per second.
+
+    Bandwidths are in one direction: `inside` to the other GPUs of its host, `between` to other hosts.
+    """
+
+    peak: float  # dense 16-bit matrix products, no sparsity
+    memory: float
+    memory_bandwidth: float
+    inside: float
+    between: float
+
+
+# Vendors' data sheets: V100 SXM2 32 GB (125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways), A100 SXM 80 GB (312, 2039,
+# 600), H100 SXM (989, 3350, 900), H200 SXM (989, 4800, 900). Between hosts one network card per GPU: 200 Gb/s on DGX
+# A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs.
+GPUS = {
+    "v100": Gpu(peak=125e12, memory=32 * GB, memory_bandwidth=900 * GB, inside=150 * GB, between=6.25 * GB),
+    "a100": Gpu(peak=312e12, memory=80 * GB, memory_bandwidth=2039 * GB, inside=300 * GB, between=25 * GB),
+    "h100": Gpu(peak=989e12, memory=80 * GB, memory_bandwidth=3350 * GB, inside=450 * GB, between=50 * GB),
+    "h200": Gpu(peak=989e12, memory=141 * GB, memory_bandwidth=4800 * GB, inside=450 * GB, between=50 * GB),
+}
+GPU_RANGE = (1.0, 1e24)  # of each value in a user's file
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Fractions of the data sheet's values that a program achieves, one set for all GPUs and models.
+
+    No value is fitted to a single run.
+    """
+
+    # Fraction of the peak in large 16-bit products. An assumption: what the vendors' own libraries reach on an A100.
+    products: float = 0.75
+    # FLOPs of a product at which it reaches half of that: launch and tile quantization. An assumption.
+    half_work: float = 2e9
+    # Fraction of memory bandwidth in kernels that only copy and add (STREAM-like). An assumption.
+    copies: float = 0.8
+    # Fraction of both links' bandwidth: nccl-tests on A100 hosts print 230 of 300 GB/s inside, 85 to 96 of 100 between
+    # three hosts (github.com/NVIDIA/nccl-tests, issues 149 and 119).
+    links: float = 0.8
+    # Times that elementwise kernels move each kept activation byte: forward writes and reads it; backward reads it and
+    # the gradient and writes another. An assumption.
+    forward_traffic: float = 2.0
+    backward_traffic: float = 4.0
+    # Bytes that the optimizer moves for each parameter: AdamW in mixed precision reads 16 and writes 14.
+    update_traffic: float = 30.0
+    # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc,
+    # ring, protocol "Simple").
+    alpha_inside: float = 3.4e-6
+    alpha_between: float = 14e-6
+    # Seconds of computation that each hidden second of communication costs: NCCL's kernels occupy a multiprocessor for
+    # each channel, up to 24 of an A100's 108. The number of channels is an assumption.
+    contention: float = 0.2
+    # Fraction of a GPU's memory that can be used: the rest is the context's, the libraries' and fragmentation's. An
+    # assumption.
+    memory_used: float = 0.92
+
+
+@dataclass(frozen=True)
+class ComputeTime:
+    """Seconds of computation on one rank, for one microbatch unless said otherwise.
+
+    F (forward), I (gradients of inputs) and W (gradients of weights) of one layer, of the output head with the loss,
+    and of the embedding. `recompute` is what recomputation adds to I of a layer; `update` is the optimizer's step.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    recompute: float
+    head_forward: float
+    head_backward_input: float
+    head_backward_weight: float
+    embedding_forward: float
+    embedding_backward: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`gpus` GPUs in hosts of `per_host`, and the framework that trains on them.
+
+    Hosts are full unless one host holds all GPUs; UsageError otherwise.
+
+    measured   measured(model, layout, length, parameters) returns the computation's seconds where they were measured;
+               `parameters` are those that the rank updates. None: they follow from `gpu` and `assumptions`.
+    """
+
+    gpu: Gpu
+    gpus: int
+    per_host: int = 8
+    assumptions: Assumptions = Assumptions()
+    framework: Framework = MEGATRON
+    measured: Callable[[ModelShape, Layout, int, float], ComputeTime] | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.per_host < 1:
+            raise UsageError(f"gpus {self.gpus}, gpus-per-node {self.per_host}: expected at least 1 of each")
+        if self.gpus > self.per_host and self.gpus % self.per_host:
+            raise UsageError(f"gpus {self.gpus} are not a multiple of gpus-per-node {self.per_host}")
+
+    @property
+    def usable_memory(self) -> float:
+        """Return the bytes of a GPU's memory that a program can use."""
+        return self.gpu.memory * self.assumptions.memory_used
+
+    @property
+    def inside(self) -> AlphaBeta:
+        return AlphaBeta(alpha=self.assumptions.alpha_inside, beta=1 / (self.gpu.inside * self.assumptions.links))
+
+    @property
+    def between(self) -> AlphaBeta:
+        return AlphaBeta(alpha=self.assumptions.alpha_between, beta=1 / (self.gpu.between * self.assumptions.links))
+
+    # A group of ranks is given by (stride, size): the ranks 0, stride, 2 stride, ..., `size` of them.
+
+    def members_per_host(self, stride: int, size: int) -> int:
+        """Return how many ranks of a group share a host."""
+        return max(1, min(size, self.per_host // stride))
+
+    def link(self, stride: int, size: int) -> AlphaBeta:
+        """Return the cost of a message on the slowest link between neighbours of a group."""
+        return self.inside if stride * size <= self.per_host else self.between
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def gather_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> float:
+    """Return the seconds of a ring all-gather or reduce-scatter of `nbytes` over a group of N = size ranks.
+
+    The ring takes N - 1 steps of n/N bytes, each as long as the slowest link: (N - 1) (alpha + n/N beta).
+
+    Between hosts with k members each, a framework may run k rings at once, through k cards (Framework.ring_per_card).
+    Then a k-th of the bytes passes each card and all of them pass the links inside; the longer of the two counts.
+    """
+    if size == 1:
+        return 0.0
+    k = cluster.members_per_host(stride, size)
+    hosts = -(-size // k)
+    inside, between = cluster.inside, cluster.between
+    if hosts == 1 or not cluster.framework.ring_per_card:
+        return (size - 1) * cluster.link(stride, size).seconds(nbytes / size)
+    latency = (size - hosts) * inside.alpha + (hosts - 1) * between.alpha
+    beta = max(inside.beta, between.beta / k) if k > 1 else between.beta
+    return latency + nbytes * (size - 1) / size * beta
+
+
+def fetch_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> float:
+    """Return the seconds of an all-gather of parameters over a group.
+
+    It is a ring, or with Framework.pairwise each rank sends its n/N bytes to every other rank, one after the other.
+    """
+    if not cluster.framework.pairwise:
+        return gather_seconds(cluster, nbytes, stride, size)
+    near = cluster.members_per_host(stride, size) - 1
+    chunk = nbytes / size
+    return near * cluster.inside.seconds(chunk) + (size - 1 - near) * cluster.between.seconds(chunk)
+
+
+def scalar_seconds(cluster: Cluster, stride: int, size: int) -> float:
+    """Return the seconds of an all-reduce of one scalar, a loss or a norm: pairwise, or up and down a binary tree."""
+    if cluster.framework.pairwise:
+        return 2 * fetch_seconds(cluster, 0, stride, size)
+    return 2 * (size - 1).bit_length() * cluster.link(stride, size).alpha
+
+
+# ---- other clusters --------------------------------------------------------------------------------------------------
+
+
+def model_clock_cluster(
+    ranks: int,
+    flops_per_second: float,
+    inside: AlphaBeta,
+    between: AlphaBeta | None = None,
+    per_host: int | None = None,
+) -> Cluster:
+    """Return the cluster that minipar's clock `model` shows: products at one speed, messages alpha + beta n.
+
+    Everything else takes no time. By default one host holds all ranks.
+    """
+    between = between or inside
+    gpu = Gpu(peak=flops_per_second, memory=inf, memory_bandwidth=inf, inside=1 / inside.beta, between=1 / between.beta)
+    exact = Assumptions(
+        products=1.0,
+        half_work=0.0,
+        copies=1.0,
+        links=1.0,
+        alpha_inside=inside.alpha,
+        alpha_between=between.alpha,
+        contention=0.0,
+        memory_used=1.0,
+    )
+    return Cluster(gpu=gpu, gpus=ranks, per_host=per_host or ranks, assumptions=exact, framework=MINIPAR)
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its name, or from a JSON file with values of the user's own.
+
+    The file holds Gpu's fields, or some of them and "like", the name of a GPU that gives the rest. UsageError for an
+    unknown name and for a file that describes no GPU.
+    """
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
+    if not os.path.exists(name):
+        raise UsageError(f"--gpu {name}: neither a JSON file nor one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
+    values = read_settings(name)
+    like = values.pop("like", None)
+    if like is not None and (not isinstance(like, str) or like.lower() not in GPUS):
+        raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(GPUS)}')
+    fields = asdict(GPUS["a100"])
+    if values.keys() - fields or (like is None and fields.keys() - values):
+        raise UsageError(f'{name}: expected {", ".join(sorted(fields))}, or some of them and "like": a known GPU')
+    low, high = GPU_RANGE
+    for key, value in values.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected a value from {low:g} to {high:g}")
+    numbers = {key: float(value) for key, value in values.items()}
+    return Gpu(**numbers) if like is None else replace(GPUS[like.lower()], **numbers)

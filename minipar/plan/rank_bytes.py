@@ -1,0 +1,183 @@
+"""Bytes of one rank in a layout: what it holds (memory) and what it sends in a step (traffic).
+
+Model state: Rajbhandari et al. 2020 (parallel/memory.py). Activations: Korthikanti et al. 2022 (arXiv 2205.05198),
+equations 1 to 6, and section 4.2.3 for the microbatches in flight; 16-bit activations, one-byte dropout masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from minipar.parallel.memory import model_state
+from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
+from minipar.plan.model import ModelShape
+
+# ---- parameters of a rank --------------------------------------------------------------------------------------------
+
+
+def embedding_rows(model: ModelShape, tp: int) -> int:
+    """Return the elements of a tp rank's part of the token embedding: ceil(V h / t)."""
+    return -(-model.vocab_size * model.hidden // tp)
+
+
+def replicated_parameters(model: ModelShape) -> int:
+    """Return the parameters of a layer that every tp rank has: norms and the biases of row-parallel layers."""
+    return 2 * model.norm_parameters + (2 * model.hidden if model.biases else 0)
+
+
+def layer_state(model: ModelShape, tp: int) -> int:
+    """Return the parameters of one layer on a tp rank: matrices and biases of column-parallel layers are divided."""
+    whole = replicated_parameters(model)
+    return -(-(model.layer_parameters - whole) // tp) + whole
+
+
+def rank_parameters(model: ModelShape, layout: Layout) -> int:
+    """Return the parameters of the first pipeline rank, which has most; without a pipeline of every rank.
+
+    It holds the embeddings and its layers; without a pipeline also the last norm and an output head that is not tied.
+    """
+    embedding = embedding_rows(model, layout.tp) + model.positions * model.hidden
+    parameters = embedding + layout.layers_per_rank(model) * layer_state(model, layout.tp)
+    if layout.pp == 1:
+        parameters += model.norm_parameters + (0 if model.tied else embedding_rows(model, layout.tp))
+    return parameters
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float  # for a while only: a gathered unit of ZeRO stage 3, a recomputed layer, logits
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Activations = MEGATRON.kept) -> float:
+    """Return the bytes that one layer keeps of one microbatch for backward.
+
+    GPT-2 with s tokens, b samples, a heads: s b h (10 + 24/t + 5as/(ht)) under tensor parallelism over t ranks; with
+    sequence parallelism s b h (34 + 5as/h) / t. "selective" recomputation and flash attention drop the 5as/h, and
+    "full" recomputation keeps the input alone, 2 s b h.
+    """
+    h, t, slices = model.hidden, layout.tp, layout.sequence_slices
+    tokens = length * layout.microbatch * layout.precision.parameters
+    if layout.recompute == "full":
+        return tokens * h / slices
+    stored = layout.recompute == "none" and layout.attention == "stored"
+    core = kept.scores * model.heads * length if stored else 0
+    split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.inner
+    return tokens * ((kept.sliced * h + kept.rows) / slices + kept.gathered * h + (split + core) / t)
+
+
+def in_flight(layout: Layout) -> Fraction | int:
+    """Return the microbatches whose activations the first rank keeps, each counted as all of the rank's layers.
+
+    GPipe: m. 1F1B: min(m, p). Interleaved: min(m, p (1 + (p - 1)/(p v))), Narayanan et al. 2021. ZB-H2: 2p - 1.
+    """
+    p, m, v = layout.pp, layout.microbatches, layout.virtual_stages
+    match layout.schedule:
+        case "gpipe":
+            return m
+        case "naive":
+            return 1
+        case "interleaved-1f1b" if v > 1:
+            return min(Fraction(m), p * (1 + Fraction(p - 1, p * v)))
+        case "zb-h2":
+            return min(m, 2 * p - 1)
+        case _:  # 1f1b, zb-h1, zbv
+            return min(m, p)
+
+
+def memory(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Memory:
+    """Return the peak memory of the rank that needs most.
+
+    Where gradients are reduced after each microbatch (Framework.every_microbatch), no rank keeps whole gradients from
+    ZeRO stage 2 on, as in DeepSpeed. Otherwise microbatches accumulate in whole gradients next to the rank's shard.
+    """
+    precision, kept = layout.precision, framework.kept
+    psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp)
+    accumulating = layout.microbatches > 1 and not framework.every_microbatch
+    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision, accumulating)
+
+    layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)
+    tokens = length * layout.microbatch * precision.parameters
+    hidden = tokens * model.hidden / layout.sequence_slices
+    logits = kept.head * hidden + kept.logits * tokens * model.vocab_size / layout.tp
+    flying = float(in_flight(layout))
+    if layout.pp == 1:
+        activations = flying * layers * layer_bytes
+        peak = activations + logits
+    else:
+        # Every stage keeps its input and its output; the first rank's first stage has no input. GPipe's other ranks
+        # hold as many microbatches as the first. The last rank has one microbatch in flight, and the logits.
+        ends = 2 * layout.stages_per_rank - (0 if layout.schedule == "gpipe" else 1)
+        activations = flying * layers * layer_bytes + kept.boundary * hidden * (flying * ends)
+        peak = max(activations, layers * layer_bytes + logits)
+
+    buffers = peak - activations + kept.moving * hidden + kept.moving_whole * tokens * model.hidden
+    if layout.recompute == "full":
+        buffers += layer_activations(model, replace(layout, recompute="none"), length, kept)
+    if layout.zero == 3:  # the parameters of the unit that computes, and of the next one
+        buffers += 2 * precision.parameters * layer
+    if layout.zero >= 2:
+        buffers += 2 * precision.gradients * layer
+    return Memory(
+        parameters=float(state.parameters),
+        gradients=float(state.gradients),
+        optimizer=float(state.optimizer),
+        activations=activations,
+        buffers=buffers,
+    )
+
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank sends in a step, by mesh axis. They are fractions, so that nothing is rounded."""
+
+    tp: Fraction
+    pp: Fraction
+    dp: Fraction
+
+
+def volume(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Volume:
+    """Return the bytes that a rank in the middle of the pipeline sends (over dp: the first, which has most parameters).
+
+    With b samples of s tokens in a microbatch, m microbatches, l layers on the rank, psi parameters on the rank:
+
+    tp   8 b s h (t-1)/t elements for each layer and microbatch, 12 with full recompute (Narayanan et al. 2021, section
+         3.2; the same with sequence parallelism, Korthikanti et al. 2022, section 4.2.2). NB: with sequence parallelism
+         Megatron gathers the inputs of column layers once more in backward; that is not counted.
+    pp   2 b s h for each microbatch and stage of the rank, forward and back, divided by t where each tp rank sends its
+         part (Narayanan et al., section 4.1). The tied embedding's gradient, V h / t on the first and the last rank, is
+         not counted.
+    dp   (d-1)/d times: 2 psi elements at ZeRO stages 0 and 1; 2 psi at stage 2 and (2 m + 1) psi at stage 3, or
+         (m + 1) psi and 3 m psi where gradients are reduced after every microbatch (Rajbhandari et al. 2020, section 7,
+         for m = 1).
+
+    parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
+    """
+    t, d, m = layout.tp, layout.dp, layout.microbatches
+    hidden = layout.microbatch * length * model.hidden * layout.precision.parameters
+    sums = 12 if layout.recompute == "full" else 8
+    tp = Fraction(sums * hidden * (t - 1), t) * m * layout.layers_per_rank(model)
+    pp = Fraction(0)
+    if layout.pp > 1:
+        slices = t if framework.scattered_hops else layout.sequence_slices
+        pp = Fraction(2 * hidden, slices) * m * layout.stages_per_rank
+    reductions = m if framework.every_microbatch else 1
+    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[layout.zero]
+    width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
+    return Volume(tp=tp, pp=pp, dp=Fraction(width * rank_parameters(model, layout) * (d - 1), d))

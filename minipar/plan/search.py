@@ -1,0 +1,295 @@
+"""The search: every layout of a model on a cluster, those that fit, the fastest, and why the next one is slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import isqrt
+
+from minipar.errors import UsageError
+from minipar.parallel.memory import Precision
+from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.layout import PRECISIONS, Layout
+from minipar.plan.model import RECOMPUTE, ModelShape, utilization
+from minipar.plan.rank_bytes import Memory, Volume, memory, volume
+from minipar.plan.step_time import StepTime, step_time
+
+TOP = 5  # plans that are simulated and shown
+# gpipe and naive never win; zb-h2 and zbv have no closed form to search by. A user can ask for all of them.
+SEARCHED = ("1f1b", "interleaved-1f1b", "zb-h1")
+NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
+PARTS = {
+    "compute": "computation (recomputed, in smaller products, or with more layers on the fullest rank)",
+    "tp": "tensor-parallel communication",
+    "pp": "pipeline messages",
+    "dp": "data-parallel communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "the optimizer's update",
+}
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The choices that the user has fixed; `None` leaves one to the planner."""
+
+    tp: int | None = None
+    pp: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    microbatch: int | None = None
+    sequence_parallel: bool | None = None
+    attention: str = "stored"
+    precision: Precision = PRECISIONS["fp16"]
+
+    def zero_stages(self, dp: int) -> list[int]:
+        """Return the ZeRO stages to try. With one replica there is nothing to shard."""
+        return [zero for zero in range(4) if self.zero in (None, zero)] if dp > 1 else [0]
+
+    def recomputations(self, schedule: str) -> list[str]:
+        """Return the kinds of recomputation to try.
+
+        Full recomputation goes with a split backward only on request, since W needs what was recomputed for I. Flash
+        attention keeps no scores, which leaves selective recomputation nothing to drop.
+        """
+        kinds = [kind for kind in RECOMPUTE if self.recompute in (None, kind)]
+        if schedule.startswith("zb") and self.recompute is None:
+            kinds.remove("full")
+        return [kind for kind in kinds if kind != "selective" or self.attention != "flash"]
+
+    def sequence_choices(self, tp: int) -> list[bool]:
+        """Return whether to try without and with sequence parallelism.
+
+        It sends as much and holds less, but backward waits for more of it.
+        """
+        return [choice for choice in (False, True) if self.sequence_parallel in (None, choice)] if tp > 1 else [False]
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of n, smallest first."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def layouts(
+    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace = SearchSpace()
+) -> Iterator[Layout]:
+    """Yield every layout of the search space."""
+    for tp, pp, dp in meshes(model, cluster, global_batch, space):
+        samples = global_batch // dp
+        for microbatch in microbatch_sizes(samples, space):
+            m = samples // microbatch
+            for schedule, v in schedules(model, pp, m, space.schedule):
+                choices = space.zero_stages(dp), space.recomputations(schedule), space.sequence_choices(tp)
+                for zero, recompute, sequence_parallel in product(*choices):
+                    yield Layout(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        microbatch=microbatch,
+                        microbatches=m,
+                        zero=zero,
+                        schedule=schedule,
+                        virtual_stages=v,
+                        sequence_parallel=sequence_parallel,
+                        recompute=recompute,
+                        attention=space.attention,
+                        precision=space.precision,
+                    )
+
+
+def meshes(
+    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (tp, pp, dp): tp divides a host and the heads, pp is at most the number of layers, dp divides the batch.
+
+    tp also divides the heads of keys and values, or is a multiple of them: then ranks hold copies.
+    """
+    for tp in divisors(min(cluster.per_host, cluster.gpus)):
+        divides = cluster.gpus % tp == 0 and model.heads % tp == 0
+        if not divides or (model.groups % tp and tp % model.groups) or space.tp not in (None, tp):
+            continue
+        for pp in divisors(cluster.gpus // tp):
+            dp = cluster.gpus // tp // pp
+            if pp <= model.layers and global_batch % dp == 0 and space.pp in (None, pp):
+                yield tp, pp, dp
+
+
+def microbatch_sizes(samples: int, space: SearchSpace) -> list[int]:
+    """Return the divisors of a replica's samples that are powers of two, or the size that the user has fixed."""
+    if space.microbatch is not None:
+        return [space.microbatch] if samples % space.microbatch == 0 else []
+    return [size for size in divisors(samples) if size & (size - 1) == 0]
+
+
+def schedules(model: ModelShape, pp: int, m: int, fixed: str | None) -> Iterator[tuple[str, int]]:
+    """Yield (schedule, stages per rank). Where pp does not divide the layers, the fullest rank counts.
+
+    interleaved-1f1b needs pp to divide m. Its first and last stage may have embedding and head alone, as Llama 3's do
+    (arXiv 2407.21783, 3.3.2). zb-h1 needs m >= pp, and zbv needs 2 pp to divide the layers.
+    """
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    layers = -(-model.layers // pp)
+    missing = layers * pp - model.layers
+    for name in SEARCHED if fixed is None else (fixed,):
+        if name == "interleaved-1f1b":
+            if m % pp == 0:
+                yield from ((name, v) for v in divisors(layers) if v > 1 and missing <= 2 * (layers // v))
+        elif not ((name == "zbv" and model.layers % (2 * pp)) or (name == "zb-h1" and m < pp)):
+            yield name, 1
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout and its predictions.
+
+    mfu, hfu   model and hardware FLOPs utilization
+    tflops     TFLOP/s per GPU with recomputation, as Narayanan et al. 2021 print them
+    """
+
+    layout: Layout
+    memory: Memory
+    time: StepTime
+    volume: Volume
+    mfu: float
+    hfu: float
+    tflops: float
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        return self.layout.mesh
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with the seconds of its step in closed form and the bytes of its fullest rank."""
+
+    seconds: float
+    nbytes: float
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The outcome of a search.
+
+    plans      the fastest layout of each of the best meshes (dp, tp, pp), simulated, fastest first
+    examined   the number of layouts, of which `fitting` fit
+    meshes     the fastest layout of each mesh in closed form, fastest first
+    """
+
+    plans: list[Plan]
+    examined: int
+    fitting: int
+    meshes: list[Candidate]
+
+
+def plan(
+    model: ModelShape,
+    cluster: Cluster,
+    global_batch: int,
+    length: int,
+    space: SearchSpace = SearchSpace(),
+    top: int = TOP,
+) -> SearchResult:
+    """Search for the fastest layout of each mesh. Thousands are compared in closed form, the `top` ones simulated.
+
+    UsageError if no layout divides, or none fits; it says how much memory the smallest needs and what would fit.
+    """
+    best: dict[tuple[int, int, int], Candidate] = {}
+    examined = fitting = 0
+    for layout in layouts(model, cluster, global_batch, space):
+        examined += 1
+        nbytes = memory(model, layout, length, cluster.framework).total
+        if nbytes > cluster.usable_memory:
+            continue
+        fitting += 1
+        seconds = step_time(model, layout, cluster, length, exact=False).total
+        if layout.mesh not in best or seconds < best[layout.mesh].seconds:
+            best[layout.mesh] = Candidate(seconds=seconds, nbytes=nbytes, layout=layout)
+    if not best:
+        raise UsageError(_nothing_fits(model, cluster, global_batch, length, space))
+    candidates = sorted(best.values(), key=lambda candidate: candidate.seconds)
+    plans = [judge(model, candidate.layout, cluster, global_batch, length) for candidate in candidates[:top]]
+    plans.sort(key=lambda plan: plan.time.total)
+    return SearchResult(plans=plans, examined=examined, fitting=fitting, meshes=candidates)
+
+
+def judge(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int, length: int) -> Plan:
+    """Predict one layout, its pipeline simulated."""
+    time = step_time(model, layout, cluster, length)
+    flops = global_batch * model.model_flops(length)
+    hardware_flops = global_batch * model.hardware_flops(length, layout.recompute)
+    return Plan(
+        layout=layout,
+        memory=memory(model, layout, length, cluster.framework),
+        time=time,
+        volume=volume(model, layout, length, cluster.framework),
+        mfu=utilization(flops, time.total, cluster.gpus, cluster.gpu.peak),
+        hfu=utilization(hardware_flops, time.total, cluster.gpus, cluster.gpu.peak),
+        tflops=hardware_flops / time.total / cluster.gpus / 1e12,
+    )
+
+
+def why(winner: Plan, loser: Plan) -> str:
+    """Explain in a sentence what costs the loser its time."""
+    gap = loser.time.total - winner.time.total
+    more = {part: getattr(loser.time, part) - getattr(winner.time, part) for part in PARTS}
+    named = sorted((part for part in PARTS if abs(more[part]) > NAMED_SHARE * gap), key=lambda part: -abs(more[part]))
+    worse = [f"{more[part]:.3g} s more of {PARTS[part]}" for part in named if more[part] > 0]
+    better = [f"{-more[part]:.3g} s less of {PARTS[part]}" for part in named if more[part] < 0]
+    against = f", against {', '.join(better)}" if better else ""
+    return f"{gap:.3g} s slower ({gap / winner.time.total:.1%}): {', '.join(worse)}{against}"
+
+
+# ---- nothing fits ----------------------------------------------------------------------------------------------------
+
+
+def _least(
+    model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace
+) -> tuple[float, Layout] | None:
+    """Return the least memory of any layout, and that layout; None if no layout divides."""
+    every = layouts(model, cluster, global_batch, space)
+    candidates = ((memory(model, layout, length, cluster.framework).total, layout) for layout in every)
+    return min(candidates, key=lambda candidate: candidate[0], default=None)
+
+
+def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace) -> str:
+    least = _least(model, cluster, global_batch, length, space)
+    if least is None:
+        return _nothing_divides(model, cluster, global_batch, space)
+    nbytes, layout = least
+    usable, used = cluster.usable_memory, cluster.assumptions.memory_used
+    ways = [f"{name} ({gpu.memory / 1e9:.0f} GB)" for name, gpu in GPUS.items() if gpu.memory * used >= nbytes]
+    for gpus in (cluster.gpus * times for times in (2, 4, 8, 16, 32, 64)):
+        if gpus > cluster.per_host and gpus % cluster.per_host:
+            continue  # hosts that would not be full
+        more = _least(model, replace(cluster, gpus=gpus), global_batch, length, space)
+        if more is not None and more[0] <= usable:
+            ways.append(f"{gpus} such GPUs ({more[1]})")
+            break
+    return (
+        f"nothing fits in {usable / 1e9:.1f} GB per GPU: the least is {nbytes / 1e9:.1f} GB ({layout}). What would "
+        "fit: " + ("; ".join(ways) or f"a GPU of {nbytes / used / 1e9:.0f} GB")
+    )
+
+
+def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace) -> str:
+    if (space.attention, space.recompute) == ("flash", "selective"):
+        return "flash attention keeps no scores, so there is nothing for selective recomputation: none or full"
+    fixed = [f"{n} {getattr(space, n)}" for n in ("tp", "pp", "schedule", "microbatch") if getattr(space, n)]
+    only = f" with {', '.join(fixed)}" if fixed else ""
+    return (
+        f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of {cluster.per_host}, "
+        f"{model.layers} layers, {model.heads} heads; dp*tp*pp = GPUs, dp*microbatch divides the batch, tp divides the "
+        "heads and a host, interleaved-1f1b needs pp to divide the microbatches, zbv 2*pp the layers"
+    )

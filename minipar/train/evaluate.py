@@ -1,0 +1,104 @@
+"""The validation loss: the mean loss on a text that training never sees, the same in every layout.
+
+    tokens, evaluation = hold_out(config, tokens)       the training text, and the samples to evaluate
+    loss = evaluation.loss(trainer)                     nats per token
+
+Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed. The losses are
+gathered by an all-reduce of an array that is zero elsewhere, which rounds nothing, and added in the order of the
+samples. Two layouts with the same parameters therefore report the same loss to the bit.
+
+Tensor parallelism is the exception: a split matrix product adds its parts in another order. The reported loss is
+rounded to the digits that rounding leaves equal (DIGITS). Two losses that lie on different sides of a rounding boundary
+can still differ, by one in the last of these digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Tensor, no_grad
+from minipar.backend import from_host, xp
+from minipar.errors import UsageError
+from minipar.train.config import TrainConfig
+from minipar.train.data import Tokens, load_tokens
+from minipar.train.trainer import Trainer
+
+SAMPLES = 64  # at most, evenly spaced in the text
+HELD_OUT = 10  # at most one token in HELD_OUT of the training text is kept back
+DIGITS = {"float32": 5, "float64": 10}  # significant ones
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The text to evaluate on, and its samples: position k of sample i is token starts[i] + k."""
+
+    tokens: Tokens
+    starts: np.ndarray  # (samples,)
+    length: int
+
+    def loss(self, trainer: Trainer) -> float:
+        """Return the mean loss in nats per token. Collective over the trainer's mesh.
+
+        Sends, besides the parameters that ZeRO stage 3 gathers and the activations between the layers' ranks, B = 1
+        activation per sample and cut of the pipeline, and the losses (8 bytes per sample) over dp and pp.
+        """
+        dp, count = trainer.mesh.dp, len(self.starts)
+        losses = np.zeros(-(-count // dp.size) * dp.size)
+        with no_grad():  # outside of `dropping`, so dropout is off
+            for sample in range(dp.rank, len(losses), dp.size):  # the same number on every rank: ZeRO 3 gathers
+                start = self.starts[min(sample, count - 1)]
+                window = self.tokens.ids[start : start + self.length + 1].astype(np.int64)
+                losses[sample] = _sample_loss(trainer, window[None, :-1], window[None, 1:])
+        for comm in (dp, trainer.mesh.pp):
+            comm.all_reduce(losses, algorithm="ordered")
+        total = 0.0
+        for loss in losses[:count]:
+            total += float(loss)
+        return float(f"{total / (count * self.length):.{DIGITS[trainer.config.run.dtype]}g}")
+
+
+def _sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
+    """Return the summed loss of one sample, (1, T) inputs and targets; 0 on a rank without the model's last stage."""
+    model, pipelined = trainer.model, trainer.pipelined
+    if pipelined is None:
+        return model.loss_sum(from_host(inputs), from_host(targets)).item()
+    comm, home = pipelined.pipeline.comm, pipelined.executor.schedule.home
+    shape, last = (1, *pipelined.executor.shape[1:]), len(home) - 1
+    x: Any = from_host(inputs)
+    for number, stage in sorted(pipelined.pipeline.stages.items()):
+        if number > 0 and home[number - 1] != comm.rank:
+            x = Tensor(comm.irecv(xp.empty(shape, dtype=pipelined.dtype), home[number - 1], number).wait())
+        for part in stage.parts:
+            x = part.run(x)
+        if number < last and home[number + 1] != comm.rank:
+            comm.isend(xp.ascontiguousarray(x.data), home[number + 1], number + 1).wait()
+    return model.criterion(x, from_host(targets)).item() if home[last] == comm.rank else 0.0
+
+
+def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | None]:
+    """Return the tokens to train on and the evaluation; without `--eval-every`, all tokens and None.
+
+    The evaluation reads `--eval-data`, or the end of the training text, which training then does not see.
+    """
+    length = config.model.seq_len
+    if config.data.eval_every is None:
+        return tokens, None
+    if config.data.eval_data is not None:
+        vocabulary = config.model.vocab_size
+        text = load_tokens(config.data.eval_data, vocab_size=vocabulary, seq_len=length, flag="--eval-data")
+    else:
+        kept = min(SAMPLES * length + 1, len(tokens.ids) // HELD_OUT)
+        if kept < length + 1:
+            raise UsageError(
+                f"--eval-every: a tenth of the {len(tokens.ids)} tokens of {tokens.name} is less than a sample, "
+                f"seq-len + 1 = {length + 1}; give --eval-data PATH"
+            )
+        text = replace(tokens, ids=tokens.ids[-kept:], name=f"the end of {tokens.name}")
+        tokens = replace(tokens, ids=tokens.ids[:-kept])
+    text.check(0, len(text.ids))
+    count = min(SAMPLES, (len(text.ids) - 1) // length)
+    starts = np.linspace(0, len(text.ids) - 1 - length, count).astype(np.int64)
+    return tokens, Evaluation(text, starts, length)

@@ -1,0 +1,85 @@
+"""Collectives on a cluster, its links, and GPUs that a user describes."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from planning import a100s
+
+from minipar.errors import UsageError
+from minipar.plan.cluster import (
+    GB,
+    GPUS,
+    AlphaBeta,
+    Cluster,
+    fetch_seconds,
+    find_gpu,
+    gather_seconds,
+    scalar_seconds,
+)  # fmt: skip
+from minipar.plan.layout import MINIPAR
+
+
+def test_a_ring_in_one_host_and_between_hosts():
+    cluster = a100s(64)
+    inside, between, n = cluster.inside, cluster.between, 1e9
+    assert gather_seconds(cluster, n, 1, 1) == 0
+    assert gather_seconds(cluster, n, 1, 8) == pytest.approx(7 * inside.alpha + n * 7 / 8 * inside.beta)
+    # One rank of each of eight hosts: every message crosses.
+    assert gather_seconds(cluster, n, 8, 8) == pytest.approx(7 * between.alpha + n * 7 / 8 * between.beta)
+    # All 64: eight rings, an eighth of the bytes through each network card.
+    expected = 56 * inside.alpha + 7 * between.alpha + n / 8 * 63 / 64 * between.beta
+    assert gather_seconds(cluster, n, 1, 64) == pytest.approx(expected)
+    # Sixteen hosts of two: half of the bytes through each card, or all of them over a link inside that is slower.
+    slow = Cluster(replace(GPUS["a100"], inside=30 * GB), 32, 2)
+    expected = 16 * slow.inside.alpha + 15 * slow.between.alpha + n * 31 / 32 * slow.inside.beta
+    assert gather_seconds(slow, n, 1, 32) == pytest.approx(expected)
+
+
+def test_a_ring_whose_last_host_is_not_full():
+    cluster, n = Cluster(replace(GPUS["a100"], inside=1e9), 24, 4), 1e6
+    inside, between = cluster.inside, cluster.between
+    assert inside.beta > between.beta
+    six = gather_seconds(cluster, n, 1, 6)  # four and two
+    assert six == pytest.approx(4 * inside.alpha + between.alpha + n * 5 / 6 * inside.beta, rel=1e-12)
+    assert gather_seconds(cluster, n, 4, 6) == pytest.approx(5 * between.alpha + n * 5 / 6 * between.beta, rel=1e-12)
+
+
+def test_minipar_has_one_ring_and_pairwise_gathers():
+    cluster, n = replace(a100s(64), framework=MINIPAR), 1e9
+    inside, between = cluster.inside, cluster.between
+    assert gather_seconds(cluster, n, 1, 64) == pytest.approx(63 * (between.alpha + n / 64 * between.beta))
+    near, far = (link.alpha + n / 64 * link.beta for link in (inside, between))
+    assert fetch_seconds(cluster, n, 1, 64) == pytest.approx(7 * near + 56 * far)
+    assert scalar_seconds(cluster, 1, 64) == pytest.approx(2 * (7 * inside.alpha + 56 * between.alpha))
+    assert scalar_seconds(a100s(64), 1, 64) == pytest.approx(2 * 6 * between.alpha)
+
+
+def test_links_of_a_mesh():
+    cluster = a100s(64)
+    assert cluster.link(1, 8) == cluster.inside and cluster.link(8, 2) == cluster.between
+    uneven = Cluster(GPUS["a100"], 12, 6)  # ranks 0 and 4 share a host, 2 and 6 do not
+    assert uneven.link(4, 2) == uneven.between and uneven.link(3, 2) == uneven.inside
+    assert [cluster.members_per_host(stride, 8) for stride in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    assert cluster.between == AlphaBeta(cluster.assumptions.alpha_between, 1 / (25e9 * 0.8))
+
+
+def test_a_users_own_gpu(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"like": "a100", "memory": 40e9}')
+    assert find_gpu(str(path)) == replace(GPUS["a100"], memory=40e9)
+    for wrong in ("0", '"40e9"', "true", "NaN", "Infinity", "1" + 400 * "0", "[]", "null"):
+        path.write_text('{"like": "a100", "memory": ' + wrong + "}")
+        with pytest.raises(UsageError, match="memory is .*, expected a value from 1 to"):
+            find_gpu(str(path))
+    for text in ('{"memory": 1}', '{"like": "b", "memory": 1}', '{"like": [], "memory": 1}', "[]", "x", 10**5 * "["):
+        path.write_text(text)
+        with pytest.raises(UsageError):
+            find_gpu(str(path))
+
+
+def test_a_gpu_file_that_is_a_pipe_or_a_device_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            find_gpu(path)

@@ -1,0 +1,78 @@
+"""Pipelines: closed forms against the simulator, long steps extended, and the ranks of stages."""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from planning import layout
+
+from minipar.parallel.pipeline import make
+from minipar.plan.pipeline_time import CLOSED, StageTime, closed_form, simulate_exactly, simulated
+
+SHAPES = [(1, 1, 1), (1, 1.2, 0.8), (1.0, 2.1, 0.9)]  # F, I, W; the last with full recompute
+CASES = list(product([2, 3, 4, 8], [1, 2, 4, 8, 24, 31], SHAPES, [0, 0.3], [0, 0.02]))
+
+
+def pipeline(name, p, m, v=1):
+    return layout(pp=p, microbatches=m, schedule=name, virtual_stages=v)
+
+
+def stages(one, rank, head=0, hop=0):
+    """Equal ranks (F, I, W), each of its v stages with a v-th, and a hop on each way; the last with the head's too."""
+    v = one.stages_per_rank
+    f, i, w = rank
+    times = [StageTime(f / v + hop, i / v + hop, w / v)] * (one.pp * v - 1)
+    return (*times, StageTime(f / v + hop + head, i / v + hop + head, w / v + head))
+
+
+def exactly(one, times, hop=0.0):
+    return simulate_exactly(one.schedule, one.pp, one.microbatches, one.virtual_stages, times, hop)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_the_closed_form_is_the_simulators_makespan(name):
+    """1F1B, interleaved, GPipe, naive: equal. ZB-H1, from p microbatches on: never below it, nor 8 % above."""
+    tried = 0
+    for p, m, (f, i, w), head, hop in CASES:
+        for v in (2, 3) if name == "interleaved-1f1b" else (1,):
+            if (name == "interleaved-1f1b" and m % p) or (name == "zb-h1" and m < p):
+                continue
+            tried += 1
+            one = pipeline(name, p, m, v)
+            closed = closed_form(one, StageTime(f + v * hop, i + v * hop, w), StageTime(head, head, head))
+            ratio = closed / exactly(one, stages(one, (f, i, w), head, hop)).makespan
+            assert (1 - 1e-9 < ratio < 1.08) if name == "zb-h1" else ratio == pytest.approx(1, abs=1e-9), (p, m, v)
+    assert tried > 90
+
+
+@pytest.mark.parametrize("hop", [0, 0.01])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"])
+def test_a_long_step_is_simulated_short_and_extended(name, hop):
+    for p, m in ((2, 31), (3, 24), (4, 32), (4, 64)):
+        if name == "interleaved-1f1b" and m % p:
+            continue
+        one = pipeline(name, p, m, 2 if name == "interleaved-1f1b" else 1)
+        times = stages(one, (1, 1.1, 0.9), 0.1)
+        short, whole = simulated(one, times, hop), exactly(one, times, hop)
+        assert short.makespan == pytest.approx(whole.makespan, rel=0.02)
+        # The time after the last gradients, behind which data parallelism hides, is right too.
+        for moments in ("gradients_begin", "ranks_end"):
+            left = [[step.makespan - moment for moment in getattr(step, moments)] for step in (short, whole)]
+            assert left[0] == pytest.approx(left[1], abs=0.35)
+
+
+def test_the_bubble_is_the_published_one():
+    # (p-1)/(m+p-1) of the whole, when nothing else costs anything.
+    for p, m in ((4, 8), (8, 64)):
+        one, looped = pipeline("1f1b", p, m), pipeline("interleaved-1f1b", p, m, 2)
+        total = simulated(one, stages(one, (1, 1, 1))).makespan
+        assert Fraction(total - 3 * m) / Fraction(total) == Fraction(p - 1, m + p - 1)
+        total = simulated(looped, stages(looped, (1, 1, 1))).makespan
+        assert (total - 3 * m) / total == pytest.approx((p - 1) / (2 * m + p - 1))
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 1)])
+def test_the_rank_of_a_stage_is_the_schedules(name, v):
+    actions, one = make(name, 4, 8, v if v > 1 else None), pipeline(name, 4, 8, v)
+    assert [actions.home[s] for s in range(actions.stages)] == [one.rank_of(s) for s in range(actions.stages)]
+    assert actions.stages == 4 * one.stages_per_rank
