@@ -255,7 +255,7 @@ def test_an_optimizer_of_the_models_parameters_is_refused(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_made_before_wrapping_is_refused_at_its_step(stage):
+def test_an_optimizer_made_before_wrapping_is_refused_at_step(stage):
     def rank(comm):
         model = MLP()
         optimizer = AdamW(model.parameters())
