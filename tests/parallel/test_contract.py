@@ -305,6 +305,20 @@ def test_a_scaled_backward_without_synchronize_is_refused(stage):
     refused(stage, script, RuntimeError, "after scaled_backward: call wrapper.synchronize")
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_zero_grad_forgot_ask_for_no_sum(stage):
+    def rank(comm):
+        ddp = shard(MLP(), comm, stage)
+        optimizer = AdamW(ddp.parameters())
+        with ddp.no_sync():
+            ddp.loss(*points_of(1)(0, comm.rank)).backward()
+        optimizer.zero_grad()
+        optimizer.step()  # raises nothing, and has nothing to do
+        return bits(ddp.state_dict())
+
+    assert run_local(2, rank)[0] == bits(MLP().state_dict())
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_second_synchronized_pass_without_zero_grad_is_refused(stage):
     """Where full gradients hold the sum already, another pass would sum it again."""
