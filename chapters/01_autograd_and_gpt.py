@@ -73,11 +73,11 @@ from minipar.autograd import (
     defer_weight_gradients,
     fused,
     gelu,
-    gradcheck,
     layer_norm,
     linear,
 )
 from minipar.autograd.backward import reachable, run_backward
+from minipar.autograd.gradcheck import gradcheck
 from minipar.backend import using
 from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens

@@ -59,10 +59,10 @@ from minipar.comm import (
     messages,
     run_local,
     save_chrome_trace,
-    selection,
     start_trace,
     wire_bytes,
 )
+from minipar.comm.communicator import FEW_STEPS_BELOW, choose
 from minipar.comm.gathers import ring_all_gather
 from minipar.comm.reductions import (
     ordered_reduce_scatter,
@@ -238,10 +238,6 @@ class Wire:
 
     def irecv(self, array, source, step):
         return self.comm.irecv(array, source, tag=step)
-
-    def exchange(self, sent, dest, received, source, step):
-        outgoing = self.isend(sent, dest, step)
-        return self.irecv(received, source, step), outgoing
 
     def scratch(self, count, dtype):
         return np.empty(count, dtype)
@@ -519,8 +515,8 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    show_source(selection.choose)
-say(f"few steps below {selection.FEW_STEPS_BELOW // 1024} KiB, few bytes from there on")
+    show_source(choose)
+say(f"few steps below {FEW_STEPS_BELOW // 1024} KiB, few bytes from there on")
 
 # %% [markdown]
 # ## 5. Against MPI's own, on the watch

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from training import config_for
 
 from minipar.comm import DeviceMesh
 from minipar.parallel.pipeline import SCHEDULES
-from minipar.train.config import parse, resolve
+from minipar.parallel.placement import Shard
 from minipar.train.data import Tokens
 from minipar.train.traffic import predicted_traffic
 from minipar.train.trainer import Trainer
-from minipar.train.verify import bound, one_device, relative_difference, same_on_all_ranks
+from minipar.train.verify import OneDevice, bound, relative_difference, same_on_all_ranks
 
 VOCAB = 11  # a multiple of no tp: the last ranks hold padding
 TEXT = Tokens(np.random.Generator(np.random.Philox(51)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
@@ -88,7 +89,7 @@ class Combination:
         layers = next(n for n in LAYERS if n >= stages)
         shape = f"--layers {layers} --hidden {hidden} --heads {heads} --seq-len {length} --vocab-size {VOCAB}"
         line = f"{shape} --dtype float64 --eps {EPS} --steps {STEPS} {self}"
-        return resolve(parse(line.split()), self.ranks)
+        return config_for(line, self.ranks)
 
 
 # ---- which combinations ----------------------------------------------------------------------------------------------
@@ -159,21 +160,25 @@ def covering() -> tuple[Combination, ...]:
 
 
 def run_steps(trainer):
-    """All steps: the parameters after each, and what each reported."""
-    results, states = [], []
+    """Take all steps: the parameters after each, what each reported, and the bytes that each sent by axis."""
+    states, reports, sent = [], [], []
+    traffic = trainer.mesh.world.traffic
     for step in range(STEPS):
-        results.append(trainer.step(step))
-        states.append(trainer.ddp.state_dict())
-    return states, [(r.loss, r.grad_norm) for r in results]
+        traffic.reset()
+        result = trainer.step(step)
+        sent.append({axis: traffic.bytes(axis=axis) for axis in ("dp", "tp", "pp")})
+        reports.append((result.loss, result.grad_norm))
+        states.append(trainer.state_dict())
+    return states, reports, sent
 
 
 @cache
 def trained(config):
-    return run_steps(one_device(config, TEXT))
+    return run_steps(OneDevice(config, TEXT))[:2]
 
 
 def reference(config):
-    """One device in the place of all ranks: (parameters after each step, (loss, gradient norm) of each step).
+    """One device instead of all ranks: (parameters after each step, (loss, gradient norm) of each step).
 
     What cannot change a bit there is set to one value, so that combinations share a reference: how layers and steps
     are cut (but for whether they are: a pipeline's norm is summed part by part), and recompute.
@@ -186,12 +191,12 @@ def reference(config):
     return trained(dataclasses.replace(config, mesh=mesh, run=run))
 
 
-def differences(found, expected, exact: bool) -> list[str]:
-    """Where (states, reports) differ from one device's: bit for bit, or by more than 1e-12 of an array's largest number
+def differences(states, reports, expected, exact: bool) -> list[str]:
+    """Where states and reports differ from one device's: bit for bit, or by more than 1e-12 of an array's largest value
     after the first step and `bound` after the second.
     """
     wrong = []
-    for step, (state, single) in enumerate(zip(found[0], expected[0], strict=True)):
+    for step, (state, single) in enumerate(zip(states, expected[0], strict=True)):
         if list(state) != list(single):
             wrong.append(f"step {step}: parameters {sorted(set(state) ^ set(single))}")
             continue
@@ -202,47 +207,43 @@ def differences(found, expected, exact: bool) -> list[str]:
                 wrong.append(f"step {step}: {name} is not bit for bit")
             elif not relative_difference(state[name], array) <= limit:  # nan is no number's equal
                 wrong.append(f"step {step}: {name} by {relative_difference(state[name], array):.3g}")
-    for step, (report, single) in enumerate(zip(found[1], expected[1], strict=True)):
+    for step, (report, single) in enumerate(zip(reports, expected[1], strict=True)):
         for what, x, y in zip(("loss", "gradient norm"), report, single, strict=True):
             if x != y if exact else not abs(x - y) <= 1e-12 * abs(y):
                 wrong.append(f"step {step}: {what} {x!r} is not {y!r}")
     return wrong
 
 
-def check(comm, combination: Combination) -> list[str]:
+def same_on_tensor_ranks(trainer) -> bool:
+    """Whether the ranks of this tp axis hold the same bits of what each of them holds whole."""
+    whole = [p.data.tobytes() for p in trainer.ddp.parameters() if not isinstance(p.placement.tp, Shard)]
+    return len(set(trainer.mesh.tp.all_gather_bytes(hashlib.sha256(b"".join(whole)).digest()))) == 1
+
+
+def check(comm, combination: Combination, kind: type[Trainer] = Trainer) -> list[str]:
     """What this rank finds wrong with a combination; collective. Rank 0 compares with one device; all compare what they
     report and hold with one another, and what they sent in a step with the closed form.
     """
     config = combination.config()
-    trainer = Trainer(config, DeviceMesh(comm, **dict(zip(("dp", "tp", "pp"), combination.layout, strict=True))), TEXT)
-    sent = []
-    step = trainer._step
-
-    def counted(number):
-        comm.traffic.reset()
-        result = step(number)
-        sent.append({axis: comm.traffic.bytes(axis=axis) for axis in ("dp", "tp", "pp")})
-        return result
-
-    trainer._step = counted
-    states, reports = found = run_steps(trainer)
+    trainer = kind(config, DeviceMesh(comm, **dict(zip(("dp", "tp", "pp"), combination.layout, strict=True))), TEXT)
+    states, reports, sent = run_steps(trainer)
     wrong = []
     expected = predicted_traffic(config, comm.rank)
     wrong += [f"sent {count}, predicted {expected}" for count in sent if count != expected]
-    if not same_on_all_ranks(trainer, comm):
+    if not same_on_all_ranks(trainer):
         wrong.append("replicas hold different parameters")
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in states[-1].values())).digest() if states[-1] else b""
+    if not same_on_tensor_ranks(trainer):
+        wrong.append("tensor-parallel ranks hold different parameters")
     everyone = comm.all_gather_bytes(repr(reports).encode())
-    whole = comm.all_gather_bytes(digest)  # tensor-parallel ranks of the first row: each puts the parameters together
-    if everyone[comm.rank] != everyone[0] or whole[comm.rank] not in (b"", whole[0]):
+    if everyone[comm.rank] != everyone[0]:
         wrong.append("differs from rank 0")
     if comm.rank == 0:
-        wrong += differences(found, reference(config), combination.exact)
+        wrong += differences(states, reports, reference(config), combination.exact)
     return wrong
 
 
 def check_all(comm, combinations) -> int:
-    """For a job under mpirun: rank 0 prints a line for each combination. Returns the exit code."""
+    """Check combinations in a job under mpirun: rank 0 prints a line for each. Returns the exit code."""
     bad = 0
     for combination in combinations:
         wrong = [line.decode() for line in comm.all_gather_bytes("; ".join(check(comm, combination)).encode())]

@@ -3,13 +3,12 @@
 from functools import cache
 
 import numpy as np
+import training
+from training import joined, on_each_rank
 
-from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.parallel.tensor import (
-    tensor_parallel,
-)
-from minipar.train.config import parse, resolve
+from minipar.parallel.placement import Shard
+from minipar.parallel.tensor import tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 from minipar.train.verify import train_on_one_device, verify
@@ -62,37 +61,35 @@ def parallel(comm, dropout, sequence, recompute=False, reduction="ring", deferre
     loss = loss_and_backward(model)
     tensor.sum_partial(model.parameters())
     named = list(model.named_parameters())
-    gradients, weights = ({name: tensor.whole(p, getattr(p, of)) for name, p in named} for of in ("grad", "data"))
-    replicated = {name: p.grad.tobytes() for name, p in named if p not in tensor.cuts}
+    gradients, weights = ({name: joined(comm, p, getattr(p, of)) for name, p in named} for of in ("grad", "data"))
+    replicated = {name: p.grad.tobytes() for name, p in named if not isinstance(p.placement.tp, Shard)}
     return loss, gradients, weights, replicated
 
 
 def config_for(flags, size, tp):
     heads, length = SHAPES[tp]
     shape = f"--layers {LAYERS} --hidden {HIDDEN} --heads {heads} --seq-len {length} --vocab-size {VOCAB}"
-    return resolve(parse(f"{shape} --dtype float64 --tp {tp} --eps {EPS} {flags}".split()), size)
+    return training.config_for(f"{shape} --dtype float64 --tp {tp} --eps {EPS} {flags}", size)
 
 
-def train(flags, dp=1, tp=1, sequence=False, verified=True):
+def train(flags, dp=1, tp=1, sequence=False, verified=True, kind=Trainer):
     """Each rank's (parameters from state_dict, step results, verdict, own replicated parameters)."""
     config = config_for(flags + (" --sequence-parallel" if sequence else ""), dp * tp, tp)
 
-    def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, dp=dp, tp=tp), TEXT)
-        results = list(trainer.train())
+    def inspect(trainer, results):
         replicated = {}
         if trainer.ddp.stage < 3:
-            cuts = trainer.tensor.cuts if trainer.tensor else {}
-            replicated = {n: p.data.tobytes() for n, p in trainer.model.named_parameters() if p not in cuts}
+            named = trainer.model.named_parameters()
+            replicated = {name: p.data.tobytes() for name, p in named if not isinstance(p.placement.tp, Shard)}
         verdict = verify(trainer, results, TEXT) if verified else None
-        return trainer.ddp.state_dict(), results, verdict, replicated
+        return trainer.state_dict(), results, verdict, replicated
 
-    return run_local(dp * tp, rank)
+    return on_each_rank(config, TEXT, inspect, kind)
 
 
 @cache
 def one_device(flags, tp, dp=1):
-    """Parameters, losses and gradient norms of one device in the place of dp x tp ranks."""
+    """Parameters, losses and gradient norms of one device instead of dp x tp ranks."""
     state, results = train_on_one_device(config_for(flags, dp * tp, tp), TEXT)
     return state, [r.loss for r in results], [r.grad_norm for r in results]
 

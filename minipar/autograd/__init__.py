@@ -15,7 +15,6 @@ from minipar.autograd.fused import (
     layer_norm,
     linear,
 )
-from minipar.autograd.gradcheck import gradcheck
 from minipar.autograd.tensor import Function, Tensor, concatenate, enable_grad, grad_enabled, no_grad, operation
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "enable_grad",
     "flop_counter",
     "grad_enabled",
-    "gradcheck",
     "gelu",
     "layer_norm",
     "linear",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from minipar.bench import collectives, layouts, machine, pipeline, step
-from minipar.comm import Communicator, main
+from minipar.comm.communicator import Communicator
+from minipar.comm.launch import main
 from minipar.errors import UsageParser
 
 SUBCOMMANDS = {

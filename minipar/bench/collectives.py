@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from minipar.bench.report import Subcommand, largest, publish
-from minipar.comm import ALGORITHMS, Communicator, chunk_bounds, wire_bytes
-from minipar.comm.communicator import choose
+from minipar.comm.communicator import ALGORITHMS, Communicator, choose
+from minipar.comm.gathers import chunk_bounds
+from minipar.comm.traffic import wire_bytes
 from minipar.errors import UsageError
 
 COLUMNS = (

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.comm import Network
+from minipar.comm.clock import Network
 from minipar.errors import UsageError
 from minipar.plan.cluster import ComputeTime
 from minipar.plan.layout import Layout

@@ -21,7 +21,10 @@ import numpy as np
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
 from minipar.bench.report import Subcommand, add_model_flags, publish
-from minipar.comm import Communicator, DeviceMesh, HostNetwork, ModelClock, Network, run_local
+from minipar.comm.clock import HostNetwork, ModelClock, Network
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import OF_DTYPE

@@ -18,10 +18,13 @@ import numpy as np
 from minipar.autograd import Tensor
 from minipar.bench.costs import BLOCKS, Shape, fit, fit_costs
 from minipar.bench.report import Subcommand, publish
-from minipar.comm import Communicator, Network, serial
+from minipar.comm.clock import Network
+from minipar.comm.communicator import Communicator
+from minipar.comm.threads import serial
 from minipar.comm.work import Finished
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, GPTConfig
+from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline import PipelineStage
 from minipar.parallel.stages import shard
 from minipar.parallel.tensor import tensor_parallel

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from minipar.bench.report import Subcommand, add_model_flags, check_positive, publish
-from minipar.comm import Communicator, DeviceMesh, start_trace
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
 from minipar.parallel.pipeline.simulate import predicted_timeline, timeline_of

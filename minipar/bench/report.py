@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.plan.report import table
 

@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 
 from minipar.bench.report import Subcommand, add_model_flags, check_positive, largest, publish
-from minipar.comm import Communicator, serial
+from minipar.comm.communicator import Communicator
+from minipar.comm.threads import serial
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, GPTConfig
+from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard

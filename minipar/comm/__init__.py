@@ -15,21 +15,24 @@ Around them:
     trace           the Chrome trace of all ranks
     mesh            DeviceMesh: one communicator per axis
     launch          the beginning and the end of a program under mpirun or as threads
+
+A name is imported from its file when it is first used. (`launch` is imported from comm.launch, or from minipar.)
 """
 
-from minipar.comm.clock import CpuClock, HostNetwork, ModelClock, Network, WallClock
-from minipar.comm.communicator import ALGORITHMS, Communicator
-from minipar.comm.gathers import chunk_bounds
-from minipar.comm.launch import launch, main, world
-from minipar.comm.mesh import DeviceMesh
-from minipar.comm.threads import run_local, serial
-from minipar.comm.trace import Tracer, save_chrome_trace, start_trace
-from minipar.comm.traffic import Traffic, messages, wire_bytes
-from minipar.comm.transport import Transport
-from minipar.comm.work import Message, Work
+import lazy_loader
 
-__all__ = [
-    "ALGORITHMS", "Communicator", "CpuClock", "DeviceMesh", "Message", "ModelClock", "HostNetwork", "Network",
-    "Tracer", "Traffic", "Transport", "WallClock", "Work", "chunk_bounds", "launch", "main", "messages", "run_local",
-    "save_chrome_trace", "serial", "start_trace", "wire_bytes", "world",
-]  # fmt: skip
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "clock": ["CpuClock", "HostNetwork", "ModelClock", "Network", "WallClock"],
+        "communicator": ["ALGORITHMS", "Communicator"],
+        "gathers": ["chunk_bounds"],
+        "launch": ["main", "world"],
+        "mesh": ["DeviceMesh"],
+        "threads": ["run_local", "serial"],
+        "trace": ["Tracer", "save_chrome_trace", "start_trace"],
+        "traffic": ["Traffic", "messages", "wire_bytes"],
+        "transport": ["Transport"],
+        "work": ["Message", "Work"],
+    },
+)

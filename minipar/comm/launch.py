@@ -17,11 +17,14 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.threads import run_local, serial
 from minipar.errors import UsageError, error_line
 
-# What mpirun tells each process about the number of ranks: MPICH and Intel MPI, Open MPI, and PMIx.
-MPI_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE")
-MPI_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# What launchers that may start no MPI ranks tell each process.
-VARIABLES = {"torchrun": "WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
+# Launchers, and the variables in which each process finds the number of processes and its own number.
+LAUNCHERS = (
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
+    ("mpirun", "PMIX_SIZE", "PMIX_RANK"),
+    ("torchrun", "WORLD_SIZE", "RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
 MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
 
@@ -48,7 +51,7 @@ def launch(
         else:
             comm = world(clock() if callable(clock) else clock, network)
     except UsageError as error:
-        if _is_first(os.environ):
+        if _prints_error(os.environ):
             _print_error(error)
         sys.exit(2)
     if threads is not None:
@@ -88,7 +91,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     not installed, has one rank, or is another MPI than mpirun's.
     """
     prepare_process()
-    count, launcher = _started_ranks(os.environ)
+    count, launcher, variable = _started_ranks(os.environ)
     _check_mpi_library(os.environ)
     try:
         from minipar.comm.mpi import MPI, MPITransport
@@ -100,7 +103,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     if count not in (1, size):
         cause = "mpirun and mpi4py's library belong to different MPIs"
         if launcher != "mpirun":
-            remedy = f"start with mpirun -n {count} python ..., or unset {VARIABLES[launcher]} to run one process"
+            remedy = f"start with mpirun -n {count} python ..., or unset {variable} to run one process"
             cause = f"{launcher} does not start MPI ranks; {remedy}"
         raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
     comm = Communicator(MPITransport(MPI.COMM_WORLD), clock=clock, network=network)
@@ -109,31 +112,31 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     return comm
 
 
-def _started_ranks(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of ranks that a launcher started, and its name. (1, "mpirun") if there is no launcher.
+def _started_ranks(environ: Mapping[str, str]) -> tuple[int, str, str]:
+    """Return the number of ranks that a launcher started, the launcher, and the variable. (1, "mpirun", "") for none.
 
     mpirun has the last word: a job of one rank inside an allocation of many is one rank.
     """
-    launchers = [("mpirun", name) for name in MPI_COUNTS if environ.get(name)]
-    launchers = launchers or [(launcher, name) for launcher, name in VARIABLES.items() if environ.get(name)]
-    return max(((_count(name, environ[name]), launcher) for launcher, name in launchers), default=(1, "mpirun"))
+    rows = [row for row in LAUNCHERS if environ.get(row[1])]
+    rows = [row for row in rows if row[0] == "mpirun"] or rows
+    counts = []
+    for launcher, variable, _ in rows:
+        try:
+            counts.append((int(environ[variable]), launcher, variable))
+        except ValueError:
+            value = environ[variable]
+            raise UsageError(f"{variable}={value}: expected a number of ranks; unset it to run one process") from None
+    return max(counts, default=(1, "mpirun", ""))
 
 
 def _check_one_process(threads: int) -> None:
     """Raise UsageError if a launcher has started several processes."""
-    count, launcher = _started_ranks(os.environ)
+    count, launcher, _ = _started_ranks(os.environ)
     if count > 1:
         raise UsageError(
             f"launch(threads={threads}) runs its ranks in one process, but {launcher} started {count}; "
             f"leave out threads, or start without {launcher}"
         )
-
-
-def _count(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name}={text}: expected a number of ranks; unset it to run one process") from None
 
 
 def _check_mpi_library(environ: Mapping[str, str]) -> None:
@@ -173,12 +176,13 @@ def _mpi_library() -> str | None:
         return None
 
 
-def _is_first(environ: Mapping[str, str]) -> bool:
-    """Return True on the rank that prints an error before MPI has started: rank 0, or a rank that nobody knows."""
-    ranks = [environ[name] for name in MPI_RANKS if environ.get(name)]
-    counts = [environ[name] for name in MPI_COUNTS if environ.get(name)]
-    others = {str(rank) for rank in range(1, int(counts[0]))} if counts and counts[0].isdecimal() else set()
-    return not ranks or ranks[0] not in others
+def _prints_error(environ: Mapping[str, str]) -> bool:
+    """Return False on the ranks that leave the error to rank 0, before MPI has started."""
+    for _, variable, rank in LAUNCHERS:
+        size, number = environ.get(variable, ""), environ.get(rank, "")
+        if size.isdecimal() and number.isdecimal():
+            return not 0 < int(number) < int(size)
+    return True
 
 
 def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

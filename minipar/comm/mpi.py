@@ -44,36 +44,39 @@ DATATYPES = {
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
 
 
-class _Message:
-    """A message under way."""
+SEND = "send of {} bytes to rank {} (tag {})"
+RECEIVE = "receive of {} bytes from rank {} (tag {})"
+NATIVE = "MPI's own {}"
 
-    __slots__ = ("done", "handle", "nbytes", "owner", "peer", "tag")
 
-    def __init__(self, handle: MPI.Request, nbytes: int, peer: int, tag: int, owner: Owner) -> None:
+class _Request:
+    """A request of MPI: a message sent, or one of MPI's own collectives."""
+
+    __slots__ = ("handle", "owner", "words")
+
+    def __init__(self, handle: MPI.Request, owner: Owner, words: tuple[Any, ...]) -> None:
         self.handle = handle
-        self.nbytes = nbytes
-        self.peer = peer
-        self.tag = tag
         self.owner = owner
-        self.done = False
-
-
-class _Send(_Message):
-    """A message sent."""
-
-    __slots__ = ()
+        self.words = words  # one of the texts above, and its values
 
     def test(self) -> bool:
         return self.handle.Test()
 
     def describe(self) -> str:
-        return f"{self.owner.title()}: send of {self.nbytes} bytes to rank {self.peer} (tag {self.tag})"
+        text, *values = self.words
+        return f"{self.owner.title()}: {text.format(*values)}"
 
 
-class _Receive(_Message):
+class _Receive(_Request):
     """A message received. MPI delivers a shorter message without an error, so the count that arrived is checked."""
 
-    __slots__ = ()
+    __slots__ = ("done",)
+
+    def __init__(self, handle: MPI.Request, owner: Owner, words: tuple[Any, ...]) -> None:
+        self.handle = handle
+        self.owner = owner
+        self.words = words
+        self.done = False
 
     def test(self) -> bool:
         if self.done:
@@ -86,33 +89,14 @@ class _Receive(_Message):
                 raise self._wrong_size("more") from None
             raise CommunicationError(f"{self.describe()}: {error}") from None
         arrived = STATUS.Get_count(BYTE)
-        if arrived != self.nbytes:
+        if arrived != self.words[1]:
             raise self._wrong_size(str(arrived))
         self.done = True
         return True
 
-    def describe(self) -> str:
-        return f"{self.owner.title()}: receive of {self.nbytes} bytes from rank {self.peer} (tag {self.tag})"
-
     def _wrong_size(self, arrived: str) -> CommunicationError:
-        return CommunicationError(message_size_error(self.owner, self.nbytes, arrived, self.peer, self.tag))
-
-
-class _Native:
-    """One of MPI's own collectives, under way."""
-
-    __slots__ = ("handle", "op", "owner")
-
-    def __init__(self, handle: MPI.Request, op: str, owner: Owner) -> None:
-        self.handle = handle
-        self.op = op
-        self.owner = owner
-
-    def test(self) -> bool:
-        return self.handle.Test()
-
-    def describe(self) -> str:
-        return f"{self.owner.title()}: MPI's own {self.op}"
+        _, expected, source, tag = self.words
+        return CommunicationError(message_size_error(self.owner, expected, arrived, source, tag))
 
 
 class MPITransport:
@@ -129,11 +113,11 @@ class MPITransport:
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
         nbytes = array.nbytes
-        return _Send(self._isend([array, nbytes, BYTE], dest, tag), nbytes, dest, tag, owner)
+        return _Request(self._isend([array, nbytes, BYTE], dest, tag), owner, (SEND, nbytes, dest, tag))
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
         nbytes = array.nbytes
-        return _Receive(self._irecv([array, nbytes, BYTE], source, tag), nbytes, source, tag, owner)
+        return _Receive(self._irecv([array, nbytes, BYTE], source, tag), owner, (RECEIVE, nbytes, source, tag))
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         if attempt < YIELD_TESTS:
@@ -151,7 +135,7 @@ class MPITransport:
         return MPITransport(comm)
 
     def native(self, op: str, owner: Owner, *arguments: Any) -> Request:
-        return _Native(getattr(self, "_" + op)(*arguments), op, owner)
+        return _Request(getattr(self, "_" + op)(*arguments), owner, (NATIVE, op))
 
     # The arguments are those of the algorithms in reductions.py and gathers.py.
 

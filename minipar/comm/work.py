@@ -124,11 +124,12 @@ class Stream:
         return self._messages[key]
 
     def add(self, work: Work) -> None:
-        """Put an operation at the end of the queue. It starts at once if it is alone there."""
-        self.queue.append(work)
-        if len(self.queue) == 1:
+        """Start an operation if no other is under way, and put it at the end of the queue if it is not finished."""
+        if not self.queue:
+            if work.advance():
+                return
             self.engine.streams.append(self)
-            self.advance()
+        self.queue.append(work)
 
     def advance(self) -> None:
         """Advance the oldest operation, and the next one when it is finished."""
@@ -158,8 +159,8 @@ class Work:
     """
 
     __slots__ = (
-        "_count", "_request", "_requests", "_result", "algorithm", "done", "op", "rank", "scratch", "size", "stream",
-        "tag", "transport",
+        "_count", "_request", "_requests", "_result", "algorithm", "done", "op", "rank", "size", "stream", "tag",
+        "transport",
     )  # fmt: skip
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
@@ -170,7 +171,6 @@ class Work:
         self.transport = transport = stream.transport
         self.rank = transport.rank
         self.size = transport.size
-        self.scratch = stream.scratch
         self._count = stream.engine.traffic.counter(op, stream.axis)
         self._request: Request | None = None  # the message that is missing
         self.done = False
@@ -187,6 +187,10 @@ class Work:
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
         """Start to receive from a rank of the group."""
         return self.transport.irecv(array, source, self.tag + step, self)
+
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Return memory for `count` elements, shared with the next operation."""
+        return self.stream.scratch(count, dtype)
 
     def title(self) -> str:
         """Name the rank and the operation, for error messages."""

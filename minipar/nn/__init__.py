@@ -1,30 +1,16 @@
-"""The serial model: modules, GPT-2, optimizers. Nothing here depends on the number of ranks."""
+"""The serial model: modules, GPT-2, optimizers. Nothing here depends on the number of ranks.
 
-from minipar.nn.gpt import GPT, GPTConfig, Part
-from minipar.nn.layers import Dropout, DropoutKeys, Embedding, LayerNorm, Linear, MaskSlice, dropping
-from minipar.nn.module import Deferred, Module, Owner, Parameter, placeholder
-from minipar.nn.optim import SGD, AdamW, Optimizer, clip_grad_norm, learning_rate, squared_norm
+A name is imported from its file when it is first used.
+"""
 
-__all__ = [
-    "GPT",
-    "SGD",
-    "AdamW",
-    "Deferred",
-    "Dropout",
-    "DropoutKeys",
-    "Embedding",
-    "GPTConfig",
-    "LayerNorm",
-    "Linear",
-    "MaskSlice",
-    "Module",
-    "Optimizer",
-    "Owner",
-    "Parameter",
-    "Part",
-    "clip_grad_norm",
-    "dropping",
-    "learning_rate",
-    "placeholder",
-    "squared_norm",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "gpt": ["GPT", "GPTConfig"],
+        "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "dropping"],
+        "module": ["Deferred", "Module", "Owner", "Parameter", "Part", "placeholder"],
+        "optim": ["SGD", "AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
+    },
+)

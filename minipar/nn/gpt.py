@@ -23,7 +23,7 @@ from typing import Any
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
 from minipar.backend import Array, xp
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module, Part
 
 
 @dataclass(frozen=True)
@@ -125,23 +125,6 @@ class Block(Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
-
-
-@dataclass
-class Part:
-    """One of the consecutive pieces of a model: the embedding, a block, or the head.
-
-    `run` takes the output of the part before, and `parameters` are those that it reads. Pipelines cut the model between
-    parts, and ZeRO stage 3 gathers the parameters of one part at a time. `reads_in_backward` is False if backward needs
-    no parameter's values, as for a lookup in the embedding. `is_last` is True for the head, whose backward follows its
-    forward at once.
-    """
-
-    name: str
-    run: Callable[[Any], Tensor]
-    parameters: list[Parameter]
-    reads_in_backward: bool = True
-    is_last: bool = False
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
-from minipar.comm import Communicator, chunk_bounds
+from minipar.comm.communicator import Communicator
+from minipar.comm.gathers import chunk_bounds
 from minipar.memory import hold
-from minipar.nn import Module, Parameter, Part
+from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.placement import BucketSlice, place, placement_of, update
 
 # PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication starts early.

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
-from minipar.comm import Communicator, Work
-from minipar.nn import Module, Parameter
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
+from minipar.nn.module import Module, Parameter
 from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, by_size, make_buckets
 from minipar.parallel.wrapper import BeforeReduce, Wrapper
 

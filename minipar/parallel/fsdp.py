@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from minipar.autograd import grad_enabled, queue_callback
 from minipar.backend import Array, xp
-from minipar.comm import Communicator, Work
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
 from minipar.memory import hold
-from minipar.nn import Module, Parameter, Part, placeholder
+from minipar.nn.module import Module, Parameter, Part, placeholder
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
 from minipar.parallel.wrapper import BeforeReduce
@@ -47,17 +48,20 @@ class FullyShardedDataParallel(ShardedGradients):
         self.prefetch = prefetch
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
         for bucket in reversed(self.buckets):  # one unit at a time exists whole
-            full = xp.empty(bucket.size, dtype=self.dtype)
-            hold("buffers", full)
-            for p, view in bucket.views(full):
-                p.move_to(view)
-            start, stop = bucket.chunk(comm.rank, comm.size)
-            data, gradient = full[start:stop].copy(), xp.empty(stop - start, dtype=self.dtype)
-            self._free(bucket)
-            hold("parameters", data)
-            hold("gradients", gradient)
-            self.chunks[bucket] = Chunk(bucket, data, gradient, self)
-            del full
+            self.chunks[bucket] = self._make_chunk(bucket)
+
+    def _make_chunk(self, bucket: Bucket) -> Chunk:
+        """Compute a unit's deferred values, and keep this rank's chunk of them."""
+        full = xp.empty(bucket.size, dtype=self.dtype)
+        hold("buffers", full)
+        for p, view in bucket.views(full):
+            p.move_to(view)
+        start, stop = bucket.chunk(self.comm.rank, self.comm.size)
+        data, gradient = full[start:stop].copy(), xp.empty(stop - start, dtype=self.dtype)
+        self._free(bucket)
+        hold("parameters", data)
+        hold("gradients", gradient)
+        return Chunk(bucket, data, gradient, self)
 
     # ---- gather, use, free -------------------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from minipar import nn
 from minipar.backend import Array
-from minipar.comm import Communicator
-from minipar.nn import Parameter, squared_norm
+from minipar.comm.communicator import Communicator
+from minipar.nn import optim
+from minipar.nn.module import Parameter
+from minipar.nn.optim import squared_norm
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
 
 
@@ -38,7 +39,7 @@ def clip_grad_norm(
     float64 per unit of the model and chunk.
     """
     norm = math.sqrt(_squared_norm(parameters, units, dp, tp, pp, chunks))
-    return nn.clip_grad_norm(parameters, max_norm, norm=norm)
+    return optim.clip_grad_norm(parameters, max_norm, norm=norm)
 
 
 def _squared_norm(

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from minipar.comm import DeviceMesh
-from minipar.nn import GPT, GPTConfig
+from minipar.comm.mesh import DeviceMesh
+from minipar.nn.gpt import GPT, GPTConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.split import part_groups

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from minipar.comm import chunk_bounds
+from minipar.comm.gathers import chunk_bounds
 from minipar.errors import UsageError
 
 STAGES = (0, 1, 2, 3)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minipar.backend import Array, xp
-from minipar.comm import chunk_bounds
-from minipar.nn import Module, Parameter
+from minipar.comm.gathers import chunk_bounds
+from minipar.nn.module import Module, Parameter
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 
 from minipar.autograd import Function, Tensor
 from minipar.backend import Array, xp
-from minipar.comm import Communicator, Work
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
 from minipar.memory import hold
-from minipar.nn import Module, Parameter, Part
+from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.buckets import Bucket, by_unit, make_buckets, parts_of
 from minipar.parallel.placement import ParameterShard, bucket_slice
 from minipar.parallel.wrapper import BeforeReduce, Wrapper

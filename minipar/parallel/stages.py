@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minipar.comm import Communicator
-from minipar.nn import Module
+from minipar.comm.communicator import Communicator
+from minipar.nn.module import Module
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from minipar.backend import Array, to_host, xp
-from minipar.comm import Communicator
-from minipar.nn import Module, Parameter
+from minipar.comm.communicator import Communicator
+from minipar.nn.module import Module, Parameter
 from minipar.parallel.placement import Shard, elements_of, placement_of
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from minipar.comm import wire_bytes
+from minipar.comm.traffic import wire_bytes
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.placement import Partial

@@ -15,8 +15,8 @@ import numpy as np
 
 from minipar.autograd import Function, Tensor, queue_callback
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
-from minipar.nn import Module, Parameter
+from minipar.comm.communicator import Communicator
+from minipar.nn.module import Module, Parameter
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state
@@ -98,7 +98,7 @@ class Wrapper(ABC):
 
     def begin_backward(self) -> None:
         """Note that a pass with the global scale begins. RuntimeError if it would add to gradients summed already."""
-        if self._state == "summed" and not self.sharded and any(p.grad is not None for p in self.model.parameters()):
+        if self._state == "summed" and self.stage < 2 and any(p.grad is not None for p in self.model.parameters()):
             raise RuntimeError(
                 "backward() would add to gradients that were summed over the ranks already, and sum them again: run "
                 "all microbatches of a step but the last inside `with wrapper.no_sync():`, and call "
@@ -107,10 +107,10 @@ class Wrapper(ABC):
         self._scaled = True
 
     def end_backward(self) -> None:
-        """End a pass: sum the gradients over the ranks, unless inside `no_sync`."""
-        self._scaled = False
-        if self.syncing:
+        """End a pass: sum the gradients over the ranks, unless inside `no_sync`. Each of several losses calls this."""
+        if self._scaled and self.syncing:
             self.synchronize()
+        self._scaled = False
 
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:

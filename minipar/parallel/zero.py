@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.memory import hold
-from minipar.nn import Module, Optimizer, Parameter, Part
+from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.optim import Optimizer
 from minipar.parallel.buckets import Bucket, FlatBuffers
 from minipar.parallel.placement import BucketSlice, Placement, update
 from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradients

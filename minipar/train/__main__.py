@@ -10,7 +10,11 @@ from contextlib import nullcontext
 import numpy as np
 
 from minipar import backend
-from minipar.comm import Communicator, DeviceMesh, Network, main, save_chrome_trace, start_trace
+from minipar.comm.clock import Network
+from minipar.comm.communicator import Communicator
+from minipar.comm.launch import main
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config

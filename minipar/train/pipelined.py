@@ -11,7 +11,7 @@ from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.errors import UsageError
 from minipar.memory import enter
-from minipar.nn import DropoutKeys, dropping
+from minipar.nn.layers import DropoutKeys, dropping
 from minipar.parallel.pipeline import PipelineExecutor, Schedule, check, load_csv, make
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.split import PipelineParallel

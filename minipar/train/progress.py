@@ -17,10 +17,10 @@ from typing import TextIO
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
-from minipar.nn import GPT
+from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
+from minipar.nn.gpt import GPT, GPTConfig
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular, run_flags
 from minipar.train.config import TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens

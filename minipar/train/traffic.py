@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minipar.nn import GPTConfig
+from minipar.nn.gpt import GPTConfig
 from minipar.parallel.layout import StepLayout
 from minipar.parallel.traffic import predicted_traffic as predict
 from minipar.train.config import TrainConfig

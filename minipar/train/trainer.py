@@ -19,9 +19,13 @@ import numpy as np
 from minipar import backend
 from minipar.autograd import flop_counter
 from minipar.backend import from_host, xp
-from minipar.comm import DeviceMesh, ModelClock
+from minipar.comm.clock import ModelClock
+from minipar.comm.mesh import DeviceMesh
 from minipar.memory import enter
-from minipar.nn import GPT, AdamW, Deferred, DropoutKeys, GPTConfig, Parameter, dropping, learning_rate
+from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.layers import DropoutKeys, dropping
+from minipar.nn.module import Deferred, Parameter
+from minipar.nn.optim import AdamW, learning_rate
 from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.fsdp import FullyShardedDataParallel

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar.backend import Array, to_host
-from minipar.comm import DeviceMesh, serial
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.threads import serial
 from minipar.memory import hold
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm

@@ -12,12 +12,12 @@ from minipar.autograd import (
     checkpoint,
     concatenate,
     defer_weight_gradients,
-    gradcheck,
     linear,
     no_grad,
     operation,
     queue_callback,
 )
+from minipar.autograd.gradcheck import gradcheck
 
 RANDOM = np.random.Generator(np.random.Philox(1))
 

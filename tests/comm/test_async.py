@@ -18,7 +18,7 @@ def test_many_in_flight_waited_for_in_reverse():
     run_local(5, program)
 
 
-def test_a_synchronous_call_takes_its_turn_behind_asynchronous_work():
+def test_a_blocking_call_waits_for_earlier_asynchronous_work():
     def program(comm):
         x = np.full(10, 1.0)
         work = comm.all_reduce(x, async_op=True)

@@ -52,7 +52,7 @@ def test_the_other_algorithms_take_their_formulas(p):
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2), (4, 1)])
-def test_messages_between_hosts_take_the_slow_links_time(dp, tp):
+def test_a_ring_across_hosts_takes_the_slow_networks_time(dp, tp):
     """Two hosts of two ranks: a ring over both of them ends at the pace of its slowest link, one inside a host does not
     touch it."""
     n, slow = 64, Network(alpha=8.0, beta=0.5)
@@ -76,14 +76,14 @@ def test_messages_between_hosts_take_the_slow_links_time(dp, tp):
     assert [max(axis) for axis in zip(*times, strict=True)] == expected
 
 
-def test_a_message_is_slow_where_it_leaves_its_host_and_nowhere_else():
+def test_only_messages_between_hosts_take_the_slow_price():
     hosts = HostNetwork(ALPHA, BETA, between=Network(alpha=8.0, beta=0.5), per_host=4)
     slow, fast = 8.0 + 16 * 0.5, ALPHA + 16 * BETA
     pairs = {(0, 3): fast, (3, 4): slow, (4, 3): slow, (4, 7): fast, (0, 4): slow, (9, 10): fast}
     assert {pair: hosts.seconds(16, *pair) for pair in pairs} == pairs
 
 
-def test_a_receiver_continues_at_the_later_of_its_own_time_and_the_arrival():
+def test_a_receiver_continues_no_earlier_than_the_arrival():
     def program(comm):
         if comm.rank == 0:
             comm.clock.advance(5.0)
@@ -128,7 +128,7 @@ def test_asynchronous_work_overlaps_with_computation_exactly(computing):
 
 
 @pytest.mark.parametrize("wait_for_each", [False, True])
-def test_a_rank_that_only_sends_sends_one_message_after_the_other(wait_for_each):
+def test_the_messages_of_a_rank_leave_one_after_the_other(wait_for_each):
     """Also from one collective to the next: a broadcast's root is done at once, its message is not through."""
 
     def program(comm):
@@ -176,7 +176,7 @@ def test_clock_headers_are_not_traffic():
     assert run_local(2, program, clock="model") == run_local(2, program) == [(80, 2)] * 2
 
 
-def test_the_cpu_clock_counts_work_but_neither_sleep_nor_waiting():
+def test_the_cpu_clock_counts_neither_sleep_nor_waiting():
     def program(comm):
         if comm.rank == 0:
             start = time.thread_time()

@@ -1,11 +1,15 @@
-"""How a job ends: a mistake with one line and code 2, a failure with its traceback, and never by hanging."""
+"""The beginning and the end of a job: a mistake is one line and code 2, a failure a traceback, and nothing hangs."""
 
+import os
 import subprocess
 import sys
 import time
 
 import pytest
 from launcher import ROOT, MPITimeout, interrupt_mpi, run_mpi
+
+from minipar.comm import launch
+from minipar.errors import UsageError, error_line
 
 HEADER = "import sys, time\nimport numpy as np\nfrom minipar.comm import *\nfrom minipar.errors import UsageError\n"
 SECONDS = 30.0  # starting 4 ranks on a busy machine, and ending them
@@ -15,6 +19,25 @@ def run(n, body, timeout=SECONDS, **kwargs):
     start = time.monotonic()
     result = run_mpi(n, HEADER + body, timeout=timeout, **kwargs)
     return result, time.monotonic() - start
+
+
+def run_alone(body, env=None):
+    """Run a program in one process without mpirun, with these variables in its environment."""
+    return subprocess.run(
+        [sys.executable, "-c", HEADER + body],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=ROOT,
+        env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def assert_one_line(result, *facts):
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("minipar: error: ") and result.stderr.count("\n") == 1
+    assert all(fact in result.stderr for fact in facts), result.stderr
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -39,7 +62,7 @@ def test_a_usage_error_on_one_rank_alone_ends_the_job():
 
 
 @pytest.mark.parametrize("entry", ["main(program)", "program(world())"])
-def test_an_exception_on_one_rank_aborts_the_job_with_its_traceback(entry):
+def test_an_exception_on_one_rank_ends_the_job(entry):
     body = f"def program(comm):\n    if comm.rank == 1: raise KeyError('broken')\n    comm.barrier()\n{entry}"
     result, seconds = run(4, body)
     assert result.returncode != 0
@@ -67,7 +90,7 @@ def test_wrong_sizes_end_every_rank(sizes):
         (2, "comm.barrier() if comm.rank == 0 else comm.all_reduce(np.zeros(5))"),
     ],
 )
-def test_ranks_in_different_operations_do_not_wait_for_ever(n, call):
+def test_ranks_in_different_operations_end_with_an_error(n, call):
     """A message of the wrong size says so; where the messages would never come, MINIPAR_TIMEOUT ends the wait."""
     result, _ = run(n, f"main(lambda comm: {call})", env={"MINIPAR_TIMEOUT": "2"})
     assert result.returncode != 0
@@ -91,18 +114,13 @@ def test_a_silent_peer_ends_the_wait():
 
 
 def test_one_process_without_mpirun_is_a_world_of_one():
-    script = HEADER + "main(lambda comm: print(comm.rank, comm.size, comm.all_reduce(np.ones(2)).tolist()))"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT, stdin=subprocess.DEVNULL)
+    done = run_alone("main(lambda comm: print(comm.rank, comm.size, comm.all_reduce(np.ones(2)).tolist()))")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 [1.0, 1.0]\n", "")
 
 
 def test_ranks_without_an_mpi_library_say_so():
     script = "import sys; sys.modules['mpi4py'] = None\n" + HEADER + "main(print)"
-    result = run_mpi(2, script, timeout=SECONDS)
-    assert result.returncode == 2
-    assert result.stderr.startswith("minipar: error: mpirun started 2 ranks, but MPI cannot be loaded")
-    assert result.stderr.count("\n") == 1
+    assert_one_line(run_mpi(2, script, timeout=SECONDS), "mpirun started 2 ranks, but MPI cannot be loaded")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +132,7 @@ def test_ranks_without_an_mpi_library_say_so():
     ],
 )
 def test_bad_bench_arguments_are_one_line(arguments, message):
-    result = run_mpi(2, ["-m", "minipar.bench", "collectives", *arguments], timeout=SECONDS)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1 and message in result.stderr
+    assert_one_line(run_mpi(2, ["-m", "minipar.bench", "collectives", *arguments], timeout=SECONDS), message)
 
 
 def test_a_hang_shows_every_ranks_stack():
@@ -145,3 +161,121 @@ def test_ctrl_c_ends_the_job_with_one_line_of_its_own(ranks, tmp_path):
     result = interrupt_mpi(ranks, [str(script)], started.exists, timeout=30)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert result.stderr.count("minipar: interrupted") == 1
+
+
+# ---- launch ----------------------------------------------------------------------------------------------------------
+
+
+def test_launch_returns_the_result_of_this_rank():
+    result, _ = run(3, "sys.stdout.write(f'{launch(lambda comm: (comm.rank, comm.size))}\\n')")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["(0, 3)", "(1, 3)", "(2, 3)"]
+    assert run_alone("print(launch(lambda comm: (comm.rank, comm.size)))").stdout == "(0, 1)\n"
+
+
+def test_launch_with_threads_returns_all_results():
+    assert launch(lambda comm: (comm.rank, comm.clock.name), threads=3, clock="model") == [
+        (rank, "model") for rank in range(3)
+    ]
+
+
+def test_launch_with_threads_raises_the_first_exception():
+    def program(comm):
+        if comm.rank == 1:
+            raise KeyError("rank 1")
+        comm.barrier()
+
+    with pytest.raises(KeyError, match="rank 1"):
+        launch(program, threads=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "code", "text"),
+    [
+        ("(0, 1)", "UsageError('everywhere')", 2, "minipar: error: everywhere\n"),
+        ("(1,)", "UsageError('here')", 2, "minipar: error: here\n"),
+        ("(1,)", "KeyError('broken')", 1, "rank 1:\nTraceback"),
+    ],
+)
+def test_an_error_in_launch_ends_every_rank(ranks, error, code, text):
+    body = f"def program(comm):\n    if comm.rank in {ranks}: raise {error}\n    comm.barrier()\nlaunch(program)"
+    result, _ = run(2, body)
+    assert result.returncode == code and result.stderr.count(text) == 1
+
+
+def test_threads_under_mpirun_are_rejected():
+    result = run_mpi(2, HEADER + "launch(print, threads=4)", timeout=SECONDS)
+    assert_one_line(result, "launch(threads=4) runs its ranks in one process, but mpirun started 2")
+
+
+@pytest.mark.parametrize(
+    ("environment", "facts"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ["torchrun started 2 ranks", "start with mpirun -n 2 python"]),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, ["srun started 4 ranks", "start with mpirun -n 4 python"]),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, ["mpirun started 4 ranks, but the MPI library sees 1"]),
+        ({"PMI_SIZE": "4", "PMI_RANK": "99"}, ["mpirun started 4 ranks, but the MPI library sees 1"]),
+        ({"PMI_SIZE": "x"}, ["PMI_SIZE=x: expected a number of ranks"]),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "77"}, ["PMI_FD=77", "unset PMI_FD"]),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "MPI4PY_MPIABI": "mpich"},
+            ["mpirun is Open MPI's, but mpi4py loads MPICH", "MPI4PY_MPIABI=openmpi"],
+        ),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI4PY_MPIABI": "openmpi"},
+            ["mpirun is MPICH's, but mpi4py loads Open MPI", "MPI4PY_MPIABI=mpich"],
+        ),
+    ],
+)
+def test_ranks_that_mpi_does_not_know_are_rejected(environment, facts):
+    assert_one_line(run_alone("main(print)", environment), *facts)
+
+
+def test_one_process_of_torchrun_is_a_world_of_one():
+    assert run_alone("main(lambda comm: print(comm.size))", {"WORLD_SIZE": "1"}).stdout == "1\n"
+
+
+def test_mpirun_has_the_last_word_on_the_number_of_ranks():
+    result, _ = run(1, "main(lambda comm: print(comm.size))", env={"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "8"})
+    assert (result.returncode, result.stdout) == (0, "1\n")
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+THREADS = (
+    "from threadpoolctl import threadpool_info\ndef threads(): return {p['num_threads'] for p in threadpool_info()}\n"
+)
+
+
+def test_importing_minipar_changes_nothing_in_the_process():
+    state = "(dict(os.environ), threads(), sys.excepthook)"
+    body = f"import os, numpy\n{THREADS}before = {state}\nimport minipar.train.trainer\nprint({state} == before)"
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\n" + body], capture_output=True, text=True, timeout=SECONDS, cwd=ROOT
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("entry", ["world()", "launch(lambda comm: None)"])
+def test_a_rank_has_one_blas_thread(entry):
+    assert run_alone(f"{THREADS}{entry}; print(threads())").stdout == "{1}\n"
+
+
+def test_the_users_number_of_blas_threads_has_priority():
+    assert run_alone(f"{THREADS}world(); print(threads())", {"OPENBLAS_NUM_THREADS": "2"}).stdout == "{2}\n"
+
+
+def test_run_local_has_one_blas_thread_and_restores_the_others():
+    body = "before = threads(); print(run_local(2, lambda comm: threads()), threads() == before)"
+    assert run_alone(THREADS + body).stdout == "[{1}, {1}] True\n"
+
+
+def test_a_rank_has_the_same_bits_whoever_loaded_numpy_first():
+    product = "a = np.random.default_rng(0).standard_normal((700, 700)); print((a @ a).tobytes().hex()[:4000])"
+    late, early = run_alone(f"world(); {product}"), run_alone(product, {"OPENBLAS_NUM_THREADS": "1"})
+    assert late.stdout == early.stdout != ""
+
+
+def test_an_error_shows_control_characters_escaped():
+    line = error_line(UsageError("no file a\x1b[31mb\nhere, caf\u00e9"))
+    assert line == r"minipar: error: no file a\x1b[31mb here, café"

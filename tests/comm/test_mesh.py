@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minipar.comm import DeviceMesh, run_local
+from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 
 
@@ -18,7 +18,7 @@ def test_tp_is_fastest_then_dp_then_pp():
     assert placed[9] == ({"tp": 1, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
 
 
-def test_a_mesh_of_some_ranks_knows_them_by_their_place_in_the_world():
+def test_a_mesh_of_some_ranks_knows_their_world_ranks():
     """Which hosts a message goes between hangs on it (HostNetwork). Groups have names of their own, the same on all of
     their members.
     """
@@ -42,14 +42,23 @@ def test_dp_takes_what_tp_and_pp_leave():
     ("sizes", "message"),
     [
         ({"dp": 2, "tp": 2, "pp": 3}, r"dp\*tp\*pp = 2\*2\*3 = 12, but run_local started 8 ranks"),
-        ({"tp": 3}, r"tp\*pp = 3\*1 = 3 does not divide the ranks: run_local started 8 ranks"),
+        ({"dp": 2, "pp": 3}, r"^dp\*pp = 2\*3 = 6, but run_local started 8 ranks"),
+        ({"dp": 1}, r"^dp = 1, but run_local started 8 ranks"),
+        ({"tp": 3}, r"^tp = 3 does not divide the 8 ranks that run_local started"),
+        ({"tp": 3, "pp": 2}, r"^tp\*pp = 3\*2 = 6 does not divide the 8 ranks that run_local started"),
         ({"dp": 0}, "dp = 0: a mesh axis has at least 1 rank"),
         ({"tp": -1, "pp": -8}, "tp = -1"),
     ],
 )
-def test_sizes_that_do_not_fit_show_the_product(sizes, message):
+def test_sizes_that_do_not_fit_show_what_was_given(sizes, message):
     with pytest.raises(UsageError, match=message):
         run_local(8, lambda comm: DeviceMesh(comm, **sizes))
+
+
+@pytest.mark.parametrize(("sizes", "product"), [({"tp": 3}, "tp = 3"), ({"dp": 2, "tp": 3}, r"dp\*tp = 2\*3 = 6")])
+def test_a_mesh_on_one_process_says_how_to_start_several(sizes, product):
+    with pytest.raises(UsageError, match=f"^{product}, but this process is one rank; start . with mpirun -n . python"):
+        DeviceMesh(serial(), **sizes)
 
 
 def test_traffic_is_counted_by_operation_and_axis_on_one_account():

@@ -27,7 +27,7 @@ def run(folder, per_host, *flags):
 
 
 @pytest.mark.parametrize(("per_host", "inside", "across"), [(2, "tp", "dp"), (1, "dp", "tp")])
-def test_training_on_two_hosts_equals_one_device_and_only_one_axis_crosses(machine, tmp_path, per_host, inside, across):
+def test_training_on_two_hosts_equals_one_device(machine, tmp_path, per_host, inside, across):
     """dp=2, tp=2. With two ranks on each host only gradients cross; dealt one by one, every sum of activations does."""
     trace = tmp_path / "trace.json"
     done = run(tmp_path, per_host, "--dp", "2", "--tp", "2", "--trace", str(trace))

@@ -72,7 +72,7 @@ def test_slices_on_one_track_nest(trace):
             stack.append(end)
 
 
-def test_every_arrow_has_one_start_and_one_end_inside_slices_of_two_ranks(trace):
+def test_every_arrow_joins_slices_of_two_ranks(trace):
     ends = collections.defaultdict(dict)
     slices = tracks(trace)
     for event in trace["traceEvents"]:
@@ -120,7 +120,7 @@ def test_a_path_that_cannot_be_written_is_every_ranks_error(tmp_path):
         run_local(2, lambda comm: save_chrome_trace(str(tmp_path / "missing" / "trace.json"), comm))
 
 
-def test_what_a_slice_waited_is_what_its_sender_was_late_and_not_the_way(tmp_path):
+def test_a_slices_wait_is_the_time_its_sender_was_late(tmp_path):
     def late(comm):
         start_trace(comm)
         comm.clock.advance(5.0 * comm.rank)

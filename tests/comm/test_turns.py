@@ -6,8 +6,7 @@ import pytest
 from minipar.comm import DeviceMesh, HostNetwork, ModelClock, Network, run_local
 from minipar.comm.threads import OneThread
 from minipar.errors import CommunicationError
-from minipar.plan.cluster import fetch_seconds, gather_seconds
-from minipar.plan.cluster import AlphaBeta, model_clock_cluster
+from minipar.plan.cluster import AlphaBeta, fetch_seconds, gather_seconds, model_clock_cluster
 
 INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 200e9), AlphaBeta(14e-6, 1 / 20e9)
 NETWORK = HostNetwork(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
@@ -32,7 +31,7 @@ def test_one_thread_sums_and_ends_when_threads_do(size, algorithm):
     assert end == max(seconds for _, seconds in threads)
 
 
-def test_a_rank_that_has_not_begun_is_told():
+def test_a_rank_that_has_not_begun_is_named():
     world = OneThread(3, ModelClock)
     works = [comm.all_reduce(np.zeros(3), algorithm="ring", async_op=True) for comm in world.ranks[:2]]
     with pytest.raises(CommunicationError, match="no message is on its way: rank 0, all_reduce ring: .* rank 2"):

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from minipar.errors import UsageError
 from minipar.nn import GPT, Deferred, GPTConfig, Parameter, placeholder
 from minipar.nn.pretrained import export_gpt2, load_gpt2
-from minipar.parallel import units
+from minipar.parallel.buckets import by_unit
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
@@ -95,7 +95,7 @@ def test_the_parts_of_a_gpt_run_in_order_are_the_gpt():
     assert np.array_equal(x.data, model(TOKENS).data)
     assert {p for part in model.parts for p in part.parameters} == set(model.parameters())
     assert model.wte.weight in model.parts[0].parameters and model.wte.weight in model.parts[-1].parameters
-    grouped = units(model)
+    grouped = by_unit(model)
     assert sorted(map(len, grouped)) == [4, 12, 12] and len(grouped[0]) == 4
     assert len({p for unit in grouped for p in unit}) == sum(map(len, grouped)) == len(model.parameters())
 

@@ -120,6 +120,9 @@ class Recorder:
     def __init__(self, parameter, events, sharded=False):
         self.parameter, self.events, self.sharded = parameter, events, sharded
 
+    def check(self, parameters):
+        assert self.parameter in parameters
+
     def before_step(self):
         self.events.append(("before", self.parameter.data.item()))
         self.parameter.grad = np.full((1, 1), 2.0)  # an owner may complete the gradient here
@@ -127,8 +130,8 @@ class Recorder:
     def after_step(self):
         self.events.append(("after", self.parameter.data.item()))
 
-    def zero_grad(self):
-        self.events.append(("zero_grad", self.parameter.grad))
+    def forget_gradients(self):
+        self.events.append(("forget", self.parameter.grad))
 
 
 def test_a_serial_parameter_has_no_owner_and_no_placement():
@@ -145,7 +148,7 @@ def test_a_step_calls_each_owner_once_before_and_after(make):
     assert [name for name, _ in events] == ["before", "after"]
     assert events[0][1] == 0 and events[1][1] == a.data.item() < 0
     optimizer.zero_grad()
-    assert events[2:] == [("zero_grad", None)]
+    assert events[2:] == [("forget", None)]
 
 
 def test_an_optimizers_zero_grad_clears_parameters_and_ties():

@@ -6,39 +6,39 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from training import Done, Proxy, backward, bits, small_gpt, text
 
 from minipar.autograd import Function, no_grad
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger
-from minipar.nn import GPT, AdamW, GPTConfig
-from minipar.parallel import ZeroStage1, ZeroStage2, ZeroStage3, shard
+from minipar.nn import AdamW
+from minipar.parallel.fsdp import FullyShardedDataParallel
+from minipar.parallel.stages import shard
+from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 # Six blocks of 2,197 elements; embedding and head, with few tokens, are smaller than a block: 13 * (17 + 8 + 2) = 351.
-CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=13, n_layer=6, n_head=1)
 BLOCK, ROOT, PSI = 2197, 351, 6 * 2197 + 351
 STAGES = [0, 1, 2, 3]
 
 
 def make(deferred=True):
-    return GPT(CONFIG, dtype="float64", deferred=deferred)
+    return small_gpt(layers=6, deferred=deferred)
 
 
 def batch(rank):
-    rows = np.random.Generator(np.random.Philox(rank)).integers(0, 17, (2, 9))
-    return rows[:, :8], rows[:, 1:]
+    return text([2 * rank, 2 * rank + 1])
 
 
-def backward(ddp):
-    ddp.model.loss_sum(*batch(ddp.comm.rank)).backward(np.array(1.0))
+def one_pass(ddp):
+    backward(ddp, *batch(ddp.comm.rank))
+    ddp.synchronize()
 
 
 def step(ddp, optimizer):
     """One whole training step."""
     ddp.zero_grad()
-    backward(ddp)
-    ddp.synchronize()
+    one_pass(ddp)
     optimizer.step()
-    ddp.refresh_parameters()
 
 
 def loss_of(ddp):
@@ -63,72 +63,87 @@ class Watch:
         self.references, self.most = [], 0
 
     def __call__(self, array):
-        self.references = [r for r in self.references if r() is not None] + [weakref.ref(array)]
+        self.references = [r for r in self.references if r() is not None and r() is not array] + [weakref.ref(array)]
         self.most = max(self.most, len(self.references))
 
-
-def watched(kind):
-    """The class, with `.gradients` and `.units` counting full gradients and gathered units."""
-
-    class Watched(kind):
-        def __init__(self, *args, **kwargs):
-            self.gradients, self.units = Watch(), Watch()
-            super().__init__(*args, **kwargs)
-
-        def _open(self, bucket):
-            new = bucket not in self._full
-            super()._open(bucket)
-            if new:
-                self.gradients(self._full[bucket])
-
-        def _fetch(self, bucket):
-            new = bucket not in self._gathered
-            super()._fetch(bucket)
-            if new:
-                self.units(self._gathered[bucket][0])
-
-    return Watched
+    @property
+    def left(self):
+        return sum(r() is not None for r in self.references)
 
 
-class KeepsGradients(ZeroStage2):
+class Watched(Proxy):
+    """A communicator that counts, at every call, full gradients and gathered units."""
+
+    def __init__(self, comm, model):
+        super().__init__(comm)
+        self.model, self.gradients, self.units = model, Watch(), Watch()
+
+    def look(self):
+        for p in self.model.parameters():
+            if p.grad_buffer is not None:
+                self.gradients(p.grad_buffer.base)
+
+    def progress(self):  # called when a gradient is complete
+        self.look()
+        self.comm.progress()
+
+    def all_gather(self, array, out, **options):
+        self.look()
+        self.units(out)
+        return self.comm.all_gather(array, out=out, **options)
+
+    def reduce_scatter(self, full, **options):
+        self.look()
+        return self.comm.reduce_scatter(full, **options)
+
+
+class KeepsGradients(Watched):
     """Something goes on pointing at the full gradients after they have been reduced."""
 
     kept = ()
 
-    def _start(self, bucket):
-        self._open(bucket)
-        self.kept = (*self.kept, self._full[bucket])
-        super()._start(bucket)
+    def reduce_scatter(self, full, **options):
+        self.kept = (*self.kept, full)
+        return super().reduce_scatter(full, **options)
 
 
-class DoesNotWait(ZeroStage2):
-    """Opens the next gradient however many are still travelling."""
+class DoesNotWait(Watched):
+    """The next gradient is begun however many are still travelling."""
 
-    def _open(self, bucket):
-        works, self._works = self._works, []
-        super()._open(bucket)
-        self._works = works
+    works = ()
 
-
-class NeverReleases(ZeroStage3):
-    def _release(self, i):
-        pass
+    def reduce_scatter(self, full, **options):
+        self.works = (*self.works, super().reduce_scatter(full, **options))
+        return Done()
 
 
-def most_at_a_time(size, kind, **kwargs):
+class KeepsUnits(Watched):
+    """Something goes on pointing at the parameters of a unit after it has run."""
+
+    kept = ()
+
+    def all_gather(self, array, out, **options):
+        self.kept = (*self.kept, out)
+        return super().all_gather(array, out, **options)
+
+
+def most_at_a_time(size, kind, watched=Watched, **kwargs):
     """The most (full gradients, gathered units) on any rank in two passes, and what is left of either."""
 
     def rank(comm):
-        ddp = watched(kind)(make(), comm, **kwargs)
+        model = make()
+        watch = watched(comm, model)
+        ddp = kind(model, watch, **kwargs)
         for turn in range(2):
             if comm.rank == 0 and turn == 0 and comm.size > 1:
                 time.sleep(0.05)  # the others run ahead, and their messages stay where they are
             ddp.zero_grad()
-            backward(ddp)
-            ddp.synchronize()
-        return ddp.gradients.most, ddp.units.most, len(ddp._full), len(getattr(ddp, "_gathered", ()))
+            one_pass(ddp)
+            for work in getattr(watch, "works", ()):
+                work.wait()
+        return watch.gradients.most, watch.units.most, watch.gradients.left, watch.units.left
 
-    return tuple(max(numbers) for numbers in zip(*run_local(size, rank), strict=True))
+    return tuple(max(counts) for counts in zip(*run_local(size, rank), strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "ordered"])
@@ -142,23 +157,24 @@ def test_stage_2_never_has_more_than_two_full_gradients(size, algorithm):
 def test_stage_3_never_has_more_than_two_units_parameters(size):
     """With prefetching the one in use and the next one; without, only the one in use."""
     for prefetch in (True, False):
-        gradients, units, *left = most_at_a_time(size, ZeroStage3, prefetch=prefetch)
+        gradients, units, *left = most_at_a_time(size, FullyShardedDataParallel, prefetch=prefetch)
         assert 1 <= gradients <= 2 and units == 1 + prefetch and left == [0, 0]
 
 
 def test_the_watch_sees_what_is_kept():
-    assert most_at_a_time(3, KeepsGradients)[0] == 14  # seven buckets, twice
-    assert most_at_a_time(3, DoesNotWait)[0] > 2
-    assert most_at_a_time(3, NeverReleases)[1] == 7
+    assert most_at_a_time(3, ZeroStage2, KeepsGradients)[0] == 14  # seven buckets, twice
+    assert most_at_a_time(3, ZeroStage2, DoesNotWait)[0] > 2
+    assert most_at_a_time(3, FullyShardedDataParallel, KeepsUnits)[1] == 2 * (8 + 6)  # forward, backward
 
 
-def ledger_of(size, kind, phases):
+def ledger_of(size, kind, phases, proxy=Watched):
     """Each rank's [{kind of memory: most bytes} of each phase]; a phase is a function of the strategy."""
 
     def rank(comm):
         ledger, most = MemoryLedger(), []
         with ledger.recording():
-            ddp = kind(make(), comm)
+            model = make()
+            ddp = kind(model, proxy(comm, model))
             for phase in phases:
                 ledger.enter("", restart=True)
                 phase(ddp)
@@ -174,51 +190,50 @@ def forward_with_a_graph(ddp):
 
 @pytest.mark.parametrize("forward", [loss_of, forward_with_a_graph])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_in_forward_the_ledger_shows_two_blocks_parameters_and_no_weight_kept_in_the_graph(size, forward):
-    for (most,) in ledger_of(size, ZeroStage3, [forward]):
+def test_forward_holds_two_blocks_and_the_graph_keeps_no_weight(size, forward):
+    for (most,) in ledger_of(size, FullyShardedDataParallel, [forward]):
         assert most["buffers"] == 2 * BLOCK * 8
         assert most["parameters"] <= -(-BLOCK // size) * 6 * 8 + -(-ROOT // size) * 8
 
 
-def test_the_ledger_shows_a_unit_that_is_not_released_and_a_weight_kept_by_the_graph(monkeypatch):
-    for (most,) in ledger_of(3, NeverReleases, [loss_of]):
-        assert most["buffers"] == PSI * 8
+def test_the_ledger_shows_a_unit_that_is_not_released():
+    for (most,) in ledger_of(3, FullyShardedDataParallel, [loss_of], KeepsUnits):
+        assert most["buffers"] == (PSI + ROOT) * 8  # embedding and head are gathered once for each of the two
+
+
+def test_the_ledger_shows_a_weight_kept_by_the_graph(monkeypatch):
     monkeypatch.setattr(Function, "at_backward", lambda self, i, array: lambda: array)
-    for (most,) in ledger_of(3, ZeroStage3, [loss_of]):
+    for (most,) in ledger_of(3, FullyShardedDataParallel, [loss_of]):
         assert most["buffers"] == 2 * BLOCK * 8  # without a graph nothing keeps it
-    for (most,) in ledger_of(3, ZeroStage3, [forward_with_a_graph]):
+    for (most,) in ledger_of(3, FullyShardedDataParallel, [forward_with_a_graph]):
         assert most["buffers"] > 6 * BLOCK * 8
 
 
-@pytest.mark.parametrize(("kind", "units"), [(ZeroStage2, 0), (ZeroStage3, 2)])
+@pytest.mark.parametrize(("kind", "units"), [(ZeroStage2, 0), (FullyShardedDataParallel, 2)])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_in_backward_the_ledger_shows_two_gradients_beside_the_units(size, kind, units):
-    def whole_pass(ddp):
-        backward(ddp)
-        ddp.synchronize()
-
+def test_backward_holds_two_gradients_next_to_the_units(size, kind, units):
     head = 17 * 13 + 2 * 13  # the tied gradient of the token table and ln_f's wait for the embedding's
-    rooms = 2 * -(-BLOCK // size)  # in which the ring's messages arrive and wait
-    for (most,) in ledger_of(size, kind, [whole_pass]):
-        assert BLOCK * 8 < most["buffers"] <= ((2 + units) * BLOCK + head + rooms) * 8 < PSI * 8
+    messages = 2 * -(-BLOCK // size)  # where the ring's messages arrive and wait
+    for (most,) in ledger_of(size, kind, [one_pass]):
+        assert BLOCK * 8 < most["buffers"] <= ((2 + units) * BLOCK + head + messages) * 8 < PSI * 8
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_setting_up_stage_3_never_holds_the_whole_model(size):
-    """Numbers that were put off are made one array at a time, in the room of one unit, of which the rank's share stays:
-    the peak is the share, twice (parameters and gradients), and one unit."""
+    """Deferred values are made one array at a time, in one unit's storage, of which the rank's share stays: the peak is
+    the share, twice (parameters and gradients), and one unit."""
 
     def rank(comm):
         model, made, ledger = make(), Watch(), MemoryLedger()
 
-        def watching(numbers):
-            made(numbers)
-            return numbers
+        def watching(array):
+            made(array)
+            return array
 
         for p in model.parameters():
             p.deferred = replace(p.deferred, make=lambda make=p.deferred.make: watching(make()))
         with ledger.recording():
-            ddp = ZeroStage3(model, comm)
+            ddp = FullyShardedDataParallel(model, comm)
         return ledger.peak, dict(ledger.held), made.most, sum(chunk.data.size for chunk in ddp.chunks.values())
 
     for peak, held, made, own in run_local(size, rank):
@@ -230,28 +245,26 @@ def test_setting_up_stage_3_never_holds_the_whole_model(size):
 # ---- nothing stale ---------------------------------------------------------------------------------------------------
 
 
-class NeverForgets(ZeroStage3):
+class NeverForgets(FullyShardedDataParallel):
     """What a forward without a backward has left gathered is used again after the step."""
 
-    def refresh_parameters(self):
+    def after_step(self):
         pass
 
 
 def train_with_forwards(comm, kind, forward, steps=2):
     """Steps with a forward that no backward follows before, after and in the middle of each."""
     ddp = kind(make(), comm)
-    optimizer = AdamW(ddp.optimized, lr=0.1)
+    optimizer = AdamW(ddp.parameters(), lr=0.1)
     for _ in range(steps):
         forward(ddp)
         ddp.zero_grad()
         with ddp.no_sync():
-            backward(ddp)
+            backward(ddp, *batch(comm.rank))
         forward(ddp)
-        backward(ddp)
-        ddp.synchronize()
+        one_pass(ddp)
         forward(ddp)
         optimizer.step()
-        ddp.refresh_parameters()
     return loss_of(ddp), ddp.state_dict(), comm.traffic.bytes("reduce_scatter")
 
 
@@ -260,17 +273,16 @@ def nothing(ddp):
 
 
 @pytest.mark.parametrize("forward", [loss_of, forward_with_a_graph])
-@pytest.mark.parametrize("kind", [ZeroStage1, ZeroStage2, ZeroStage3])
+@pytest.mark.parametrize("kind", [ZeroStage1, ZeroStage2, FullyShardedDataParallel])
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_forward_without_a_backward_changes_nothing_and_the_next_sees_the_step(size, kind, forward):
+def test_a_forward_without_backward_changes_nothing(size, kind, forward):
     loss, state, sent = run_local(size, train_with_forwards, kind, forward)[0]
     _, expected, expected_sent = run_local(size, train_with_forwards, kind, nothing)[0]
-    assert {name: x.tobytes() for name, x in state.items()} == {name: x.tobytes() for name, x in expected.items()}
-    assert sent == expected_sent
-    assert loss == loss_of_serial(state)
+    assert bits(state) == bits(expected) and sent == expected_sent
+    assert loss == loss_of_serial(state)  # the forward after the step sees it
 
 
-def test_numbers_that_are_not_forgotten_are_seen_to_be_stale():
+def test_gathered_values_that_outlive_the_step_are_stale():
     loss, state, _ = run_local(2, train_with_forwards, NeverForgets, forward_with_a_graph)[0]
     assert loss != loss_of_serial(state)
 
@@ -282,10 +294,10 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
 
     def rank(comm):
         ddp = shard(make(), comm, stage, "ordered")
-        backward(ddp)
-        ddp.synchronize()
+        one_pass(ddp)
         ddp.zero_grad()
-        ddp.model.parts[0].run(batch(comm.rank)[0]).sum().backward()
+        with ddp.scaled_backward():
+            ddp.model.parts[0].run(batch(comm.rank)[0]).sum().backward()
         ddp.synchronize()
         norm = ddp.clip_grad_norm(None)
         if stage == 0:
@@ -312,7 +324,7 @@ def test_detaching_gives_the_model_its_own_parts_back(stage):
         after = [part.run for part in model.parts]
         comm.traffic.reset()
         if stage < 3:
-            backward(ddp)
+            backward(model, *batch(comm.rank))
         return after == before, comm.traffic.messages()
 
     assert run_local(2, rank) == [(True, 0)] * 2
@@ -323,7 +335,7 @@ def test_detaching_gives_the_model_its_own_parts_back(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_rank_0_gets_every_parameter_by_name_and_the_others_none(size, stage):
+def test_rank_0_gets_every_parameter_by_name_others_none(size, stage):
     def rank(comm):
         ddp = shard(make(), comm, stage)
         return ddp.state_dict(), [name for name, _ in ddp.model.named_parameters()]
@@ -341,7 +353,7 @@ def test_the_state_is_a_copy_that_training_does_not_change():
         ddp = shard(make(), comm, stage)
         before = ddp.state_dict()
         bits = [x.tobytes() for x in before.values()]
-        step(ddp, AdamW(ddp.optimized))
+        step(ddp, AdamW(ddp.parameters()))
         changed = [x.tobytes() for x in ddp.state_dict().values()]
         return all(a != b for a, b in zip(bits, changed, strict=True)), bits == [x.tobytes() for x in before.values()]
 
@@ -349,11 +361,11 @@ def test_the_state_is_a_copy_that_training_does_not_change():
         assert run_local(3, rank, stage) == [(True, True)] * 3
 
 
-def test_a_released_parameter_reads_as_nan_never_as_old_numbers():
+def test_a_released_parameter_reads_as_nan_never_as_old_values():
     def rank(comm):
-        ddp = ZeroStage3(make(deferred=False), comm)
+        ddp = FullyShardedDataParallel(make(deferred=False), comm)
         states = []
-        for use in (nothing, loss_of, lambda ddp: step(ddp, AdamW(ddp.optimized))):
+        for use in (nothing, loss_of, lambda ddp: step(ddp, AdamW(ddp.parameters()))):
             use(ddp)
             states.append(ddp.model.state_dict())
         assert all(np.isnan(tie.data).all() for p in ddp.model.parameters() for tie in p.ties)

@@ -1,286 +1,142 @@
-"""Claims about the memory ledger: what it counts, that a run's model state is the formula's to the byte, and that its
-peak is what tracemalloc measures. And one about malloc: what an array leaves, the next one gets.
-"""
+"""Claims about model state in closed form: the paper's table, this project's precisions, and the limit that refuses."""
 
-import ctypes
-import json
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from launcher import run_mpi
 
-from minipar.comm import DeviceMesh, run_local
-from minipar.memory import KINDS, MemoryLedger, enter, hold, is_recording
-from minipar.parallel.memory import OF_DTYPE, model_state, own_elements
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
+from minipar.errors import UsageError
+from minipar.parallel.memory import (
+    FLOAT32,
+    FLOAT64,
+    MIXED,
+    OF_DTYPE,
+    STAGES,
+    check_limit,
+    elements_held,
+    model_state,
+    own_elements,
+)
 
-STAGES = [0, 1, 2, 3]
-
-# ---- the account -----------------------------------------------------------------------------------------------------
-
-
-def test_views_are_counted_once_as_the_array_that_owns_the_memory():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros((10, 10))
-        views = array[2:, ::2].T, array.reshape(-1)[:3], array[0].reshape(2, 5)
-        hold("parameters", *views, array, *views)
-        assert ledger.held == dict.fromkeys(KINDS, 0) | {"parameters": 800} and ledger.total() == 800
-
-
-def test_memory_is_taken_off_when_the_last_reference_goes_and_not_before():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros(100)
-        hold("activations", array)
-        view = array[:1]
-        del array
-        assert ledger.total() == 800
-        del view
-        assert ledger.total() == 0 and ledger.peak == 800
-        for _ in range(100):  # arrays of the same size, which take over each other's address and id
-            array = np.zeros(100)
-            hold("buffers", array)
-        assert ledger.held["buffers"] == 800 == ledger.peak
-        del array
-    assert ledger.total() == 0
+# Rajbhandari et al. 2020, Table 1, the 7.5B column: GB on each of N ranks at stages 1, 2, 3. (The table truncates.)
+PAPER = {
+    4: (52.5, 41.3, 30),
+    16: (35.6, 21.6, 7.5),
+    64: (31.4, 16.6, 1.88),
+    256: (30.4, 15.4, 0.47),
+    1024: (30.1, 15.1, 0.12),
+}
 
 
-def test_memory_freed_after_the_recording_is_taken_off_too():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros(4)
-        hold("optimizer", array)
-    del array
-    assert ledger.held["optimizer"] == 0
+@pytest.mark.parametrize("ranks", PAPER)
+def test_the_papers_table_for_7_5_billion_parameters(ranks):
+    psi = 7_500_000_000
+    for stage, gigabytes in zip((1, 2, 3), PAPER[ranks], strict=True):
+        assert abs(model_state(psi, Fraction(psi, ranks), stage, MIXED).total / 10**9 - gigabytes) < 1
+    # Stage 3's column is exact to the digits printed.
+    assert float(model_state(psi, Fraction(psi, ranks), 3, MIXED).total / 10**9) == pytest.approx(
+        PAPER[ranks][2], abs=0.005
+    )
 
 
-def test_the_first_name_stays():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros(5)
-        hold("gradients", array)
-        hold("buffers", array, array[1:])
-        assert (ledger.held["gradients"], ledger.held["buffers"]) == (40, 0)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 1024])
+@pytest.mark.parametrize("psi", [1, 7, 124_439_808])
+def test_the_formulas_with_nothing_rounded(psi, ranks):
+    share = Fraction(psi, ranks)
+    mixed = [model_state(psi, share, stage, MIXED).total for stage in STAGES]
+    assert mixed == [16 * psi, 4 * psi + 12 * share, 2 * psi + 14 * share, 16 * share]
+    single = [model_state(psi, share, stage, FLOAT32).total for stage in STAGES]
+    assert single == [16 * psi, 8 * psi + 8 * share, 4 * psi + 12 * share, 16 * share]
+    double = [model_state(psi, share, stage, FLOAT64).total for stage in STAGES]
+    assert double == [2 * total for total in single]
 
 
-def test_what_is_not_an_array_is_passed_over():
-    with MemoryLedger().recording() as ledger:
-        hold("activations", None, 3.0, "text", [np.zeros(3)], np.float64(1), lambda: None)
-        assert ledger.total() == 0 and ledger.moments == []
+def test_each_stage_shares_out_one_more_thing():
+    assert [elements_held(100, 25, stage) for stage in STAGES] == [
+        (100, 100, 100),
+        (100, 100, 25),
+        (100, 25, 25),
+        (25, 25, 25),
+    ]
+    state = model_state(100, 25, 2, MIXED)
+    assert (state.parameters, state.gradients, state.optimizer, state.total) == (200, 50, 300, 550)
 
 
-def test_nothing_happens_without_a_recording():
-    ledger = MemoryLedger()
-    with ledger.recording():
-        assert is_recording()
-    assert not is_recording()
-    hold("parameters", np.zeros(3))
-    enter("forward")
-    assert ledger.total() == 0 and ledger.phase == "setup" and ledger.moments == []
+def test_the_precisions_are_what_numpy_arrays_take():
+    for dtype, precision in OF_DTYPE.items():
+        width = np.dtype(dtype).itemsize  # parameter, gradient; AdamW keeps two means
+        assert (precision.parameters, precision.gradients, precision.optimizer) == (width, width, 2 * width)
 
 
-def test_recordings_nest_and_end_with_an_exception():
-    outer, inner = MemoryLedger(), MemoryLedger()
-    a, b = np.zeros(1), np.zeros(2)
-    with outer.recording():
-        with pytest.raises(KeyError), inner.recording():
-            hold("buffers", b)
-            raise KeyError
-        hold("buffers", a)
-    assert (outer.total(), inner.total()) == (8, 16)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("buckets", [[1], [10], [7, 13, 2], [3497, 2197, 2197], [8, 16]])
+def test_a_ranks_share_is_its_piece_of_every_bucket(buckets, ranks):
+    cut = [[len(piece) for piece in np.array_split(np.empty(size), ranks)] for size in buckets]
+    shares = [own_elements(buckets, ranks, rank) for rank in range(ranks)]
+    assert shares == [sum(pieces) for pieces in zip(*cut, strict=True)]
+    assert sum(shares) == sum(buckets) and shares[0] == max(shares)  # every element once, no padding
 
 
-def test_the_peak_is_the_largest_sum_and_says_what_it_was_made_of():
-    with MemoryLedger().recording() as ledger:
-        first, second = np.zeros(100), np.zeros(50)
-        hold("activations", first)
-        hold("gradients", second)
-        del first
-        hold("optimizer", np.zeros(10))  # freed again at once
-        enter("backward", restart=True)
-    assert ledger.peak == 1200 and ledger.held["gradients"] == ledger.total() == 400
-    assert ledger.peak_parts == dict.fromkeys(KINDS, 0) | {"activations": 800, "gradients": 400}
-    assert ledger.moments == [("backward", (0, 400, 0, 0, 0))]
+# ---- the limit -------------------------------------------------------------------------------------------------------
+
+BUCKETS = [1000, 500]  # float32 on 4 ranks, rank 0 holds 250 + 125: stages take 24,000, 15,000, 10,500 and 6,000 bytes
 
 
-def test_moments_are_told_with_their_phase():
-    with MemoryLedger().recording() as ledger:
-        array = np.zeros(2)
-        hold("parameters", array)
-        enter("forward")
-        del array
-    assert ledger.moments == [("setup", (16, 0, 0, 0, 0)), ("forward", (16, 0, 0, 0, 0)), ("forward", (0, 0, 0, 0, 0))]
+def refusal(limit, stage, ranks=4, accumulating=False, buckets=BUCKETS):
+    with pytest.raises(UsageError) as error:
+        check_limit(limit, buckets, ranks, stage, FLOAT32, accumulating)
+    return str(error.value)
 
 
-def test_every_rank_of_a_thread_world_keeps_its_own_ledger():
-    def rank(comm):
-        with MemoryLedger().recording() as ledger:
-            array = np.zeros(comm.rank + 1)
-            hold("parameters", array)
-            enter(f"rank {comm.rank}")
-            comm.barrier()
-            return ledger.total(), ledger.phase
-
-    assert run_local(4, rank) == [(8, "rank 0"), (16, "rank 1"), (24, "rank 2"), (32, "rank 3")]
-    assert not is_recording()
-
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
-
-SHAPE = "--layers 2 --hidden 13 --heads 1 --seq-len 11 --steps 2"
-TOKENS = load_tokens(None, vocab_size=256, seq_len=11)
-
-
-def ledgers(size, flags):
-    """Each rank's (peak, moments of the second step, bucket sizes)."""
-    config = resolve(parse(f"{SHAPE} --global-batch {6 * size} {flags}".split()), size)
-
-    def rank(comm):
-        mesh, ledger = DeviceMesh(comm), MemoryLedger()
-        with ledger.recording():
-            trainer = Trainer(config, mesh, TOKENS)
-            for _ in trainer.train():
-                pass
-        # A copy: when the trainer goes, the ledger notes that too.
-        return ledger.peak, list(ledger.moments), [bucket.size for bucket in trainer.ddp.buckets]
-
-    return run_local(size, rank)
+@pytest.mark.parametrize(("stage", "total"), list(enumerate([24_000, 15_000, 10_500, 6_000])))
+def test_exactly_the_limit_fits_and_one_byte_less_does_not(stage, total):
+    check_limit(total, BUCKETS, 4, stage, FLOAT32, False)
+    assert f" = {total:,} bytes" in refusal(total - 1, stage)
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), [*((n, "float32") for n in (1, 2, 3, 5, 8)), (1, "float64"), (3, "float64")]
+    ("limit", "fits"),
+    [
+        (15_000, "--zero-stage 1 fits: 4*1,500 (parameters) + 4*1,500 (gradients) + 8*375 (optimizer) = 15,000 bytes"),
+        (14_999, "--zero-stage 2 fits: 4*1,500 (parameters) + 4*375 (gradients) + 8*375 (optimizer) = 10,500 bytes"),
+        (6_000, "--zero-stage 3 fits: 4*375 (parameters) + 4*375 (gradients) + 8*375 (optimizer) = 6,000 bytes"),
+    ],
 )
-@pytest.mark.parametrize("stage", STAGES)
-def test_at_every_moment_of_a_step_model_state_is_the_formulas_to_the_byte(stage, size, dtype):
-    shares = 0
-    for rank, (_, moments, buckets) in enumerate(ledgers(size, f"--zero-stage {stage} --dtype {dtype} --clip-grad 1")):
-        own = own_elements(buckets, size, rank)
-        state = model_state(sum(buckets), own, stage, OF_DTYPE[dtype])
-        assert {phase for phase, _ in moments} >= {"forward", "backward", "optimizer"}
-        assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
-        shares += own
-    assert shares == sum(buckets)
+def test_a_refusal_shows_the_sums_and_the_first_stage_that_fits(limit, fits):
+    assert refusal(limit, 0) == (
+        f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage 0 on 4 data-parallel ranks holds "
+        f"4*1,500 (parameters) + 4*1,500 (gradients) + 8*1,500 (optimizer) = 24,000 bytes; {fits}"
+    )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", STAGES)
-def test_microbatches_that_accumulate_keep_gradients_whole_until_they_are_reduced(stage, size):
-    """The most that gradients take in a step is the formula's `accumulating` figure; before and after it they are what
-    a step of one microbatch has."""
-    for rank, (_, moments, buckets) in enumerate(ledgers(size, f"--zero-stage {stage} --microbatches 3")):
-        figures = sum(buckets), own_elements(buckets, size, rank), stage, OF_DTYPE["float32"]
-        gradients = [held[KINDS.index("gradients")] for _, held in moments]
-        assert max(gradients) == model_state(*figures, accumulating=True).gradients
-        assert gradients[0] == gradients[-1] == model_state(*figures).gradients
+def test_a_limit_too_small_for_any_stage_says_so():
+    message = refusal(5_999, 1)
+    assert "--zero-stage 1 on 4 data-parallel ranks holds" in message and "= 15,000 bytes" in message
+    assert message.endswith(
+        "; the least, --zero-stage 3, holds 4*375 (parameters) + 4*375 (gradients) + 8*375 (optimizer) = 6,000 bytes; "
+        "no stage fits"
+    )
+    message = refusal(5_999, 3)
+    assert message.count("= 6,000 bytes") == 1 and "the least" not in message and message.endswith("no stage fits")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_synchronizing_every_microbatch_keeps_gradients_sharded(stage):
-    flags = f"--zero-stage {stage} --microbatches 3 --sync-every-microbatch"
-    for rank, (_, moments, buckets) in enumerate(ledgers(3, flags)):
-        state = model_state(sum(buckets), own_elements(buckets, 3, rank), stage, OF_DTYPE["float32"])
-        assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
+def test_the_fullest_rank_decides():
+    """10 elements on 4 ranks: 3, 3, 2, 2."""
+    check_limit(3 * 16, [10], 4, 3, FLOAT32, False)
+    assert "4*3 (parameters)" in refusal(3 * 16 - 1, 3, buckets=[10])
 
 
-@pytest.mark.parametrize("flags", ["", "--recompute full", "--microbatches 2"])
-def test_after_a_step_no_activation_is_left(flags):
-    for stage in STAGES:
-        for _, moments, _ in ledgers(2, f"--zero-stage {stage} {flags}"):
-            activations = [held[KINDS.index("activations")] for _, held in moments]
-            assert max(activations) > 0 == activations[-1]
+def test_on_one_rank_nothing_is_shared_out():
+    assert "on 1 data-parallel rank holds" in refusal(23_999, 0, ranks=1)
+    assert refusal(23_999, 0, ranks=1).endswith("no stage fits")
+    assert "--zero-stage 1 fits" in refusal(20_000, 0, ranks=2)
 
 
-def test_recompute_and_stage_3_each_lower_the_peak():
-    def highest(flags):
-        return max(peak for peak, *_ in ledgers(3, f"--layers 6 {flags}"))
-
-    whole, recomputed = highest(""), highest("--recompute full")
-    assert recomputed < 0.7 * whole
-    by_stage = [highest(f"--recompute full --zero-stage {stage}") for stage in STAGES]
-    assert by_stage == sorted(by_stage, reverse=True) and by_stage[3] < 0.75 * by_stage[0]
-
-
-MEASURED = """
-import gc, itertools, json, tracemalloc
-from minipar.comm import DeviceMesh, main
-from minipar.memory import MemoryLedger
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
-
-def run(comm):
-    tokens = load_tokens(None, vocab_size=256, seq_len=64)
-    mesh, shape = DeviceMesh(comm), "--layers 4 --hidden 128 --seq-len 64 --steps 2"
-    for (recompute, samples), stage in itertools.product((("none", 1), ("full", 4)), range(4)):
-        flags = f"{shape} --global-batch {samples * comm.size} --recompute {recompute} --zero-stage {stage}"
-        config = resolve(parse(flags.split()), comm.size)
-        Trainer(config, mesh, tokens).step(0)  # what is imported or cached on first use is not the run's
-        gc.collect()
-        tracemalloc.start()
-        with MemoryLedger().recording() as ledger:
-            trainer = Trainer(config, mesh, tokens)
-            for _ in trainer.train():
-                pass
-        measured = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        for line in comm.gather_bytes(json.dumps([recompute, stage, ledger.peak, measured]).encode()) or ():
-            print(line.decode(), flush=True)
-        del trainer
-
-main(run)
-"""
-
-
-def test_the_peak_is_what_tracemalloc_measures_within_10_percent():
-    """At each stage; without recompute on one sample per rank, with it on four."""
-    result = run_mpi(2, MEASURED, timeout=60)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 2 * 4 * 2
-    for recompute, stage, counted, measured in rows:
-        assert 0.9 * measured <= counted <= 1.1 * measured, (recompute, stage, counted, measured)
-
-
-def test_the_command_line_writes_every_ranks_ledger(tmp_path):
-    path = tmp_path / "deep" / "memory.json"
-    flags = f"{SHAPE} --global-batch 6 --zero-stage 2 --dtype float64 --memory {path}"
-    result = run_mpi(3, ["-m", "minipar.train", *flags.split()], timeout=60)
-    assert result.returncode == 0, result.stderr
-    content = json.loads(path.read_text())
-    assert content["kinds"] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
-    assert [account["rank"] for account in content["ranks"]] == [0, 1, 2]
-    buckets = [2197, 2197, (256 + 11 + 2) * 13]
-    for account in content["ranks"]:
-        assert set(account) == {"rank", "peak", "peak_parts", "moments"}
-        state = model_state(sum(buckets), own_elements(buckets, 3, account["rank"]), 2, OF_DTYPE["float64"])
-        for phase, held in account["moments"]:
-            assert phase in ("forward", "backward", "optimizer")
-            assert held[:3] == [state.parameters, state.gradients, state.optimizer]
-        assert list(account["peak_parts"]) == content["kinds"]
-        assert account["peak"] == sum(account["peak_parts"].values()) >= max(sum(h) for _, h in account["moments"])
-
-
-# ---- malloc ----------------------------------------------------------------------------------------------------------
-
-FAULTS = """
-import resource
-import numpy as np
-import minipar.backend
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-np.ones(2**24, np.float32)  # 64 MiB
-before = faults()
-for _ in range(5):
-    np.ones(2**24, np.float32)
-print(faults() - before)
-"""
-
-
-def test_freed_arrays_are_used_again_without_page_faults():
-    """64 MiB are 16,384 pages, or 32 huge ones; a process of its own, whose heap nothing else has shaped."""
-    if not hasattr(ctypes.CDLL(None), "mallopt"):
-        pytest.skip("the C library has no mallopt")
-    result = run_mpi(1, FAULTS, timeout=30)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) < 32
+def test_accumulating_microbatches_count_whole_gradients_too():
+    gradients = [model_state(1500, 375, stage, FLOAT32, accumulating=True).gradients for stage in STAGES]
+    assert gradients == [4 * 1500, 4 * 1500, 4 * (1500 + 375), 4 * (1500 + 375)]
+    check_limit(10_500, BUCKETS, 4, 2, FLOAT32, False)
+    # Without a reduce-scatter for each microbatch stage 2 saves nothing over stage 1; stage 3 still does.
+    assert "4*1,875 (gradients) + 8*375 (optimizer) = 16,500 bytes; --zero-stage 1 fits" in refusal(15_000, 2, 4, True)
+    assert "= 16,500 bytes; --zero-stage 3 fits" in refusal(12_000, 2, 4, True)
+    assert "whole gradients while microbatches accumulate" in refusal(6_000, 3, accumulating=True)

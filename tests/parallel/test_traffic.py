@@ -1,39 +1,39 @@
 """Claims about `predicted_traffic`: what a step sends on each axis, known before it runs, == what every rank counts.
 
-tests/train/test_combinations.py asserts the same of each of its combinations, on every rank; here are the cases that it has
-not, and the formulas of the papers.
+tests/train/test_combinations.py asserts the same of each of its combinations, on every rank; here are the cases that it
+has not, and the formulas of the papers.
 """
 
 from dataclasses import replace
 
 import pytest
+import training
 from combinations import TEXT, VOCAB, Combination
+from training import ranks_of, trainer_for
 
-from minipar.comm import DeviceMesh, run_local
+from minipar.comm import run_local
 from minipar.nn import GPTConfig
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import SCHEDULES, make, save_csv
 from minipar.parallel.tensor import TensorGroup
 from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
 from minipar.train import traffic
-from minipar.train.config import parse, resolve
 from minipar.train.pipelined import schedule_of
-from minipar.train.trainer import Trainer, make_model
+from minipar.train.trainer import make_model
 
 AXES = ("dp", "tp", "pp")
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
 
 
 def config_for(flags, ranks):
-    return resolve(parse(f"{SHAPE} {flags}".split()), ranks)
+    return training.config_for(f"{SHAPE} {flags}", ranks)
 
 
-def counted(config, ranks):
+def counted(config):
     """Each rank's bytes by axis in the second step, and whether anything went over another axis."""
 
     def rank(comm):
-        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-        trainer = Trainer(config, mesh, TEXT)
+        trainer = trainer_for(config, TEXT, comm)
         trainer.step(0)
         comm.traffic.reset()
         trainer.step(1)
@@ -41,7 +41,7 @@ def counted(config, ranks):
         assert sum(sent.values()) == comm.traffic.bytes()
         return sent
 
-    return run_local(ranks, rank)
+    return run_local(ranks_of(config), rank)
 
 
 CASES = {
@@ -63,36 +63,35 @@ CASES = {
 def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     ranks, flags = CASES[name]
     config = config_for(flags, ranks)
-    assert counted(config, ranks) == [traffic.predicted_traffic(config, rank) for rank in range(ranks)]
+    assert counted(config) == [traffic.predicted_traffic(config, rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 @pytest.mark.parametrize("zero", range(4))
 def test_16_ranks_in_three_dimensions(schedule, zero):
     config = Combination((2, 4, 2), schedule, zero % 2 == 1, 4, zero, recompute=zero > 1).config()
-    assert counted(config, 16) == [traffic.predicted_traffic(config, rank) for rank in range(16)]
+    assert counted(config) == [traffic.predicted_traffic(config, rank) for rank in range(16)]
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_model_with_more_positions_than_the_sequence(tmp_path, zero):
     """GPT-2's directory has positions of its own, which travel with the gradients."""
     model = make_model(config_for("--seq-len 20", 1))
-    for parameter in model.parameters():
-        parameter.materialize()
+    model.materialize()
     export_gpt2(model, tmp_path)
     flags = f"--tp 2 --pp 2 --sequence-parallel --zero-stage {zero} --microbatches 2 --init-from {tmp_path}"
-    config = resolve(parse(f"--seq-len 8 {flags}".split()), 8)
+    config = training.config_for(f"--seq-len 8 {flags}", 8)
     shape = replace(config.model, layers=5, hidden=20, heads=4, vocab_size=VOCAB)
     config = replace(config, model=shape)
-    assert counted(config, 8) == [traffic.predicted_traffic(config, rank, positions=20) for rank in range(8)]
+    assert counted(config) == [traffic.predicted_traffic(config, rank, positions=20) for rank in range(8)]
 
 
 def test_a_schedule_from_a_file(tmp_path):
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "schedule.csv"
     flags = "--pp 3 --dp 2 --zero-stage 3 --microbatches 4 --global-batch 8 --schedule"
     save_csv(schedule_of(config_for(f"{flags} zb-h1", 6)), path)
     config = config_for(f"{flags} {path}", 6)
-    assert counted(config, 6) == [traffic.predicted_traffic(config, rank) for rank in range(6)]
+    assert counted(config) == [traffic.predicted_traffic(config, rank) for rank in range(6)]
 
 
 # ---- the formulas of the papers --------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ def test_one_device_sends_nothing():
 
 
 @pytest.mark.parametrize("d", [2, 4, 8])
-def test_zero_sends_2_2_2_and_3_psi_and_2_more_for_each_further_microbatch(d):
+def test_zero_sends_2_2_2_and_3_psi_and_2_per_more_microbatch(d):
     """Rajbhandari et al. 2020, section 7.2, per rank: Psi (d-1)/d times that. And the float64s of loss and norm."""
     for stage, volume in enumerate((2, 2, 2, 2 * M + 1)):
         layout = replace(SERIAL, dp=d, zero_stage=stage)
@@ -124,7 +123,7 @@ def test_zero_sends_2_2_2_and_3_psi_and_2_more_for_each_further_microbatch(d):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("t", [2, 4, 8])
-def test_a_layer_adds_8_bsh_times_t_minus_1_over_t_per_microbatch_and_12_with_recompute(t, sequence, recompute):
+def test_a_layer_adds_8_bsh_per_microbatch_and_12_recomputed(t, sequence, recompute):
     layouts = [
         replace(SERIAL, model=GPTConfig(16, T, H, layers, 8), tp=t, sequence_parallel=sequence, recompute=recompute)
         for layers in (1, 2)
@@ -137,7 +136,7 @@ def test_a_layer_adds_8_bsh_times_t_minus_1_over_t_per_microbatch_and_12_with_re
 
 @pytest.mark.parametrize("t", [1, 4])
 @pytest.mark.parametrize("p", [2, 4])
-def test_a_pipeline_sends_bsh_per_microbatch_cut_and_direction_a_t_th_of_it_under_sequence_parallelism(p, t):
+def test_a_pipeline_sends_bsh_per_microbatch_cut_and_direction(p, t):
     model = GPTConfig(16, T, H, 8, 8)
     scalars = 2 * (p - 1) * (2 * (8 + 2) + 1) * 8  # the norm's rows and the loss, all-reduced
     for name, cuts in (("1f1b", p - 1), ("interleaved-1f1b", 2 * p - 1), ("zbv", 2 * (p - 1))):
@@ -148,7 +147,7 @@ def test_a_pipeline_sends_bsh_per_microbatch_cut_and_direction_a_t_th_of_it_unde
         assert sum(pp_bytes(layout, rank) for rank in range(p)) == expected
 
 
-def test_the_schedule_does_not_change_what_data_and_tensor_parallelism_send_but_the_cuts_do():
+def test_the_schedule_does_not_change_what_dp_and_tp_send():
     """Summed over the ranks, stages 0 to 2: the same parameters and the same layers, wherever they are."""
     for stage in range(3):
         layouts = [
@@ -160,15 +159,15 @@ def test_the_schedule_does_not_change_what_data_and_tensor_parallelism_send_but_
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_every_bucket_of_a_pipeline_is_on_one_rank_and_together_they_are_the_model(name, p):
+def test_a_pipelines_buckets_are_on_one_rank_and_are_the_model(name, p):
     layout = replace(SERIAL, model=GPTConfig(16, T, H, 17, 8), pp=p, schedule=make(name, p, 8), zero_stage=3)
-    mine = [list(buckets(layout, rank)) for rank in range(p)]
-    assert sum(bucket.elements for some in mine for bucket in some) == PSI + (17 - L) * (12 * H * H + 13 * H)
-    assert sum(len(some) for some in mine) == 17 + 2
+    of_rank = [list(buckets(layout, rank)) for rank in range(p)]
+    assert sum(bucket.elements for some in of_rank for bucket in some) == PSI + (17 - L) * (12 * H * H + 13 * H)
+    assert sum(len(some) for some in of_rank) == 17 + 2
     assert sum(layout.blocks(rank) for rank in range(p)) == 17
 
 
-def test_zbv_gathers_the_embedding_for_head_and_lookup_together():
+def test_zbv_gathers_the_embedding_for_head_and_lookup_at_once():
     """Between the two, at most once for each; in a pipeline whose ends lie apart, once for each lookup."""
     for m in (1, 2, 4, 8):
         assert end_gathers(make("1f1b", 4, m), head_too=False) == m
@@ -188,9 +187,9 @@ def test_a_rank_that_is_not_there():
 def test_one_sum_too_many_or_too_few_is_seen(sequence, monkeypatch):
     config = Combination((1, 2, 1), sequence=sequence).config()
     expected = [traffic.predicted_traffic(config, rank) for rank in range(2)]
-    assert counted(config, 2) == expected
+    assert counted(config) == expected
     right = TensorGroup.start_sum
     monkeypatch.setattr(TensorGroup, "start_sum", lambda self, x: (right(self, x)(), right(self, x))[1])
-    assert all(sent["tp"] > said["tp"] for sent, said in zip(counted(config, 2), expected, strict=True))
+    assert all(sent["tp"] > predicted["tp"] for sent, predicted in zip(counted(config), expected, strict=True))
     monkeypatch.setattr(TensorGroup, "start_sum", lambda self, x: lambda: x)
-    assert all(sent["tp"] < said["tp"] for sent, said in zip(counted(config, 2), expected, strict=True))
+    assert all(sent["tp"] < predicted["tp"] for sent, predicted in zip(counted(config), expected, strict=True))

@@ -114,7 +114,7 @@ def test_pytorch_adds_the_same_messages(case):
     check(type(schedule).of("torch", [[parse_action(cell) for cell in row] for row in theirs]))
 
 
-def test_receives_put_off_as_pytorch_can_need_sends_that_do_not_block():
+def test_pytorchs_deferred_receives_need_sends_that_do_not_block():
     """Its option `defer_pp_recv` lets neighbours' sends face each other: PyTorch's do not block, MPI's may, so the
     checker says no.
     """
@@ -179,7 +179,7 @@ def test_interleaved_1f1b_is_pytorchs(p, m, v):
 
 
 @pytest.mark.parametrize("p, m", [(4, 10), (4, 3), (2, 5)])
-def test_where_p_does_not_divide_m_pytorch_makes_groups_of_another_size_and_we_refuse(p, m, tmp_path):
+def test_where_p_does_not_divide_m_pytorch_differs_and_we_refuse(p, m, tmp_path):
     with pytest.raises(UsageError, match="is not whole"):
         make("interleaved-1f1b", p, m, 2)
     if m == 5:  # two groups of 2 microbatches leave one over
@@ -197,7 +197,7 @@ def test_zbv_is_pytorchs(p, m):
 
 
 @pytest.mark.parametrize("p, m", [(1, 3), (2, 2), (2, 6), (3, 3), (4, 8), (8, 16)])
-def test_zb_h1_is_pytorchs_interleaved_zero_bubble_with_one_stage_per_rank(p, m):
+def test_zb_h1_is_pytorchs_zero_bubble_with_one_stage_per_rank(p, m):
     """Its "ZB1P". For p | m; else its groups of another size make no difference with one stage."""
     assert orders(several(ScheduleInterleavedZeroBubble, p, m, 1)) == texts(make("zb-h1", p, m).ranks)
 

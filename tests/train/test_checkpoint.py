@@ -1,24 +1,25 @@
 """Claims about checkpoints: resuming is never having stopped, whatever layout wrote them and whatever goes on."""
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+import training
 from launcher import run_mpi
+from training import bits, on_each_rank, ranks_of, trainer_for, verdicts
 
-from minipar.comm import DeviceMesh, run_local, serial
+from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn.pretrained import export_gpt2, load_gpt2
-from minipar.train import checkpoint as checkpoint_module
-from minipar.train.checkpoint import checkpoints, prepare_directory, save
-from minipar.train.config import parse, resolve
+from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.progress import Metrics
 from minipar.train.resume import open_checkpoint, same_sums
 from minipar.train.trainer import StepResult, Trainer
-from minipar.train.verify import layer_scales, relative_difference, verify
+from minipar.train.verify import layer_scales, relative_difference
 
 # Heads that 1, 2 and 4 ranks share, and buckets (6,016; 10,740) and a vocabulary that they do not divide.
 SHAPE = "--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size 257 --dtype float64 --weight-decay 0.1 --dropout 0.1"
@@ -51,13 +52,7 @@ PAIRS = [(a, NAMES[(i + k) % len(NAMES)]) for i, a in enumerate(NAMES) for k in 
 
 
 def config_for(flags, steps=STEPS):
-    words = f"{SHAPE} --steps {steps} {SAMPLES} {flags}".split()
-    mesh = parse(words).mesh
-    return resolve(parse(words), (mesh.dp or 1) * mesh.tp * mesh.pp)
-
-
-def size_of(config):
-    return config.mesh.dp * config.mesh.tp * config.mesh.pp
+    return training.config_for(f"{SHAPE} --steps {steps} {SAMPLES} {flags}")
 
 
 def run(flags, save_to=None, resume=None, steps=STEPS, stop=None):
@@ -68,23 +63,22 @@ def run(flags, save_to=None, resume=None, steps=STEPS, stop=None):
     config = config_for(f"{flags} --resume {resume}" if resume else flags, steps)
 
     def rank(comm):
-        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-        trainer = Trainer(config, mesh, TOKENS, open_checkpoint(config, TOKENS, comm))
+        trainer = trainer_for(config, TOKENS, comm)
         results = []
         for result in trainer.train():
             results.append((result.step, result.loss, result.grad_norm))
             if save_to is not None and result.step + 1 in (stop, steps):
-                save(trainer, save_to, result.step + 1)
+                trainer.save(save_to, result.step + 1)
         exact = same_sums(trainer.checkpoint, config)
-        return trainer.ddp.state_dict(), results, trainer.optimizer.steps, exact
+        return trainer.state_dict(), results, trainer.optimizer.steps, exact
 
-    return run_local(size_of(config), rank)[0]
+    return run_local(ranks_of(config), rank)[0]
 
 
 @pytest.fixture(autouse=True)
 def without_waiting_for_the_disk(monkeypatch):
     """Nobody cuts the power in here; under mpirun below files are synced."""
-    monkeypatch.setattr(checkpoint_module, "_sync", lambda path: None)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +95,9 @@ def never_stopped(tmp_path_factory):
 
 def contents(folder, step):
     """Everything that a checkpoint holds, as the serial model's arrays."""
-    from minipar.train.manifest import KINDS, MANIFEST, Checkpoint
-
     place = folder / f"step-{step:08d}"
-    found = Checkpoint(place, (place / MANIFEST).read_bytes())
-    return {f"{kind}/{name}": found.array(kind, name) for kind in KINDS for name in found.shapes}
-
-
-def bits(arrays):
-    return {name: array.tobytes() for name, array in arrays.items()}
+    checkpoint = Checkpoint(place, (place / MANIFEST).read_bytes())
+    return {f"{kind}/{name}": checkpoint.array(kind, name) for kind in KINDS for name in checkpoint.shapes}
 
 
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
@@ -117,17 +105,18 @@ def test_resuming_under_any_layout_is_never_having_stopped(saved, resumed, never
     """To the bit where the layout is the same or adds in the same order; else within the bound of so many steps."""
     _, folder = never_stopped(saved)
     (state, results, _, _), whole = never_stopped(resumed)
-    found = run(LAYOUTS[resumed], tmp_path, resume=folder / f"step-{SAVED:08d}")
-    assert found[2] == STEPS and [step for step, *_ in found[1]] == [2, 3]
+    path = folder / f"step-{SAVED:08d}"
+    resumed_state, resumed_results, steps, promised = run(LAYOUTS[resumed], tmp_path, resume=path)
+    assert steps == STEPS and [step for step, *_ in resumed_results] == [2, 3]
     exact = saved == resumed or {saved, resumed} <= ALIKE
-    assert found[3] == exact  # what --verify will hold it to
+    assert promised == exact  # what --verify will hold it to
     if exact:
-        assert bits(found[0]) == bits(state) and found[1] == results[SAVED:]
+        assert bits(resumed_state) == bits(state) and resumed_results == results[SAVED:]
         assert bits(contents(tmp_path, STEPS)) == bits(contents(whole, STEPS))
         return
     scales = layer_scales(state)
-    assert max(relative_difference(found[0][name], state[name], scales[name]) for name in state) <= 1e-12 * STEPS
-    np.testing.assert_allclose(found[1], results[SAVED:], rtol=1e-12 * STEPS)
+    assert max(relative_difference(resumed_state[name], state[name], scales[name]) for name in state) <= 1e-12 * STEPS
+    np.testing.assert_allclose(resumed_results, results[SAVED:], rtol=1e-12 * STEPS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -135,24 +124,18 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(layout, never_stopped, tmp_
     """... under any layout and through two of them: saved by one, by the next without a step, and compared whole."""
     config = config_for(f"{LAYOUTS[layout]} --resume {never_stopped('dp 3')[1]}")
 
-    def rank(comm):
-        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-        save(Trainer(config, mesh, TOKENS, open_checkpoint(config, TOKENS, comm)), tmp_path, STEPS)
-
-    run_local(size_of(config), rank)
+    run_local(ranks_of(config), lambda comm: trainer_for(config, TOKENS, comm).save(tmp_path, STEPS))
     assert bits(contents(tmp_path, STEPS)) == bits(contents(never_stopped("dp 3")[1], STEPS))
 
 
 def test_a_device_saves_and_resumes_too(device, tmp_path):
-    config = config_for("--steps 3")
-    trainer = Trainer(config, DeviceMesh(serial()), TOKENS)
+    trainer = trainer_for(config_for("--steps 3"), TOKENS)
     trainer.step(0)
-    save(trainer, tmp_path, 1)
-    resumed = config_for(f"--steps 3 --resume {tmp_path}")
-    again = Trainer(resumed, DeviceMesh(serial()), TOKENS, open_checkpoint(resumed, TOKENS, serial()))
+    trainer.save(tmp_path, 1)
+    again = trainer_for(config_for(f"--steps 3 --resume {tmp_path}"), TOKENS)
     for each in (trainer, again):
         each.step(1)
-    assert bits(again.ddp.state_dict()) == bits(trainer.ddp.state_dict())
+    assert bits(again.state_dict()) == bits(trainer.state_dict())
 
 
 def test_clipping_is_the_same_sum_only_with_the_same_buckets(tmp_path):
@@ -160,11 +143,8 @@ def test_clipping_is_the_same_sum_only_with_the_same_buckets(tmp_path):
     run("--pp 2 --microbatches 2", tmp_path, steps=1)
     for flags, alike in (("--pp 4", True), ("", True), ("--clip-grad 1", False), ("--pp 4 --clip-grad 1", True)):
         config = config_for(f"{flags} --microbatches 2 --resume {tmp_path}")
-        run_local(size_of(config), lambda comm, c=config, a=alike: _same(open_checkpoint(c, TOKENS, comm), c, a))
-
-
-def _same(checkpoint, config, expected):
-    assert same_sums(checkpoint, config) == expected
+        outcomes = run_local(ranks_of(config), lambda comm, c=config: same_sums(open_checkpoint(c, TOKENS, comm), c))
+        assert set(outcomes) == {alike}
 
 
 def test_every_rank_writes_its_share_and_none_twice(never_stopped):
@@ -172,7 +152,7 @@ def test_every_rank_writes_its_share_and_none_twice(never_stopped):
         config, place = config_for(LAYOUTS[layout]), never_stopped(layout)[1] / f"step-{STEPS:08d}"
         manifest = json.loads((place / "manifest.json").read_text())
         files = manifest["files"]
-        assert len(files) == size_of(config)
+        assert len(files) == ranks_of(config)
         counts = [sum(piece["stop"] - piece["start"] for piece in file["pieces"]) for file in files]
         padded = 3 * 20 if config.mesh.tp == 4 else 20 if config.mesh.tp == 2 else 0  # 257 rows, made divisible
         assert sum(counts) == 257 * 20 + 8 * 20 + 40 + 4 * 5060 + padded
@@ -185,19 +165,17 @@ def test_an_export_is_the_serial_model_from_dp_x_tp_x_pp(stage, tmp_path):
     config = config_for(f"--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage {stage} --dropout 0")
     one_state, *_ = run("--dropout 0")
 
-    def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, dp=2, tp=2, pp=2), TOKENS)
-        list(trainer.train())
-        state = trainer.ddp.state_dict()
-        if comm.rank == 0:
+    def export(trainer, results):
+        state = trainer.state_dict()
+        if trainer.mesh.world.rank == 0:
             export_gpt2(trainer.model, tmp_path, state)
 
-    run_local(8, rank)
-    found = load_gpt2(tmp_path, dtype="float64").state_dict()
+    on_each_rank(config, TOKENS, export)
+    exported = load_gpt2(tmp_path, dtype="float64").state_dict()
     scales = layer_scales(one_state)
-    assert list(found) == list(one_state)
+    assert list(exported) == list(one_state)
     for name, array in one_state.items():
-        assert relative_difference(found[name], array, scales[name]) <= 1e-12 * STEPS
+        assert relative_difference(exported[name], array, scales[name]) <= 1e-12 * STEPS
 
 
 # ---- on the way ------------------------------------------------------------------------------------------------------
@@ -211,9 +189,9 @@ def test_the_last_two_checkpoints_are_kept_and_a_leftover_goes(tmp_path):
     config = config_for("--dp 2", steps=4)
 
     def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm), TOKENS)
+        trainer = trainer_for(config, TOKENS, comm)
         for result in trainer.train():
-            save(trainer, tmp_path, result.step + 1)
+            trainer.save(tmp_path, result.step + 1)
 
     run_local(2, rank)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "step-00000003", "step-00000004"]
@@ -226,7 +204,7 @@ def test_a_run_does_not_save_among_the_checkpoints_of_another(tmp_path, never_st
     prepare_directory(str(tmp_path), 3)
 
 
-def test_a_resumed_run_appends_to_its_metrics_and_drops_the_steps_that_it_repeats(tmp_path):
+def test_a_resumed_run_appends_to_its_metrics(tmp_path):
     path = tmp_path / "m.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
     for first, kept in ((0, 0), (3, 3), (9, 5)):
@@ -234,11 +212,11 @@ def test_a_resumed_run_appends_to_its_metrics_and_drops_the_steps_that_it_repeat
         metrics = Metrics(str(path), first)
         metrics.write(StepResult(first, 0.5, 1.0, 0.1, 10.0))
         metrics.close()
-        found = path.read_text().splitlines(keepends=True)
-        assert found[:-1] == lines[:kept] and json.loads(found[-1])["step"] == first
+        written = path.read_text().splitlines(keepends=True)
+        assert written[:-1] == lines[:kept] and json.loads(written[-1])["step"] == first
 
 
-def test_a_failed_write_on_one_rank_is_every_ranks_error_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+def test_a_failed_write_is_every_ranks_error_and_harms_nothing(tmp_path, monkeypatch):
     whole = Path.write_bytes
 
     def full(path, data):
@@ -250,10 +228,10 @@ def test_a_failed_write_on_one_rank_is_every_ranks_error_and_leaves_the_last_che
     config = config_for("--dp 3", steps=2)
 
     def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm), TOKENS)
+        trainer = trainer_for(config, TOKENS, comm)
         try:
             for result in trainer.train():
-                save(trainer, tmp_path, result.step + 1)
+                trainer.save(tmp_path, result.step + 1)
         except UsageError as error:
             return str(error)
 
@@ -263,7 +241,7 @@ def test_a_failed_write_on_one_rank_is_every_ranks_error_and_leaves_the_last_che
     assert run("--dp 3", resume=tmp_path)[2] == STEPS
 
 
-def test_the_command_line_resumes_under_another_layout_and_proves_it(tmp_path):
+def test_the_command_line_resumes_under_another_layout(tmp_path):
     common = f"{SHAPE} --global-batch 8 --reduction ordered --metrics {tmp_path}/m.jsonl".split()
     first = f"--dp 2 --microbatches 2 --save {tmp_path}/a --steps 4 --save-every 3".split()
     result = run_mpi(2, ["-m", "minipar.train", *common, *first], timeout=60)
@@ -293,10 +271,5 @@ class ForgetsTheStepCount(Trainer):
 @pytest.mark.parametrize("kind", [ForgetsTheSecondMean, ForgetsTheStepCount])
 def test_verify_catches_state_that_is_not_resumed(kind, never_stopped):
     config = config_for(f"--dp 3 --verify --resume {never_stopped('dp 3')[1]}/step-{SAVED:08d}")
-
-    def rank(comm):
-        trainer = kind(config, DeviceMesh(comm), TOKENS, open_checkpoint(config, TOKENS, comm))
-        return verify(trainer, list(trainer.train()), TOKENS)
-
-    for verdict in run_local(3, rank):
+    for verdict in verdicts(config, TOKENS, kind):
         assert not verdict.passed and "FAILED" in verdict.line

@@ -1,5 +1,6 @@
 """Claims about a checkpoint's files: what is not whole, or not ours, is refused by name before anything is loaded."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,15 +9,16 @@ import numpy as np
 import pytest
 from launcher import run_mpi
 from safetensors.numpy import load_file, save_file
+from training import bits, config_for, trainer_for
 
-from minipar.comm import DeviceMesh, run_local, serial
+from minipar.comm import run_local, serial
 from minipar.errors import UsageError
-from minipar.train.checkpoint import prepare_directory, save
-from minipar.train.config import parse, resolve
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2
+from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
+from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.manifest import Checkpoint, checksum
 from minipar.train.resume import open_checkpoint
-from minipar.train.trainer import Trainer
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
 TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
@@ -27,12 +29,12 @@ SECOND = "step-00000002/rank-00001.safetensors"  # of rank 1, in the newer of tw
 def whole(tmp_path_factory):
     """Checkpoints of steps 1 and 2, written by dp 2 x tp 2 at stage 1: four files each."""
     folder = tmp_path_factory.mktemp("whole")
-    config = resolve(parse(f"{FLAGS} --dp 2 --tp 2 --zero-stage 1".split()), 4)
+    config = config_for(f"{FLAGS} --dp 2 --tp 2 --zero-stage 1")
 
     def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, dp=2, tp=2), TOKENS)
+        trainer = trainer_for(config, TOKENS, comm)
         for result in trainer.train():
-            save(trainer, folder, result.step + 1)
+            trainer.save(folder, result.step + 1)
 
     run_local(4, rank)
     return folder
@@ -45,8 +47,8 @@ def copy(whole, tmp_path):
 
 
 def refused(folder, flags="", ranks=2):
-    """What every rank is told; `open_checkpoint` is before the trainer is built, so nothing can have been loaded."""
-    config = resolve(parse(f"{FLAGS} --resume {folder} {flags}".split()), ranks)
+    """The message of every rank's error; the trainer is not built yet, so nothing can have been loaded."""
+    config = config_for(f"{FLAGS} --resume {folder} {flags}", ranks)
 
     def rank(comm):
         with pytest.raises(UsageError) as caught:
@@ -59,8 +61,7 @@ def refused(folder, flags="", ranks=2):
 
 
 def accepted(folder, flags=""):
-    config = resolve(parse(f"{FLAGS} --resume {folder} {flags}".split()), 1)
-    return Trainer(config, DeviceMesh(serial()), TOKENS, open_checkpoint(config, TOKENS, serial()))
+    return trainer_for(config_for(f"{FLAGS} --resume {folder} {flags}"), TOKENS)
 
 
 def rewrite(folder, change):
@@ -106,8 +107,8 @@ DAMAGE = {
 def test_a_damaged_file_is_refused_by_name(damage, copy):
     spoil, message = DAMAGE[damage]
     spoil(copy / SECOND)
-    found = refused(copy)
-    assert str(copy / SECOND) in found and message.replace("bytes were", "were") in found
+    refusal = refused(copy)
+    assert str(copy / SECOND) in refusal and message.replace("bytes were", "were") in refusal
     assert accepted(copy / "step-00000001").first_step == 1  # the one before is whole
 
 
@@ -135,8 +136,8 @@ def test_a_damaged_manifest_is_refused_by_name(damage, copy):
     path = copy / "step-00000002" / "manifest.json"
     assert change(path.read_bytes()) != path.read_bytes()
     path.write_bytes(change(path.read_bytes()))
-    found = refused(copy)
-    assert found.startswith(f"{path}: ") and message in found and "\n" not in found
+    refusal = refused(copy)
+    assert refusal.startswith(f"{path}: ") and message in refusal and "\n" not in refusal
 
 
 @pytest.mark.parametrize(
@@ -181,16 +182,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_manifest_that_does_not_fit_is_refused_although_its_checksum_does(change, copy):
+def test_a_manifest_that_does_not_fit_is_refused(change, copy):
     spoil, message = CHANGES[change]
     path = rewrite(copy, spoil)
-    found = refused(copy)
-    assert found.startswith(f"{path}: ") and message in found
+    refusal = refused(copy)
+    assert refusal.startswith(f"{path}: ") and message in refusal
 
 
-def test_a_file_with_other_pieces_than_the_manifest_says_is_refused_although_its_checksum_fits(copy):
-    import hashlib
-
+def test_a_file_with_other_pieces_than_its_manifest_is_refused(copy):
     path = copy / SECOND
     tensors = load_file(path)
     tensors["exp_avg/wte.weight"] = tensors["exp_avg/wte.weight"].astype(np.float32)
@@ -240,14 +239,14 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("flags", DIFFERENT)
-def test_another_run_than_the_saved_one_is_refused_with_each_difference(flags, whole):
-    found = refused(whole, flags)
-    assert found.startswith(f"{whole}/step-00000002/manifest.json: ") and DIFFERENT[flags] in found
+def test_another_run_is_refused_with_each_difference(flags, whole):
+    refusal = refused(whole, flags)
+    assert refusal.startswith(f"{whole}/step-00000002/manifest.json: ") and DIFFERENT[flags] in refusal
 
 
 def test_another_text_is_refused(whole, tmp_path):
     (tmp_path / "other.txt").write_text("another text" * 10)
-    config = resolve(parse(f"{FLAGS} --resume {whole}".split()), 1)
+    config = config_for(f"{FLAGS} --resume {whole}")
     with pytest.raises(UsageError, match="written while training on another text than .*other.txt"):
         open_checkpoint(config, load_tokens(str(tmp_path / "other.txt"), vocab_size=256, seq_len=8), serial())
 
@@ -258,22 +257,17 @@ def test_what_may_change_may_change(whole):
     assert list(accepted(whole).train()) == []  # nothing is left to do: it can be exported or verified still
 
 
-def test_a_checkpoint_of_a_shorter_sequence_than_its_positions_keeps_its_positions(tmp_path):
-    from minipar.nn import GPT, GPTConfig
-    from minipar.nn.pretrained import export_gpt2
-    from minipar.train.config import with_shape
-
+def test_a_checkpoint_keeps_positions_beyond_its_sequence(tmp_path):
     export_gpt2(GPT(GPTConfig(256, 32, 8, 1, 2)), tmp_path / "gpt2")
     words = "--seq-len 8 --global-batch 4 --steps 1 --dtype float64"
     config = parse(f"{words} --init-from {tmp_path}/gpt2".split())
     config = resolve(with_shape(config, layers=1, hidden=8, heads=2, vocab_size=256, positions=32), 1)
-    trainer = Trainer(config, DeviceMesh(serial()), TOKENS)
+    trainer = trainer_for(config, TOKENS)
     list(trainer.train())
-    save(trainer, tmp_path / "run", 1)
+    trainer.save(tmp_path / "run", 1)
     resumed = accepted(tmp_path / "run")
     assert resumed.model.config.n_positions == 32
-    found, state = resumed.ddp.state_dict(), trainer.ddp.state_dict()
-    assert all(found[name].tobytes() == state[name].tobytes() for name in state)
+    assert bits(resumed.state_dict()) == bits(trainer.state_dict())
     assert "--verify with --resume starts from step 0, but this run began with --init-from" in refused(
         tmp_path / "run", "--verify"
     )
@@ -295,8 +289,7 @@ def test_only_a_checkpoints_own_files_are_ever_removed(tmp_path):
     (tmp_path / "step-00000002.partial").symlink_to(tmp_path / "outside")
     prepare_directory(str(tmp_path), 0)
     with pytest.raises(UsageError, match=r"step-00000001.partial holds files that are not a checkpoint's"):
-        trainer = Trainer(resolve(parse(FLAGS.split()), 1), DeviceMesh(serial()), TOKENS)
-        save(trainer, tmp_path, 1)
+        trainer_for(config_for(FLAGS), TOKENS).save(tmp_path, 1)
     assert len(list(kept.iterdir())) == 2 and len(list((tmp_path / "outside").iterdir())) == 1
 
 
@@ -355,6 +348,6 @@ main(limited)
 def test_a_checkpoint_is_read_without_ranks(whole):
     """What the docstring promises: whoever sees the directory can read it."""
     place = whole / "step-00000002"
-    found = Checkpoint(place, (place / "manifest.json").read_bytes())
-    assert found.step == 2 and found.array("exp_avg_sq", "h.0.attn.c_attn.weight").shape == (8, 24)
-    assert (found.array("exp_avg_sq", "wte.weight") >= 0).all()
+    checkpoint = Checkpoint(place, (place / "manifest.json").read_bytes())
+    assert checkpoint.step == 2 and checkpoint.array("exp_avg_sq", "h.0.attn.c_attn.weight").shape == (8, 24)
+    assert (checkpoint.array("exp_avg_sq", "wte.weight") >= 0).all()

@@ -1,5 +1,6 @@
 """Claims about a run that is killed: whatever the moment, a whole checkpoint is there and the run goes on from it."""
 
+import inspect
 import itertools
 import shutil
 import sys
@@ -7,16 +8,15 @@ import time
 
 import numpy as np
 from launcher import kill_mpi, run_mpi
+from training import config_for, trainer_for
 
-from minipar.comm import DeviceMesh, serial
-from minipar.train import checkpoint as checkpoint_module
+from minipar.comm import serial
 from minipar.train.checkpoint import checkpoints, save
-from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens
 from minipar.train.resume import open_checkpoint
-from minipar.train.trainer import Trainer
 
 TINY = "--layers 1 --hidden 4 --heads 1 --seq-len 8 --global-batch 2 --steps 3 --vocab-size 16"
+SAVE_FILE = inspect.getfile(save)
 TOKENS = Tokens(np.arange(100, dtype=np.uint8) % 16, "a text", 16)
 
 
@@ -25,11 +25,11 @@ class Killed(BaseException):
 
 
 def killed_at_line(number, function, *args):
-    """Call the function and stop before the number-th line that runs in checkpoint.py; False if it has fewer."""
+    """Call the function and stop before the number-th line that runs in checkpoint/save.py; False if it has fewer."""
     left = [number]
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename != checkpoint_module.__file__ or frame.f_code.co_name in ("_own", "_manifest"):
+        if frame.f_code.co_filename != SAVE_FILE or frame.f_code.co_name == "_owned_tensors":
             return None
         if event == "line":
             left[0] -= 1
@@ -48,26 +48,25 @@ def killed_at_line(number, function, *args):
     return False
 
 
-def test_a_save_stopped_at_any_line_leaves_a_whole_checkpoint_and_nothing_in_the_way(tmp_path):
+def test_a_save_stopped_at_any_line_leaves_a_whole_checkpoint(tmp_path):
     """Two checkpoints are there and the third is being written, which then removes the first."""
-    config = resolve(parse(TINY.split()), 1)
-    trainer = Trainer(config, DeviceMesh(serial()), TOKENS)
+    trainer = trainer_for(config_for(TINY), TOKENS)
     for result in trainer.train():
         if result.step < 2:
-            save(trainer, tmp_path / "two", result.step + 1)
-    found = []
+            trainer.save(tmp_path / "two", result.step + 1)
+    newest = []
     for line in itertools.count(1):
         folder = tmp_path / str(line)
         shutil.copytree(tmp_path / "two", folder)
-        stopped = killed_at_line(line, save, trainer, folder, 3)
-        resumed = resolve(parse(f"{TINY} --resume {folder}".split()), 1)
-        found.append(open_checkpoint(resumed, TOKENS, serial()).step)
+        stopped = killed_at_line(line, trainer.save, folder, 3)
+        resumed = config_for(f"{TINY} --resume {folder}")
+        newest.append(open_checkpoint(resumed, TOKENS, serial()).step)
         if not stopped:
             break
-        if found[-1] == 2:
-            save(trainer, folder, 3)
+        if newest[-1] == 2:
+            trainer.save(folder, 3)
             assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
-    assert found == sorted(found) and len(found) > 40 and found.count(3) > 10  # the new one counts from one line on
+    assert newest == sorted(newest) and len(newest) > 40 and newest.count(3) > 10  # the new one counts from one line on
 
 
 KILLED = (

@@ -12,29 +12,37 @@ import numpy as np
 import pytest
 from combinations import AXES, Combination, check, covering, differences, every_legal_pair, legal, pairs, reference
 from launcher import run_mpi
+from training import (
+    Done,
+    ForgetsTheSumOverTensorRanks,
+    LeavesTheTiedGradientBehind,
+    LeavesTheTiedWeightBehind,
+    NeverGathersTheUpdate,
+    NothingDecays,
+    OwnChunksNorm,
+    Proxy,
+    takes_all_for,
+)
 
 from minipar.comm import chunk_bounds, run_local
-from minipar.nn import AdamW
-from minipar.parallel.data import DistributedDataParallel
+from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.pipeline import SCHEDULES
-from minipar.parallel.pipeline.split import PipelineParallel
-from minipar.parallel.tensor import TensorGroup, TensorParallel
-from minipar.parallel.zero import ZeroStage1
+from minipar.parallel.placement import Shard
 from minipar.train.trainer import Trainer
 
 TEXTBOOK = Combination((2, 4, 2), "1f1b", microbatches=4, zero=1)
 EVERYTHING = Combination((2, 2, 2), "1f1b", True, 4, 1, dropout=True, clip=True)
 
 
-def found(combination):
+def wrong_of(combination, kind=Trainer):
     """All that any rank finds wrong, in-process."""
-    return sorted({line for lines in run_local(combination.ranks, check, combination) for line in lines})
+    return sorted({line for lines in run_local(combination.ranks, check, combination, kind) for line in lines})
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def test_the_choice_covers_every_pair_of_values_of_any_two_axes():
+def test_the_choice_covers_every_pair_of_values_of_two_axes():
     covered = set().union(*(pairs(dataclasses.asdict(c)) for c in covering()))
     assert covered == every_legal_pair()
     assert len(covering()) == len(set(map(str, covering()))) >= 150
@@ -43,7 +51,7 @@ def test_the_choice_covers_every_pair_of_values_of_any_two_axes():
     assert all(values[axis] == {False, True} for axis in ("sequence", "recompute", "dropout", "clip"))
 
 
-def test_so_every_layout_of_2_to_8_ranks_meets_every_schedule_and_every_stage():
+def test_every_layout_meets_every_schedule_and_every_stage():
     layouts = {c.layout for c in covering()}
     sizes = [s for s in itertools.product((1, 2, 3, 4, 8), repeat=3) if 2 <= s[0] * s[1] * s[2] <= 8]
     assert layouts == set(sizes) and len(layouts) == 28
@@ -52,7 +60,7 @@ def test_so_every_layout_of_2_to_8_ranks_meets_every_schedule_and_every_stage():
     assert {(c.layout, c.zero) for c in covering()} == set(itertools.product(layouts, range(4)))
 
 
-def test_the_legal_pairs_are_those_of_the_legal_combinations_one_by_one():
+def test_the_legal_pairs_are_those_of_legal_combinations():
     """On three layouts, by brute force."""
     layouts = [(1, 3, 2), (2, 1, 1), (1, 1, 8)]
     brute = set()
@@ -70,12 +78,12 @@ def test_the_legal_pairs_are_those_of_the_legal_combinations_one_by_one():
 
 
 @pytest.mark.parametrize("combination", covering(), ids=str)
-def test_a_combination_trains_one_devices_parameters_losses_and_norms_and_sends_what_was_predicted(combination):
-    assert found(combination) == []
+def test_a_combination_trains_as_one_device_and_sends_as_said(combination):
+    assert wrong_of(combination) == []
 
 
 def test_everything_at_once():
-    assert found(EVERYTHING) == []
+    assert wrong_of(EVERYTHING) == []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
@@ -83,7 +91,7 @@ def test_everything_at_once():
 def test_the_textbooks_16_ranks(schedule, zero):
     """dp = 2, tp = 4, pp = 2 with ZeRO: how Narayanan et al. 2021 train on thousands."""
     combination = replace(TEXTBOOK, schedule=schedule, zero=zero, sequence=zero == 3, clip=True)
-    assert found(combination) == []
+    assert wrong_of(combination) == []
 
 
 # ---- under mpirun ----------------------------------------------------------------------------------------------------
@@ -156,131 +164,97 @@ def test_a_difference_in_a_parameter_a_loss_or_a_norm_is_found(exact):
     """By one bit where bits are compared; by a little more than the bound elsewhere."""
     states, reports = right = reference(EVERYTHING.config())
     more = 1 + (2.3e-16 if exact else 1e-10)
-    assert differences(right, right, exact) == []
+    assert differences(*right, right, exact) == []
     for name in states[0]:
         for step in (0, 1):
             other = [dict(state) for state in states]
             other[step][name] = other[step][name].copy()
             largest = np.unravel_index(np.abs(other[step][name]).argmax(), other[step][name].shape)
             other[step][name][largest] *= more
-            (wrong,) = differences((other, reports), right, exact)
+            (wrong,) = differences(other, reports, right, exact)
             assert wrong.startswith(f"step {step}: {name} ")
     for which, what in enumerate(("loss", "gradient norm")):
         other = [list(report) for report in reports]
         other[1][which] *= more
-        (wrong,) = differences((states, other), right, exact)
+        (wrong,) = differences(states, other, right, exact)
         assert wrong.startswith(f"step 1: {what} ")
-    assert differences(([{**states[0], "h.0.ln_1.bias": np.full(20, np.nan)}, states[1]], reports), right, False)
+    assert differences([{**states[0], "h.0.ln_1.bias": np.full(20, np.nan)}, states[1]], reports, right, False)
     assert "parameters ['wpe.weight']" in differences(
-        ([{n: x for n, x in states[0].items() if n != "wpe.weight"}, states[1]], reports), right, exact
+        [{n: x for n, x in states[0].items() if n != "wpe.weight"}, states[1]], reports, right, exact
     )[0]  # fmt: skip
 
 
-def _norm_over_the_wrong_axis(monkeypatch):
-    """The split parameters' squares summed over dp, where each rank has the same ones."""
-    right = DistributedDataParallel.clip_grad_norm
+class NormOverTheWrongAxis(Trainer):
+    """The split parameters' squares are summed over dp, where each rank has the same ones."""
 
-    def clip(self, max_norm):
-        group, self.tensor.group = self.tensor.group, TensorGroup(self.comm)
-        try:
-            return right(self, max_norm)
-        finally:
-            self.tensor.group = group
-
-    monkeypatch.setattr(
-        DistributedDataParallel, "clip_grad_norm", lambda self, m: (clip if self.tensor else right)(self, m)
-    )
+    def _clip_grad_norm(self, max_norm):
+        mesh = self.mesh
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp, mesh.dp, mesh.pp)
 
 
-def _gradients_averaged_over_tp(monkeypatch):
-    right = DistributedDataParallel._complete
+class GradientsAveragedOverTensorRanks(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        right = self.ddp.before_reduce
 
-    def complete(self, bucket):
-        right(self, bucket)
-        if self.tensor is not None:
-            for p in bucket.parameters:
-                p.grad /= self.tensor.group.size
-
-    monkeypatch.setattr(DistributedDataParallel, "_complete", complete)
-
-
-def _a_forgotten_sum_over_tp(monkeypatch):
-    """Replicated parameters' gradients cover a slice of the sequence each."""
-    monkeypatch.setattr(TensorParallel, "sum_partial", lambda self, parameters: None)
-
-
-def _a_forgotten_sum_over_dp(monkeypatch):
-    def keep(self, full, out):
-        start, stop = chunk_bounds(full.size, self.comm.size)[self.comm.rank]
-        out[...] = full[start:stop]
-
-    monkeypatch.setattr(ZeroStage1, "_reduce_scatter", keep)
-
-
-def _replicated_parameters_counted_twice(monkeypatch):
-    monkeypatch.setattr(DistributedDataParallel, "_is_split", lambda self, p: int(self.tensor is not None))
-
-
-def _a_tied_gradient_left_behind(monkeypatch):
-    monkeypatch.setattr(PipelineParallel, "fetch_tied_gradient", lambda self: None)
-
-
-def _a_tied_weight_left_behind(monkeypatch):
-    monkeypatch.setattr(PipelineParallel, "refresh", lambda self, whole: None)
-
-
-def _a_norm_of_one_pipeline_rank(monkeypatch):
-    monkeypatch.setattr(PipelineParallel, "everywhere", lambda self, squares: squares)
-
-
-def _a_norm_of_one_replica(monkeypatch):
-    monkeypatch.setattr(ZeroStage1, "_total", lambda self, squares: float(squares[0]))
-
-
-def _an_update_not_gathered(monkeypatch):
-    monkeypatch.setattr(ZeroStage1, "refresh_parameters", lambda self: None)
-
-
-def _a_loss_of_one_replica(monkeypatch):
-    right = Trainer._sum_over_replicas
-    monkeypatch.setattr(Trainer, "_sum_over_replicas", lambda t, losses: losses[0] if t.tensor else right(t, losses))
-
-
-def _shards_that_do_not_decay(monkeypatch):
-    """A shard that forgets what it is a piece of: matrices cut flat are vectors, which do not decay."""
-    right = AdamW.__init__
-
-    def init(self, parameters, **options):
-        parameters = list(parameters)
-        right(self, parameters, **options)
-        if all(p.data.ndim == 1 for p in parameters):
+        def average(parameters):
+            right(parameters)
             for p in parameters:
-                p.decays = False
+                p.grad /= self.mesh.tp.size
 
-    monkeypatch.setattr(AdamW, "__init__", init)
+        self.ddp.before_reduce = average
+
+
+class ForgetsTheSumOverReplicas(Trainer):
+    class Comm(Proxy):
+        def reduce_scatter(self, full, out, **options):
+            start, stop = chunk_bounds(full.size, self.size)[self.rank]
+            out[...] = full[start:stop].copy()
+            return Done(out)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.comm = self.Comm(self.ddp.comm)
+
+
+class NormOfOnePipelineRank(Trainer):
+    def _clip_grad_norm(self, max_norm):
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, self.mesh.tp)
+
+
+class LossOfOneReplica(Trainer):
+    class Comm(Proxy):
+        def all_reduce(self, array, **options):
+            return array
+
+    def _forward_backward(self, step):
+        right = self.mesh.dp
+        self.mesh.dp = self.Comm(right)
+        try:
+            return super()._forward_backward(step)
+        finally:
+            self.mesh.dp = right
 
 
 # What each mistake shows in, at the least.
 MISTAKES = {
-    _norm_over_the_wrong_axis: "gradient norm",
-    _gradients_averaged_over_tp: "gradient norm",
-    _a_forgotten_sum_over_tp: "predicted",
-    _a_forgotten_sum_over_dp: "predicted",
-    _replicated_parameters_counted_twice: "gradient norm",
-    _a_tied_gradient_left_behind: "predicted",
-    _a_tied_weight_left_behind: "loss",
-    _a_norm_of_one_pipeline_rank: "gradient norm",
-    _a_norm_of_one_replica: "gradient norm",
-    _an_update_not_gathered: "replicas hold different parameters",
-    _a_loss_of_one_replica: "loss",
-    _shards_that_do_not_decay: "wte.weight",
+    NormOverTheWrongAxis: "gradient norm",
+    GradientsAveragedOverTensorRanks: "gradient norm",
+    ForgetsTheSumOverTensorRanks: "predicted",
+    ForgetsTheSumOverReplicas: "predicted",
+    takes_all_for(Shard): "gradient norm",
+    LeavesTheTiedGradientBehind: "predicted",
+    LeavesTheTiedWeightBehind: "loss",
+    NormOfOnePipelineRank: "gradient norm",
+    OwnChunksNorm: "gradient norm",
+    NeverGathersTheUpdate: "replicas hold different parameters",
+    LossOfOneReplica: "loss",
+    NothingDecays: "wte.weight",
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
-def test_a_mistake_in_the_program_is_caught(mistake, monkeypatch):
-    reference(EVERYTHING.config())  # kept, so that the mistake cannot be in it too
-    mistake(monkeypatch)
-    wrong = found(EVERYTHING)
-    assert any(MISTAKES[mistake] in line for line in wrong), wrong
-    assert any(re.search(r"step|differs", line) for line in wrong), "it shows in the numbers, not in the bytes alone"
+@pytest.mark.parametrize("kind", MISTAKES, ids=lambda kind: kind.__name__)
+def test_a_mistake_in_the_program_is_caught(kind):
+    wrong = wrong_of(EVERYTHING, kind)
+    assert any(MISTAKES[kind] in line for line in wrong), wrong
+    assert any(re.search(r"step|differs", line) for line in wrong), "it shows in the values, not in the bytes alone"

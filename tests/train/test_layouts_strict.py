@@ -8,14 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from training import config_for, reports, trainer_for
 
 from minipar import backend
-from minipar.comm import DeviceMesh, run_local
-from minipar.train.checkpoint import save
-from minipar.train.config import parse, resolve
+from minipar.comm import run_local
 from minipar.train.data import load_tokens
-from minipar.train.resume import open_checkpoint
-from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
 SHAPE = "--layers 4 --hidden 16 --heads 2 --seq-len 8 --vocab-size 257 --global-batch 8 --steps 2 --dtype float64"
@@ -39,18 +36,16 @@ CASES = [
 
 
 def train(comm, flags, directory=None, resume=False):
-    """Losses and norms, the parameters (on the ranks that have them), and the verdict."""
+    """Losses and norms, the parameters (on rank 0), and the verdict."""
     tokens = load_tokens(None, vocab_size=257, seq_len=8)
     line = f"{SHAPE} --eps 1e-6 {flags} {f'--resume {directory}' if resume else ''}"
-    config = resolve(parse(line.split()), comm.size)
-    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-    trainer = Trainer(config, mesh, tokens, open_checkpoint(config, tokens, comm))
+    trainer = trainer_for(config_for(line, comm.size), tokens, comm)
     results = []
     for result in trainer.train():
         results.append(result)
         if directory is not None and not resume and result.step == 0:
-            save(trainer, directory, 1)
-    return [(r.loss, r.grad_norm) for r in results], trainer.ddp.state_dict(), verify(trainer, results, tokens)
+            trainer.save(directory, 1)
+    return reports(results), trainer.state_dict(), verify(trainer, results, tokens)
 
 
 @pytest.mark.parametrize(("ranks", "flags"), CASES)
@@ -63,7 +58,7 @@ def test_every_layout_trains_on_a_device(device, ranks, flags):
         assert numbers == outcomes[0][0]
         np.testing.assert_allclose(numbers, expected_numbers, rtol=1e-11)
         assert all(type(array) is np.ndarray for array in state.values())
-        for name, array in state.items():  # all of them on rank 0, all or none on the others
+        for name, array in state.items():  # on rank 0
             np.testing.assert_allclose(array, expected[name], rtol=1e-8, atol=1e-11)
     assert list(outcomes[0][1]) == list(expected)
 
@@ -87,7 +82,7 @@ def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
     assert used == [rank % gpus for rank in range(4)]
 
 
-def test_a_checkpoint_of_device_arrays_is_resumed_under_another_layout(device, tmp_path):
+def test_device_arrays_are_resumed_under_another_layout(device, tmp_path):
     before = "--dp 2 --tp 2 --pp 2 --schedule 1f1b --microbatches 4 --zero-stage 1 --sequence-parallel --clip-grad 1"
     after = "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --clip-grad 1"
     whole = run_local(8, train, before, str(tmp_path))[0]

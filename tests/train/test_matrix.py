@@ -4,44 +4,34 @@ import re
 from pathlib import Path
 
 import pytest
+import training
 from combinations import TEXT, VOCAB
 from launcher import run_mpi
+from training import verdicts
 
-from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import make, simulate
-from minipar.train.config import parse, resolve
 from minipar.train.pipelined import schedule_of
 from minipar.train.progress import notes
-from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
 SHAPE = f"--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 2 --eps 1e-5"
 
 
 def config_for(flags):
-    """The configuration of these flags, and its number of ranks."""
-    config = parse(f"{SHAPE} --dtype float64 --reduction ordered {flags}".split())
-    ranks = (config.mesh.dp or 1) * config.mesh.tp * config.mesh.pp
-    config = resolve(config, ranks)
+    config = training.config_for(f"{SHAPE} --dtype float64 --reduction ordered {flags}")
     if config.mesh.pp > 1:
         schedule_of(config)
-    return config, ranks
+    return config
 
 
 def outcome(flags):
     """Run a cell: "no" if refused, "=" if bit for bit, "≈" if within the bound, each with "*" if a note says a cost."""
     try:
-        config, ranks = config_for(flags)
+        config = config_for(flags)
     except UsageError:
         return "no"
-
-    def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp), TEXT)
-        return verify(trainer, list(trainer.train()), TEXT)
-
-    verdict = run_local(ranks, rank)[0]
+    verdict = verdicts(config, TEXT)[0]
     assert verdict.passed, verdict.line
     sign = "=" if "bit for bit" in verdict.line else "≈"
     return sign + ("*" if notes(config, config.model.seq_len) else "")
@@ -82,7 +72,7 @@ def test_the_matrix_has_every_strategy():
 
 
 def notes_on(flags):
-    config, _ = config_for(flags)
+    config = config_for(flags)
     return " / ".join(notes(config, config.model.seq_len))
 
 

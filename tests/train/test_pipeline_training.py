@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+import training
 from launcher import run_mpi
+from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bits, on_each_rank, reports, trainer_for
 
-from minipar.comm import DeviceMesh, run_local
+from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Durations, save_csv, simulate
 from minipar.parallel.pipeline.split import PipelineParallel
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
@@ -19,32 +20,26 @@ TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
 
 
 def config_for(flags, size):
-    return resolve(parse(f"{SHAPE} {flags}".split()), size)
+    return training.config_for(f"{SHAPE} {flags}", size)
 
 
 def train(size, flags, kind=Trainer):
     """Rank 0's whole parameters and every rank's (losses and norms, verdict, peak of live activations, bytes)."""
-    config = config_for(flags, size)
 
-    def rank(comm):
-        mesh = DeviceMesh(comm, dp=config.mesh.dp, pp=config.mesh.pp)
-        trainer = kind(config, mesh, TOKENS)
-        results = list(trainer.train())
-        sent = comm.traffic.bytes("send", "pp")
-        state, verdict = trainer.ddp.state_dict(), verify(trainer, results, TOKENS)
-        return state, [(r.loss, r.grad_norm) for r in results], verdict, trainer.pipelined.executor.peak_alive, sent
+    def inspect(trainer, results):
+        sent = trainer.mesh.world.traffic.bytes("send", "pp")
+        state, verdict = trainer.state_dict(), verify(trainer, results, TOKENS)
+        return state, reports(results), verdict, trainer.pipelined.executor.peak_alive, sent
 
-    return run_local(size, rank)
+    return on_each_rank(config_for(flags, size), TOKENS, inspect, kind)
 
 
 def assert_one_devices_bits(size, flags):
     expected, steps = train_on_one_device(config_for(flags, size), TOKENS)
     results = train(size, flags)
-    state = results[0][0]
-    assert list(state) == list(expected)
-    assert all(state[name].tobytes() == expected[name].tobytes() for name in expected)
-    for _, found, verdict, _, _ in results:
-        assert found == [(r.loss, r.grad_norm) for r in steps]
+    assert list(results[0][0]) == list(expected) and bits(results[0][0]) == bits(expected)
+    for _, reported, verdict, _, _ in results:
+        assert reported == reports(steps)
         assert verdict.passed and "bit for bit" in verdict.line
 
 
@@ -82,7 +77,7 @@ def test_ring_over_dp_stays_within_the_bound():
         assert verdict.passed and "within rounding" in verdict.line
 
 
-def test_what_a_schedule_says_it_holds_and_sends_is_what_the_run_holds_and_sends():
+def test_a_run_holds_and_sends_what_its_schedule_says():
     flags = "--pp 4 --microbatches 6 --global-batch 12 --schedule"
     for schedule, peaks in (("gpipe", [6] * 4), ("1f1b", [4, 3, 2, 1])):
         results = train(4, f"{flags} {schedule}")
@@ -96,19 +91,19 @@ def test_what_a_schedule_says_it_holds_and_sends_is_what_the_run_holds_and_sends
 
 
 def test_a_schedule_from_a_file_trains_the_same_bits(tmp_path):
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "schedule.csv"
     flags = "--pp 3 --microbatches 4 --global-batch 4 --schedule"
     save_csv(schedule_of(config_for(f"{flags} zb-h1", 3)), path)
     assert_one_devices_bits(3, f"{flags} {path}")
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
-def test_on_the_model_clock_the_executor_takes_the_time_that_the_simulator_says(schedule):
+def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
     """One block per stage; the head, which the last stage has besides, is made free."""
     config = config_for(f"--pp 4 --microbatches 8 --global-batch 8 --layers 4 --steps 1 --schedule {schedule}", 4)
 
     def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, pp=4), TOKENS)
+        trainer = trainer_for(config, TOKENS, comm)
         trainer.model.project = lambda x, weight: x + weight.sum()
         trainer.model.criterion = lambda x, targets: x.sum()
         trainer.step(0)
@@ -120,7 +115,7 @@ def test_on_the_model_clock_the_executor_takes_the_time_that_the_simulator_says(
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
 
 
-def test_the_memory_limit_is_for_what_a_rank_holds_of_the_pipeline():
+def test_the_memory_limit_is_for_a_ranks_part_of_the_pipeline():
     flags = "--pp 2 --microbatches 2 --global-batch 2 --memory-limit"
     # Five blocks with the embeddings on the first rank; three and the last LayerNorm, beside the head, on the other.
     fullest = 32 * (5 * 3280 + 256 * 16 + 8 * 16)
@@ -129,30 +124,15 @@ def test_the_memory_limit_is_for_what_a_rank_holds_of_the_pipeline():
         train(2, f"{flags} {fullest - 1}")
 
 
-class DropsTheTiedGradient(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        if self.pipelined is not None:
-            self.pipelined.pipeline.fetch_tied_gradient = lambda: None
-
-
-class NeverReturnsTheEmbedding(Trainer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        if self.pipelined is not None:
-            self.pipelined.pipeline.refresh = lambda whole: None
-
-
-@pytest.mark.parametrize("kind", [DropsTheTiedGradient, NeverReturnsTheEmbedding])
+@pytest.mark.parametrize("kind", [LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind])
 def test_verify_catches_a_tied_embedding_that_is_not_tied(kind):
     for *_, verdict, _, _ in train(2, "--pp 2 --microbatches 2 --global-batch 2 --schedule 1f1b", kind):
         assert not verdict.passed and "FAILED" in verdict.line
 
 
-def test_a_part_belongs_to_one_stage_and_the_embedding_to_the_first():
+def test_a_part_is_one_stages_and_the_embedding_the_firsts():
     def rank(comm):
-        config = config_for("--pp 3 --microbatches 3 --global-batch 3", 3)
-        trainer = Trainer(config, DeviceMesh(comm, pp=3), TOKENS)
+        trainer = trainer_for(config_for("--pp 3 --microbatches 3 --global-batch 3", 3), TOKENS, comm)
         pipeline = trainer.pipelined.pipeline
         assert isinstance(pipeline, PipelineParallel)
         names = {p: name for name, p in trainer.model.named_parameters()}

@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import strict_array
+from training import config_for, on_each_rank
 
 import minipar
 from minipar import backend
-from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPT, SGD, AdamW, GPTConfig, clip_grad_norm
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
 
 CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2)
 RANDOM = np.random.Generator(np.random.Philox(8))
@@ -51,14 +49,14 @@ def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-9, atol=1e-11)
 
 
-def data_parallel_training(comm, flags):
-    config = parse(
-        "--layers 1 --hidden 16 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --microbatches 2 --dtype float64 "
-        f"--clip-grad 1 {flags}".split()
-    )
+SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --microbatches 2 --dtype float64"
+
+
+def data_parallel_training(flags):
+    """Each rank's losses and parameters."""
     tokens = load_tokens(None, vocab_size=256, seq_len=8)
-    trainer = Trainer(resolve(config, comm.size), DeviceMesh(comm), tokens)
-    return [r.loss for r in trainer.train()], trainer.ddp.state_dict()
+    config = config_for(f"{SHAPE} --clip-grad 1 {flags}", 2)
+    return on_each_rank(config, tokens, lambda trainer, results: ([r.loss for r in results], trainer.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +72,9 @@ def data_parallel_training(comm, flags):
     ],
 )
 def test_two_data_parallel_ranks_train_on_a_device(device, flags):
-    results = run_local(2, data_parallel_training, flags)
+    results = data_parallel_training(flags)
     with backend.using(np):
-        expected_losses, expected = run_local(2, data_parallel_training, flags)[0]
+        expected_losses, expected = data_parallel_training(flags)[0]
     assert len(expected) == 16
     for rank, (losses, state) in enumerate(results):
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
@@ -108,7 +106,7 @@ def xp_names():
                 yield path.name, chain
 
 
-def test_every_name_taken_from_the_array_module_exists_in_cupy():
+def test_every_name_taken_from_the_array_module_is_in_cupy():
     import cupy
 
     names = list(xp_names())

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from training import Proxy
 
 from minipar.comm import DeviceMesh, Network, run_local
-from minipar.parallel import DistributedDataParallel, fully_sharded
-from minipar.train import trainer as trainer_module
+from minipar.parallel.ddp import DistributedDataParallel
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import StepResult, Trainer
@@ -86,18 +86,30 @@ def test_two_runs_of_anything_are_the_same_bits():
 class WrongCount(Trainer):
     """Divides each rank's loss by its own tokens: the gradients' sum is then `dp` times too large."""
 
-    def _backward_microbatch(self, step, replica, microbatch):
+    def backward_microbatch(self, step, replica, microbatch):
         self.tokens_per_step //= self.mesh.dp.size
         try:
-            return super()._backward_microbatch(step, replica, microbatch)
+            return super().backward_microbatch(step, replica, microbatch)
         finally:
             self.tokens_per_step *= self.mesh.dp.size
 
 
-class ForgottenBucket(DistributedDataParallel):
-    def _start(self, bucket):
-        if self.comm.size == 1 or bucket is not self.buckets[1]:
-            super()._start(bucket)
+class SkipsAnAllReduce(Proxy):
+    """A communicator whose second all-reduce leaves the array as it is."""
+
+    calls = 0
+
+    def all_reduce(self, array, **options):
+        self.calls += 1
+        return self.comm.all_reduce(array.copy() if self.calls == 2 else array, **options)
+
+
+class ForgottenBucket(Trainer):
+    """Never sends the second bucket of its first step."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.comm = SkipsAnAllReduce(self.ddp.comm)
 
 
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
@@ -107,9 +119,8 @@ def test_verify_catches_a_wrong_count(reduction):
         assert not verdict.passed and "FAILED" in verdict.line and "the gradient norms" in verdict.line
 
 
-def test_verify_catches_a_bucket_that_is_never_sent(monkeypatch):
-    monkeypatch.setattr(fully_sharded, "DistributedDataParallel", ForgottenBucket)
-    for *_, verdict in train(2, "--global-batch 4"):
+def test_verify_catches_a_bucket_that_is_never_sent():
+    for *_, verdict in train(2, "--global-batch 4", ForgottenBucket):
         assert not verdict.passed and "do not hold the same parameters" in verdict.line
 
 
@@ -157,25 +168,26 @@ def test_the_bound_is_1e_12_after_one_step():
     assert relative_difference(np.array([1.0, -4.0]), np.array([1.0, -2.0])) == 1.0
 
 
-def seconds_on_the_model_clock(monkeypatch, bucket_bytes):
-    """When each rank's three steps end on a network that takes about as long as backward."""
+def seconds_on_the_model_clock(bucket_bytes):
+    """Each rank's end of three steps, on a network that takes about as long as backward."""
 
-    def other_buckets(model, comm, stage, algorithm, *rest, **kwargs):
-        return DistributedDataParallel(model, comm, algorithm, bucket_bytes, first_bucket_bytes=bucket_bytes)
+    class OtherBuckets(Trainer):
+        def _parallelize(self):
+            self.pipelined, sizes = None, {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+            return DistributedDataParallel(self.model, self.mesh.dp, **sizes)
 
-    monkeypatch.setattr(trainer_module, "shard", other_buckets)
     config = config_for("--global-batch 8 --layers 4", 4)
 
     def rank(comm):
-        for _ in Trainer(config, DeviceMesh(comm), TOKENS).train():
+        for _ in OtherBuckets(config, DeviceMesh(comm), TOKENS).train():
             pass
         return comm.clock.now()
 
     return run_local(4, rank, clock="model", network=Network(alpha=1e-9, beta=2e-11))
 
 
-def test_buckets_overlap_backward_on_the_model_clock(monkeypatch):
-    one_bucket = seconds_on_the_model_clock(monkeypatch, 2**30)
-    assert one_bucket == seconds_on_the_model_clock(monkeypatch, 2**30)
-    many_buckets = seconds_on_the_model_clock(monkeypatch, 4096)
+def test_buckets_overlap_backward_on_the_model_clock():
+    one_bucket = seconds_on_the_model_clock(2**30)
+    assert one_bucket == seconds_on_the_model_clock(2**30)
+    many_buckets = seconds_on_the_model_clock(4096)
     assert max(many_buckets) < 0.9 * min(one_bucket)

@@ -23,9 +23,11 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, Parameter
+from minipar.nn.gpt import GPT
+from minipar.nn.module import Parameter
+from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.schedules import one_f_one_b

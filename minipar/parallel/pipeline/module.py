@@ -10,9 +10,11 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
-from minipar.comm import Communicator, DeviceMesh, Message
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
+from minipar.comm.work import Message
 from minipar.errors import UsageError
-from minipar.nn import Module, Parameter, Part
+from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.pipeline.executor import Key, PipelineExecutor
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineStage

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.memory import hold
-from minipar.nn import GPT, Parameter
+from minipar.nn.gpt import GPT
+from minipar.nn.module import Parameter
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
 from minipar.parallel.placement import place, update

@@ -8,7 +8,8 @@ from typing import Any
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, Part
+from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.module import Part
 
 
 def part_costs(model: GPT, length: int) -> list[float]:

@@ -12,9 +12,10 @@ from typing import Any, Self
 from minipar.autograd import IGNORE_INDEX, LazyGradient, Tensor, embedding, linear
 from minipar.autograd.fused import CrossEntropyFunction, LinearFunction
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import Embedding, Linear, Parameter
+from minipar.nn.layers import Embedding, Linear
+from minipar.nn.module import Parameter
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from minipar.autograd import Function, Tensor
 from minipar.backend import Array, xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
 
 # A gather adds nothing, so all its algorithms give the same bits; each reduction is paired with one of them.

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from minipar.backend import xp
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import GPT, MaskSlice, Parameter
+from minipar.nn.gpt import GPT
+from minipar.nn.layers import MaskSlice
+from minipar.nn.module import Parameter
 from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from minipar.backend import Array, from_host, to_host
 from minipar.errors import UsageError
-from minipar.nn import AdamW
+from minipar.nn.optim import AdamW
 from minipar.parallel.placement import Shard, elements_of, placement_of
 from minipar.parallel.state import join, local_part
 

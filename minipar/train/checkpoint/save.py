@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import save as serialize
 
 from minipar.backend import to_host
-from minipar.comm import Communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn import AdamW
+from minipar.nn.optim import AdamW
 from minipar.parallel.state import owned_pieces
 from minipar.train.checkpoint.load import FILE, FORMAT, KINDS, MANIFEST, STEP, VERSION, checksum
 from minipar.train.config import TrainConfig, flags

@@ -38,7 +38,7 @@ def on_one_device(staleness, microbatches):
 
 @pytest.mark.parametrize("microbatches", [1, 5, 21])
 @pytest.mark.parametrize(("stages", "group"), [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 2), (4, 3), (8, 7)])
-def test_the_ranks_end_with_the_bits_of_one_device_on_the_same_old_weights(stages, group, microbatches):
+def test_ranks_end_with_one_devices_bits_on_the_same_old_weights(stages, group, microbatches):
     staleness = Staleness(stages, group)
     expected, losses = on_one_device(staleness, microbatches)
     results = run_local(stages, pipeline, staleness, microbatches)
@@ -48,12 +48,12 @@ def test_the_ranks_end_with_the_bits_of_one_device_on_the_same_old_weights(stage
     assert results[-1][1] == losses
 
 
-def test_pipedream_keeps_a_version_for_each_stage_behind_it_and_2bw_keeps_two():
+def test_pipedream_keeps_a_version_per_later_stage_and_2bw_two():
     assert [peak for _, _, peak in run_local(4, pipeline, Staleness(4), 12)] == [4, 3, 2, 1]
     assert [peak for _, _, peak in run_local(4, pipeline, Staleness(4, 4), 24)] == [2, 2, 2, 2]
 
 
-def test_neither_is_synchronous_training_but_the_last_stage_of_pipedream_is_never_behind():
+def test_neither_is_synchronous_training():
     fresh, _ = on_one_device(Staleness(1), 12)
     for staleness in (Staleness(4), Staleness(4, 3)):
         stale, _ = on_one_device(staleness, 12)
@@ -107,7 +107,7 @@ def test_a_pipeline_that_does_not_stash_is_caught():
     assert any(found[name].tobytes() != expected[name].tobytes() for name in expected)
 
 
-def test_groups_too_small_for_the_pipeline_and_the_synchronous_maker_refuse():
+def test_too_small_groups_and_synchronous_schedules_are_refused():
     with pytest.raises(UsageError, match="at least stages-1 = 7"):
         Staleness(8, 4)
     for name in ("pipedream", "pipedream-2bw"):

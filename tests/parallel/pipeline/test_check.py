@@ -147,7 +147,7 @@ def test_the_report_counts_what_is_held_and_sent():
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
-def test_lowering_adds_each_message_once_and_leaves_the_computations_alone(case):
+def test_lowering_adds_each_message_once_and_nothing_else(case):
     original = make(*case)
     whole = lower(original)
     assert [[a for a in row if a.computes] for row in whole.ranks] == [list(row) for row in original.ranks]
@@ -263,7 +263,7 @@ def refuses(mine):
     return False
 
 
-def test_a_schedule_whose_orders_agree_is_accepted_and_its_lowering_never_deadlocks():
+def test_orders_that_agree_are_accepted_and_never_deadlock():
     rng = random.Random(1)
     for _ in range(150):
         mine = random_schedule(rng, consistent=True)
@@ -283,7 +283,7 @@ def test_orders_are_refused_exactly_when_an_execution_gets_stuck():
     assert min(found.values()) > 40, found
 
 
-def test_messages_are_refused_exactly_when_blocking_sends_get_stuck():
+def test_messages_are_refused_when_blocking_sends_get_stuck():
     rng = random.Random(3)
     found = Counter()
     for _ in range(300):
@@ -294,7 +294,7 @@ def test_messages_are_refused_exactly_when_blocking_sends_get_stuck():
     assert min(found.values()) > 40, found
 
 
-def test_ranks_that_really_block_in_their_sends_get_stuck_exactly_when_the_checker_says_so():
+def test_ranks_that_really_block_get_stuck_as_the_checker_says():
     """Over threads, where a send is done only when it has been received."""
     rng = random.Random(4)
     found = Counter()
@@ -323,7 +323,7 @@ def test_ranks_that_really_block_in_their_sends_get_stuck_exactly_when_the_check
 # -- CSV ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_csv_is_pytorchs_one_row_per_rank_one_cell_per_step_empty_when_idle(tmp_path):
+def test_the_csv_is_pytorchs_a_row_per_rank_a_cell_per_step(tmp_path):
     def text(mine):
         save_csv(mine, tmp_path / "a.csv")
         return (tmp_path / "a.csv").read_text()
@@ -336,7 +336,7 @@ def test_the_csv_is_pytorchs_one_row_per_rank_one_cell_per_step_empty_when_idle(
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
-def test_every_schedule_comes_back_from_its_csv_with_and_without_messages(case, tmp_path):
+def test_every_schedule_comes_back_from_its_csv(case, tmp_path):
     for mine in (make(*case), lower(make(*case))):
         path = tmp_path / "elsewhere.csv"
         save_csv(mine, path)

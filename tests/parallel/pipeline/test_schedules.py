@@ -44,7 +44,7 @@ def ahead(actions):
 
 
 @pytest.mark.parametrize("name, v", CASES)
-def test_every_schedule_passes_the_checker_with_fewer_microbatches_than_ranks_too(name, v):
+def test_every_schedule_passes_the_checker(name, v):
     for p, m in grid(name):
         schedule = made(name, p, m, v)
         checked(name, p, m, v)
@@ -66,7 +66,7 @@ def test_a_stage_takes_the_microbatches_in_order(name, v):
 
 
 @pytest.mark.parametrize("durations", [UNEQUAL, LARGE_W], ids=["small W", "large W"])
-def test_bubble_fractions_are_the_closed_forms_whatever_forward_and_backward_take(durations):
+def test_bubble_fractions_are_the_closed_forms(durations):
     microbatches = (1, 2, 3, 5, 8, 16)
     for p, m in grid("naive", microbatches):
         assert timeline("naive", p, m, None, durations).bubble_fraction == Fraction(p - 1, p)
@@ -79,7 +79,7 @@ def test_bubble_fractions_are_the_closed_forms_whatever_forward_and_backward_tak
 
 
 @pytest.mark.parametrize("durations", [UNEQUAL, LARGE_W], ids=["small W", "large W"])
-def test_interleaving_divides_the_bubble_by_v_whatever_forward_and_backward_take(durations):
+def test_interleaving_divides_the_bubble_by_v(durations):
     """Of equal stages: ((p-1)/v) / (m + (p-1)/v) of the total, (p-1)/(vm) of the ideal time, as Megatron prints it."""
     for v in (1, 2, 3):
         for p, m in grid("interleaved-1f1b", (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)):
@@ -88,7 +88,7 @@ def test_interleaving_divides_the_bubble_by_v_whatever_forward_and_backward_take
             assert found / (1 - found) == Fraction(p - 1, v * m)
 
 
-def test_interleaving_one_stage_per_rank_takes_as_long_as_1f1b_but_runs_further_ahead():
+def test_interleaving_one_stage_takes_as_long_as_1f1b():
     for p, m in grid("interleaved-1f1b"):
         assert timeline("interleaved-1f1b", p, m, 1).makespan == timeline("1f1b", p, m).makespan
     assert checked("interleaved-1f1b", 4, 8, 1).peak_activations == [7, 5, 3, 1]
@@ -143,7 +143,7 @@ F_I_W = [(1, 1, 1), (3, 4, 2), (4, 2, 3), (Fraction(3, 2), Fraction(5, 3), Fract
 
 
 @pytest.mark.parametrize("durations", F_I_W)
-def test_zero_bubbles_handcrafted_schedules_are_as_idle_as_the_paper_says(durations):
+def test_handcrafted_schedules_are_as_idle_as_the_paper_says(durations):
     """Rank 0, the largest cost, is idle (p-1)(F+I-W) under ZB-H1 with m >= p, and (p-1)(F+I-2W) under ZB-H2 with
     m >= 2p-1; rank r (p-1-r)/(p-1) of that. The paper supposes W <= F, and for ZB-H2 2W <= F+I (or it would be
     negative); no more is needed: I may be shorter than W.
@@ -160,7 +160,7 @@ def test_zero_bubbles_handcrafted_schedules_are_as_idle_as_the_paper_says(durati
                 assert idle(h2) == [(p - 1 - r) * (f + i - 2 * w) for r in range(p)]
 
 
-def test_beyond_the_papers_assumption_the_bubble_is_not_the_formula():
+def test_beyond_its_assumption_the_papers_formula_is_wrong():
     """W > F: rank r's forwards come too late for the rank after it. 2W > F+I: nothing is less idle than not at all."""
     f, i, w = 1, 4, 2
     assert max(idle(timeline("zb-h1", 4, 8, None, Durations(f, i, w)))) > 3 * (f + i - w)
@@ -168,7 +168,7 @@ def test_beyond_the_papers_assumption_the_bubble_is_not_the_formula():
     assert idle(timeline("zb-h2", 4, 8, None, Durations(2, 1, 2))) == [0] * 4
 
 
-def test_with_equal_times_zb_h1_has_a_third_of_the_bubble_and_zb_h2_and_zbv_have_none():
+def test_equal_times_leave_zb_h1_a_third_and_zb_h2_zbv_no_bubble():
     for p, m in grid("zbv"):
         if m >= 2 * p - 1:
             assert 3 * max(idle(timeline("zb-h1", p, m))) == max(idle(timeline("1f1b", p, m)))
@@ -185,7 +185,7 @@ def test_the_first_row_of_zero_bubbles_tables():
     assert found == [0.2431, 0.1585, 0.1083]
 
 
-def test_the_two_bubble_conventions_agree_where_the_first_rank_begins_first_and_ends_last():
+def test_the_two_bubble_conventions_agree_on_outer_ranks():
     line = timeline("1f1b", 4, 8)
     assert line.bubble_rate == line.bubble_fraction == Fraction(3, 11)
     line = timeline("zb-h1", 4, 8)
@@ -194,12 +194,12 @@ def test_the_two_bubble_conventions_agree_where_the_first_rank_begins_first_and_
     assert (line.bubble_rate, line.bubble_fraction) == (0, Fraction(3, 27))
 
 
-def test_the_bubble_rate_is_that_of_the_rank_with_the_largest_cost_wherever_it_is():
+def test_the_bubble_rate_is_the_costliest_ranks():
     mirrored = Schedule.of("mirrored", made("zb-h1", 4, 8).ranks[::-1])
     assert simulate(mirrored).bubble_rate == timeline("zb-h1", 4, 8).bubble_rate == Fraction(3, 27)
 
 
-def test_a_message_between_ranks_takes_time_and_none_within_a_rank():
+def test_a_message_takes_time_between_ranks_and_none_within():
     slow = Durations(1, 1, 1, 10)
     assert simulate(made("1f1b", 1, 3), slow).makespan == 9
     assert simulate(made("gpipe", 2, 1), slow).makespan == 1 + 10 + 1 + 2 + 10 + 2
@@ -213,7 +213,7 @@ def test_interleaving_needs_whole_groups_of_microbatches(p, m):
         make("interleaved-1f1b", p, m, 2)
 
 
-def test_unknown_names_sizes_below_one_and_virtual_stages_that_do_not_exist_are_refused():
+def test_unknown_names_and_sizes_are_refused():
     with pytest.raises(UsageError, match=f"schedule 2f2b: choose from {', '.join(SCHEDULES)}"):
         make("2f2b", 2, 2)
     for name in SCHEDULES:

@@ -4,13 +4,14 @@ and without sequence parallelism, and the mistakes of the chapter's exercises do
 
 import numpy as np
 import pytest
+from training import Proxy, joined
 
 from minipar.autograd import Function, Tensor, cross_entropy_sum, embedding, gelu, linear
 from minipar.comm import run_local, wire_bytes
 from minipar.nn import Embedding, Linear, Parameter
+from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor import (
     ColumnParallelLinear,
-    Cut,
     RowParallelLinear,
     SequenceEmbedding,
     TensorGroup,
@@ -37,41 +38,16 @@ def close(a, b, bound=1e-13):
     return a.shape == b.shape and np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
+def split(weight, group, dim, sequence=False):
+    """Leave this rank its part of a parameter."""
+    weight.placement = Placement("weight", weight.shape)
+    TensorParallel(group, sequence).split(weight, dim)
+
+
 def backward(y, gradient, x, parameters):
     """Gradients of x and of the parameters, by name."""
     y.backward(np.ascontiguousarray(gradient))
     return {"x": x.grad, **{name: p.grad for name, p in parameters.items()}}
-
-
-# ---- cuts ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_joining_the_parts_of_a_cut_gives_the_whole_whatever_its_size(ranks, dim, groups):
-    for per_group in range(1, 12):
-        size = groups * per_group
-        shape = [2, 3, 4]
-        shape[dim] = size
-        whole, cut = RANDOM.standard_normal(shape), Cut(dim, groups, size)
-        parts = [cut.part(whole, rank, ranks) for rank in range(ranks)]
-        assert np.array_equal(cut.join(parts), whole)
-        assert len({part.shape for part in parts}) == 1 and not any(np.shares_memory(part, whole) for part in parts)
-        padding = sum(part.size for part in parts) - whole.size
-        assert sum(np.count_nonzero(part == 0) for part in parts) == padding
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_cut_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
-    """Column c of the whole is the c-th of q, k, v in turn; written down without Cut's own arithmetic."""
-    heads, d = 24, 2
-    h = heads * d
-    names = np.array([[kind * 1000 + head for kind in range(3) for head in range(heads) for _ in range(d)]])
-    for rank in range(ranks):
-        mine = range(rank * heads // ranks, (rank + 1) * heads // ranks)
-        expected = [kind * 1000 + head for kind in range(3) for head in mine for _ in range(d)]
-        assert Cut(1, 3, 3 * h).part(names, rank, ranks)[0].tolist() == expected
 
 
 # ---- column, then row ------------------------------------------------------------------------------------------------
@@ -93,13 +69,10 @@ def named(first, second):
 def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear, row=RowParallelLinear, summed=True):
     """A rank's outputs and gradients, made whole where they are parts."""
     group = TensorGroup(comm, reduction)
-    tensor = TensorParallel(group, sequence)
     first, second = Linear.of(W1.copy(), B1.copy()), Linear.of(W2.copy(), B2.copy())
-    tensor.split(first.weight, dim=1)
-    tensor.split(first.bias, dim=0)
-    tensor.split(second.weight, dim=0)
-    if sequence:
-        tensor.partial = {second.bias}
+    for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
+        split(parameter, group, dim, sequence)
+    second.bias.placement = Placement("bias", second.bias.shape, Partial() if sequence else Replicate())
     first = column(first.weight, first.bias, group, sequence)
     second = row(second.weight, second.bias, group, sequence)
     own = (lambda a: np.ascontiguousarray(group.part(a, 1))) if sequence else (lambda a: a)
@@ -108,10 +81,10 @@ def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear,
     y = second(gelu(first(x)))
     gradients = backward(y, own(G), x, named(first, second))
     if summed:
-        tensor.sum_partial([second.bias])
+        TensorParallel(group, sequence).sum_partial([second.bias])
     result = {"x": whole(gradients["x"])}
     for name, parameter in named(first, second).items():
-        result[name] = tensor.whole(parameter, gradients[name])
+        result[name] = joined(comm, parameter, gradients[name])
     return whole(y.data), result
 
 
@@ -128,7 +101,7 @@ def differing(size, sequence, **broken):
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_column_then_row_is_the_serial_pair_outputs_and_gradients(size, sequence, reduction):
+def test_column_then_row_is_the_serial_pair(size, sequence, reduction):
     assert differing(size, sequence, reduction=reduction) == set()
 
 
@@ -137,8 +110,8 @@ def test_column_then_row_is_the_serial_pair_outputs_and_gradients(size, sequence
 def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
     def rank(comm):
         group = TensorGroup(comm)
-        cut = Cut(1, 1, 48)
-        weight, bias = Parameter(cut.part(W1, comm.rank, comm.size)), Parameter(Cut(0, 1, 48).part(B1, comm.rank, size))
+        weight = Parameter(Shard(comm.rank, size, dim=1, size=48).part(W1))
+        bias = Parameter(Shard(comm.rank, size, dim=0, size=48).part(B1))
         own = np.ascontiguousarray(group.part(X, 1)) if sequence else X
         y = ColumnParallelLinear(weight, bias, group, sequence)(Tensor(own, requires_grad=True))
         return y.data
@@ -169,12 +142,12 @@ def test_a_bias_on_every_rank_is_caught_in_the_output(size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_a_forgotten_all_reduce_in_backward_is_caught_by_gradients_alone(size):
+def test_a_forgotten_all_reduce_shows_in_gradients_alone(size):
     assert differing(size, False, column=ForgetsTheSumInBackward) == {"x"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_a_replicated_parameters_gradient_that_is_not_summed_is_caught(size):
+def test_a_replicated_gradient_that_is_not_summed_is_caught(size):
     """Under sequence parallelism each rank's gradient of the row layer's bias is that of its tokens only."""
     assert differing(size, True, summed=False) == {"second.bias"}
     assert differing(size, False, summed=False) == set()  # without it there is nothing to sum
@@ -188,14 +161,14 @@ class GathersWithoutSumming(ColumnParallelLinear):
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_forgotten_reduce_scatter_in_backward_is_caught_by_gradients_alone(size):
+def test_a_forgotten_reduce_scatter_shows_in_gradients_alone(size):
     assert differing(size, True, column=GathersWithoutSumming) == {"x"}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_fused_column_product_is_enter_and_linear_bit_for_bit(size, sequence, transposed):
+def test_the_fused_column_product_is_enter_and_linear(size, sequence, transposed):
     """The same numbers and the same bytes; only the order in which they are waited for is another."""
     outputs = RANDOM.standard_normal((B, T, 5))
 
@@ -217,7 +190,7 @@ def test_the_fused_column_product_is_enter_and_linear_bit_for_bit(size, sequence
         assert run_local(size, rank, True, bias) == run_local(size, rank, False, bias)
 
 
-def test_the_weights_gradient_is_computed_while_the_inputs_is_on_its_way():
+def test_the_weights_gradient_overlaps_the_inputs_sum():
     """What the fused product is for: between the start of the sum and its end."""
     events = []
 
@@ -262,16 +235,15 @@ def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
 
     def rank(comm):
         group = TensorGroup(comm)
-        tensor = TensorParallel(group, sequence)
         weight = Parameter(table.copy())
-        tensor.split(weight, dim=0)
+        split(weight, group, 0, sequence)
         y = VocabParallelEmbedding(weight, group, sequence)(tokens)
         y.backward(np.ascontiguousarray(group.part(G, 1)) if sequence else G)
         part = group.part(expected.data, 1) if sequence else expected.data
         assert np.array_equal(y.data, part)
         rows = max(0, min(weight.shape[0], vocab - comm.rank * weight.shape[0]))
         assert not weight.grad[rows:].any() and not weight.data[rows:].any(), "padding moves"
-        return tensor.whole(weight, weight.grad)
+        return joined(comm, weight, weight.grad)
 
     for gradient in run_local(size, rank):
         assert close(gradient, serial.grad, 1e-15)
@@ -286,9 +258,8 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
         y = SequenceEmbedding(weight, group)(np.arange(T))
         assert np.array_equal(y.data, group.part(table, 0))
         y.backward(np.ones(y.shape))
-        tensor = TensorParallel(group, True)
-        tensor.partial = {weight}
-        tensor.sum_partial([weight])
+        weight.placement = Placement("weight", weight.shape, Partial())
+        TensorParallel(group, True).sum_partial([weight])
         return weight.grad
 
     serial = Embedding.of(table.copy())
@@ -301,9 +272,8 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     """A rank's logits, loss, gradients made whole, and the bytes that the loss alone sent."""
     _, targets = tokens_and_targets(vocab)
     group = make_group(comm, reduction)
-    tensor = TensorParallel(group, sequence)
     weight = Parameter(np.random.Generator(np.random.Philox(2)).standard_normal((vocab, H)))
-    tensor.split(weight, dim=0)
+    split(weight, group, 0, sequence)
     x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
     logits = VocabParallelHead(vocab, group, sequence)(x, weight)
     comm.traffic.reset()
@@ -311,7 +281,7 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     sent = comm.traffic.as_dict()
     (loss * 0.5).backward()
     dx = group.gather(x.grad, 1) if sequence else x.grad
-    return logits.data, loss.item(), dx, tensor.whole(weight, weight.grad), sent
+    return logits.data, loss.item(), dx, joined(comm, weight, weight.grad), sent
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -337,7 +307,7 @@ def test_the_split_head_and_its_loss_are_the_serial_ones(size, sequence, vocab):
 
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_loss_sends_two_small_all_reduces_and_never_the_logits(size, reduction):
+def test_the_loss_sends_two_small_all_reduces_and_no_logits(size, reduction):
     n = B * T
     for rank, result in enumerate(run_local(size, head_and_loss, 13, False, reduction)):
         sent = result[-1]
@@ -363,7 +333,7 @@ def loss_of(rows, targets, size, comm_of=lambda comm: comm):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_each_row_subtracts_its_own_maximum_over_the_whole_vocabulary(size):
+def test_each_row_subtracts_its_maximum_over_the_vocabulary(size):
     """Far apart: rows of one another, and a row's logits on different ranks."""
     rows = np.zeros((4, 24))
     rows[0, 0] = rows[1, -1] = 5000.0
@@ -379,11 +349,8 @@ def test_all_targets_ignored_is_loss_zero_and_gradient_zero():
     assert loss == 0.0 and not gradient.any()
 
 
-class LocalMaximum:
+class LocalMaximum(Proxy):
     """A communicator that forgets to agree on the maxima."""
-
-    def __init__(self, comm):
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
 
     def all_reduce(self, x, op="sum", **options):
         return x if op == "max" else self.comm.all_reduce(x, op=op, **options)
@@ -401,7 +368,7 @@ class NoTarget(LocalMaximum):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("broken", [LocalMaximum, NoTarget])
-def test_a_softmax_with_a_local_maximum_or_without_the_target_is_caught(broken, size):
+def test_a_softmax_without_global_maximum_or_target_is_caught(broken, size):
     rows, targets = RANDOM.standard_normal((5, 24)), np.array([0, 7, 12, 23, -100])
     logits = Tensor(rows, requires_grad=True)
     expected = cross_entropy_sum(logits, targets)

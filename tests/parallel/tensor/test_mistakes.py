@@ -1,27 +1,17 @@
-"""Mistakes in tensor parallelism that the comparison with one device must catch."""
+"""Mistakes in tensor parallelism that the comparison with one device must catch. Each is a trainer that makes one."""
 
 import re
 
 import numpy as np
 import pytest
-from tensor_cases import (
-    one_device,
-    train,
-)
+from tensor_cases import one_device, train
+from training import ForgetsTheSumOverTensorRanks, takes_all_for
 
 from minipar.autograd import linear
 from minipar.nn import Dropout
-from minipar.parallel.data import DistributedDataParallel
-from minipar.parallel.tensor import (
-    RowParallelLinear,
-    TensorGroup,
-    TensorParallel,
-    VocabParallelHead,
-    leave,
-    tensor_parallel,
-)
-from minipar.parallel.tensor import plan as plan_module
-from minipar.train import trainer as trainer_module
+from minipar.parallel.placement import Partial, Replicate, Shard, update
+from minipar.parallel.tensor import PLAN, RowParallelLinear, TensorGroup, VocabParallelHead, leave
+from minipar.train.trainer import Trainer
 
 
 def verdicts(flags="--global-batch 4 --steps 2", **layout):
@@ -30,9 +20,9 @@ def verdicts(flags="--global-batch 4 --steps 2", **layout):
 
 def failed(**layout):
     """Whether verify fails, and by far more than rounding: a mistake, not a bound that is a little too narrow."""
-    found = verdicts(**layout)
-    assert len(set(found)) == 1, "every rank hears the same"
-    passed, line = found[0]
+    outcomes = verdicts(**layout)
+    assert len(set(outcomes)) == 1, "every rank hears the same"
+    passed, line = outcomes[0]
     difference = float(re.search(r"relative difference (\S+)", line)[1])
     assert passed or difference > 1e-6, line
     return not passed
@@ -40,37 +30,35 @@ def failed(**layout):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("answer", [0, 1])
-def test_a_norm_that_counts_split_parameters_in_part_or_replicated_ones_t_times_is_caught(
-    answer, sequence, stage, monkeypatch
-):
+@pytest.mark.parametrize("placement", [Replicate, Shard])
+def test_a_norm_that_takes_split_for_whole_or_whole_for_split(placement, sequence, stage):
+    """Split parameters counted in part, or those that all ranks hold counted t times."""
     flags = f"--global-batch 2 --steps 1 --zero-stage {stage}"
     assert all(passed for passed, _ in verdicts(flags, dp=2, tp=2, sequence=sequence))
-    right = DistributedDataParallel._is_split
-    monkeypatch.setattr(DistributedDataParallel, "_is_split", lambda self, p: answer if self.tensor else right(self, p))
-    for passed, line in verdicts(flags, dp=2, tp=2, sequence=sequence):
+    for passed, line in verdicts(flags, dp=2, tp=2, sequence=sequence, kind=takes_all_for(placement)):
         assert not passed and "the gradient norms" in line
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replicated_gradients_that_are_not_summed_under_sequence_parallelism_are_caught(stage, monkeypatch):
-    monkeypatch.setattr(TensorParallel, "sum_partial", lambda self, parameters: None)
+def test_partial_gradients_that_are_not_summed(stage):
     flags = f"--global-batch 4 --steps 2 --zero-stage {stage}"
-    assert failed(flags=flags, dp=2, tp=2, sequence=True)
-    assert not failed(flags=flags, dp=2, tp=2, sequence=False)
+    assert failed(flags=flags, dp=2, tp=2, sequence=True, kind=ForgetsTheSumOverTensorRanks)
+    assert not failed(flags=flags, dp=2, tp=2, sequence=False, kind=ForgetsTheSumOverTensorRanks)
 
 
-def test_replicated_gradients_summed_without_need_are_caught(monkeypatch):
-    """Without sequence parallelism they are whole already: t times too much, which the norm shows."""
-    right = tensor_parallel
+class EverythingPartial(Trainer):
+    """Gradients of what all ranks hold are summed without need: they are whole without sequence parallelism."""
 
-    def everything_partial(model, *arguments):
-        tensor = right(model, *arguments)
-        tensor.partial = set(model.parameters()) - set(tensor.cuts)
-        return tensor
+    def __init__(self, *args):
+        super().__init__(*args)
+        for p in self.model.parameters():
+            if not isinstance(p.placement.tp, Shard):
+                update(p, tp=Partial(p.placement.tp.rank, p.placement.tp.ranks))
 
-    monkeypatch.setattr(trainer_module, "tensor_parallel", everything_partial)
-    assert failed(tp=2) and not failed(tp=2, sequence=True)
+
+def test_whole_gradients_summed_without_need():
+    """They are t times too large, which the norm shows."""
+    assert failed(tp=2, kind=EverythingPartial) and not failed(tp=2, sequence=True, kind=EverythingPartial)
 
 
 class BiasOnEveryRank(RowParallelLinear):
@@ -78,47 +66,73 @@ class BiasOnEveryRank(RowParallelLinear):
         return leave(linear(x, self.weight, self.bias), self.group, self.sequence)
 
 
-def test_a_bias_on_every_rank_is_caught_after_the_first_step_moves_it(monkeypatch):
+class AddsEveryRanksBias(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        for parent in [part for block in self.model.h for part in (block.attn, block.mlp)]:
+            right = parent.c_proj
+            parent.c_proj = BiasOnEveryRank(right.weight, right.bias, right.group, right.sequence)
+
+
+def test_a_bias_on_every_rank_shows_once_the_first_step_moved_it():
     """Biases start at zero, so outputs of the first step do not show it; its gradients do."""
-    monkeypatch.setattr(plan_module, "RowParallelLinear", BiasOnEveryRank)
-    assert failed(flags="--global-batch 4 --steps 1", tp=2, sequence=True)
-    assert failed(flags="--global-batch 4 --steps 2", tp=2)
+    assert failed(flags="--global-batch 4 --steps 1", tp=2, sequence=True, kind=AddsEveryRanksBias)
+    assert failed(flags="--global-batch 4 --steps 2", tp=2, kind=AddsEveryRanksBias)
 
 
-def test_a_forgotten_all_reduce_in_backward_is_caught(monkeypatch):
+class OwnShareOnly(TensorGroup):
+    """A group that forgets the sum which a column layer's backward starts."""
+
+    def start_sum(self, x):
+        return lambda: x
+
+
+class ForgetsTheSumInBackward(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        for layer in [layer for block in self.model.h for layer in (block.attn.c_attn, block.mlp.c_fc)]:
+            layer.group = OwnShareOnly(layer.group.comm)
+
+
+def test_a_forgotten_all_reduce_in_backward():
     """Column layers whose input's gradient is this rank's share: the loss of the first step is right all the same."""
-    monkeypatch.setattr(TensorGroup, "start_sum", lambda self, x: lambda: x)
-    monkeypatch.setattr(TensorGroup, "sum", lambda self, x: self.comm.all_reduce(x.copy(), algorithm=self.reduction))
-    outcomes = train("--global-batch 4 --steps 1", tp=2)
+    outcomes = train("--global-batch 4 --steps 1", tp=2, kind=ForgetsTheSumInBackward)
     assert not outcomes[0][2].passed
     np.testing.assert_allclose(outcomes[0][1][0].loss, one_device("--global-batch 4 --steps 1", 2)[1][0], rtol=1e-12)
 
 
+class ForgetsTheMaskSlices(Trainer):
+    """Each rank's heads, or tokens, get the dropout mask of the first ones."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in (self.model, *(part for block in self.model.h for part in (block.attn, block.mlp))):
+            for dropout in vars(module).values():
+                if isinstance(dropout, Dropout):
+                    dropout.mask_slice = None
+
+
 @pytest.mark.parametrize("sequence", [False, True])
-def test_masks_drawn_by_each_rank_for_what_it_holds_are_caught(sequence, monkeypatch):
-    """MaskSlice forgotten: each rank's heads, or tokens, get the mask of the first ones."""
-    right = Dropout.keep
-
-    def keep(self, shape):
-        window, self.mask_slice = self.mask_slice, None
-        try:
-            return right(self, shape)
-        finally:
-            self.mask_slice = window
-
+def test_masks_drawn_by_each_rank_for_what_it_holds(sequence):
     flags = "--global-batch 4 --steps 1 --dropout 0.1"
     assert not failed(flags=flags, tp=2, sequence=sequence)
-    monkeypatch.setattr(Dropout, "keep", keep)
-    assert failed(flags=flags, tp=2, sequence=sequence)
+    assert failed(flags=flags, tp=2, sequence=sequence, kind=ForgetsTheMaskSlices)
 
 
-def test_heads_cut_across_q_k_and_v_are_caught(monkeypatch):
+def test_heads_cut_across_q_k_and_v(monkeypatch):
     """c_attn's columns cut as one stretch: rank 0 would hold all of q and half of k."""
-    monkeypatch.setitem(plan_module.PLAN, "attn.c_attn", "column")
+    monkeypatch.setitem(PLAN, "attn.c_attn", "column")
     assert failed(tp=2)
 
 
-def test_padding_that_the_softmax_sees_is_caught(monkeypatch):
-    """A head that takes the padded rows for tokens: each adds exp(0) to every softmax's sum."""
-    monkeypatch.setattr(plan_module, "VocabParallelHead", lambda size, *rest: VocabParallelHead(10**9, *rest))
-    assert failed(tp=2)
+class SeesThePadding(Trainer):
+    """The head takes the padded rows for tokens: each adds exp(0) to every softmax's sum."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        head = self.model.project
+        self.model.project = VocabParallelHead(10**9, head.group, head.sequence)
+
+
+def test_padding_that_the_softmax_sees():
+    assert failed(tp=2, kind=SeesThePadding)

@@ -12,14 +12,12 @@ from tensor_cases import (
     loss_and_backward,
     model_of,
 )
+from training import trainer_for
 
-from minipar.comm import DeviceMesh, run_local, wire_bytes
+from minipar.comm import run_local, wire_bytes
 from minipar.memory import MemoryLedger
 from minipar.nn import DropoutKeys, dropping
-from minipar.parallel.tensor import (
-    tensor_parallel,
-)
-from minipar.train.trainer import Trainer
+from minipar.parallel.tensor import tensor_parallel
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
@@ -63,7 +61,7 @@ def test_a_step_sends_what_the_closed_form_says(tp, sequence, microbatches, redu
     config = config_for(flags, tp, tp)
 
     def rank(comm):
-        trainer = Trainer(config, DeviceMesh(comm, tp=tp), TEXT)
+        trainer = trainer_for(config, TEXT, comm)
         trainer.step(0)
         comm.traffic.reset()
         trainer.step(1)
@@ -76,7 +74,7 @@ def test_a_step_sends_what_the_closed_form_says(tp, sequence, microbatches, redu
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_a_layer_adds_8_bsh_times_t_minus_1_over_t_elements_with_and_without_sequence_parallelism(tp):
+def test_a_layer_adds_8_bsh_with_and_without_sequence(tp):
     """Korthikanti et al., section 4.2.2: the same bytes, as all-reduces or as all-gathers and reduce-scatters."""
 
     def sent(comm, layers, sequence):
@@ -97,7 +95,7 @@ def test_a_layer_adds_8_bsh_times_t_minus_1_over_t_elements_with_and_without_seq
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_data_parallelism_sends_a_t_th_and_leaves_the_tensor_axis_alone(stage, sequence):
+def test_dp_sends_a_t_th_and_leaves_the_tensor_axis_alone(stage, sequence):
     """dp 2, tp 2: over tp what tp alone sends; over dp 2 Psi (p-1)/p for this rank's Psi (stage 3: half as much more),
     besides loss and norm.
     """
@@ -105,12 +103,12 @@ def test_data_parallelism_sends_a_t_th_and_leaves_the_tensor_axis_alone(stage, s
     config = config_for(flags, 4, 2)
 
     def rank(comm):
-        mesh = DeviceMesh(comm, tp=2)
-        trainer = Trainer(config, mesh, TEXT)
+        trainer = trainer_for(config, TEXT, comm)
         psi = sum(bucket.size for bucket in trainer.ddp.buckets)
         comm.traffic.reset()
         trainer.step(0)
-        return comm.traffic.bytes(axis="tp"), comm.traffic.bytes(axis="dp"), psi, mesh.coordinates, trainer.ddp.buckets
+        sent = comm.traffic.bytes(axis="tp"), comm.traffic.bytes(axis="dp")
+        return *sent, psi, trainer.mesh.coordinates, trainer.ddp.buckets
 
     for over_tp, over_dp, psi, place, buckets in run_local(4, rank):
         assert over_tp == closed_form(2, place["tp"], sequence, norms=1 if stage else 2)
@@ -180,7 +178,7 @@ def test_a_layer_keeps_what_the_closed_form_says(tp, sequence, dropout, dtype, i
 
 
 @pytest.mark.parametrize(("tp", "dropout"), [(2, 0.1), (3, 0.0), (4, 0.1)])
-def test_sequence_parallelism_divides_everything_but_the_inputs_of_the_two_column_layers(tp, dropout):
+def test_sequence_divides_all_but_the_column_layers_inputs(tp, dropout):
     """Against one device with this shape: (what it keeps - 2N) / t + 2N."""
 
     def held_on_one_device():
@@ -204,7 +202,7 @@ def test_sequence_parallelism_divides_everything_but_the_inputs_of_the_two_colum
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_recompute_keeps_a_layers_input_alone_which_sequence_parallelism_divides(tp):
+def test_recompute_keeps_the_input_which_sequence_divides(tp):
     n = 3 * SHAPES[tp][1] * HIDDEN
     assert held_per_layer(tp, False, 0.1, recompute=True) == {8 * n}
     if tp > 1:

@@ -1,0 +1,87 @@
+"""Claims about pipeline stages: how a model is cut by cost, and a stage's backward whole or in halves."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from pipeline_cases import SCALE, TEXT, B, H, T, gpt, gradients
+
+from minipar.autograd import Tensor
+from minipar.errors import UsageError
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel.pipeline import PipelineStage, balanced_cuts, cut, part_costs
+
+
+def test_a_backward_in_halves_gives_the_input_gradient_first():
+    dx, weights = [], []
+    for halves in (False, True):
+        model = gpt(1)
+        stage = PipelineStage(model.parts[1:])
+        x = np.random.Generator(np.random.Philox(3)).standard_normal((B, T, H))
+        x = Tensor(x, requires_grad=True)
+        stage.forward(0, x, lambda logits, model=model: model.criterion(logits, TEXT[0, :, 1:]))
+        matrix = model.h[0].mlp.c_fc.weight
+        if halves:
+            dx.append(stage.backward_input(0, SCALE))
+            assert matrix.grad is None and model.head_weight.grad is None  # the expensive products are still to come
+            assert stage.alive == 0
+            stage.backward_weight(0)
+        else:
+            dx.append(stage.backward(0, SCALE))
+        weights.append(gradients(model))
+    assert dx[0].tobytes() == dx[1].tobytes()
+    for name, gradient in weights[0].items():
+        other = weights[1][name]
+        assert (gradient is None and other is None) or gradient.tobytes() == other.tobytes()
+    assert sum(gradient is not None for gradient in weights[0].values()) == 12 + 2 + 1  # block, last norm, head
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def largest(costs, counts):
+    stops = list(itertools.accumulate(counts))
+    return max(sum(costs[a:b]) for a, b in zip([0, *stops], stops, strict=False))
+
+
+def test_balanced_cuts_are_the_best_of_all_cuts():
+    rng = random.Random(6)
+    for _ in range(200):
+        blocks = rng.randint(1, 8)
+        costs = [rng.choice([0, 1, 2, 5]), *(rng.randint(1, 9) for _ in range(blocks)), rng.choice([0, 3, 20])]
+        for stages in range(1, blocks + 1):
+            counts = balanced_cuts(costs, stages)
+            assert len(counts) == stages and sum(counts) == len(costs)
+            inner = [counts[0] - 1, *counts[1:-1], counts[-1] - 1] if stages > 1 else [counts[0] - 2]
+            assert min(inner) >= 1  # a block at least, besides the embedding or the head
+            best = min(
+                largest(costs, [b - a for a, b in itertools.pairwise([0, *stops, len(costs)])])
+                for stops in itertools.combinations(range(2, blocks + 1), stages - 1)
+            )
+            assert largest(costs, counts) == best
+
+
+def test_part_costs_are_the_models_operations():
+    config = GPTConfig(vocab_size=50, n_positions=T, n_embd=H, n_layer=6, n_head=2)
+    model = GPT(config, dtype="float64", deferred=True)
+    costs = part_costs(model, T)
+    assert sum(costs) * B * T == config.forward_flops(B, T) and len(costs) == len(model.parts)
+
+
+def test_a_large_head_takes_blocks_away_from_its_stage():
+    assert balanced_cuts([0, 1, 1, 1, 1, 1, 1, 0], 3) == [3, 2, 3]
+    assert balanced_cuts([0, 1, 1, 1, 1, 1, 1, 2], 3) == [3, 3, 2]
+    assert balanced_cuts([0, 1, 1, 1, 1, 1, 1, 100], 2)[-1] == 2
+
+
+def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():
+    model = gpt(3)
+    with pytest.raises(UsageError, match="layers 3 are fewer than the pipeline's 4 stages"):
+        balanced_cuts(part_costs(model, T), 4)
+    for counts in ([2, 2], [5, 1], [6, -1], [5, 0]):
+        with pytest.raises(
+            UsageError, match=rf"stages of \[{counts[0]}, {counts[1]}\] parts do not cut the model's 5 parts"
+        ):
+            cut(model, counts)
+    assert [[part.name for part in run] for run in cut(model, [2, 3])] == [["embedding", "h.0"], ["h.1", "h.2", "head"]]

@@ -1,0 +1,112 @@
+"""Claims about the norm over every mesh axis: each element counts once, and every stage and rank has the same bits."""
+
+import numpy as np
+import pytest
+from training import config_for, ranks_of, trainer_for
+
+from minipar.comm import run_local, serial, wire_bytes
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.placement import elements_of
+from minipar.parallel.state import local_part
+from minipar.train.data import Tokens
+
+SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
+TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
+LAYOUTS = [
+    "--dp 3",
+    "--tp 4",
+    "--pp 2 --microbatches 2",
+    "--dp 3 --tp 2 --sequence-parallel",
+    "--dp 2 --tp 2 --pp 2 --microbatches 2",
+]
+
+
+def gradient():
+    """A gradient of the serial model by name."""
+    random = np.random.Generator(np.random.Philox(9))
+    return {name: random.standard_normal(shape) for name, shape in trainer_for(config_for(SHAPE), TEXT).shapes.items()}
+
+
+GRADIENT = gradient()
+NORM = np.linalg.norm(np.concatenate([array.reshape(-1) for array in GRADIENT.values()]))
+
+
+def with_gradient(trainer):
+    """Give this rank's parameters or shards their elements of GRADIENT."""
+    for p in trainer.ddp.parameters():
+        own = local_part(p.placement.tp, GRADIENT[p.placement.name], elements_of(p))
+        p.grad = own.reshape(p.shape).copy()
+    return trainer.ddp.parameters()
+
+
+def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, **wrong):
+    """What `inspect(trainer, norm)` returns on each rank; `wrong` axes instead of the mesh's."""
+    config = config_for(f"{SHAPE} {layout} --zero-stage {stage}")
+
+    def rank(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        mesh, parameters = trainer.mesh, with_gradient(trainer)
+        axes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}
+        axes |= {axis: choose(mesh) for axis, choose in wrong.items()}
+        comm.traffic.reset()
+        return inspect(trainer, clip_grad_norm(parameters, max_norm, trainer.units, **axes))
+
+    return run_local(ranks_of(config), rank)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_element_counts_once_and_every_stage_has_the_same_bits(layout):
+    by_stage = [norms(layout, stage) for stage in range(4)]
+    assert by_stage[0][0] == pytest.approx(NORM, rel=1e-14)
+    assert all(norm == by_stage[0][0] for ranks in by_stage for norm in ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_one_device_that_adds_in_as_many_chunks_has_the_same_bits(ranks):
+    trainer = trainer_for(config_for(SHAPE), TEXT)
+    single = clip_grad_norm(with_gradient(trainer), None, trainer.units, serial(), chunks=ranks)
+    assert norms(f"--dp {ranks} --global-batch 24", 2) == [single] * ranks
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_scales_every_element_and_returns_the_norm_before(layout, stage):
+    def check(trainer, norm):
+        for p in trainer.ddp.parameters():
+            own = local_part(p.placement.tp, GRADIENT[p.placement.name], elements_of(p)).reshape(p.shape)
+            assert np.array_equal(p.grad, own * (0.5 / (norm + 1e-6)))
+        return norm
+
+    assert norms(layout, stage, 0.5, check)[0] == pytest.approx(NORM, rel=1e-14)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_sends_what_the_docstring_says(layout, stage):
+    """Float64s: over dp one with ZeRO, over tp one for each chunk, over pp two for each unit and chunk."""
+
+    def check(trainer, norm):
+        mesh, sent = trainer.mesh, trainer.mesh.world.traffic
+        chunks = 1 if stage else mesh.dp.size
+        counts = {"dp": int(stage > 0), "tp": chunks, "pp": 2 * trainer.units * chunks}
+        for axis, count in counts.items():
+            comm = getattr(mesh, axis)
+            expected = wire_bytes("all_reduce", "ordered", count, 8, comm.size, comm.rank) if count else 0
+            assert sent.bytes(axis=axis) == expected, axis
+
+    norms(layout, stage, inspect=check)
+
+
+WRONG = {
+    "tp left out": ("--dp 2 --tp 2 --pp 2 --microbatches 2", {"tp": lambda mesh: None}),
+    "pp left out": ("--dp 2 --tp 2 --pp 2 --microbatches 2", {"pp": lambda mesh: None}),
+    "dp alone": ("--dp 2 --tp 2 --pp 2 --microbatches 2", {"dp": lambda mesh: serial()}),
+    "dp for tp": ("--dp 2 --tp 2 --pp 2 --microbatches 2", {"tp": lambda mesh: mesh.dp}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_communicator_gives_another_norm(name):
+    layout, axes = WRONG[name]
+    assert all(norm == pytest.approx(NORM, rel=1e-14) for norm in norms(layout, 1))
+    assert any(abs(norm - NORM) > 1e-3 for norm in norms(layout, 1, **axes))

@@ -1,0 +1,138 @@
+"""Claims about placements: parts join to the whole, chunks cover a bucket once, and each mistake is named."""
+
+import numpy as np
+import pytest
+from training import MLP, small_gpt
+
+from minipar.comm import run_local
+from minipar.nn import AdamW, Linear, Parameter
+from minipar.parallel.placement import (
+    BucketSlice,
+    ParameterShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    bucket_slice,
+    elements_of,
+    place,
+    placement_of,
+    update,
+)
+from minipar.parallel.stages import shard
+
+RANDOM = np.random.Generator(np.random.Philox(41))
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_joining_the_parts_gives_the_whole_whatever_its_size(ranks, dim, groups):
+    for per_group in range(1, 12):
+        size = groups * per_group
+        shape = [2, 3, 4]
+        shape[dim] = size
+        whole = RANDOM.standard_normal(shape)
+        shards = [Shard(rank, ranks, dim, size, groups) for rank in range(ranks)]
+        parts = [each.part(whole) for each in shards]
+        assert all(np.array_equal(each.join(parts), whole) for each in shards)
+        assert {part.shape for part in parts} == {shards[0].local_shape(shape)}
+        assert not any(np.shares_memory(part, whole) for part in parts)
+        padding = sum(part.size for part in parts) - whole.size
+        assert sum(np.count_nonzero(part == 0) for part in parts) == padding
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_shard_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
+    """Column c of the whole is the c-th of q, k, v in turn; written down without Shard's own arithmetic."""
+    heads, d = 24, 2
+    h = heads * d
+    names = np.array([[kind * 1000 + head for kind in range(3) for head in range(heads) for _ in range(d)]])
+    for rank in range(ranks):
+        own = range(rank * heads // ranks, (rank + 1) * heads // ranks)
+        expected = [kind * 1000 + head for kind in range(3) for head in own for _ in range(d)]
+        assert Shard(rank, ranks, 1, 3 * h, 3).part(names)[0].tolist() == expected
+
+
+def test_partial_is_replicate_with_a_sum_to_come_and_shard_is_neither():
+    assert isinstance(Partial(1, 2), Replicate) and not isinstance(Shard(1, 2), Partial)
+    assert Replicate(1, 2) != Partial(1, 2) and Shard(1, 2, 0, 4) == Shard(1, 2, 0, 4)
+
+
+# ---- data parallelism ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("sizes", [[1], [3, 1], [7, 13, 2], [1, 1, 1, 40]])
+def test_the_chunks_hold_each_element_of_a_bucket_once(sizes, ranks):
+    offsets = np.cumsum([0, *sizes])
+    held = np.zeros(sum(sizes), int)
+    for rank in range(ranks):
+        start, stop = np.array_split(np.arange(sum(sizes)), ranks)[rank][[0, -1]] if rank < sum(sizes) else (0, -1)
+        chunk = []
+        for offset, size in zip(offsets, sizes, strict=False):
+            place = BucketSlice(int(offset), size, sum(sizes), rank, ranks)
+            assert place.own == place.elements(rank, ranks)
+            chunk += [offset + element for element in place.own]
+        assert chunk == list(range(start, stop + 1))
+        held[chunk] += 1
+    assert (held == 1).all()
+
+
+def test_a_shard_is_a_view_that_decays_as_the_whole_does():
+    def rank(comm):
+        ddp = shard(MLP(), comm, 1)
+        whole = {p.placement.name: p for p in ddp.model.parameters()}
+        for p in ddp.parameters():
+            parameter = whole[p.placement.name]
+            assert isinstance(p, ParameterShard) and p.ndim == 1 and np.shares_memory(p.data, parameter.data)
+            assert p.decays == parameter.decays == (parameter.ndim == 2)
+            assert elements_of(p) == p.placement.dp.own and elements_of(parameter) == range(parameter.size)
+            own = parameter.data.reshape(-1)[p.elements.start : p.elements.stop]
+            assert np.array_equal(p.data, own)
+        return sum(p.size for p in ddp.parameters())
+
+    assert run_local(3, rank) == [9, 9, 8]
+
+
+def test_with_more_ranks_than_elements_a_rank_holds_an_empty_shard():
+    def rank(comm):
+        ddp = shard(Linear.of(np.ones((2, 1)), np.zeros(1)), comm, 3)
+        AdamW(ddp.parameters())
+        return [p.size for p in ddp.parameters()]
+
+    assert run_local(5, rank) == [[1], [1], [1], [0], [0]]
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_place_records_the_serial_names_and_shapes_once():
+    model = small_gpt()
+    place(model)
+    update(model.wpe.weight, pp=3)
+    place(model)
+    placements = {name: p.placement for name, p in model.named_parameters()}
+    assert all((placement.name, placement.shape) == (name, model.state_dict()[name].shape)
+               for name, placement in placements.items())  # fmt: skip
+    assert placements["wpe.weight"] == Placement("wpe.weight", (8, 13), pp=3)
+
+
+def test_a_layer_made_parallel_on_its_own_gets_its_name_from_the_model():
+    model = MLP()
+    model.first.weight.placement = Placement("", (3, 5), Shard(0, 1, 1, 5))
+    place(model)
+    assert placement_of(model.first.weight) == Placement("first.weight", (3, 5), Shard(0, 1, 1, 5))
+
+
+def test_a_parameter_that_nobody_placed_is_named_with_the_remedy():
+    p = Parameter(np.zeros(3))
+    with pytest.raises(ValueError, match="has no placement: call place"):
+        placement_of(p)
+    with pytest.raises(ValueError, match="has no placement"):
+        update(p, pp=1)
+    p.placement = Placement("bias", (3,))
+    with pytest.raises(ValueError, match="bias is in no bucket: wrap the model"):
+        bucket_slice(p)

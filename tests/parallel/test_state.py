@@ -1,0 +1,105 @@
+"""Claims about the serial model's state: in every layout one rank owns each element, and rank 0 collects all."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from training import MLP, config_for, ranks_of, small_gpt, trainer_for
+
+from minipar.comm import run_local
+from minipar.parallel.placement import Shard, elements_of
+from minipar.parallel.stages import shard
+from minipar.parallel.state import gather_state, join, local_part, owned_pieces
+from minipar.train.data import Tokens
+
+SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
+TEXT = Tokens(np.arange(100, dtype=np.uint8) % 11, "0 to 10", 11)
+LAYOUTS = [
+    "--dp 2 --tp 2 --pp 2 --microbatches 2",
+    "--dp 3 --tp 2 --sequence-parallel",
+    "--dp 3 --pp 2 --microbatches 2 --schedule interleaved-1f1b",
+    "--tp 4 --pp 2 --microbatches 2",
+    "--dp 2 --pp 2 --microbatches 2 --schedule zbv",
+    "--dp 8 --global-batch 8",
+]
+
+
+def on_ranks(layout, stage, inspect):
+    config = config_for(f"{SHAPE} {layout} --zero-stage {stage}")
+    return run_local(ranks_of(config), lambda comm: inspect(trainer_for(config, TEXT, comm)))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
+    serial = trainer_for(config_for(SHAPE), TEXT)
+
+    def own(trainer):
+        return [
+            (piece, trainer.ddp.parameters()[i].placement) for i, piece, _ in owned_pieces(trainer.ddp.parameters())
+        ]
+
+    counts = defaultdict(dict)
+    for piece, placement in [each for pieces in on_ranks(layout, stage, own) for each in pieces]:
+        rank, shape = 0, placement.shape
+        if piece.cut is not None:
+            assert piece.cut == {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
+            rank, shape = piece.cut["rank"], placement.tp.local_shape(shape)
+        held = counts[piece.name].setdefault(rank, np.zeros(int(np.prod(shape)), int))
+        held[piece.start : piece.stop] += 1
+    assert set(counts) == set(serial.shapes)
+    for name, parts in counts.items():
+        assert sorted(parts) == list(range(len(parts))), name
+        assert all((held == 1).all() for held in parts.values()), name
+        assert sum(held.size for held in parts.values()) >= int(np.prod(serial.shapes[name]))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_0_gets_the_serial_models_state_and_the_others_none(layout, stage):
+    expected = trainer_for(config_for(SHAPE), TEXT).state_dict()
+    first, *others = on_ranks(layout, stage, lambda trainer: trainer.state_dict())
+    assert list(first) == list(expected) if "--pp" not in layout else set(first) == set(expected)
+    assert all(np.array_equal(first[name], array) for name, array in expected.items())
+    assert all(array.flags.c_contiguous and array.dtype == np.float64 for array in first.values())
+    assert all(other == {} for other in others)
+
+
+def test_collecting_sends_each_element_to_rank_0_once():
+    def rank(comm):
+        ddp = shard(small_gpt(), comm, 2)
+        comm.traffic.reset()
+        ddp.state_dict()
+        return comm.traffic.bytes("send"), 8 * sum(p.size for p in ddp.parameters())
+
+    (first, _), *others = run_local(4, rank)
+    assert first == 0 and all(sent == own for sent, own in others)
+
+
+def test_pieces_join_to_the_serial_array_in_any_order():
+    whole = np.random.Generator(np.random.Philox(4)).standard_normal((10, 6))
+    pieces = []
+    for rank in range(4):
+        cut = {"dim": 0, "groups": 1, "rank": rank, "ranks": 4}
+        part = Shard(rank, 4, 0, 10).part(whole).reshape(-1)
+        pieces += [(cut, start, min(start + 7, part.size), part[start : start + 7]) for start in range(0, part.size, 7)]
+    assert np.array_equal(join((10, 6), np.float64, reversed(pieces)), whole)
+    flat = whole.reshape(-1)
+    assert np.array_equal(join((10, 6), np.float64, [(None, 20, 60, flat[20:]), (None, 0, 20, flat[:20])]), whole)
+
+
+def test_a_local_part_is_this_ranks_elements_of_its_part():
+    whole = np.arange(24.0).reshape(4, 6)
+    assert local_part(Shard(1, 2, 1, 6), whole, range(2, 5)).tolist() == [5, 9, 10]
+    assert local_part(None, whole, range(2, 5)).tolist() == [2, 3, 4]
+
+
+def test_parameters_of_a_users_model_come_in_its_order():
+    def rank(comm):
+        ddp = shard(MLP(), comm, 3)
+        own = {p.placement.name: len(elements_of(p)) for p in ddp.parameters()}
+        return list(gather_state(ddp.model, ddp.parameters(), comm)), sum(own.values())
+
+    (names, _), *_ = outcomes = run_local(3, rank)
+    assert names == [name for name, _ in MLP().named_parameters()]
+    assert sum(count for _, count in outcomes) == 26
