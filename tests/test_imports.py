@@ -146,7 +146,7 @@ def test_an_import_that_points_up_is_seen(module, source):
     [
         (
             "minipar.nn.layers",
-            "from minipar.autograd import tensor\nfrom .module import Module\nimport numpy as np, math",
+            "from minipar.autograd import tensor\nfrom .module import Module\nimport numpy",
         ),
         ("minipar.parallel.ddp", "from minipar.comm import mesh\nfrom ..nn.module import Module"),
         ("minipar.comm.mpi", "from mpi4py import MPI\nfrom minipar import errors"),
