@@ -1,17 +1,19 @@
-"""The arrows of the design: imports go downwards only, nn and comm never meet, and a few doors have one keeper each."""
+"""Claims about imports: they point down, form no cycle, keep strategies apart, and leave little to read for ddp.py."""
 
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
+from collections import deque
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# What each room may import, besides itself. A room that is not listed may not exist.
+# What each package may import, besides itself. A package that is not listed may not exist.
 ALLOWED = {
     "minipar.errors": set(),
     "minipar.__main__": {"errors"},
@@ -27,11 +29,12 @@ ALLOWED = {
     "visualize": {"errors", "parallel"},
 }
 
-# Packages from outside, and the rooms that may name them.
+# Packages from outside, and the packages that may name them.
 OUTSIDE = {
     "numpy": {"minipar", "visualize"},
     "cupy": {"minipar.backend"},
     "threadpoolctl": {"minipar.backend"},
+    "lazy_loader": {"minipar"},
     "mpi4py": {"minipar.comm"},
     "safetensors": {"minipar.nn", "minipar.train"},
     "torch": {"minipar.bench"},
@@ -39,6 +42,14 @@ OUTSIDE = {
     "IPython": {"visualize"},
     "ipywidgets": {"visualize"},
 }
+
+# Inside minipar.parallel: each strategy, a file or a folder, imports itself and the shared helpers, which import one
+# another. sharding.py is for the ZeRO stages.
+STRATEGIES = ("ddp", "zero", "fsdp", "tensor", "pipeline", "context", "expert")
+SHARED = ("placement", "buckets", "wrapper", "grad_norm", "state", "sharding")
+ZERO = ("zero", "fsdp", "sharding")
+
+MOST_MODULES, MOST_LINES = 30, 4500  # of minipar that `import minipar.parallel.ddp` loads
 
 
 def imported(source: str, package: str) -> set[str]:
@@ -56,28 +67,29 @@ def imported(source: str, package: str) -> set[str]:
     return names
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     """minipar.comm.ring -> minipar.comm; visualize.loss -> visualize."""
     return ".".join(module.split(".")[: 2 if module.startswith("minipar.") else 1])
 
 
-def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """The imports of `module` that go against the arrows."""
-    here = room(module)
-    found = []
+def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports of `module` that ALLOWED and OUTSIDE forbid."""
+    own = package_of(module)
+    wrong = []
     for name in sorted(imported(source, module if is_package else module.rpartition(".")[0])):
         top = name.split(".")[0]
-        if room(name) == here or top in sys.stdlib_module_names:
+        if package_of(name) == own or top in sys.stdlib_module_names:
             continue
         if top == "minipar":
-            allowed = room(name).removeprefix("minipar.") in ALLOWED.get(here, set()) or name == "minipar.__version__"
+            allowed = package_of(name).removeprefix("minipar.") in ALLOWED.get(own, set())
+            allowed = allowed or name == "minipar.__version__"
         elif top == "visualize":
             allowed = False
         else:
-            allowed = any(here == keeper or here.startswith(keeper + ".") for keeper in OUTSIDE.get(top, set()))
+            allowed = any(own == keeper or own.startswith(keeper + ".") for keeper in OUTSIDE.get(top, set()))
         if not allowed:
-            found.append(f"{module} imports {name}")
-    return found
+            wrong.append(f"{module} imports {name}")
+    return wrong
 
 
 MODULES = {
@@ -88,16 +100,17 @@ MODULES = {
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module):
+def test_imports_point_down(module):
     path = MODULES[module]
-    if module == "minipar":
-        assert imported(path.read_text(), "minipar") <= {"os"}, "it runs before NumPy is loaded"
+    if module == "minipar":  # it has the public names of all packages
+        outside = {name.split(".")[0] for name in imported(path.read_text(), "minipar")} - {"minipar"}
+        assert outside <= sys.stdlib_module_names
         return
-    assert room(module) in ALLOWED, f"{room(module)} is a new room: say what it may import"
-    assert violations(path.read_text(), module, path.name == "__init__.py") == []
+    assert package_of(module) in ALLOWED, f"{package_of(module)} is a new package: say what it may import"
+    assert upward_imports(path.read_text(), module, path.name == "__init__.py") == []
 
 
-def test_the_rooms_are_found():
+def test_the_packages_are_there():
     assert {"minipar.nn", "minipar.comm", "minipar.train.config", "visualize.timeline"} <= set(MODULES)
 
 
@@ -109,12 +122,13 @@ def test_the_rooms_are_found():
         ("minipar.nn.layers", "from minipar import comm"),
         ("minipar.nn.layers", "from ..comm import mesh"),
         ("minipar.nn.layers", "from .. import parallel"),
-        ("minipar.nn.layers", "def late():\n    from minipar.parallel import data"),
+        ("minipar.nn.layers", "def late():\n    from minipar.parallel import ddp"),
         ("minipar.comm.mesh", "from minipar.nn import GPT"),
         ("minipar.comm.mesh", "from minipar.autograd import Tensor"),
         ("minipar.autograd.tensor", "from minipar.nn import Module"),
         ("minipar.backend", "import minipar.autograd"),
-        ("minipar.parallel.data", "from minipar.train.config import TrainConfig"),
+        ("minipar.parallel.ddp", "from minipar.train.config import TrainConfig"),
+        ("minipar.parallel.ddp", "if TYPE_CHECKING:\n    from minipar.train.trainer import Trainer"),
         ("minipar.nn.gpt", "import torch"),
         ("minipar.nn.gpt", "import cupy"),
         ("minipar.train.trainer", "from mpi4py import MPI"),
@@ -123,8 +137,8 @@ def test_the_rooms_are_found():
         ("visualize.loss", "if True:\n    import minipar.nn"),
     ],
 )
-def test_an_import_against_the_arrows_is_seen(module, source):
-    assert len(violations(source, module)) == 1
+def test_an_import_that_points_up_is_seen(module, source):
+    assert len(upward_imports(source, module)) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,20 +146,148 @@ def test_an_import_against_the_arrows_is_seen(module, source):
     [
         (
             "minipar.nn.layers",
-            "from minipar.autograd import tensor\nfrom .module import Module\nimport numpy as np, math",
+            "from minipar.autograd import tensor\nfrom .module import Module\nimport numpy",
         ),
-        ("minipar.parallel.data", "from minipar.comm import mesh\nfrom ..nn.module import Module"),
+        ("minipar.parallel.ddp", "from minipar.comm import mesh\nfrom ..nn.module import Module"),
         ("minipar.comm.mpi", "from mpi4py import MPI\nfrom minipar import errors"),
         ("visualize.timeline", "from visualize.style import save\nfrom minipar.errors import UsageError"),
     ],
 )
-def test_an_import_along_the_arrows_passes(module, source):
-    assert violations(source, module) == []
+def test_an_import_that_points_down_passes(module, source):
+    assert upward_imports(source, module) == []
+
+
+# ---- strategies do not know one another ------------------------------------------------------------------------------
+
+
+def strange_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports by which a strategy, or a helper that strategies share, knows a strategy that is not itself."""
+    own = module.split(".")[2]
+    if own not in STRATEGIES + SHARED:
+        return []
+    wrong = []
+    for name in sorted(imported(source, module if is_package else module.rpartition(".")[0])):
+        other = name.removeprefix("minipar.parallel.").split(".")[0] if name.startswith("minipar.parallel.") else own
+        shared = other in SHARED and (other != "sharding" or own in ZERO)
+        if other != own and not shared:
+            wrong.append(f"{module} imports {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("minipar.parallel.")])
+def test_strategies_do_not_import_each_other(module):
+    assert strange_imports(MODULES[module].read_text(), module, MODULES[module].name == "__init__.py") == []
+
+
+def test_the_strategies_and_their_helpers_are_there():
+    names = {module.split(".")[2] for module in MODULES if module.startswith("minipar.parallel.")}
+    assert names >= {*SHARED, "ddp", "zero", "fsdp", "tensor", "pipeline"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("minipar.parallel.ddp", "from minipar.parallel.zero import ZeroStage1"),
+        ("minipar.parallel.ddp", "from minipar.parallel import fsdp"),
+        ("minipar.parallel.ddp", "from minipar.parallel.sharding import Chunk"),
+        ("minipar.parallel.ddp", "from minipar.parallel.traffic import StepLayout"),
+        ("minipar.parallel.zero", "def late():\n    from .ddp import DistributedDataParallel"),
+        ("minipar.parallel.tensor.layers", "from minipar.parallel.pipeline.stage import cut"),
+        ("minipar.parallel.pipeline.stage", "if TYPE_CHECKING:\n    from ..tensor import TensorGroup"),
+        ("minipar.parallel.wrapper", "from minipar.parallel.ddp import DistributedDataParallel"),
+        ("minipar.parallel.placement", "from minipar.parallel.tensor.plan import PLAN"),
+    ],
+)
+def test_a_strategy_that_knows_another_one_is_seen(module, source):
+    assert len(strange_imports(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("minipar.parallel.fsdp", "from minipar.parallel.sharding import Chunk\nfrom minipar.nn import Module"),
+        (
+            "minipar.parallel.tensor.plan",
+            "from minipar.parallel.tensor.layers import enter\nfrom ..placement import Shard",
+        ),
+        ("minipar.parallel.stages", "from minipar.parallel.ddp import DistributedDataParallel"),
+    ],
+)
+def test_a_strategy_may_import_itself_and_the_shared_helpers(module, source):
+    assert strange_imports(source, module) == []
+
+
+# ---- cycles ----------------------------------------------------------------------------------------------------------
+
+
+def graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """What each module imports of the others, wherever the import is written.
+
+    `sources` is (source, whether it is a package's __init__) by module. `from a import b` is an import of a.b where
+    that is a module, otherwise of a.
+    """
+    edges = {}
+    for module, (source, is_package) in sources.items():
+        names = imported(source, module if is_package else module.rpartition(".")[0])
+        targets = {name if name in sources else name.rpartition(".")[0] for name in names}
+        edges[module] = (targets & sources.keys()) - {module}
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> list[str]:
+    """For each module the shortest way through imports back to itself; a cycle is listed once."""
+    listed = {}
+    for start in edges:
+        ways, queue = {start: [start]}, deque([start])
+        while queue:
+            module = queue.popleft()
+            if start in edges[module]:
+                way = ways[module]
+                first = way.index(min(way))
+                listed[frozenset(way)] = " -> ".join([*way[first:], *way[: first + 1]])
+                break
+            for other in sorted(edges[module] - ways.keys()):
+                ways[other] = [*ways[module], other]
+                queue.append(other)
+    return sorted(listed.values())
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    sources = {module: (path.read_text(), path.name == "__init__.py") for module, path in MODULES.items()}
+    assert cycles(graph(sources)) == [], "\n".join(cycles(graph(sources)))
+
+
+def test_a_cycle_is_seen_wherever_its_imports_are_written():
+    sources = {
+        "a": ("from a import b", True),
+        "a.b": ("def late():\n    from a.c import f", False),
+        "a.c": ("if TYPE_CHECKING:\n    from .b import g\nimport os", False),
+        "a.d": ("from a import f", False),
+        "a.e": ("from a.d import g", False),
+    }
+    assert cycles(graph(sources)) == ["a.b -> a.c -> a.b"]
+    sources["a.c"] = ("from a import f", False)  # a name of the package itself, which imports a.b
+    assert cycles(graph(sources)) == ["a -> a.b -> a.c -> a"]
+
+
+# ---- what a reader of ddp.py may have to open ------------------------------------------------------------------------
+
+
+def test_importing_ddp_loads_few_modules_and_few_lines():
+    """Of minipar, package __init__ files included, in an interpreter that has loaded nothing else."""
+    program = "import sys, minipar.parallel.ddp; print(*[m for m in sys.modules if m.split('.')[0] == 'minipar'])"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = result.stdout.split()
+    lines = sum(len(MODULES[module].read_text().splitlines()) for module in modules)
+    assert "minipar.parallel.ddp" in modules
+    assert not {"minipar.parallel.zero", "minipar.parallel.fsdp", "minipar.parallel.tensor"} & set(modules)
+    assert len(modules) <= MOST_MODULES and lines <= MOST_LINES, f"{len(modules)} modules, {lines} lines: {modules}"
 
 
 # ---- the serial model knows no ranks ---------------------------------------------------------------------------------
 
-# Words of the rooms above. Prose in nn and autograd may use them, to say why a thing is as it is; code may not.
+# Words of parallelism. Prose in nn and autograd may say why a thing is as it is ("keyed by name and never by a rank");
+# its code may not use them.
 WORDS = re.compile(r"\b(ranks?|comm|communicators?|mesh|world|mpi|mpirun)\b", re.IGNORECASE)
 
 
@@ -156,8 +298,8 @@ def code_words(source: str) -> list[str]:
     return [part for part in parts if WORDS.fullmatch(part)]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) in ("minipar.nn", "minipar.autograd")])
-def test_the_serial_models_code_names_no_rank_and_no_communicator(module):
+@pytest.mark.parametrize("module", [m for m in MODULES if package_of(m) in ("minipar.nn", "minipar.autograd")])
+def test_the_serial_models_code_names_no_rank_and_no_comm(module):
     assert code_words(MODULES[module].read_text(encoding="utf-8")) == []
 
 

@@ -88,7 +88,7 @@ def test_recordings_nest_and_end_with_an_exception():
     assert (outer.total(), inner.total()) == (8, 16)
 
 
-def test_the_peak_is_the_largest_sum_and_says_what_it_was_made_of():
+def test_the_peak_is_the_largest_sum_and_says_of_what():
     with MemoryLedger().recording() as ledger:
         first, second = np.zeros(100), np.zeros(50)
         hold("activations", first)

@@ -51,7 +51,7 @@ class Engine:
     def wait(self, request: Request, stream: Stream | None = None) -> None:
         """Wait until `request` is done, and advance every outstanding operation meanwhile.
 
-        `request.test()` advances `stream` itself. CommunicationError after MINIPAR_TIMEOUT seconds (default 1800).
+        `stream` waits for the request itself. CommunicationError after MINIPAR_TIMEOUT seconds (default 1800).
         """
         pause = self.transport.pause
         attempt = 0
@@ -159,7 +159,7 @@ class Work:
     """
 
     __slots__ = (
-        "_count", "_request", "_requests", "_result", "algorithm", "done", "op", "rank", "size", "stream", "tag",
+        "_count", "_requests", "_result", "algorithm", "done", "missing", "op", "rank", "size", "stream", "tag",
         "transport",
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ class Work:
         self.rank = transport.rank
         self.size = transport.size
         self._count = stream.engine.traffic.counter(op, stream.axis)
-        self._request: Request | None = None  # the message that is missing
+        self.missing: Request | None = None  # the message that is missing
         self.done = False
 
     # -- for the algorithm (see transport.Link) ---------------------------------------------------------------------
@@ -213,15 +213,17 @@ class Work:
 
     def wait(self) -> Any:
         """Wait until the operation is finished, and return its result."""
-        if not self.done:
-            self.stream.engine.wait(self, self.stream)
+        while not self.test():
+            missing = self.stream.queue[0].missing
+            assert missing is not None
+            self.stream.engine.wait(missing, self.stream)
         return self._result
 
     def advance(self) -> bool:
         """Run the algorithm until a message is missing. True when it is finished. Only the oldest Work may run."""
-        request = self._request
+        request = self.missing
         while request is None or request.test():
-            request = self._request = next(self._requests, None)
+            request = self.missing = next(self._requests, None)
             if request is None:
                 self.done = True
                 return True
@@ -229,8 +231,8 @@ class Work:
 
     def describe(self) -> str:
         """Say what is being waited for."""
-        if self._request is not None:
-            return self._request.describe()
+        if self.missing is not None:
+            return self.missing.describe()
         return f"{self.title()}: its turn, after the operations issued before it"
 
     # -- for a single message of the user (TimedWork takes the time of both) ------------------------------------------

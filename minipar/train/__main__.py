@@ -18,11 +18,10 @@ from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
-from minipar.train.checkpoint import agreeing, prepare_directory
+from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.evaluate import Evaluation, hold_out
-from minipar.train.manifest import Checkpoint
 from minipar.train.progress import (
     Metrics,
     Progress,

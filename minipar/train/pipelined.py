@@ -1,4 +1,4 @@
-"""One step of a pipeline's rank: the schedule's actions on this step's microbatches."""
+"""A training step of a pipeline: the schedule's actions on the step's microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
-    """The schedule that `--schedule` names, for this mesh and number of microbatches; checked. UsageError."""
+    """Return the schedule that `--schedule` names, checked, for the mesh and the number of microbatches. UsageError."""
     name, pp, microbatches = config.mesh.schedule or "1f1b", config.mesh.pp, config.data.microbatches
     if not name.endswith(".csv"):
         schedule = make(name, pp, microbatches, config.mesh.virtual_stages)
@@ -42,8 +42,10 @@ def schedule_of(config: TrainConfig) -> Schedule:
 
 
 class PipelinedStep:
-    """Runs the schedule for one replica; gradients accumulate in `ddp`'s buffers, and its buckets start to travel in
-    the last microbatch's backward, while the pipeline cools down.
+    """A runner of the schedule for one replica.
+
+    Gradients accumulate in `ddp`'s buffers. The reduction of its buckets starts in the backward of the last microbatch,
+    while the pipeline cools down.
     """
 
     def __init__(
@@ -65,15 +67,16 @@ class PipelinedStep:
         batch: Callable[[int, range], tuple[np.ndarray, np.ndarray]],
         gradient: float,
     ) -> float:
-        """Forward and backward of all microbatches; samples[m] are the m-th's. Returns the replica's summed loss.
+        """Run forward and backward of all microbatches and return the replica's summed loss.
 
-        On the wire over pp: B T h elements per microbatch, cut and direction; V h twice for the embedding; one float64.
+        samples[m] are those of microbatch m. Sends over pp B T h elements per microbatch, cut and direction, V h for
+        the gradient of the embedding, and one float64.
         """
         pipeline = self.pipeline
         losses = np.zeros(1)
-        # Before the first action, not between them: there it would stand in everybody's way.
-        at_an_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
-        batches = [tuple(map(from_host, batch(step, each))) for each in samples] if at_an_end else []
+        # All batches are read before the first action; between two actions, the other ranks would wait for it.
+        is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
+        batches = [tuple(map(from_host, batch(step, each))) for each in samples] if is_end else []
 
         def tokens(m: int) -> Array:
             return batches[m][0]
@@ -94,5 +97,5 @@ class PipelinedStep:
         self.executor.run(tokens, loss, lambda m: xp.full((), gradient, dtype=self.dtype), around)
         pipeline.fetch_tied_gradient()
         self.ddp.synchronize()
-        pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero but on the last stage
+        pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
         return float(losses[0])

@@ -19,10 +19,9 @@ from typing import Any
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
-from minipar.train.checkpoint import agreeing, checkpoints, told
+from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular, run_flags
 from minipar.train.config import TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
-from minipar.train.manifest import MANIFEST, STEP, Checkpoint, read_regular
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = (
@@ -79,7 +78,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
                 raise UsageError(f"{checkpoint.path}: {flag} {saved[flag]!r:.60} is not a value of that flag")
             values[name] = tuple(saved[flag]) if isinstance(saved[flag], list) else saved[flag]
     config = with_values(config, values)
-    _compare(checkpoint, MUST_AGREE, saved, told(config), "; these cannot change in a resumed run")
+    _compare(checkpoint, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
     check(config)
     return config
 
@@ -118,7 +117,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
 
 def check_agreement(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens) -> None:
     """Raise UsageError with every value that this run has and the checkpoint contradicts."""
-    saved, current = checkpoint.history[-1]["flags"], told(config)
+    saved, current = checkpoint.history[-1]["flags"], run_flags(config)
     _compare(checkpoint, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if checkpoint.manifest["data"] != tokens.fingerprint().hex():
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
@@ -161,7 +160,7 @@ def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
 
     Then one device can repeat all steps to the bit.
     """
-    current = told(config)
+    current = run_flags(config)
     for period in [] if checkpoint is None else checkpoint.history:
         then = period["flags"]
         if any(then.get(name) != current[name] for name in SUMS):

@@ -1,14 +1,14 @@
-"""The training loop: the same program on one device and on any mesh.
+"""The training loop: the same program on one device and on any mesh. `Trainer.step` is one step.
 
-The global batch is cut into `dp` replicas' shares, and each share into microbatches. Each data-parallel rank computes
-one replica. `verify.py` has the one device that computes all replicas one after another.
+The global batch is cut into one share for each data-parallel replica, and each share into microbatches. A data-parallel
+rank computes one replica. verify.py has the single device that computes all replicas one after another.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,16 +37,15 @@ from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
 from minipar.parallel.tensor import tensor_parallel
 from minipar.parallel.wrapper import Wrapper
-from minipar.train.checkpoint import save, told
+from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
-from minipar.train.manifest import Checkpoint, restore_optimizer
 from minipar.train.pipelined import PipelinedStep, schedule_of
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The report of one step, and the fields of a line of `--metrics`."""
+    """The result of one step, which is one line of `--metrics`."""
 
     step: int  # counted from 0
     loss: float  # mean over the global batch before the update, nats per token
@@ -56,21 +55,24 @@ class StepResult:
 
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
-    """Make the serial model of a configuration, of `--init-from`, or of a checkpoint; its values are still deferred."""
+    """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
     recompute = config.run.recompute == "full"
     if config.model.init_from is not None:
         return load_gpt2(
             config.model.init_from, config.run.dtype, recompute, deferred=True, dropout=config.optimizer.dropout
         )
-    shape = GPTConfig(
-        vocab_size=config.model.vocab_size,
-        n_positions=config.model.seq_len,
-        n_embd=config.model.hidden,
-        n_layer=config.model.layers,
-        n_head=config.model.heads,
-    )
+    if checkpoint is not None:
+        shape = GPTConfig(**checkpoint.manifest["model"])
+    else:
+        shape = GPTConfig(
+            vocab_size=config.model.vocab_size,
+            n_positions=config.model.seq_len,
+            n_embd=config.model.hidden,
+            n_layer=config.model.layers,
+            n_head=config.model.heads,
+        )
     model = GPT(
-        shape if checkpoint is None else GPTConfig(**checkpoint.manifest["model"]),
+        shape,
         seed=config.run.seed,
         dtype=config.run.dtype,
         recompute=recompute,
@@ -84,11 +86,11 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
 
 
 class Trainer:
-    """Trains `config` on `mesh`, whose axes have the sizes of config.mesh, from step 0 or from a checkpoint's step.
+    """The training of `config` on `mesh`, from step 0 or from a checkpoint of any layout.
 
-    The checkpoint may be of any layout. Sends per step and rank what the ZeRO stage sends over dp (parallel/ddp.py,
-    zero.py, fsdp.py), what the layers send over tp (parallel/tensor/plan.py), what the schedule sends over pp, and one
-    float64 for the loss. UsageError if the model state does not fit `--memory-limit`.
+    The mesh's axes have the sizes of config.mesh. A step sends what the ZeRO stage sends over dp (parallel/ddp.py,
+    zero.py, fsdp.py), the layers over tp (parallel/tensor/plan.py) and the schedule over pp (parallel/pipeline/
+    executor.py), and one float64 for the loss. UsageError if the model state does not fit `--memory-limit`.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Trainer:
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
         self.tokens_per_step = config.data.global_batch * config.model.seq_len
         self.samples_per_microbatch = config.data.global_batch // (config.mesh.dp * config.data.microbatches)
-        self.ddp = self._parallelize()
+        self.ddp, self.pipelined = self._parallelize()
         self.optimizer = AdamW(
             self.ddp.parameters(),
             betas=config.optimizer.betas,
@@ -120,13 +122,15 @@ class Trainer:
             seed=config.run.seed,
         )
 
-    def _parallelize(self) -> Wrapper:
+    def _parallelize(self) -> tuple[Wrapper, PipelinedStep | None]:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
         config, mesh, model = self.config, self.mesh, self.model
         options: dict[str, Any] = {}
+        # Tensor parallelism splits the layers. Sequence parallelism leaves gradients to sum before dp reduces them.
         if mesh.tp.size > 1:
             tensor = tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
             options["before_reduce"] = tensor.sum_partial
+        # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         schedule = schedule_of(config) if config.mesh.pp > 1 else None
         pipeline = None
         options["groups"] = by_unit(model) if schedule is None else part_groups(model)
@@ -134,6 +138,7 @@ class Trainer:
             pipeline = PipelineParallel(model, mesh.pp, schedule, config.model.seq_len)
             options["groups"] = pipeline.groups
             options["runs"] = [stage.parts for stage in pipeline.stages.values()]
+        # Data parallelism or ZeRO owns the gradients of what is left.
         if config.mesh.memory_limit is not None:
             check_limit(
                 config.mesh.memory_limit,
@@ -144,72 +149,55 @@ class Trainer:
                 accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
             )
         ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)
-        self.pipelined = None
-        if schedule is not None and pipeline is not None:
-            length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
-            shape = (self.samples_per_microbatch, length, model.config.n_embd)
-            self.pipelined = PipelinedStep(config, schedule, pipeline, ddp, shape)
-        return ddp
+        if schedule is None or pipeline is None:
+            return ddp, None
+        length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
+        shape = (self.samples_per_microbatch, length, model.config.n_embd)
+        return ddp, PipelinedStep(config, schedule, pipeline, ddp, shape)
 
     def train(self) -> Iterator[StepResult]:
-        """Run the configured steps, from the first that the checkpoint has not, yielding after each."""
+        """Take the configured steps that the checkpoint has not taken, and yield the result of each."""
         for step in range(self.first_step, self.config.optimizer.steps):
             yield self.step(step)
 
     def step(self, step: int) -> StepResult:
-        """Take one optimizer step over the global batch; every rank of the mesh calls it with the same `step`.
-
-        On a model clock, matrix products take their operations divided by the clock's speed; all else takes no time.
-        """
-        clock = self.mesh.world.clock
-        if not isinstance(clock, ModelClock):
-            return self._step(step)
-        with flop_counter(lambda flops: clock.advance(flops / clock.flops_per_second)):
-            return self._step(step)
-
-    def _step(self, step: int) -> StepResult:
+        """Take one optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
         start = time.perf_counter()
-        enter("forward", restart=True)
-        self.ddp.zero_grad()
-        loss = self._forward_backward(step)
-        optimizer = self.config.optimizer
-        with self._region("optimizer"):
-            grad_norm = self._clip_grad_norm(optimizer.clip_grad or None)
-            self.optimizer.lr = learning_rate(
-                step,
-                lr=optimizer.lr,
-                schedule=optimizer.lr_schedule,
-                warmup_steps=optimizer.warmup_steps,
-                total_steps=optimizer.steps,
-            )
-            self.optimizer.step()
-            backend.synchronize()
-        if self.pipelined is not None:  # not in the region: the last stage waits in it and computes nothing
-            self.pipelined.pipeline.send_tied_weight(self._whole)
+        with self._model_clock():
+            enter("forward", restart=True)
+            self.ddp.zero_grad()
+            loss = self._forward_backward(step)
+            with self._region("optimizer"):
+                grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
+                self.optimizer.lr = self._learning_rate(step)
+                self.optimizer.step()
+                backend.synchronize()
+            if self.pipelined is not None:  # outside the region, because the last stage computes nothing here
+                self.pipelined.pipeline.send_tied_weight(self._whole)
         seconds = time.perf_counter() - start
         return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds)
 
     def _forward_backward(self, step: int) -> float:
-        """Compute the whole gradient of the global batch's mean loss; return the global batch's summed loss."""
+        """Compute the gradient of the global batch's mean loss; return the global batch's summed loss."""
+        replica, microbatches = self.mesh.dp.rank, range(self.config.data.microbatches)
         if self.pipelined is not None:
-            samples = [self.samples(self.mesh.dp.rank, m) for m in range(self.config.data.microbatches)]
+            samples = [self.samples(replica, m) for m in microbatches]
             loss = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
         else:
             loss = 0.0
-            last = self.config.data.microbatches - 1
-            for m in range(last + 1):
-                sync = m == last or self.config.mesh.sync_every_microbatch
+            for m in microbatches:
+                sync = m == microbatches[-1] or self.config.mesh.sync_every_microbatch
                 with nullcontext() if sync else self.ddp.no_sync():
-                    loss += self.backward_microbatch(step, self.mesh.dp.rank, m)
+                    loss += self.backward_microbatch(step, replica, m)
                 if sync:
                     self.ddp.synchronize()
         return float(self.mesh.dp.all_reduce(np.array([loss]), algorithm="ordered")[0])
 
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        """Run forward and backward of one microbatch; return its summed loss. Gradients add up in the buffers.
+        """Run forward and backward of one microbatch and return its summed loss.
 
-        The loss of each microbatch is a sum over tokens, and its gradient is scaled by 1 / tokens of the *global*
-        batch: contributions then simply add up, over microbatches and over ranks.
+        The loss is a sum over tokens, and its gradient is scaled by 1 / tokens of the global batch. Such gradients add
+        up, over microbatches in the buffers and over ranks in the reduction, to that of the global mean.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
@@ -221,7 +209,7 @@ class Trainer:
         return loss.item()
 
     def samples(self, replica: int, microbatch: int) -> range:
-        """Return the numbers, in the global batch, of a replica's samples in one microbatch."""
+        """Return the positions, in the global batch, of a replica's samples in one microbatch."""
         first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
         return range(first, first + self.samples_per_microbatch)
 
@@ -230,14 +218,14 @@ class Trainer:
         return gather_state(self.model, self.ddp.parameters(), self.mesh.world)
 
     def save(self, directory: str | Path, step: int) -> None:
-        """Write a checkpoint after `step` optimizer steps; collective (see checkpoint.save)."""
+        """Write a checkpoint after `step` optimizer steps. Collective; see `minipar.train.checkpoint.save`."""
         history = [] if self.checkpoint is None else list(self.checkpoint.history)
         header = {
             "dtype": self.config.run.dtype,
             "data": self.batches.tokens.fingerprint().hex(),
             "model": asdict(self.model.config),
             "parameters": self.shapes,
-            "history": [*history, {"step": self.first_step, "flags": told(self.config)}],
+            "history": [*history, {"step": self.first_step, "flags": run_flags(self.config)}],
         }
         save(self.mesh.world, directory, step, self.optimizer, header)
 
@@ -247,14 +235,31 @@ class Trainer:
 
     @property
     def units(self) -> int:
-        """The number of units whose squares the gradient's norm adds up, on all pipeline ranks together."""
+        """The number of units (groups of one bucket) of the gradient's norm, on all pipeline ranks together."""
         return placement_of(self.ddp.buckets[0].parameters[0]).units
 
     def _whole(self, parameter: Parameter) -> backend.Array:
-        """Return a parameter's values, which only ZeRO stage 3 must gather."""
+        """Return all values of a parameter, which ZeRO stage 3 must gather."""
         if isinstance(self.ddp, FullyShardedDataParallel):
             return self.ddp.gather_parameter(parameter)
         return parameter.data
+
+    def _learning_rate(self, step: int) -> float:
+        options = self.config.optimizer
+        return learning_rate(
+            step,
+            lr=options.lr,
+            schedule=options.lr_schedule,
+            warmup_steps=options.warmup_steps,
+            total_steps=options.steps,
+        )
+
+    def _model_clock(self) -> AbstractContextManager[None]:
+        """Advance a model clock by each matrix product's operations / its speed. All else takes no time on it."""
+        clock = self.mesh.world.clock
+        if not isinstance(clock, ModelClock):
+            return nullcontext()
+        return flop_counter(lambda flops: clock.advance(flops / clock.flops_per_second))
 
     @contextmanager
     def _region(self, name: str) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""`--verify`: train the same steps on one device and compare every parameter and every loss.
+"""The check of `--verify`: train the same steps on one device, and compare every parameter and every loss.
 
-With `--reduction ordered` the two must agree bit for bit. With `ring` each element's sum over ranks is taken in another
-order, so they agree up to rounding, and the bound below says how far rounding may go.
+With `--reduction ordered` the two runs must agree bit for bit. With `ring` the sums over ranks are taken in another
+order, so the runs agree up to rounding, and `bound` states how far rounding may go.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from minipar.train.trainer import StepResult, Trainer
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a comparison, and the line that says it."""
+    """The outcome of a comparison, and the line to print."""
 
     passed: bool
     line: str
 
 
 def bound(dtype: str, steps: int) -> float:
-    """The largest relative difference that rounding explains after `steps` steps: 4500 machine epsilons for the first
-    (1e-12 in float64), five times that for each further one (1e-10 after 20).
+    """Return the largest relative difference after `steps` steps that rounding explains.
 
-    Relative to the largest number of a layer (`layer_scales`). Why so far above one epsilon: AdamW divides a gradient
-    by its own size, so where the true gradient is zero (the bias of the keys) the update is rounding noise over `eps`.
+    It is 4500 machine epsilons for the first step (1e-12 in float64) and five times that for each further one (1e-10
+    after 20), relative to the largest value of a layer (`layer_scales`). It is so far above one epsilon because AdamW
+    divides a gradient by its own size. If the true gradient is zero (the bias of the keys), the update is rounding
+    noise divided by `eps`.
     """
     return 4500 * float(np.finfo(dtype).eps) * (5 * steps - 4)
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray, scale: float | None = None) -> float:
-    """max |a - b| / scale, which is max |b| unless given."""
+    """Return max |a - b| / scale; the default scale is max |b|."""
     largest = float(np.abs(a - b).max(initial=0.0))
     return largest / (float(np.abs(b).max()) if scale is None else scale) if largest else 0.0
 
 
 def layer_scales(state: dict[str, np.ndarray]) -> dict[str, float]:
-    """For each parameter the largest number in its layer, weight and bias together: on what scale it is compared.
+    """Return for each parameter the largest value in its layer, weight and bias together, to compare it on that scale.
 
-    The keys' bias is why: its gradient is zero but for rounding (softmax does not see it), AdamW divides that rounding
-    by itself plus `eps`, and the bias, which began at zero, is a thousand times smaller than the weights that its
-    layer's result is made of.
+    The keys' bias needs this. Its gradient is zero but for rounding, because softmax does not depend on it. AdamW
+    divides that rounding by itself plus `eps`, and the bias, which began at zero, stays a thousand times smaller than
+    the weights to whose products it is added.
     """
     layers: dict[str, float] = {}
     for name, array in state.items():
@@ -73,46 +74,49 @@ def compare(
     ranks: int,
     dtype: str,
 ) -> Verdict:
-    """Compare the parameters and the losses of two runs; `exact` demands the same bits. Where the parallel one was
-    resumed, its steps are the single one's last ones.
+    """Compare the parameters, losses and gradient norms of two runs; `exact` demands the same bits.
+
+    If the parallel run was resumed, its steps are compared with the last ones of the single run. The norms are compared
+    because AdamW forgives a gradient of the wrong scale, which the parameters alone would hardly show.
     """
     pairs = {name: (parallel[name], single[name]) for name in single}
-    # The norms too: AdamW forgives a gradient of the wrong scale, so the parameters alone would hardly show it.
     resumed = len(single_steps) - len(parallel_steps)
-    for what, field in (("the losses", "loss"), ("the gradient norms", "grad_norm")):
+    for name, field in (("the losses", "loss"), ("the gradient norms", "grad_norm")):
         a, b = (np.array([getattr(step, field) for step in run]) for run in (parallel_steps, single_steps[resumed:]))
-        pairs[what] = (a, b)
-    count = sum(array.size for array in single.values())
-    steps, who = len(single_steps), f"{ranks} rank{'s' if ranks > 1 else ''}"
-    what = f"{len(single)} parameters ({count:,} numbers), losses and gradient norms of {len(parallel_steps)} steps"
+        pairs[name] = (a, b)
+    elements = sum(array.size for array in single.values())
+    steps, run = len(single_steps), f"{ranks} rank{'s' if ranks > 1 else ''}"
+    compared = (
+        f"{len(single)} parameters ({elements:,} numbers), losses and gradient norms of {len(parallel_steps)} steps"
+    )
     if resumed:
-        what += f", resumed after {resumed}"
+        compared += f", resumed after {resumed}"
     if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs.values()):
         return Verdict(False, f"verify: FAILED: not all numbers are finite after {steps} steps, which proves nothing")
     different = [name for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()]
     if not different:
-        return Verdict(True, f"verify: {who} = 1 device, bit for bit: {what}")
+        return Verdict(True, f"verify: {run} = 1 device, bit for bit: {compared}")
     scales = layer_scales(single)
     differences = {name: relative_difference(*pairs[name], scales.get(name)) for name in different}
-    where = max(differences, key=lambda name: differences[name])
-    largest, limit = differences[where], bound(dtype, steps)
+    worst = max(differences, key=lambda name: differences[name])
+    largest, limit = differences[worst], bound(dtype, steps)
     if exact:
         return Verdict(
             False,
-            f"verify: FAILED: {who} differ from 1 device in {len(different)} of {len(pairs)} arrays, "
-            f"most in {where}: relative {largest:.3g}, but --reduction ordered promises the same bits",
+            f"verify: FAILED: {run} differ from 1 device in {len(different)} of {len(pairs)} arrays, "
+            f"most in {worst}: relative {largest:.3g}, but --reduction ordered promises the same bits",
         )
     if largest <= limit:
-        found = f"largest relative difference {largest:.3g} (in {where}) <= bound {limit:.3g}"
-        return Verdict(True, f"verify: {who} = 1 device within rounding: {what}; {found}")
-    found = f"relative difference {largest:.3g} in {where} exceeds the bound {limit:.3g}"
-    return Verdict(False, f"verify: FAILED: {who} differ from 1 device by more than rounding: {what}; {found}")
+        rounding = f"largest relative difference {largest:.3g} (in {worst}) <= bound {limit:.3g}"
+        return Verdict(True, f"verify: {run} = 1 device within rounding: {compared}; {rounding}")
+    excess = f"relative difference {largest:.3g} in {worst} exceeds the bound {limit:.3g}"
+    return Verdict(False, f"verify: FAILED: {run} differ from 1 device by more than rounding: {compared}; {excess}")
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
-    """Return whether the ranks of each dp axis hold the same bits, as they must; the same answer on every rank.
+    """Return True on every rank if the ranks of each dp axis hold the same bits, as they must.
 
-    At ZeRO stage 3 no element is on two ranks of the axis.
+    At ZeRO stage 3 no element is on two ranks of the axis, so there is nothing to compare.
     """
     digest = hashlib.sha256()
     if trainer.ddp.stage < 3:
@@ -131,15 +135,14 @@ def verify(
 ) -> Verdict:
     """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
 
-    From step 0, also where `trainer` was resumed: resuming must be never having stopped. (Where the saved run added in
-    another order, as another number of replicas does, the bound for all steps together applies.)
-
+    The single device starts at step 0 even if `trainer` was resumed, because a resumed run must equal one that never
+    stopped. If the saved run added in another order (with another number of replicas), the bound for all steps applies.
     The other ranks wait. `on_step` is called on rank 0 after each step of the single device.
     """
     comm = trainer.mesh.world
     if not same_on_all_ranks(trainer):
         return Verdict(False, "verify: FAILED: the ranks do not hold the same parameters as one another")
-    line = b""
+    line = b""  # 0 or 1, and the verdict's line
     parameters = trainer.state_dict()
     if comm.rank == 0:
         single, single_results = train_on_one_device(trainer.config, tokens, on_step)
@@ -162,7 +165,7 @@ def verify(
 def train_on_one_device(
     config: TrainConfig, tokens: Tokens, on_step: Callable[[StepResult], None] = lambda result: None
 ) -> tuple[dict[str, np.ndarray], list[StepResult]]:
-    """The same steps on a mesh of one, nothing sharded; returns the parameters and what each step reported."""
+    """Train the same steps on a mesh of one, nothing sharded; return the parameters and the result of each step."""
     single = OneDevice(config, tokens)
     results = []
     for result in single.train():
@@ -172,10 +175,10 @@ def train_on_one_device(
 
 
 class OneDevice(Trainer):
-    """One device instead of many ranks: all replicas and microbatches one after another, with the same sums.
+    """A trainer that computes all replicas and microbatches one after another on one device, with the same sums.
 
-    The replicas' gradients are added from left to right, in rank order, which is what the `ordered` all-reduce
-    computes, to the bit. That costs one more flat array (two with `--sync-every-microbatch`).
+    It adds the replicas' gradients in rank order, as the `ordered` all-reduce does, to the bit. That needs one more
+    array of all gradients (two with `--sync-every-microbatch`).
     """
 
     def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
@@ -190,18 +193,18 @@ class OneDevice(Trainer):
         def backward(replica: int, microbatch: int) -> None:
             losses[replica] += self.backward_microbatch(step, replica, microbatch)
 
-        def whole_replica(replica: int) -> None:
+        def backward_replica(replica: int) -> None:
             for m in microbatches:
                 backward(replica, m)
 
-        def whole_microbatch(microbatch: int) -> None:
+        def backward_all_replicas(microbatch: int) -> None:
             self.accumulate(lambda replica: backward(replica, microbatch), self.replicas)
 
         with self.ddp.no_sync():
             if self.config.mesh.sync_every_microbatch:
-                self.accumulate(whole_microbatch, microbatches)
+                self.accumulate(backward_all_replicas, microbatches)
             else:
-                self.accumulate(whole_replica, self.replicas)
+                self.accumulate(backward_replica, self.replicas)
         self.ddp.synchronize()
         total = 0.0
         for loss in losses.values():
@@ -209,7 +212,7 @@ class OneDevice(Trainer):
         return total
 
     def accumulate(self, backward: Callable[[int], None], indices: Iterable[int]) -> None:
-        """Leave g_0 + g_1 + ..., added from left to right, in the flat gradients; backward(i) computes g_i there."""
+        """Compute g_0 + g_1 + ... in the gradient buffers, added from left to right; backward(i) computes g_i there."""
         assert isinstance(self.ddp, DistributedDataParallel)
         gradients = self.ddp.buffers.gradients
         total: Array | None = None
@@ -227,5 +230,4 @@ class OneDevice(Trainer):
         gradients[...] = total
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        one = self.mesh.dp
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, one, chunks=len(self.replicas))
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, chunks=len(self.replicas))

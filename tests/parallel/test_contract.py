@@ -255,7 +255,7 @@ def test_an_optimizer_of_the_models_parameters_is_refused(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_made_before_wrapping_is_refused_at_its_step(stage):
+def test_an_optimizer_made_before_wrapping_is_refused_at_step(stage):
     def rank(comm):
         model = MLP()
         optimizer = AdamW(model.parameters())
@@ -303,6 +303,20 @@ def test_a_scaled_backward_without_synchronize_is_refused(stage):
             ddp.synchronize()
 
     refused(stage, script, RuntimeError, "after scaled_backward: call wrapper.synchronize")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_zero_grad_forgot_ask_for_no_sum(stage):
+    def rank(comm):
+        ddp = shard(MLP(), comm, stage)
+        optimizer = AdamW(ddp.parameters())
+        with ddp.no_sync():
+            ddp.loss(*points_of(1)(0, comm.rank)).backward()
+        optimizer.zero_grad()
+        optimizer.step()  # raises nothing, and has nothing to do
+        return bits(ddp.state_dict())
+
+    assert run_local(2, rank)[0] == bits(MLP().state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -55,14 +55,14 @@ def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, **wr
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_element_counts_once_and_every_stage_has_the_same_bits(layout):
+def test_each_element_counts_once_in_the_same_bits_at_each_stage(layout):
     by_stage = [norms(layout, stage) for stage in range(4)]
     assert by_stage[0][0] == pytest.approx(NORM, rel=1e-14)
     assert all(norm == by_stage[0][0] for ranks in by_stage for norm in ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_one_device_that_adds_in_as_many_chunks_has_the_same_bits(ranks):
+def test_one_device_that_adds_as_many_chunks_has_the_same_bits(ranks):
     trainer = trainer_for(config_for(SHAPE), TEXT)
     single = clip_grad_norm(with_gradient(trainer), None, trainer.units, serial(), chunks=ranks)
     assert norms(f"--dp {ranks} --global-batch 24", 2) == [single] * ranks
@@ -70,7 +70,7 @@ def test_one_device_that_adds_in_as_many_chunks_has_the_same_bits(ranks):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_clipping_scales_every_element_and_returns_the_norm_before(layout, stage):
+def test_clipping_scales_every_element_and_returns_the_norm(layout, stage):
     def check(trainer, norm):
         for p in trainer.ddp.parameters():
             own = local_part(p.placement.tp, GRADIENT[p.placement.name], elements_of(p)).reshape(p.shape)

@@ -56,7 +56,7 @@ def test_a_shard_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
         assert Shard(rank, ranks, 1, 3 * h, 3).part(names)[0].tolist() == expected
 
 
-def test_partial_is_replicate_with_a_sum_to_come_and_shard_is_neither():
+def test_partial_is_replicated_with_a_sum_to_come():
     assert isinstance(Partial(1, 2), Replicate) and not isinstance(Shard(1, 2), Partial)
     assert Replicate(1, 2) != Partial(1, 2) and Shard(1, 2, 0, 4) == Shard(1, 2, 0, 4)
 
@@ -97,7 +97,7 @@ def test_a_shard_is_a_view_that_decays_as_the_whole_does():
     assert run_local(3, rank) == [9, 9, 8]
 
 
-def test_with_more_ranks_than_elements_a_rank_holds_an_empty_shard():
+def test_with_more_ranks_than_elements_a_shard_is_empty():
     def rank(comm):
         ddp = shard(Linear.of(np.ones((2, 1)), np.zeros(1)), comm, 3)
         AdamW(ddp.parameters())
@@ -120,7 +120,7 @@ def test_place_records_the_serial_names_and_shapes_once():
     assert placements["wpe.weight"] == Placement("wpe.weight", (8, 13), pp=3)
 
 
-def test_a_layer_made_parallel_on_its_own_gets_its_name_from_the_model():
+def test_a_layer_made_parallel_first_gets_the_models_name():
     model = MLP()
     model.first.weight.placement = Placement("", (3, 5), Shard(0, 1, 1, 5))
     place(model)

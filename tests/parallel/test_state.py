@@ -1,4 +1,4 @@
-"""Claims about the serial model's state: in every layout one rank owns each element, and rank 0 collects all."""
+"""Claims about the serial model's state: in every layout one rank owns each element, and rank 0 collects them all."""
 
 from collections import defaultdict
 

@@ -14,9 +14,8 @@ from training import bits, on_each_rank, ranks_of, trainer_for, verdicts
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn.pretrained import export_gpt2, load_gpt2
-from minipar.train.checkpoint import checkpoints, prepare_directory
+from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.manifest import KINDS, MANIFEST, Checkpoint
 from minipar.train.progress import Metrics
 from minipar.train.resume import open_checkpoint, same_sums
 from minipar.train.trainer import StepResult, Trainer

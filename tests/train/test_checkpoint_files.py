@@ -15,10 +15,9 @@ from minipar.comm import run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2
-from minipar.train.checkpoint import prepare_directory
+from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.manifest import Checkpoint, checksum
 from minipar.train.resume import open_checkpoint
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"

@@ -1,5 +1,6 @@
 """Claims about a run that is killed: whatever the moment, a whole checkpoint is there and the run goes on from it."""
 
+import inspect
 import itertools
 import shutil
 import sys
@@ -10,12 +11,12 @@ from launcher import kill_mpi, run_mpi
 from training import config_for, trainer_for
 
 from minipar.comm import serial
-from minipar.train import checkpoint as checkpoint_module
-from minipar.train.checkpoint import checkpoints
+from minipar.train.checkpoint import checkpoints, save
 from minipar.train.data import Tokens
 from minipar.train.resume import open_checkpoint
 
 TINY = "--layers 1 --hidden 4 --heads 1 --seq-len 8 --global-batch 2 --steps 3 --vocab-size 16"
+SAVE_FILE = inspect.getfile(save)
 TOKENS = Tokens(np.arange(100, dtype=np.uint8) % 16, "a text", 16)
 
 
@@ -24,11 +25,11 @@ class Killed(BaseException):
 
 
 def killed_at_line(number, function, *args):
-    """Call the function and stop before the number-th line that runs in checkpoint.py; False if it has fewer."""
+    """Call the function and stop before the number-th line that runs in checkpoint/save.py; False if it has fewer."""
     left = [number]
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename != checkpoint_module.__file__ or frame.f_code.co_name == "_own":
+        if frame.f_code.co_filename != SAVE_FILE or frame.f_code.co_name == "_owned_tensors":
             return None
         if event == "line":
             left[0] -= 1

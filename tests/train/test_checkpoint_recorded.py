@@ -13,8 +13,8 @@ import pytest
 from training import config_for, on_each_rank, ranks_of, trainer_for
 
 from minipar.comm import run_local
+from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint
 from minipar.train.data import load_tokens
-from minipar.train.manifest import KINDS, MANIFEST, Checkpoint
 from minipar.train.verify import bound
 
 FOLDER = Path(__file__).parent / "recorded" / "checkpoint-v1"

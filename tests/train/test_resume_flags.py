@@ -10,10 +10,9 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2
-from minipar.train.checkpoint import save
+from minipar.train.checkpoint import Checkpoint, checksum, save
 from minipar.train.config import TrainConfig, flags, parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.manifest import Checkpoint, checksum
 from minipar.train.resume import MUST_AGREE, TAKEN, continued, find_checkpoint
 from minipar.train.trainer import Trainer
 

@@ -20,7 +20,6 @@ from minipar.parallel.tensor import (
     VocabParallelHead,
     column_linear,
     enter,
-    gather_from,
     leave,
     vocab_parallel_cross_entropy_sum,
 )
@@ -153,11 +152,20 @@ def test_a_replicated_gradient_that_is_not_summed_is_caught(size):
     assert differing(size, False, summed=False) == set()  # without it there is nothing to sum
 
 
-class GathersWithoutSumming(ColumnParallelLinear):
-    """gather_from where all_gather belongs: backward keeps its own part of its own share."""
+class GatherWithoutSum(Function):
+    """An all-gather whose backward keeps this rank's part of its own share, where the sum over ranks belongs."""
 
+    def forward(self, x, group):
+        self.group = group
+        return group.gather(x, 1)
+
+    def backward(self, grad):
+        return self.group.part(grad, 1), None
+
+
+class GathersWithoutSumming(ColumnParallelLinear):
     def forward(self, x):
-        return linear(gather_from(x, self.group, 1), self.weight, self.bias)
+        return linear(GatherWithoutSum.apply(x, self.group), self.weight, self.bias)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
