@@ -312,7 +312,7 @@ if rank == 0:
 # Take the *real program* on the model clock, in the scale 1:64 of chapter 5: every length stands for one 64 times as
 # long, so a model of $h = 96$ and $T = 32$ stands for one of $h = 6144$ and $T = 2048$ in 16 bit, on devices that do
 # $4\cdot10^{14}$ operations per second. Two hosts of four ranks. Two axes have NVLink; the third has the link between
-# the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, so they tell its axis.) To the
+# the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, which tells its axis.) To the
 # program nothing changes but the rank order: the same values, the same bytes.
 #
 # (The links are those of 5.11: bandwidths from data sheets, latencies assumed. A few numbers per step, norm and loss,
