@@ -769,7 +769,7 @@ if runs and rank == 0:
 # the norm must not count the matrix twice.)
 
 # %%
-from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.pipeline.stage import PipelineParallel
 
 if rank == 0:
     show_source(PipelineParallel.fetch_tied_gradient, PipelineParallel.send_tied_weight)
@@ -860,7 +860,7 @@ if N % 2 == 0 and PP > 1:
 import hashlib
 import json
 
-from minipar.parallel.pipeline import AsynchronousPipeline, Staleness, stale_reference
+from chapters.pipedream import AsynchronousPipeline, Staleness, stale_reference
 
 if rank == 0:
     show_source(Staleness, AsynchronousPipeline._around)
