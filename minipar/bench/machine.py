@@ -271,11 +271,10 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
     model = GPT(config, deferred=True)
-    options: dict[str, Any] = {}
     if shape.tp > 1:
         group: Any = LocalGroup(shape.tp)
-        options["before_reduce"] = tensor_parallel(model, group, sequence=shape.sequence_parallel).sum_partial
-    return model, shard(model, serial(), 0, **options)
+        tensor_parallel(model, group, sequence=shape.sequence_parallel)
+    return model, shard(model, serial(), 0)
 
 
 def _arrays(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

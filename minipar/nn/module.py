@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,19 +34,19 @@ class Deferred:
     make: Callable[[], Array]
 
 
-class Owner(Protocol):
-    """The strategy that looks after a parameter. Optimizers call it around each update; a strategy sets it.
+class Owner:
+    """A strategy that looks after parameters. Optimizers call it around each update; by default nothing is to be done.
 
     `sharded` is True if this rank holds only a shard of each parameter's gradient.
     """
 
-    sharded: bool
+    sharded = False
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
 
     def before_step(self) -> None:
-        """Raise RuntimeError if the gradients are not ready for a step."""
+        """Complete the gradients, or raise RuntimeError if they are not ready for a step."""
 
     def after_step(self) -> None:
         """Make the updated values visible wherever they are used."""

@@ -61,10 +61,9 @@ class ShardedDataParallel(Wrapper):
         groups: Sequence[Sequence[Parameter]] | None = None,
         before_reduce: BeforeReduce | None = None,
     ) -> None:
-        super().__init__(model, comm, algorithm)
+        super().__init__(model, comm, algorithm, before_reduce)
         self.buckets = make_buckets(model, by_unit(model) if groups is None else groups, comm)
         self.dtype = self.buckets[0].parameters[0].dtype
-        self.before_reduce = before_reduce
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []
         self._works: list[Work] = []

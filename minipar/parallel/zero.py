@@ -41,8 +41,8 @@ class ZeroStage1(ShardedDataParallel):
     """Optimizer state sharded; parameters and gradients are whole on every rank.
 
     Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/p of the
-    model only. `options` are groups and before_reduce (sharding.py). Sends 2 Psi (p-1)/p elements per rank and step, and
-    one float64 for the norm.
+    model only. `options` are groups and before_reduce (sharding.py). Sends 2 Psi (p-1)/p elements per rank and step,
+    and one float64 for the norm.
     """
 
     stage = 1

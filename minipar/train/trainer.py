@@ -126,10 +126,9 @@ class Trainer:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
         config, mesh, model = self.config, self.mesh, self.model
         options: dict[str, Any] = {}
-        # Tensor parallelism splits the layers. Sequence parallelism leaves gradients to sum before dp reduces them.
+        # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
         if mesh.tp.size > 1:
-            tensor = tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
-            options["before_reduce"] = tensor.sum_partial
+            tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         schedule = schedule_of(config) if config.mesh.pp > 1 else None
         pipeline = None

@@ -8,10 +8,15 @@ import time
 import pytest
 from launcher import ROOT, MPITimeout, interrupt_mpi, run_mpi
 
-from minipar.comm import launch
+from minipar.comm.launch import launch
 from minipar.errors import UsageError, error_line
 
-HEADER = "import sys, time\nimport numpy as np\nfrom minipar.comm import *\nfrom minipar.errors import UsageError\n"
+HEADER = """import sys, time
+import numpy as np
+from minipar.comm import *
+from minipar.comm.launch import launch
+from minipar.errors import UsageError
+"""
 SECONDS = 30.0  # starting 4 ranks on a busy machine, and ending them
 
 
