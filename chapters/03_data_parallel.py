@@ -627,7 +627,7 @@ from minipar.train.trainer import Trainer
 from minipar.train.verify import OneDevice, verify
 
 if rank == 0:
-    show_source(Trainer._step, Trainer._forward_backward, Trainer.backward_microbatch)
+    show_source(Trainer.step, Trainer._forward_backward, Trainer.backward_microbatch)
 
 BATCH = p * max(1, 8 // p)  # about 8 samples, whatever p is
 FLAGS = f"--layers 2 --hidden 64 --heads 4 --seq-len 32 --global-batch {BATCH}"
