@@ -31,7 +31,7 @@ from minipar.parallel.buckets import by_unit
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
-from minipar.parallel.pipeline.split import PipelineParallel, part_groups
+from minipar.parallel.pipeline.stage import PipelineParallel, part_groups
 from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
