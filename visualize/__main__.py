@@ -10,6 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+
 from minipar.errors import UsageError, UsageParser
 from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, load_csv, make, save_csv, simulate
 from visualize import agreement, communication, loss, memory, mesh, plan, schedule, style, timeline
@@ -22,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
     """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error."""
     try:
         options = build_parser().parse_args(argv)
-        paths = options.run(options)
+        with rc_context({"text.parse_math": False}):  # a "$" in a name is a "$"
+            paths = options.run(options)
         style.write_out("".join(f"{style.printable(path)}\n" for path in paths))
     except UsageError as error:
         print(f"visualize: error: {style.printable(str(error))}", file=sys.stderr)

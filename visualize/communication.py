@@ -72,11 +72,13 @@ def read_bench(path: str) -> list[Row]:
         if missing:
             raise UsageError(f"{path}, row {place} lacks {', '.join(missing)}: {foreign}")
         try:
+            if not (isinstance(row["op"], str) and isinstance(row["algorithm"], str)):
+                raise TypeError("op and algorithm are not texts")
             for name in NUMBERS:
                 if row[name] is not None or name not in UNKNOWN:
                     number(row[name], 0)
         except NOT_A_ROW as error:
-            raise UsageError(f"{path}, row {place}, {name}: {error}: {foreign}") from None
+            raise UsageError(f"{path}, row {place}: {error}: {foreign}") from None
     return rows
 
 
@@ -109,13 +111,16 @@ def plot_bench(rows: Sequence[Row]) -> Picture:
 
 
 def _points(axes: Axes, line: Sequence[Row], name: str, style: str, **looks: Any) -> None:
-    """Draw one curve of the benchmark, without the rows that have no such value."""
-    known = [row for row in line if row[name] is not None]
+    """Draw one curve of the benchmark, without the rows that have no such value, or 0 on a logarithmic axis."""
+    known = [row for row in line if row[name]]
     axes.plot([row["bytes"] for row in known], [row[name] for row in known], style, **looks)
 
 
 def _log_axes(axes: Axes, title: str, unit: str) -> None:
     """Make both axes logarithmic, with bytes below and seconds or bytes on the left."""
+    if not any(len(line.get_xdata()) for line in axes.lines):
+        axes.set_axis_off()  # no row has this value
+        return
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))

@@ -23,6 +23,7 @@ ORDER = ("tp", "cp", "dp", "pp")  # of the lanes: the mesh's fastest axis first
 WIDTH, LEFT, RIGHT, COMPUTE, LANE, GAP = 11.0, 1.45, 0.15, 0.36, 0.11, 0.1
 POINTS = 72
 OFFSET: dict[str, Any] = {"textcoords": "offset points"}
+COLUMNS = 6  # of the legend
 HATCHED = 6.0  # points of waiting from which hatching can be seen, and its slice's colour too
 
 
@@ -158,11 +159,12 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
     axes.set_xlim(0, (end - begin) * sheet.scale)
     axes.set_ylim(len(trace.ranks), -0.05)
     sheet.name_rows(axes)
-    axes.set_xlabel(f"time ({sheet.unit}{', ' + trace.clock + ' clock' if trace.clock else ''})")
+    words = [sheet.unit, *([f"{trace.clock} clock"] if trace.clock else [])]
+    note = "; number in a box: its microbatch" if any(name in KINDS for name in sheet.visible) else ""
+    axes.set_xlabel(f"time ({', '.join(words)}{note})")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    handles = sheet.legend()
-    figure.legend(handles=handles, loc="lower center", ncols=min(6, len(handles)), frameon=False, fontsize=9)
+    figure.legend(handles=sheet.legend, loc="lower center", ncols=COLUMNS, frameon=False, fontsize=9)
     return figure
 
 
@@ -181,12 +183,13 @@ class _Sheet:
         lanes = {track for (_, track), slices in self.shown.items() if slices and track.startswith(COMMUNICATION)}
         self.tracks = [COMPUTATION, *sorted(lanes, key=lambda track: (_axis_order(track), track))]
         self.each = COMPUTE + LANE * len(lanes) + GAP  # of a rank
-        self.bottom = 0.62 + 0.2 * 2
         visible = {}
         for one in (one for (_, track), slices in self.shown.items() if track in self.tracks for one in slices):
             visible[_what(one.name)] = max(visible.get(_what(one.name), 0.0), self._wide(one.end - one.start))
         self.colours = colours(visible)
         self.visible = {name: colour for name, colour in self.colours.items() if visible[name] > 0.3}
+        self.legend = self._legend()
+        self.bottom = 0.62 + 0.2 * math.ceil(len(self.legend) / COLUMNS)
 
     def _wide(self, seconds: float) -> float:
         """Convert a time to points of the picture's width."""
@@ -252,14 +255,12 @@ class _Sheet:
                 spot = (0.0, top + height / 2)
                 axes.annotate("compute" if track == COMPUTATION else text, spot, xytext=(-4, 0), **look, **OFFSET)
 
-    def legend(self) -> list[Patch]:
+    def _legend(self) -> list[Patch]:
         """Build the legend of what can be seen."""
         handles = [Patch(facecolor=colour, label=KINDS.get(name, name)) for name, colour in self.visible.items()]
         handles.append(Patch(facecolor=PAPER, label="rank does not compute"))
         if any(self._wide(one.wait) > HATCHED for slices in self.shown.values() for one in slices):
             handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", label="waiting for messages"))
-        if any(name in KINDS for name in self.visible):
-            handles.append(Patch(facecolor="none", label="number in a box: its microbatch"))
         return handles
 
 

@@ -58,8 +58,8 @@ class ShardedDataParallel(Wrapper):
         model: Module,
         comm: Communicator,
         algorithm: str,
-        groups: Sequence[Sequence[Parameter]] | None,
-        before_reduce: BeforeReduce | None,
+        groups: Sequence[Sequence[Parameter]] | None = None,
+        before_reduce: BeforeReduce | None = None,
     ) -> None:
         super().__init__(model, comm, algorithm)
         self.buckets = make_buckets(model, by_unit(model) if groups is None else groups, comm)
@@ -216,11 +216,10 @@ class ShardedGradients(ShardedDataParallel):
         model: Module,
         comm: Communicator,
         algorithm: str,
-        groups: Sequence[Sequence[Parameter]] | None,
-        before_reduce: BeforeReduce | None,
-        runs: Sequence[Sequence[Part]] | None,
+        runs: Sequence[Sequence[Part]] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, comm, algorithm, groups, before_reduce)
+        super().__init__(model, comm, algorithm, **options)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist
         self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
         parts = parts_of(model)
