@@ -685,8 +685,8 @@ say(
 #
 # The `cpu` clock advances by each rank's own CPU time between communication calls, and messages carry their sender's
 # clock. So it shows what `p` devices of this speed would do, although they share a few cores here. Two steps, on the
-# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short next to the noise of
-# computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
+# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short next to the noise
+# of computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
 
 # %%
 import tempfile
