@@ -627,7 +627,7 @@ from minipar.train.trainer import Trainer
 from minipar.train.verify import OneDevice, verify
 
 if rank == 0:
-    show_source(Trainer._step, Trainer._forward_backward, Trainer.backward_microbatch)
+    show_source(Trainer.step, Trainer._forward_backward, Trainer.backward_microbatch)
 
 BATCH = p * max(1, 8 // p)  # about 8 samples, whatever p is
 FLAGS = f"--layers 2 --hidden 64 --heads 4 --seq-len 32 --global-batch {BATCH}"
@@ -685,8 +685,8 @@ say(
 #
 # The `cpu` clock advances by each rank's own CPU time between communication calls, and messages carry their sender's
 # clock. So it shows what `p` devices of this speed would do, although they share a few cores here. Two steps, on the
-# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short beside the noise of
-# computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
+# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short next to the noise
+# of computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
 
 # %%
 import tempfile

@@ -337,8 +337,8 @@ if rank == 0:
 # %% [markdown]
 # ## 4.3 Stage 1: shard the optimizer state
 #
-# A script chooses the stage in one word and changes nothing else. The optimizer gets `wrapper.parameters()`, which are
-# this rank's part of the model from stage 1 on. Here is one step in each stage:
+# A script chooses the stage with one argument and changes nothing else. Its optimizer gets `wrapper.parameters()`. From
+# stage 1 on these are this rank's part of the model. Here is one step in each stage:
 
 # %%
 import minipar as mp
