@@ -174,6 +174,14 @@ class Module:
                     if isinstance(item, Module):
                         yield from item.named_parameters(f"{prefix}{name}.{i}.")
 
+    def modules(self) -> Iterator[Module]:
+        """Yield this module and all modules inside it."""
+        yield self
+        for value in vars(self).values():
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Module):
+                    yield from item.modules()
+
     def parameters(self) -> list[Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
 
