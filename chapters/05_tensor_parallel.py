@@ -178,12 +178,12 @@ say(f"MLP over {t} ranks = one device: Z, dX, dA and dB within {off(dx, dx1):.1e
 # The weights' gradients need no communication at all. That is the other half of the idea: a rank's part of the
 # parameters, of their gradients and of the optimizer's state is its own.
 #
-# minipar has six such mappings; the last four cut and join along a dim. Each says what it sends. With $n$ elements in
+# minipar has four such mappings; the last two cut and join along a dim. Each says what it sends. With $n$ elements in
 # the whole activation, an all-reduce sends $2n\frac{t-1}{t}$ per rank, an all-gather or reduce-scatter half of that
 # (chapter 2). Let us count:
 
 # %%
-from minipar.parallel.tensor import all_gather, gather_from, reduce_scatter, scatter_to
+from minipar.parallel.tensor import all_gather, reduce_scatter
 
 n = t * N * h
 whole, part = np.ones((t, N, h)), np.ones((1, N, h))
@@ -192,8 +192,6 @@ say("mapping           sent in forward   in backward   (bytes per rank)")
 for mapping, x, forward, backward in (
     (copy_to, whole, 0, 2),
     (reduce_from, whole, 2, 0),
-    (scatter_to, whole, 0, 1),
-    (gather_from, part, 1, 0),
     (all_gather, part, 1, 1),
     (reduce_scatter, whole, 1, 1),
 ):

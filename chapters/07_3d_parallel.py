@@ -449,7 +449,7 @@ from minipar.train import checkpoint
 from minipar.train.resume import open_checkpoint
 
 if rank == 0:
-    show_source(owned_pieces, checkpoint._own)
+    show_source(owned_pieces)
     holder = tempfile.TemporaryDirectory()
 folder = comm.all_gather_bytes(holder.name.encode() if rank == 0 else b"")[0].decode()
 
