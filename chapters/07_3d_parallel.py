@@ -445,7 +445,6 @@ if rank == 0:
 import tempfile
 
 from minipar.parallel.state import owned_pieces
-from minipar.train import checkpoint
 from minipar.train.resume import open_checkpoint
 
 if rank == 0:
@@ -588,14 +587,19 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.tensor import TensorParallel
 
 
-def averages_over_tp(self, parameters):
+class AveragesOverTP(Trainer):
     """Mistake 1: what is called with a bucket's parameters before dp sums their gradients."""
-    for p in parameters:
-        self.group.comm.all_reduce(p.grad, algorithm="ordered")
-        p.grad /= self.group.size
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.before_reduce = self.average
+
+    def average(self, parameters):
+        for p in parameters:
+            self.mesh.tp.all_reduce(p.grad, algorithm="ordered")
+            p.grad /= self.mesh.tp.size
 
 
 def norm_over_dp(parameters, max_norm, units, dp, tp, pp):
@@ -628,11 +632,7 @@ class TensorOutermost(DeviceMesh):
 NORM = "minipar.train.trainer.clip_grad_norm"
 MISTAKES = {  # how to break it, trainer, mesh
     "nothing broken": (nullcontext, Trainer, DeviceMesh),
-    "1. gradient averaged over tp": (
-        lambda: patch.object(TensorParallel, "sum_partial", averages_over_tp),
-        Trainer,
-        DeviceMesh,
-    ),
+    "1. gradient averaged over tp": (nullcontext, AveragesOverTP, DeviceMesh),
     "2. norm over dp, not tp": (lambda: patch(NORM, norm_over_dp), Trainer, DeviceMesh),
     "3. norm of the own stage": (lambda: patch(NORM, norm_of_own_stage), Trainer, DeviceMesh),
     "4. samples by world rank": (nullcontext, DealsByWorldRank, DeviceMesh),
