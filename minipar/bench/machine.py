@@ -25,6 +25,7 @@ from minipar.comm.work import Finished
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
+from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.pipeline import PipelineStage
 from minipar.parallel.stages import shard
 from minipar.parallel.tensor import tensor_parallel
@@ -260,7 +261,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
             watch.time("head B", ends.backward, 0, one)
             watch.time("embed B", y.backward, gradient)
         ddp.synchronize()
-        watch.time("norm", ddp.clip_grad_norm, None)
+        watch.time("norm", clip_grad_norm, ddp.parameters(), None, len(ddp.buckets), ddp.comm)
         watch.time("AdamW", optimizer.step)
     medians = watch.medians()
     for name in ("F", "B", "I", "W", "B more", "W more"):
