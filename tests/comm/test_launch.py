@@ -8,10 +8,13 @@ import time
 import pytest
 from launcher import ROOT, MPITimeout, interrupt_mpi, run_mpi
 
-from minipar.comm import launch
+from minipar.comm.launch import launch
 from minipar.errors import UsageError, error_line
 
-HEADER = "import sys, time\nimport numpy as np\nfrom minipar.comm import *\nfrom minipar.errors import UsageError\n"
+HEADER = (
+    "import sys, time\nimport numpy as np\nfrom minipar.comm import *\nfrom minipar.comm.launch import launch\n"
+    "from minipar.errors import UsageError\n"
+)
 SECONDS = 30.0  # starting 4 ranks on a busy machine, and ending them
 
 
@@ -201,6 +204,30 @@ def test_an_error_in_launch_ends_every_rank(ranks, error, code, text):
     body = f"def program(comm):\n    if comm.rank in {ranks}: raise {error}\n    comm.barrier()\nlaunch(program)"
     result, _ = run(2, body)
     assert result.returncode == code and result.stderr.count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UsageError("here"), 2), (SystemExit(3), 3), (SystemExit("why"), "why"), (KeyboardInterrupt(), 130)],
+)
+def test_a_rank_exits_though_its_abort_returns(error, code, monkeypatch):
+    """Another rank's abort came first: the second one returns, and the program must not go on."""
+
+    class Aborted:
+        rank, size, codes = 1, 2, []
+
+        def abort(self, code):
+            self.codes.append(code)
+
+    def program(comm):
+        raise error
+
+    launching = sys.modules["minipar.comm.launch"]
+    monkeypatch.setattr(launching, "world", lambda clock, network: Aborted())
+    monkeypatch.setattr(launching, "_everyone_fails", lambda comm: False)
+    with pytest.raises(SystemExit) as leaving:
+        launch(program)
+    assert leaving.value.code == code and Aborted.codes == [code if isinstance(code, int) else 1]
 
 
 def test_threads_under_mpirun_are_rejected():
