@@ -12,15 +12,17 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from minipar.errors import UsageError
 
+Value = TypeVar("Value")
 Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a type
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -101,6 +103,16 @@ def using(module: Any) -> Iterator[None]:
         yield
     finally:
         use(previous)
+
+
+@contextmanager
+def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
+    """Set a context variable inside a `with` block. Ranks that are threads of one process do not share its value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 def use_device(device: str, rank: int = 0) -> None:

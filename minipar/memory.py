@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from minipar.backend import Array, xp
+from minipar.backend import Array, setting, xp
 
 # parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the arrays that forward
 # keeps for backward, and the gradients that pass through backward. buffers are copies that live briefly: gathered
@@ -72,14 +71,9 @@ class MemoryLedger:
         # A message in flight may hold an array's last reference, and another rank's thread may drop it.
         self._lock = threading.RLock()
 
-    @contextmanager
-    def recording(self) -> Iterator[MemoryLedger]:
+    def recording(self) -> AbstractContextManager[MemoryLedger]:
         """Record in this ledger what the code inside the block holds."""
-        token = _recording.set(self)
-        try:
-            yield self
-        finally:
-            _recording.reset(token)
+        return setting(_recording, self)
 
     def enter(self, phase: str, restart: bool = False) -> None:
         """Start this phase; `restart` forgets the moments so far, but not the peak."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minipar.backend import Array
+from minipar.backend import Array, setting
 from minipar.memory import hold, is_recording
 
 
@@ -150,11 +150,8 @@ def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
     current = _Pass() if outer is None else outer
     for leaf, count in counts.items():
         current.uses[leaf] = current.uses.get(leaf, 0) + count
-    token = _running.set(current)
-    try:
+    with setting(_running, current):
         yield current.uses
-    finally:
-        _running.reset(token)
     if outer is None:
         for callback in current.callbacks:
             callback()
@@ -226,16 +223,10 @@ class DeferredGradients:
 _deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)
 
 
-@contextmanager
-def defer_weight_gradients() -> Iterator[DeferredGradients]:
+def defer_weight_gradients() -> AbstractContextManager[DeferredGradients]:
     """Compute only input gradients (kind `I`) in backward passes inside the block, and put off weight gradients (`W`).
 
     The `run()` of the queue that this yields computes them. Zero Bubble (arXiv 2401.10241, section 2.1) fills pipeline
     bubbles this way.
     """
-    queue = DeferredGradients()
-    token = _deferral.set(queue)
-    try:
-        yield queue
-    finally:
-        _deferral.reset(token)
+    return setting(_deferral, DeferredGradients())

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from minipar.autograd.tensor import Function, Tensor, enable_grad, no_grad
-from minipar.backend import Array
+from minipar.backend import Array, setting
 
 # The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
 randomness: ContextVar[Any] = ContextVar("randomness", default=None)
@@ -28,12 +28,8 @@ class _Checkpoint(Function):
     def backward(self, grad: Array) -> Any:
         arity, total = len(self.inputs), len(self.needs)
         inputs = [Tensor(x, need) for x, need in zip(self.inputs, self.needs[2 : 2 + arity], strict=True)]
-        token = randomness.set(self.randomness)
-        try:
-            with enable_grad():
-                output = self.function(*inputs)
-        finally:
-            randomness.reset(token)
+        with setting(randomness, self.randomness), enable_grad():
+            output = self.function(*inputs)
         output.backward(grad)  # parameters receive their gradients in here
         return (None, None, *(x.grad for x in inputs), *(None,) * (total - 2 - arity))
 

@@ -7,14 +7,14 @@ are written straight into the gradient buffer, or computed later (see backward.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from minipar.autograd.backward import LazyGradient
 from minipar.autograd.tensor import Function, Tensor
-from minipar.backend import Array, xp
+from minipar.backend import Array, setting, xp
 
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
 GELU_SCALE = 0.7978845608028654  # sqrt(2 / pi)
@@ -22,17 +22,12 @@ GELU_CUBIC = 0.044715
 _flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_counter", default=None)
 
 
-@contextmanager
-def flop_counter(count: Callable[[int], None]) -> Iterator[None]:
+def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
     """Call `count` with the floating-point operations of each matrix product in the block, forward and backward.
 
     The model clock advances by them. Products of these fused layers and of attention count; `a @ b` does not.
     """
-    token = _flop_counter.set(count)
-    try:
-        yield
-    finally:
-        _flop_counter.reset(token)
+    return setting(_flop_counter, count)
 
 
 def count_flops(*sizes: int) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, ParamSpec
 
 import numpy as np
 
 from minipar.autograd.backward import LazyGradient, Node, run_backward
-from minipar.backend import Array, xp
+from minipar.backend import Array, setting, xp
 from minipar.memory import hold, is_recording
 
 P = ParamSpec("P")
@@ -25,24 +25,14 @@ _number = itertools.count()
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
-@contextmanager
-def no_grad() -> Iterator[None]:
+def no_grad() -> AbstractContextManager[Any]:
     """Compute without recording a graph."""
-    token = grad_enabled.set(False)
-    try:
-        yield
-    finally:
-        grad_enabled.reset(token)
+    return setting(grad_enabled, False)
 
 
-@contextmanager
-def enable_grad() -> Iterator[None]:
+def enable_grad() -> AbstractContextManager[Any]:
     """Record a graph even inside `no_grad` (recompute needs it)."""
-    token = grad_enabled.set(True)
-    try:
-        yield
-    finally:
-        grad_enabled.reset(token)
+    return setting(grad_enabled, True)
 
 
 class Function(Node):

@@ -1,23 +1,27 @@
-"""Each collective next to MPI's own, at several sizes, in one run.
+"""Each collective next to MPI's own, at several sizes, in one run; and collectives of hundreds of ranks in one thread.
 
-The two alternate batch by batch, so that other load on the machine affects both. Times are medians over the batches, of
-the slowest rank.
+minipar and MPI alternate batch by batch, so that other load on the machine affects both. Times are medians over the
+batches, of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from minipar.bench.report import Subcommand, largest, publish
+from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import ALGORITHMS, Communicator, choose
 from minipar.comm.gathers import chunk_bounds
+from minipar.comm.threads import ThreadTransport, ThreadWorld
 from minipar.comm.traffic import wire_bytes
-from minipar.errors import UsageError
+from minipar.comm.transport import Request
+from minipar.comm.work import Work
+from minipar.errors import CommunicationError, UsageError
 
 COLUMNS = (
     "op", "algorithm", "runs", "ranks", "bytes", "seconds", "mpi_seconds", "ratio", "wire_bytes", "wire_bytes_expected",
@@ -141,3 +145,34 @@ def _timed(call: Callable[[], object], calls: int) -> float:
 COLLECTIVES = Subcommand(
     help="time, and bytes on the wire, of each collective next to MPI's own", add_arguments=add_arguments, run=run
 )
+
+
+class OneThread:
+    """All ranks of a world in one thread, for simulations of communication alone.
+
+    A collective is a generator, so a loop can take turns between hundreds of ranks. As many threads would spend their
+    time on waking each other. Only asynchronous operations can run this way, because all must begin before any waits.
+    `ranks[r]` is the communicator of rank r, with a clock of its own that `clock()` makes.
+    """
+
+    def __init__(self, size: int, clock: Callable[[], Clock], network: Network | None = None) -> None:
+        world = ThreadWorld(size)
+        transports = [ThreadTransport(world, range(size), rank) for rank in range(size)]
+        self.ranks = [Communicator(transport, clock=clock(), network=network) for transport in transports]
+
+    def take_turns(self, works: Iterable[Work]) -> float:
+        """Advance the work of all ranks until it is done, and each rank's clock to its end. Return the latest time.
+
+        CommunicationError if no message can come any more because some rank has not begun.
+        """
+        works = list(works)
+        left: list[Work] = works
+        missing: list[Request | None] = []
+        while left:
+            before, missing = missing, [work.missing for work in left]
+            if missing == before:
+                raise CommunicationError(f"no message is on its way: {left[0].describe()}")
+            left = [work for work in left if not work.test()]
+        for work in works:
+            work.wait()
+        return max(comm.clock.now() for comm in self.ranks)

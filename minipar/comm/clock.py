@@ -1,4 +1,4 @@
-"""Clocks: real time, or logical time that messages move.
+"""Clocks: real time, or logical time that messages move. The network's prices, and the recorder of a rank's work.
 
 `WallClock`   real time.
 `CpuClock`    a logical clock per rank. It advances by the rank's own CPU time between communication calls, and each
@@ -12,11 +12,15 @@ NB: the rule for messages is Lamport's (1978) with durations, as in network simu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from minipar.errors import UsageError
+
+COMPUTATION = "computation"
+MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -136,3 +140,59 @@ def make_clock(clock: str | Clock | None) -> Clock:
             raise UsageError(f'clock "{clock}": expected one of {", ".join(CLOCKS)}')
         return CLOCKS[clock]()
     return clock
+
+
+class Tracer:
+    """The recorder of one rank's work, as events of a Chrome trace (trace.py). It is off until `start_trace`.
+
+    While it is off it costs one `if` per operation.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.enabled = False
+        self.events: list[dict[str, Any]] = []
+        self._tracks: dict[str, tuple[int, str]] = {COMPUTATION: (0, COMPUTATION)}  # key -> (tid, name)
+
+    @contextmanager
+    def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
+        """Record the block as a slice of computation. On a model clock it takes flops / clock.flops_per_second."""
+        if isinstance(self.clock, ModelClock):
+            start = self.clock.now()
+            self.clock.advance(flops / self.clock.flops_per_second)
+        elif self.enabled:
+            start = self.clock.now()
+        else:
+            yield
+            return
+        try:
+            yield
+        finally:
+            if self.enabled:
+                self.slice(0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {})
+
+    def track(self, key: str, name: str) -> int:
+        """Return the number of the track with this key. The first call makes it and gives it its name."""
+        return self._tracks.setdefault(key, (len(self._tracks), name))[0]
+
+    def slice(self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
+        """Record an interval, given in seconds, on a track."""
+        start, end = start * MICROSECONDS, end * MICROSECONDS
+        event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start, "tid": track}
+        self.events.append(event | {"args": arguments} if arguments else event)
+
+    def arrow(self, track: int, arrow: str, at: float, nbytes: int | None = None) -> None:
+        """Record one end of a message: its start if `nbytes` is given, else its arrival."""
+        kind: dict[str, Any] = {"ph": "f", "bp": "e"} if nbytes is None else {"ph": "s", "args": {"bytes": nbytes}}
+        place = {"id": arrow, "ts": at * MICROSECONDS, "tid": track}
+        self.events.append(kind | {"name": "message", "cat": "message"} | place)
+
+    def chrome_events(self, rank: int) -> list[dict[str, Any]]:
+        """Return all events, with the names of the process and of its tracks."""
+        names: list[dict[str, Any]] = [
+            {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
+            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+        ]
+        for tid, name in self._tracks.values():
+            names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}})
+        return names + [event | {"pid": rank} for event in self.events]

@@ -12,7 +12,7 @@ from minipar.backend import Array
 from minipar.comm import gathers, reductions
 from minipar.comm.clock import Clock, Network
 from minipar.comm.gathers import chunk_bounds
-from minipar.comm.timed import TimedWork
+from minipar.comm.trace import TimedWork
 from minipar.comm.transport import Request, Steps, Transport
 from minipar.comm.work import USER_TAGS, Engine, Finished, Message, Stream, Work
 from minipar.errors import CommunicationError, UsageError
@@ -81,15 +81,7 @@ class Communicator:
     ranks            the world rank of each member
     traffic, tracer, clock    one each per rank, shared by all communicators split from the same world
 
-    Operation        Bytes sent per rank (n bytes, p ranks; exactly: `traffic.wire_bytes`)
-    isend, irecv     n; 0
-    all_reduce       2n(p-1)/p   (ring, ordered, recursive_halving); n lg p (recursive_doubling)
-    reduce_scatter   n(p-1)/p
-    all_gather       n(p-1)/p    (n: of the result)
-    all_to_all       n(p-1)/p
-    broadcast        n(p-1) by all ranks together; at most n lg p by the root
-    barrier          0           (ceil(lg p) empty messages)
-    all_gather_bytes, gather_bytes, agree, split      control data: small, and outside of clocks and trace
+    The docstrings count the bytes that a rank sends, for n bytes and p ranks (exactly: `traffic.wire_bytes`).
 
     Every rank of the group must call its collectives in the same order, with the same shapes and dtypes. They work on
     contiguous host arrays of any dtype that NumPy can add. Arrays of another module are staged through host memory.
@@ -170,8 +162,7 @@ class Communicator:
         Sent per rank: 2n(p-1)/p bytes (ring, ordered, recursive_halving) or n lg p (recursive_doubling). "ordered" adds
         in rank order 0..p-1, as one device that accumulates would.
         """
-        algorithm = choose("all_reduce", algorithm, x.nbytes)
-        combine = _combine(op)
+        algorithm, combine = choose("all_reduce", algorithm, x.nbytes), _combine(op)
         if self.size == 1:
             return Finished(x) if async_op else x
         flat = self._flat(x, "all_reduce")
@@ -184,8 +175,7 @@ class Communicator:
 
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
-        algorithm = choose("reduce_scatter", algorithm, x.nbytes)
-        combine = _combine(op)
+        algorithm, combine = choose("reduce_scatter", algorithm, x.nbytes), _combine(op)
         flat = self._flat(x, "reduce_scatter")
         start, stop = chunk_bounds(flat.size, self.size)[self.rank]
         out, host = self._output("reduce_scatter", x, out, stop - start)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -46,12 +46,15 @@ def launch(
     `run_local` does.
     """
     try:
-        if threads is not None:
-            _check_one_process(threads)
-        else:
+        if threads is None:
             comm = world(clock() if callable(clock) else clock, network)
+        elif (started := _started_ranks())[0] > 1:
+            raise UsageError(
+                f"launch(threads={threads}) runs its ranks in one process, but {started[1]} started {started[0]}; "
+                f"leave out threads, or start without {started[1]}"
+            )
     except UsageError as error:
-        if _prints_error(os.environ):
+        if _prints_error():
             _print_error(error)
         sys.exit(2)
     if threads is not None:
@@ -62,19 +65,18 @@ def launch(
         # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
         if comm.rank == 0:
             print("minipar: interrupted", file=sys.stderr, flush=True)
-        comm.abort(130)
-        sys.exit(130)  # where another rank's abort came first, this one's returns
+        code, everyone = 130, comm.size == 1
     except UsageError as error:
-        if _everyone_fails(comm):
-            if comm.rank == 0:
-                _print_error(error)
-            sys.exit(2)
-        _print_error(error)
-        comm.abort(2)
+        code, everyone = 2, _everyone_fails(comm)
+        if comm.rank == 0 or not everyone:
+            _print_error(error)
     except SystemExit as leaving:
-        if leaving.code not in (0, None) and comm.size > 1 and not _everyone_fails(comm):
+        if leaving.code not in (0, None) and not _everyone_fails(comm):
             comm.abort(leaving.code if isinstance(leaving.code, int) else 1)
         raise
+    if not everyone:
+        comm.abort(code)
+    sys.exit(code)  # also where another rank's abort came first: this one's then returns
 
 
 def main(fn: Callable[[Communicator], object], clock: str | None = None) -> NoReturn:
@@ -91,8 +93,8 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     not installed, has one rank, or is another MPI than mpirun's.
     """
     prepare_process()
-    count, launcher, variable = _started_ranks(os.environ)
-    _check_mpi_library(os.environ)
+    count, launcher, variable = _started_ranks()
+    _check_mpi_library()
     try:
         from minipar.comm.mpi import MPI, MPITransport
     except (ImportError, RuntimeError) as error:
@@ -112,54 +114,43 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     return comm
 
 
-def _started_ranks(environ: Mapping[str, str]) -> tuple[int, str, str]:
+def _started_ranks() -> tuple[int, str, str]:
     """Return the number of ranks that a launcher started, the launcher, and the variable. (1, "mpirun", "") for none.
 
     mpirun has the last word: a job of one rank inside an allocation of many is one rank.
     """
-    rows = [row for row in LAUNCHERS if environ.get(row[1])]
+    rows = [row for row in LAUNCHERS if os.environ.get(row[1])]
     rows = [row for row in rows if row[0] == "mpirun"] or rows
-    counts = []
-    for launcher, variable, _ in rows:
-        try:
-            counts.append((int(environ[variable]), launcher, variable))
-        except ValueError:
-            value = environ[variable]
-            raise UsageError(f"{variable}={value}: expected a number of ranks; unset it to run one process") from None
+    for _, variable, _ in rows:
+        if not os.environ[variable].isdecimal():
+            value = os.environ[variable]
+            raise UsageError(f"{variable}={value}: expected a number of ranks; unset it to run one process")
+    counts = [(int(os.environ[variable]), launcher, variable) for launcher, variable, _ in rows]
     return max(counts, default=(1, "mpirun", ""))
 
 
-def _check_one_process(threads: int) -> None:
-    """Raise UsageError if a launcher has started several processes."""
-    count, launcher, _ = _started_ranks(os.environ)
-    if count > 1:
-        raise UsageError(
-            f"launch(threads={threads}) runs its ranks in one process, but {launcher} started {count}; "
-            f"leave out threads, or start without {launcher}"
-        )
-
-
-def _check_mpi_library(environ: Mapping[str, str]) -> None:
+def _check_mpi_library() -> None:
     """Raise UsageError if mpirun and mpi4py's library belong to different MPIs.
 
     MPI itself would abort while it starts, with a message that names neither the cause nor the remedy.
     """
+    descriptor = os.environ.get("PMI_FD")
     try:
-        if "PMI_FD" in environ:
-            os.fstat(int(environ["PMI_FD"]))
+        if descriptor is not None:
+            os.fstat(int(descriptor))
     except (ValueError, OSError):
         raise UsageError(
-            f"PMI_FD={environ['PMI_FD']}: mpirun's variables are set, but mpirun has not started this process; "
+            f"PMI_FD={descriptor}: mpirun's variables are set, but mpirun has not started this process; "
             "unset PMI_FD, PMI_RANK and PMI_SIZE"
         ) from None
+    hydra, open_mpi = "PMI_SIZE" in os.environ, "OMPI_COMM_WORLD_SIZE" in os.environ
     library = _mpi_library()
-    if library == "mpich" and "OMPI_COMM_WORLD_SIZE" in environ and "PMI_SIZE" not in environ:
+    if library == "mpich" and open_mpi and not hydra:
         raise UsageError(
             "mpirun is Open MPI's, but mpi4py loads MPICH: set the environment variable MPI4PY_MPIABI=openmpi, "
             "or install Open MPI in an environment of its own"
         )
-    hydra = "PMI_SIZE" in environ and "SLURM_STEP_ID" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ
-    if library == "openmpi" and hydra:
+    if library == "openmpi" and hydra and not open_mpi and "SLURM_STEP_ID" not in os.environ:
         raise UsageError(
             "mpirun is MPICH's, but mpi4py loads Open MPI: set the environment variable MPI4PY_MPIABI=mpich, "
             "or start with Open MPI's mpirun"
@@ -176,10 +167,10 @@ def _mpi_library() -> str | None:
         return None
 
 
-def _prints_error(environ: Mapping[str, str]) -> bool:
+def _prints_error() -> bool:
     """Return False on the ranks that leave the error to rank 0, before MPI has started."""
     for _, variable, rank in LAUNCHERS:
-        size, number = environ.get(variable, ""), environ.get(rank, "")
+        size, number = os.environ.get(variable, ""), os.environ.get(rank, "")
         if size.isdecimal() and number.isdecimal():
             return not 0 < int(number) < int(size)
     return True

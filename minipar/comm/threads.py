@@ -1,4 +1,4 @@
-"""isend and irecv between threads of one process: for notebooks, for fast tests, and for many simulated ranks.
+"""isend and irecv between threads of one process: for notebooks and for fast tests.
 
 A send is matched with its receive under one lock, and the second of the two copies the values. So a send is done only
 when it has been received, and code that would deadlock on a large MPI message deadlocks here too. The deadlock is
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.transport import Owner, Request, message_size_error
-from minipar.comm.work import Work
 from minipar.errors import CommunicationError, UsageError
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -30,30 +30,26 @@ class _Released(BaseException):
     """An exception that ends a rank because another one has failed."""
 
 
+@dataclass(slots=True, eq=False)
 class _Message:
     """One half of a message (a send or a receive), and the request for it."""
 
-    __slots__ = ("arrived", "array", "direction", "done", "owner", "peer", "tag", "world_rank")
-
-    def __init__(self, array: np.ndarray, direction: str, peer: int, tag: int, owner: Owner, world_rank: int) -> None:
-        self.array = array
-        self.direction = direction
-        self.peer = peer
-        self.tag = tag
-        self.owner = owner
-        self.world_rank = world_rank
-        self.done = False
-        self.arrived = -1
+    array: np.ndarray
+    direction: str  # "send to" or "receive from"
+    peer: int
+    tag: int
+    owner: Owner
+    world_rank: int
+    done: bool = False
+    arrived: int = -1  # bytes, at a receive
 
     def test(self) -> bool:
-        """Return True once the other half has come. CommunicationError if it has another size."""
         if self.done and self.arrived not in (-1, self.array.nbytes):
             arrived = str(self.arrived)
             raise CommunicationError(message_size_error(self.owner, self.array.nbytes, arrived, self.peer, self.tag))
         return self.done
 
     def describe(self) -> str:
-        """Say what is being waited for."""
         return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.array.nbytes} bytes, tag {self.tag})"
 
 
@@ -68,26 +64,24 @@ class ThreadWorld:
         self.news = [False] * size  # a message of this rank was delivered since it last paused
         self.waiting: list[Request | None] = [None] * size
         self.finished = [False] * size
-        self.delivered = 0  # messages so far
         self.idle = 0  # ranks that have returned, or wait and have no news
         self.failure: BaseException | None = None
 
-    def post(self, key: tuple[str, int, int, int], message: _Message) -> None:
-        """Deliver `message` if its other half has been posted, else keep it until then."""
+    def post(self, key: tuple[str, int, int, int], message: _Message) -> Request:
+        """Deliver `message` if its other half has been posted, else keep it until then. Return it."""
         with self.lock:
             if self.failure is not None:
                 raise _Released
             queue = self.unmatched.get(key)
             if queue is None:
                 self.unmatched[key] = deque((message,))
-                return
+                return message
             if queue[0].direction == message.direction:
                 queue.append(message)
-                return
+                return message
             other = queue.popleft()
             if not queue:
                 del self.unmatched[key]
-            self.delivered += 1
             send, receive = (message, other) if message.direction == "send to" else (other, message)
             receive.arrived = send.array.nbytes
             if receive.arrived == receive.array.nbytes:
@@ -100,6 +94,7 @@ class ThreadWorld:
                         self.idle -= 1
                     self.wake[rank].notify()
                 self.news[rank] = True
+            return message
 
     def pause(self, rank: int, waiting_for: Request) -> None:
         """Sleep until one of this rank's messages has been delivered, or LOOK_SECONDS have passed."""
@@ -148,7 +143,7 @@ class ThreadWorld:
 
 
 class ThreadTransport:
-    """The ranks of one group of threads."""
+    """The ranks of one group of threads. (Its methods' docstrings are in transport.Transport.)"""
 
     launcher = "run_local"
 
@@ -159,19 +154,13 @@ class ThreadTransport:
         self.size = len(self.ranks)
         self.name = name
 
-    # The docstrings are in transport.Transport.
-
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
-        me = self.ranks[self.rank]
-        message = _Message(array, "send to", dest, tag, owner, me)
-        self.world.post((self.name, me, self.ranks[dest], tag), message)
-        return message
+        me, other = self.ranks[self.rank], self.ranks[dest]
+        return self.world.post((self.name, me, other, tag), _Message(array, "send to", dest, tag, owner, me))
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
-        me = self.ranks[self.rank]
-        message = _Message(array, "receive from", source, tag, owner, me)
-        self.world.post((self.name, self.ranks[source], me, tag), message)
-        return message
+        me, other = self.ranks[self.rank], self.ranks[source]
+        return self.world.post((self.name, other, me, tag), _Message(array, "receive from", source, tag, owner, me))
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)
@@ -243,35 +232,3 @@ def run_local(
 def serial(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
     """Return a world of one rank in the calling thread: the same program on one device."""
     return Communicator(ThreadTransport(ThreadWorld(1), [0], 0), clock=clock, network=network)
-
-
-class OneThread:
-    """All ranks of a world in one thread, for simulations of communication alone.
-
-    A collective is a generator, so a loop can take turns between hundreds of ranks. As many threads would spend their
-    time on waking each other. Only asynchronous operations can run this way, because all must begin before any waits.
-    `ranks[r]` is the communicator of rank r, with a clock of its own that `clock()` makes.
-    """
-
-    def __init__(self, size: int, clock: Callable[[], Clock], network: Network | None = None) -> None:
-        self._world = ThreadWorld(size)
-        self.ranks = [
-            Communicator(ThreadTransport(self._world, range(size), rank), clock=clock(), network=network)
-            for rank in range(size)
-        ]
-
-    def take_turns(self, works: Iterable[Work]) -> float:
-        """Advance the work of all ranks until it is done, and each rank's clock to its end. Return the latest time.
-
-        CommunicationError if no message can come any more because some rank has not begun.
-        """
-        works = list(works)
-        left, delivered = works, -1
-        while left and self._world.delivered > delivered:
-            delivered = self._world.delivered
-            left = [work for work in left if not work.test()]
-        if left:
-            raise CommunicationError(f"no message is on its way: {left[0].describe()}")
-        for work in works:
-            work.wait()
-        return max(comm.clock.now() for comm in self.ranks)

@@ -1,4 +1,4 @@
-"""The trace: a record of each rank's work, as Chrome trace JSON.
+"""The trace: operations that take time and are drawn, and the record of all ranks as Chrome trace JSON.
 
 It opens in Perfetto or chrome://tracing. Each rank is a process with several tracks: "computation" holds the
 regions of the program, "communication <axis>" the collectives of one communicator, and "communication <axis>, send and
@@ -9,67 +9,157 @@ message's sender and receiver, and records the message's bytes at its start.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minipar.comm.clock import Clock, ModelClock, WallClock
+import numpy as np
 
-COMPUTATION = "computation"
-MICROSECONDS = 1e6
+from minipar.comm.clock import Clock, Tracer, WallClock
+from minipar.comm.transport import Request
+from minipar.comm.work import Stream, Work
 
 
-class Tracer:
-    """The recorder of one rank. It is off until `start_trace`, and then costs one `if` per operation."""
+@dataclass(slots=True, eq=False)
+class TimedMessage:
+    """A message with the sender's clock ahead of it: an 8-byte header with the same tag, not counted as traffic."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.enabled = False
-        self.events: list[dict[str, Any]] = []
-        self._tracks: dict[str, tuple[int, str]] = {COMPUTATION: (0, COMPUTATION)}  # key -> (tid, name)
+    payload: Request
+    header: Request | None  # None on a wall clock
+    stamp: np.ndarray
+    seconds: float = 0.0  # the network's price, on a logical clock
+    arrow: str = ""  # the name of this message in the trace; "" for a message sent
 
-    @contextmanager
-    def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
-        """Record the block as a slice of computation. On a model clock it takes flops / clock.flops_per_second."""
-        if isinstance(self.clock, ModelClock):
-            start = self.clock.now()
-            self.clock.advance(flops / self.clock.flops_per_second)
-        elif self.enabled:
-            start = self.clock.now()
+    def test(self) -> bool:
+        return (self.header is None or self.header.test()) and self.payload.test()
+
+    def describe(self) -> str:
+        return self.payload.describe()
+
+
+class TimedWork(Work):
+    """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
+
+    It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
+    max(now, sender's clock + alpha + beta*bytes). The messages of a communicator's collectives leave one after the
+    other: p-1 sends posted at once take (p-1)(alpha + beta*bytes), as in the formulas of the literature.
+    """
+
+    __slots__ = ("called", "nbytes", "number", "port", "started", "time", "waited")
+
+    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int, number: int) -> None:
+        super().__init__(stream, op, algorithm, tag)
+        self.number = number  # which operation of its communicator it is; negative for a single message
+        self.called = self.started = self.time = self.now()
+        self.port = 0.0  # when the last message sent has left
+        self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
+        self.nbytes = 0  # sent
+
+    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+        """Start to send a message, behind its header on a logical clock."""
+        clock, tracer = self.stream.engine.clock, self.stream.engine.tracer
+        self.nbytes += array.nbytes
+        leaves = max(self.time, self.port) if clock.logical else clock.now()
+        stamp, header = np.array([leaves]), None
+        if clock.logical:
+            self.port = leaves + self._seconds(array, self.rank, dest)
+            header = self.transport.isend(stamp, dest, self.tag + step, self)
+        payload = super().isend(array, dest, step)
+        if tracer.enabled:
+            tracer.arrow(self._track(), self._arrow(self.rank, dest, step), leaves, array.nbytes)
+        return TimedMessage(payload, header, stamp)
+
+    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+        """Start to receive a message, behind its header on a logical clock."""
+        stamp, header = np.empty(1), None
+        if self.stream.engine.clock.logical:
+            header = self.transport.irecv(stamp, source, self.tag + step, self)
+        payload = super().irecv(array, source, step)
+        seconds = self._seconds(array, source, self.rank)
+        return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank, step))
+
+    def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
+        ranks = self.stream.ranks
+        return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
+
+    def _track(self) -> int:
+        tracer, name = self.stream.engine.tracer, f"communication {self.stream.axis}"
+        if self.op in ("send", "recv"):
+            return tracer.track(self.stream.name + "|single", name + ", send and receive")
+        return tracer.track(self.stream.name, name)
+
+    def _arrow(self, source: int, dest: int, step: int) -> str:
+        return f"{self.stream.name}#{self.number}.{self.tag + step}:{source}>{dest}"
+
+    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
+        """Issue the operation. The call itself takes no time."""
+        super().start(self._follow(steps), result)
+        self.stream.engine.clock.resume(self.called)
+        return self
+
+    def wait(self) -> Any:
+        """Wait until the operation is finished. The rank continues no earlier than it ended."""
+        now = self.now()
+        result = super().wait()
+        self.resume(now)
+        return result
+
+    def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
+        """Yield the same steps and take their time. Begins when it is the operation's turn."""
+        stream, clock = self.stream, self.stream.engine.clock
+        self.started = self.time = max(self.called, stream.end) if clock.logical else clock.now()
+        self.port = stream.port
+        for requests in steps:
+            yield requests
+            self._settle(requests)
+        stream.end, stream.port = self.time, self.port
+        self._record()
+
+    def _settle(self, requests: Iterable[Any]) -> None:
+        """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
+        clock, tracer = self.stream.engine.clock, self.stream.engine.tracer
+        incoming = [request for request in requests if request.arrow]
+        if clock.logical:
+            for request in incoming:
+                sent = float(request.stamp[0])
+                self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
+                self.time = max(self.time, sent + request.seconds)
         else:
-            yield
-            return
-        try:
-            yield
-        finally:
-            if self.enabled:
-                self.slice(0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {})
+            before, self.time = self.time, clock.now()
+            self.waited += self.time - before
+        if tracer.enabled:
+            for request in incoming:
+                tracer.arrow(self._track(), request.arrow, self.time)
 
-    def track(self, key: str, name: str) -> int:
-        """Return the number of the track with this key. The first call makes it and gives it its name."""
-        return self._tracks.setdefault(key, (len(self._tracks), name))[0]
+    def _record(self) -> None:
+        tracer = self.stream.engine.tracer
+        if tracer.enabled:
+            arguments = {"op": self.op, "algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
+            tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
 
-    def slice(self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
-        """Record an interval, given in seconds, on a track."""
-        start, end = start * MICROSECONDS, end * MICROSECONDS
-        event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start, "tid": track}
-        self.events.append(event | {"args": arguments} if arguments else event)
+    def now(self) -> float:
+        return self.stream.engine.clock.now()
 
-    def arrow(self, track: int, arrow: str, at: float, nbytes: int | None = None) -> None:
-        """Record one end of a message: its start if `nbytes` is given, else its arrival."""
-        kind: dict[str, Any] = {"ph": "f", "bp": "e"} if nbytes is None else {"ph": "s", "args": {"bytes": nbytes}}
-        place = {"id": arrow, "ts": at * MICROSECONDS, "tid": track}
-        self.events.append(kind | {"name": "message", "cat": "message"} | place)
+    def posted(self) -> None:
+        """Return from the call that sends or receives a single message. A message sent is recorded at once."""
+        clock = self.stream.engine.clock
+        if self.op == "send":
+            self.time = self.called if clock.logical else clock.now()
+            self._record()
+        clock.resume(self.called)
 
-    def chrome_events(self, rank: int) -> list[dict[str, Any]]:
-        """Return all events, with the names of the process and of its tracks."""
-        names: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
-            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
-        ]
-        for tid, name in self._tracks.values():
-            names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}})
-        return names + [event | {"pid": rank} for event in self.events]
+    def received(self, request: Request, now: float) -> None:
+        """Record a single message that a call at `now` has received."""
+        self.started = self.time = now
+        self._settle((request,))
+        self._record()
+
+    def resume(self, now: float) -> None:
+        """Return from a call that began at `now`. On a logical clock the rank continues no earlier than the arrival."""
+        self.stream.engine.clock.resume(max(now, self.time))
+
+
+# ---- the trace of all ranks ------------------------------------------------------------------------------------------
 
 
 class Ranks(Protocol):
@@ -81,9 +171,7 @@ class Ranks(Protocol):
     tracer: Tracer
 
     def barrier(self) -> None: ...
-
     def gather_bytes(self, data: bytes) -> list[bytes] | None: ...
-
     def agree(self, error: str | None) -> None: ...
 
 

@@ -17,11 +17,7 @@ class Traffic:
 
     def counter(self, op: str, axis: str) -> list[int]:
         """Return the mutable [messages, bytes] of one operation on one axis."""
-        key = (op, axis)
-        count = self._counts.get(key)
-        if count is None:
-            count = self._counts[key] = [0, 0]
-        return count
+        return self._counts.setdefault((op, axis), [0, 0])
 
     def messages(self, op: str | None = None, axis: str | None = None) -> int:
         """Return the number of messages sent. None means every operation or every axis."""
@@ -52,97 +48,77 @@ class Traffic:
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:
-    """Return the bytes that `rank` sends. ValueError for "auto" and "mpi", which have no closed form.
+    """Return the bytes that `rank` sends: the elements of `sent`. ValueError for "auto" and "mpi"."""
+    return sent(op, algorithm, n, p, rank, root)[1] * itemsize
+
+
+def messages(op: str, algorithm: str, p: int, rank: int, root: int = 0) -> int:
+    """Return the messages that `rank` sends. Empty ones count, so the array's size does not matter."""
+    return sent(op, algorithm, 0, p, rank, root)[0]
+
+
+def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> tuple[int, int]:
+    """Return the messages and the elements that `rank` sends. ValueError for "auto" and "mpi".
 
     n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and all_to_all, of out for
     all_gather.
 
-    all_reduce      ring                 2n - c_r - c_{r+1}          (= 2n(p-1)/p for equal chunks)
-                    ordered              n - c_r + (p-1) c_r         (the same for equal chunks)
-                    recursive_doubling   n lg q for a place; + n to return a folded pair's result; n for a resting rank
-                    recursive_halving    (n - m_i) + (the doubling below), fold as above
-    reduce_scatter  ring, ordered        n - c_r
-                    recursive_halving    n - m_i; + c_{r-1} to a folded neighbour; n for a resting rank
-    all_gather      ring                 n - c_{r+1}
-                    pairwise             (p-1) c_r
-                    recursive_doubling   sum over d = 1, 2, 4, .. < q of the elements in the aligned block of d places
-                                         around i; + n to a folded neighbour; c_r for a resting rank
-    all_to_all      pairwise             n - c_r
-    broadcast       binomial             n per child in the tree
-    barrier         dissemination        0
+                                         messages           elements
+    all_reduce      ring                 2(p-1)             2n - c_r - c_{r+1}      (= 2n(p-1)/p for equal chunks)
+                    ordered              2(p-1)             n - c_r + (p-1) c_r     (the same for equal chunks)
+                    recursive_doubling   lg q               n lg q
+                    recursive_halving    2 lg q             (n - m_i) + (the all_gather by doubling below)
+    reduce_scatter  ring, ordered        p-1                n - c_r
+                    recursive_halving    lg q               n - m_i
+    all_gather      ring                 p-1                n - c_{r+1}
+                    pairwise             p-1                (p-1) c_r
+                    recursive_doubling   lg q               sum over d = 1, 2, 4, .. < q of the elements in the aligned
+                                                            block of d places around i
+    all_to_all      pairwise             p-1                n - c_r
+    broadcast       binomial             children in tree   n per child
+    barrier         dissemination        ceil(lg p)         0
+
+    A resting rank sends one message instead: n elements, or c_r in all_gather. The rank that has its place returns the
+    result to it in one message more: n elements, or c_{r-1} in reduce_scatter.
     """
-    sizes = [stop - start for start, stop in chunk_bounds(n, p)]
-    own, right = sizes[rank], sizes[(rank + 1) % p]
+    chunks = [stop - start for start, stop in chunk_bounds(n, p)]
+    own, right = chunks[rank], chunks[(rank + 1) % p]
     match op, algorithm:
         case "all_reduce", "ring":
-            elements = 2 * n - own - right
+            return 2 * (p - 1), 2 * n - own - right
         case "all_reduce", "ordered":
-            elements = n - own + (p - 1) * own
-        case "reduce_scatter", "ring" | "ordered":
-            elements = n - own
+            return 2 * (p - 1), n - own + (p - 1) * own
+        case ("reduce_scatter", "ring" | "ordered") | ("all_to_all", "pairwise"):
+            return p - 1, n - own
         case "all_gather", "ring":
-            elements = n - right
+            return p - 1, n - right
         case "all_gather", "pairwise":
-            elements = (p - 1) * own
-        case "all_to_all", "pairwise":
-            elements = n - own
+            return p - 1, (p - 1) * own
         case "broadcast", "binomial":
-            elements = n * _children(p, (rank - root) % p)
+            children = _children(p, (rank - root) % p)
+            return children, n * children
         case "barrier", "dissemination":
-            elements = 0
-        case _:
-            elements = _folded_elements(op, algorithm, n, p, rank)
-    return elements * itemsize
+            return (p - 1).bit_length(), 0
 
-
-def _folded_elements(op: str, algorithm: str, n: int, p: int, rank: int) -> int:
-    """Return the elements that `rank` sends in an algorithm that needs a power of two."""
-    chunks = [stop - start for start, stop in chunk_bounds(n, p)]
     places = [stop - start for start, stop in place_bounds(n, p)]
     q, extras, place = fold(p, rank)
-    rests, returns = place < 0, 0 <= place < extras
-    blocks = [slice(place & -d, (place & -d) + d) for d in _powers(q)]
+    distances = _powers(q)
+    blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)
+    rounds, given, returned = len(distances), n, n  # a resting rank sends what is given, and no other elements
     match op, algorithm:
         case "all_reduce", "recursive_doubling":
-            return n if rests else n * len(blocks) + n * returns
+            elements = n * rounds
         case "all_reduce", "recursive_halving":
-            return n if rests else n - places[place] + sum(sum(places[block]) for block in blocks) + n * returns
+            rounds, elements = 2 * rounds, n - places[place] + blocks
         case "reduce_scatter", "recursive_halving":
-            return n if rests else n - places[place] + (chunks[rank - 1] if returns else 0)
+            elements, returned = n - places[place], chunks[rank - 1]
         case "all_gather", "recursive_doubling":
-            return chunks[rank] if rests else sum(sum(places[block]) for block in blocks) + n * returns
-    raise _no_closed_form(op, algorithm)
-
-
-def messages(op: str, algorithm: str, p: int, rank: int, root: int = 0) -> int:
-    """Return the messages that `rank` sends. Empty ones count, so the array's size does not matter.
-
-    ring, ordered   p-1 (all_reduce: 2(p-1))           pairwise        p-1
-    recursive       lg q (all_reduce by halving: 2 lg q); + 1 to a folded neighbour; 1 for a resting rank
-    binomial        the children in the tree           dissemination   ceil(lg p)
-    """
-    q, extras, place = fold(p, rank)
-    rounds = len(_powers(q))
-    match op, algorithm:
-        case "all_reduce", "ring" | "ordered":
-            return 2 * (p - 1)
-        case ("reduce_scatter", "ring" | "ordered") | ("all_gather", "ring" | "pairwise") | ("all_to_all", "pairwise"):
-            return p - 1
-        case "broadcast", "binomial":
-            return _children(p, (rank - root) % p)
-        case "barrier", "dissemination":
-            return (p - 1).bit_length()
-        case "all_reduce", "recursive_halving":
-            rounds *= 2
-        case ("all_reduce" | "all_gather", "recursive_doubling") | ("reduce_scatter", "recursive_halving"):
-            pass
+            elements, given = blocks, own
         case _:
-            raise _no_closed_form(op, algorithm)
-    return 1 if place < 0 else rounds + (place < extras)
-
-
-def _no_closed_form(op: str, algorithm: str) -> ValueError:
-    return ValueError(f"no closed form for {op} {algorithm}")
+            raise ValueError(f"no closed form for {op} {algorithm}")
+    if place < 0:
+        return 1, given
+    return (rounds + 1, elements + returned) if place < extras else (rounds, elements)
 
 
 def _powers(q: int) -> list[int]:

@@ -18,8 +18,7 @@ import numpy as np
 
 from minipar import backend
 from minipar.backend import Array
-from minipar.comm.clock import Clock, Network, make_clock
-from minipar.comm.trace import Tracer
+from minipar.comm.clock import Clock, Network, Tracer, make_clock
 from minipar.comm.traffic import Traffic
 from minipar.comm.transport import Request, Transport
 from minipar.errors import CommunicationError, UsageError
@@ -77,12 +76,11 @@ class Engine:
 def _timeout() -> float:
     text = os.environ.get("MINIPAR_TIMEOUT", "1800")
     try:
-        seconds = float(text)
+        if (seconds := float(text)) > 0:
+            return seconds
     except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise UsageError(f"MINIPAR_TIMEOUT={text}: expected a positive number of seconds")
-    return seconds
+        pass
+    raise UsageError(f"MINIPAR_TIMEOUT={text}: expected a positive number of seconds")
 
 
 class Stream:
@@ -175,21 +173,18 @@ class Work:
         self.missing: Request | None = None  # the message that is missing
         self.done = False
 
-    # -- for the algorithm (see transport.Link) ---------------------------------------------------------------------
+    # -- for the algorithm (the docstrings are in transport.Link) -----------------------------------------------------
 
     def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
-        """Count a message and start to send it to a rank of the group."""
         count = self._count
         count[0] += 1
         count[1] += array.nbytes
         return self.transport.isend(array, dest, self.tag + step, self)
 
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
-        """Start to receive from a rank of the group."""
         return self.transport.irecv(array, source, self.tag + step, self)
 
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Return memory for `count` elements, shared with the next operation."""
         return self.stream.scratch(count, dtype)
 
     def title(self) -> str:
@@ -230,7 +225,6 @@ class Work:
         return False
 
     def describe(self) -> str:
-        """Say what is being waited for."""
         if self.missing is not None:
             return self.missing.describe()
         return f"{self.title()}: its turn, after the operations issued before it"
@@ -254,7 +248,7 @@ class Work:
 class Finished:
     """A Work of one rank alone, which has nothing to do."""
 
-    done = True
+    done, missing = True, None
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -305,5 +299,4 @@ class Message:
         self._work.resume(now)
 
     def describe(self) -> str:
-        """Say what is being waited for."""
         return self._request.describe()

@@ -11,15 +11,15 @@ With `deferred=True` a layer's values are computed later, by `materialize`. `of`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minipar.autograd import Tensor, dropout, embedding, layer_norm, linear, randomness
-from minipar.backend import Array, from_host, xp
+from minipar.backend import Array, from_host, setting, xp
 from minipar.nn.module import Deferred, Module, Parameter
 
 
@@ -146,14 +146,9 @@ class DropoutKeys:
     samples: Sequence[int]
 
 
-@contextmanager
-def dropping(keys: DropoutKeys) -> Iterator[None]:
+def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
     """Apply dropout with these keys in forward passes inside the block. Dropout is off outside of such a block."""
-    token = randomness.set(keys)
-    try:
-        yield
-    finally:
-        randomness.reset(token)
+    return setting(randomness, keys)
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,30 @@ def test_an_error_in_launch_ends_every_rank(ranks, error, code, text):
     assert result.returncode == code and result.stderr.count(text) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(UsageError("here"), 2), (SystemExit(3), 3), (SystemExit("why"), "why"), (KeyboardInterrupt(), 130)],
+)
+def test_a_rank_exits_though_its_abort_returns(error, code, monkeypatch):
+    """Another rank's abort came first: the second one returns, and the program must not go on."""
+
+    class Aborted:
+        rank, size, codes = 1, 2, []
+
+        def abort(self, code):
+            self.codes.append(code)
+
+    def program(comm):
+        raise error
+
+    launching = sys.modules["minipar.comm.launch"]
+    monkeypatch.setattr(launching, "world", lambda clock, network: Aborted())
+    monkeypatch.setattr(launching, "_everyone_fails", lambda comm: False)
+    with pytest.raises(SystemExit) as leaving:
+        launch(program)
+    assert leaving.value.code == code and Aborted.codes == [code if isinstance(code, int) else 1]
+
+
 def test_threads_under_mpirun_are_rejected():
     result = run_mpi(2, HEADER + "launch(print, threads=4)", timeout=SECONDS)
     assert_one_line(result, "launch(threads=4) runs its ranks in one process, but mpirun started 2")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from minipar.bench.collectives import OneThread
 from minipar.comm import DeviceMesh, HostNetwork, ModelClock, Network, run_local
-from minipar.comm.threads import OneThread
 from minipar.errors import CommunicationError
 from minipar.plan.cluster import AlphaBeta, fetch_seconds, gather_seconds, model_clock_cluster
 
