@@ -13,15 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import Subcommand, largest, publish
+from minipar.bench import largest, publish
 from minipar.comm.communicator import ALGORITHMS, Communicator, choose
 from minipar.comm.gathers import chunk_bounds
 from minipar.comm.traffic import wire_bytes
 from minipar.errors import UsageError
 
-COLUMNS = (
-    "op", "algorithm", "runs", "ranks", "bytes", "seconds", "mpi_seconds", "ratio", "wire_bytes", "wire_bytes_expected",
-)  # fmt: skip
 SIZES = "1K,4K,16K,64K,1M,4M,16M"
 BATCHES = 11
 BATCH_SECONDS = 0.01  # calls per batch: as many as take about this long
@@ -37,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """Measure and publish one row per operation, algorithm and size."""
+    """Measure the time, and the bytes on the wire, of each collective next to MPI's own."""
     ops = args.ops.split(",")
     for op in ops:
         if op not in ALGORITHMS:
@@ -49,7 +46,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
         for algorithm in names:
             for nbytes in sizes if op != "barrier" else [0]:
                 rows.append(measure(comm, op, algorithm, nbytes, np.dtype(args.dtype)))
-    publish(comm, rows, COLUMNS, args.json)
+    publish(comm, rows, args.json)
 
 
 def parse_size(text: str) -> int:
@@ -136,8 +133,3 @@ def _timed(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
-
-
-COLLECTIVES = Subcommand(
-    help="time, and bytes on the wire, of each collective next to MPI's own", add_arguments=add_arguments, run=run
-)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,9 +42,8 @@ class Shape:
 # ---- constants -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Amounts:
-    """The amounts of a shape on one rank, by which the constants are multiplied.
+def amounts_of(shape: Shape, parameters: float) -> dict[str, float]:
+    """Return the amounts of a shape on one rank, by which the constants are multiplied.
 
     forward, input, weight   FLOPs of a block's F, I and W: its matrices, and attention's core once, twice, never
     head, head_backward      FLOPs of the output head
@@ -57,54 +55,30 @@ class Amounts:
     parameters, tensors   that the optimizer updates
     once          1: the overhead of a pass
     """
-
-    forward: float
-    input: float
-    weight: float
-    head: float
-    head_backward: float
-    kept: float
-    matrices: float
-    copied: float
-    logits: float
-    hidden: float
-    head_hidden: float
-    parameters: float
-    tensors: float
-    once: float = 1.0
-
-    @classmethod
-    def of(cls, shape: Shape, parameters: float) -> Amounts:
-        """Return the amounts of a shape; `parameters` of the rank, for the norm and the update."""
-        sizes: dict[str, Any] = {
-            "layers": 1,
-            "hidden": shape.hidden,
-            "heads": shape.heads,
-            "vocab_size": shape.vocab_size,
-        }
-        model = ModelShape(**sizes, positions=shape.seq_len)
-        layout = Layout(
-            dp=1, tp=shape.tp, pp=1, microbatch=shape.samples, microbatches=1, sequence_parallel=shape.sequence_parallel
-        )
-        core, head = model.attention_core_flops(shape.seq_len), model.head_flops(shape.seq_len)
-        matrices = model.layer_flops(shape.seq_len) - core
-        tokens = shape.samples * shape.seq_len
-        hidden = tokens * shape.hidden
-        return cls(
-            forward=(matrices + core) * shape.samples / shape.tp,
-            input=(matrices + 2 * core) * shape.samples / shape.tp,
-            weight=matrices * shape.samples / shape.tp,
-            head=head * shape.samples / shape.tp,
-            head_backward=2 * head * shape.samples / shape.tp,
-            kept=layer_activations(model, layout, shape.seq_len),
-            matrices=12 * shape.hidden**2 / shape.tp,
-            copied=hidden if shape.tp > 1 else 0,
-            logits=tokens * shape.vocab_size / shape.tp,
-            hidden=hidden,
-            head_hidden=hidden / layout.sequence_slices,
-            parameters=parameters,
-            tensors=BLOCK_TENSORS * BLOCKS + OTHER_TENSORS,
-        )
+    model = ModelShape(1, shape.hidden, shape.heads, shape.vocab_size, positions=shape.seq_len)
+    layout = Layout(
+        dp=1, tp=shape.tp, pp=1, microbatch=shape.samples, microbatches=1, sequence_parallel=shape.sequence_parallel
+    )
+    core, head = model.attention_core_flops(shape.seq_len), model.head_flops(shape.seq_len)
+    matrices = model.layer_flops(shape.seq_len) - core
+    tokens = shape.samples * shape.seq_len
+    hidden = tokens * shape.hidden
+    return {
+        "forward": (matrices + core) * shape.samples / shape.tp,
+        "input": (matrices + 2 * core) * shape.samples / shape.tp,
+        "weight": matrices * shape.samples / shape.tp,
+        "head": head * shape.samples / shape.tp,
+        "head_backward": 2 * head * shape.samples / shape.tp,
+        "kept": layer_activations(model, layout, shape.seq_len),
+        "matrices": 12 * shape.hidden**2 / shape.tp,
+        "copied": hidden if shape.tp > 1 else 0,
+        "logits": tokens * shape.vocab_size / shape.tp,
+        "hidden": hidden,
+        "head_hidden": hidden / layout.sequence_slices,
+        "parameters": parameters,
+        "tensors": BLOCK_TENSORS * BLOCKS + OTHER_TENSORS,
+        "once": 1.0,
+    }
 
 
 @dataclass(frozen=True)
@@ -147,10 +121,10 @@ SUMS = {"B": ("I", "W"), "B more": ("I", "W more")}  # measured as well, and pre
 BLOCK = ("F", "I", "W", "W more")  # fitted together, since they share the rate of products
 
 
-def flops(piece: str, amounts: Amounts) -> float:
+def flops(piece: str, amounts: Mapping[str, float]) -> float:
     """Return the FLOPs of a piece's matrix products on one rank."""
     name = PIECES[piece].flops
-    return 0.0 if name is None else getattr(amounts, name)
+    return 0.0 if name is None else amounts[name]
 
 
 @dataclass(frozen=True)
@@ -189,11 +163,11 @@ class Costs:
 
     def seconds(self, piece: str, shape: Shape, parameters: float) -> float:
         """Predict a piece of PIECES or SUMS; `parameters` of the rank, for the norm and the update."""
-        amounts = Amounts.of(shape, parameters)
+        amounts = amounts_of(shape, parameters)
         terms = []
         for name in SUMS.get(piece, (piece,)):
             terms.append(flops(name, amounts) / self.flops_per_second)
-            terms += [getattr(self, cost) * getattr(amounts, of) for cost, of in PIECES[name].costs.items()]
+            terms += [getattr(self, cost) * amounts[of] for cost, of in PIECES[name].costs.items()]
         return sum(terms)
 
     def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> ComputeTime:
@@ -202,18 +176,11 @@ class Costs:
         The cost of adding to gradients, from a step's second microbatch on, is spread over all microbatches. The output
         head's W is its products.
         """
-        shape = Shape(
-            hidden=model.hidden,
-            heads=model.heads,
-            seq_len=length,
-            samples=layout.microbatch,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            vocab_size=model.vocab_size,
-        )
+        sequence, vocabulary = layout.sequence_parallel, model.vocab_size
+        shape = Shape(model.hidden, model.heads, length, layout.microbatch, layout.tp, sequence, vocabulary)
         seconds = {piece: self.seconds(piece, shape, parameters) for piece in PIECES}
         m, tensors = layout.microbatches, BLOCK_TENSORS * layout.layers_per_rank(model) + OTHER_TENSORS
-        head_weight = flops("head B", Amounts.of(shape, parameters)) / 2 / self.flops_per_second
+        head_weight = flops("head B", amounts_of(shape, parameters)) / 2 / self.flops_per_second
         per_parameter = self.norm_parameter + self.update_parameter
         return ComputeTime(
             forward=seconds["F"],
@@ -273,9 +240,9 @@ def _fit_pieces(
     rows: list[dict[str, float]] = []
     seconds, known = [], []
     for shape, times in measured:
-        amounts = Amounts.of(shape, times["parameters"])
+        amounts = amounts_of(shape, times["parameters"])
         for piece in pieces:
-            counts = {cost: getattr(amounts, of) for cost, of in PIECES[piece].costs.items()}
+            counts = {cost: amounts[of] for cost, of in PIECES[piece].costs.items()}
             rows.append(counts if rate else {"seconds_per_flop": flops(piece, amounts)} | counts)
             seconds.append(times[piece])
             known.append(flops(piece, amounts) / rate if rate else 0.0)
