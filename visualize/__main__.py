@@ -12,7 +12,9 @@ from typing import Any
 
 from minipar.errors import UsageError, UsageParser
 from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, load_csv, make, save_csv, simulate
-from visualize import measurements, mesh, plan, schedule, style, timeline
+from visualize import mesh, schedule, style, timeline
+from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
+from visualize.plan import plot_agreement, plot_plan, read_layouts, read_plan
 
 MOST = 100_000  # forwards in one schedule, of a name or a file
 FIGURE = "the picture: .png, .svg or .pdf"
@@ -70,17 +72,27 @@ def build_parser() -> UsageParser:
     add("--reference", type=float, metavar="NATS", help="a level to compare with, such as an entropy")
     add("--reference-label", default="reference", metavar="TEXT", help="the name of that level")
 
-    add = drawing("traffic", draw_traffic, "time and bytes, from minipar.bench collectives")
+    add = drawing(
+        "traffic",
+        lambda options: plot_bench(read_bench(options.file)),
+        "time and bytes, from minipar.bench collectives",
+    )
     add("file", metavar="FILE.json", help="rows of the benchmark")
 
     add = drawing("memory", draw_memory, "memory over a step, from minipar.train --memory")
     add("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
     add("--rank", type=int, default=0, metavar="R", help="the rank whose memory is drawn (default: 0)")
 
-    add = drawing("plan", draw_plan, "the plans of a search, from minipar.plan --json")
+    add = drawing(
+        "plan", lambda options: plot_plan(read_plan(options.file)), "the plans of a search, from minipar.plan --json"
+    )
     add("file", metavar="FILE.json", help="the planner's JSON")
 
-    add = drawing("layouts", draw_layouts, "predicted against measured, from minipar.bench layouts --machine")
+    add = drawing(
+        "layouts",
+        lambda options: plot_agreement(read_layouts(options.file)),
+        "predicted against measured, from minipar.bench layouts --machine",
+    )
     add("file", metavar="FILE.json", help="rows of the benchmark")
 
     add = command("schedule", run_schedule, "a pipeline schedule, simulated; no training needed")
@@ -128,33 +140,18 @@ def draw_trace(options: argparse.Namespace) -> style.Picture:
 
 def draw_loss(options: argparse.Namespace) -> style.Picture:
     """Draw the loss of each run, called by its file's name."""
-    runs = {Path(file).stem: measurements.read_metrics(file) for file in options.files}
-    return measurements.plot_loss(runs, options.reference, options.reference_label)
-
-
-def draw_traffic(options: argparse.Namespace) -> style.Picture:
-    """Draw the rows of a benchmark of collectives."""
-    return measurements.plot_bench(measurements.read_bench(options.file))
+    runs = {Path(file).stem: read_metrics(file) for file in options.files}
+    return plot_loss(runs, options.reference, options.reference_label)
 
 
 def draw_memory(options: argparse.Namespace) -> style.Picture:
     """Draw one rank's memory, a panel for each file."""
     names = [Path(file).stem for file in options.files]
     names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
-    ledgers = [measurements.read_ledger(file, options.rank) for file in options.files]
+    ledgers = [read_ledger(file, options.rank) for file in options.files]
     title = f"memory of rank {options.rank} in one step"
     titles = [f"{name}: {title}" for name in names] if len(names) > 1 else [title]
-    return measurements.plot_ledger(dict(zip(titles, ledgers, strict=True)))
-
-
-def draw_plan(options: argparse.Namespace) -> style.Picture:
-    """Draw the plans of a search."""
-    return plan.plot_plan(plan.read_plan(options.file))
-
-
-def draw_layouts(options: argparse.Namespace) -> style.Picture:
-    """Draw layouts as predicted and as measured."""
-    return plan.plot_agreement(plan.read_layouts(options.file))
+    return plot_ledger(dict(zip(titles, ledgers, strict=True)))
 
 
 # ---- commands with other results -------------------------------------------------------------------------------------

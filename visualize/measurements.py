@@ -34,7 +34,6 @@ from visualize.style import (
     picture,
     read_json,
     read_text,
-    save,
     tidy,
 )
 
@@ -176,13 +175,8 @@ def _stack(axes: Axes, moments: Sequence[LedgerMoment], scale: float) -> None:
 
     for bound in bounds[1:-1]:
         axes.axvline(bound, color=INK, linewidth=0.8, linestyle=":")
-    many = len(spans) > 3
-    axes.set_xticks(
-        [(start + end) / 2 for start, end in pairwise(bounds)],
-        [phase for phase, _ in spans],
-        fontsize=8,
-        rotation=90 if many else 0,
-    )
+    middles = [(start + end) / 2 for start, end in pairwise(bounds)]
+    axes.set_xticks(middles, [phase for phase, _ in spans], fontsize=8, rotation=90 if len(spans) > 3 else 0)
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(0, bounds[-1])
     tidy(axes)
@@ -192,16 +186,10 @@ def _stack(axes: Axes, moments: Sequence[LedgerMoment], scale: float) -> None:
     peak = max(range(len(totals)), key=totals.__getitem__)
     share = places[peak] / bounds[-1]
     axes.plot(places[peak], totals[peak], marker=CARETDOWN, color=INK, markersize=7, clip_on=False)  # its tip is there
-    axes.annotate(
-        f"peak {byte_label(totals[peak] * scale)}",
-        (places[peak], totals[peak]),
-        xytext=(0, 10),
-        textcoords="offset points",
-        ha="left" if share < 0.35 else "right" if share > 0.65 else "center",
-        fontsize=9,
-        color=INK,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-    )
+    side = "left" if share < 0.35 else "right" if share > 0.65 else "center"
+    look = {"ha": side, "fontsize": 9, "color": INK, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
+    text = f"peak {byte_label(totals[peak] * scale)}"
+    axes.annotate(text, (places[peak], totals[peak]), xytext=(0, 10), textcoords="offset points", **look)
 
 
 # ---- communication ---------------------------------------------------------------------------------------------------
@@ -211,10 +199,10 @@ UNKNOWN = ("mpi_seconds", "wire_bytes", "wire_bytes_expected")  # null for MPI, 
 NUMBERS = ("ranks", "bytes", "seconds", *UNKNOWN)
 
 
-def plot_bytes(rows: Sequence[Row], path: str | None = None) -> Picture:
+def plot_bytes(rows: Sequence[Row]) -> Picture:
     """Draw the bytes sent by each operation, counted (bar) and by the formula (mark).
 
-    rows: {"op", "axis" (optional), "bytes", "expected" (optional)}, one bar each, from the top down. `path` also saves.
+    rows: {"op", "axis" (optional), "bytes", "expected" (optional)}, one bar each, from the top down.
     """
     figure = picture(7.0, 1.2 + 0.42 * len(rows))
     axes = figure.add_subplot()
@@ -238,8 +226,6 @@ def plot_bytes(rows: Sequence[Row], path: str | None = None) -> Picture:
     tidy(axes)
     axes.grid(visible=False, axis="y")
     figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=9, markerscale=0.5)
-    if path is not None:
-        save(figure, path)
     return figure
 
 

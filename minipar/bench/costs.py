@@ -1,7 +1,7 @@
 """The cost of minipar's computation in few constants: CPU seconds of each piece of a training step, for any shape.
 
 A piece is a block's pass, the embedding, the head with its loss, the gradient's norm or the update. It takes
-FLOPs / flops_per_second, and for each entry of its row in PIECES a constant times an amount. The constants are fitted
+FLOPs / flops_per_second, and for each of its constants (`Costs`) that constant times an amount. The constants are fitted
 to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,41 +82,10 @@ def amounts_of(shape: Shape, parameters: float) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The cost of a piece: `flops` names an amount of FLOPs; `costs` has the amount that multiplies each constant."""
-
-    flops: str | None
-    costs: Mapping[str, str]
-
-
-_WEIGHT = {"weight_byte": "kept", "weight_block": "once"}
-# The first microbatch of a step writes weight gradients (W), the others add to them (W more).
+# Each piece and its FLOPs (amounts_of). A step's first microbatch writes weight gradients (W), the others add (W more).
 PIECES = {
-    "F": Piece(
-        flops="forward",
-        costs={
-            "forward_byte": "kept", "forward_block": "once", "read_parameter": "matrices", "copy_hidden": "copied",
-        },
-    ),
-    "I": Piece(
-        flops="input",
-        costs={"input_byte": "kept", "input_block": "once", "read_parameter": "matrices", "copy_hidden": "copied"},
-    ),
-    "W": Piece(flops="weight", costs=_WEIGHT),
-    "W more": Piece(flops="weight", costs=_WEIGHT | {"accumulate_parameter": "matrices"}),
-    "head F": Piece(
-        flops="head",
-        costs={"head_forward_logit": "logits", "head_forward_hidden": "head_hidden", "head_forward_call": "once"},
-    ),
-    "head B": Piece(
-        flops="head_backward",
-        costs={"head_backward_logit": "logits", "head_backward_hidden": "head_hidden", "head_backward_call": "once"},
-    ),
-    "embed F": Piece(flops=None, costs={"embed_forward_hidden": "hidden", "embed_forward_call": "once"}),
-    "embed B": Piece(flops=None, costs={"embed_backward_hidden": "hidden", "embed_backward_call": "once"}),
-    "norm": Piece(flops=None, costs={"norm_parameter": "parameters", "norm_tensor": "tensors"}),
-    "AdamW": Piece(flops=None, costs={"update_parameter": "parameters", "update_tensor": "tensors"}),
+    "F": "forward", "I": "input", "W": "weight", "W more": "weight", "head F": "head", "head B": "head_backward",
+    "embed F": None, "embed B": None, "norm": None, "AdamW": None,
 }  # fmt: skip
 SUMS = {"B": ("I", "W"), "B more": ("I", "W more")}  # measured as well, and predicted as sums
 BLOCK = ("F", "I", "W", "W more")  # fitted together, since they share the rate of products
@@ -123,8 +93,13 @@ BLOCK = ("F", "I", "W", "W more")  # fitted together, since they share the rate 
 
 def flops(piece: str, amounts: Mapping[str, float]) -> float:
     """Return the FLOPs of a piece's matrix products on one rank."""
-    name = PIECES[piece].flops
+    name = PIECES[piece]
     return 0.0 if name is None else amounts[name]
+
+
+def cost(amount: str, *pieces: str) -> Any:
+    """Declare a constant: the amount that it multiplies, and the pieces that it is a part of."""
+    return field(metadata={"amount": amount, "pieces": pieces})
 
 
 @dataclass(frozen=True)
@@ -137,29 +112,29 @@ class Costs:
     """
 
     flops_per_second: float
-    forward_byte: float
-    input_byte: float
-    weight_byte: float
-    forward_block: float
-    input_block: float
-    weight_block: float
-    read_parameter: float
-    copy_hidden: float
-    accumulate_parameter: float
-    head_forward_logit: float
-    head_forward_hidden: float
-    head_forward_call: float
-    head_backward_logit: float
-    head_backward_hidden: float
-    head_backward_call: float
-    embed_forward_hidden: float
-    embed_forward_call: float
-    embed_backward_hidden: float
-    embed_backward_call: float
-    norm_parameter: float
-    norm_tensor: float
-    update_parameter: float
-    update_tensor: float
+    forward_byte: float = cost("kept", "F")
+    input_byte: float = cost("kept", "I")
+    weight_byte: float = cost("kept", "W", "W more")
+    forward_block: float = cost("once", "F")
+    input_block: float = cost("once", "I")
+    weight_block: float = cost("once", "W", "W more")
+    read_parameter: float = cost("matrices", "F", "I")
+    copy_hidden: float = cost("copied", "F", "I")
+    accumulate_parameter: float = cost("matrices", "W more")
+    head_forward_logit: float = cost("logits", "head F")
+    head_forward_hidden: float = cost("head_hidden", "head F")
+    head_forward_call: float = cost("once", "head F")
+    head_backward_logit: float = cost("logits", "head B")
+    head_backward_hidden: float = cost("head_hidden", "head B")
+    head_backward_call: float = cost("once", "head B")
+    embed_forward_hidden: float = cost("hidden", "embed F")
+    embed_forward_call: float = cost("once", "embed F")
+    embed_backward_hidden: float = cost("hidden", "embed B")
+    embed_backward_call: float = cost("once", "embed B")
+    norm_parameter: float = cost("parameters", "norm")
+    norm_tensor: float = cost("tensors", "norm")
+    update_parameter: float = cost("parameters", "AdamW")
+    update_tensor: float = cost("tensors", "AdamW")
 
     def seconds(self, piece: str, shape: Shape, parameters: float) -> float:
         """Predict a piece of PIECES or SUMS; `parameters` of the rank, for the norm and the update."""
@@ -167,7 +142,7 @@ class Costs:
         terms = []
         for name in SUMS.get(piece, (piece,)):
             terms.append(flops(name, amounts) / self.flops_per_second)
-            terms += [getattr(self, cost) * amounts[of] for cost, of in PIECES[name].costs.items()]
+            terms += [getattr(self, constant) * amount for constant, amount in counts_of(name, amounts).items()]
         return sum(terms)
 
     def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> ComputeTime:
@@ -196,6 +171,12 @@ class Costs:
         )
 
 
+def counts_of(piece: str, amounts: Mapping[str, float]) -> dict[str, float]:
+    """Return the amount that each constant of a piece multiplies."""
+    constants = [constant for constant in fields(Costs) if piece in constant.metadata.get("pieces", ())]
+    return {constant.name: amounts[constant.metadata["amount"]] for constant in constants}
+
+
 @dataclass(frozen=True)
 class Machine:
     """The constants that `bench machine` measured: `costs` of computation, `network`: a message between two ranks."""
@@ -209,7 +190,7 @@ def load_machine(path: str) -> Machine:
     try:
         rows = json.loads(Path(path).read_text())
         values = {row["name"]: float(row["value"]) for row in rows if row["row"] == "constant"}
-        costs = Costs(**{field.name: values[field.name] for field in fields(Costs)})
+        costs = Costs(**{constant.name: values[constant.name] for constant in fields(Costs)})
         return Machine(costs=costs, network=Network(alpha=values["message_alpha"], beta=values["message_beta"]))
     except OSError as error:
         raise UsageError(f"--machine {path} cannot be read: {error.strerror}") from None
@@ -242,7 +223,7 @@ def _fit_pieces(
     for shape, times in measured:
         amounts = amounts_of(shape, times["parameters"])
         for piece in pieces:
-            counts = {cost: amounts[of] for cost, of in PIECES[piece].costs.items()}
+            counts = counts_of(piece, amounts)
             rows.append(counts if rate else {"seconds_per_flop": flops(piece, amounts)} | counts)
             seconds.append(times[piece])
             known.append(flops(piece, amounts) / rate if rate else 0.0)

@@ -37,10 +37,6 @@ from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 
-HIDDEN_COLUMNS = (
-    "sync_every_microbatch", "virtual_stages", "layers", "hidden", "heads", "seq_len", "vocab_size", "global_batch",
-    "ranks_peak_bytes",
-)  # fmt: skip
 # As `python -m minipar.train` takes them.
 LAYOUTS = (
     "",
@@ -191,13 +187,14 @@ def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:
     model = ModelConfig(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
     resolved = configs(model, args.global_batch, comm.size)
     rows = measure(comm, resolved, args.repeat, network)
-    # Only rank 0 has seen every layout, and only its rows are published.
-    for row, config in zip(rows, resolved, strict=True) if machine and comm.rank == 0 else ():
-        time, held = predict(config, replace(machine, network=network), args.seq_len)
-        row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
-        row |= {"predicted_bytes": held.total, "bytes_ratio": held.total / row["peak_bytes"]}
-    publish(comm, rows, args.json, HIDDEN_COLUMNS)
-    if machine and comm.rank == 0 and args.json != "-":
+    if machine is not None and comm.rank == 0:  # no other rank has seen every layout
+        for row, config in zip(rows, resolved, strict=True):
+            time, held = predict(config, replace(machine, network=network), args.seq_len)
+            row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
+            row |= {"predicted_bytes": held.total, "bytes_ratio": held.total / row["peak_bytes"]}
+    not_shown = ("sync_every_microbatch", "virtual_stages", *MODEL_SIZES, "global_batch", "ranks_peak_bytes")
+    publish(comm, rows, args.json, hidden=not_shown)
+    if machine is not None and comm.rank == 0 and args.json != "-":
         print(f"{len(rows)} layouts: {agreement(rows)}")
 
 

@@ -201,17 +201,12 @@ def scalar_seconds(cluster: Cluster, stride: int, size: int) -> float:
 
 
 def model_clock_cluster(
-    ranks: int,
-    flops_per_second: float,
-    inside: AlphaBeta,
-    between: AlphaBeta | None = None,
-    per_host: int | None = None,
+    ranks: int, flops_per_second: float, inside: AlphaBeta, between: AlphaBeta, per_host: int
 ) -> Cluster:
     """Return the cluster that minipar's clock `model` shows: products at one speed, messages alpha + beta n.
 
-    Everything else takes no time. By default one host holds all ranks.
+    Everything else takes no time.
     """
-    between = between or inside
     gpu = Gpu(peak=flops_per_second, memory=inf, memory_bandwidth=inf, inside=1 / inside.beta, between=1 / between.beta)
     exact = Assumptions(
         products=1.0,
@@ -223,7 +218,7 @@ def model_clock_cluster(
         contention=0.0,
         memory_used=1.0,
     )
-    return Cluster(gpu=gpu, gpus=ranks, per_host=per_host or ranks, assumptions=exact, framework=MINIPAR)
+    return Cluster(gpu=gpu, gpus=ranks, per_host=per_host, assumptions=exact, framework=MINIPAR)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -12,10 +12,9 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, suggest
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_LAYERS = 4096  # a search goes through every layer of a stage
@@ -153,8 +152,8 @@ def _gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200, position
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_size: int) -> ModelShape:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    return ModelShape(**sizes, vocab_size=vocab_size, gated=True, tied=False, biases=False, norm_biases=False)
+    traits = {"gated": True, "tied": False, "biases": False, "norm_biases": False}
+    return ModelShape(layers, hidden, heads, vocab_size, kv_heads=kv_heads, ffn=ffn, **traits)
 
 
 # GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it). megatron-*: Narayanan et
@@ -223,9 +222,9 @@ def find_model(name: str) -> ModelShape:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the known name that is nearest to `name`, or nothing if none is near."""
-    near = get_close_matches(name.lower(), list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return "; did you mean ...?" with the known name that is spelled most like `name`, or nothing if none is."""
+    near = suggest(name, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def read_settings(path: str) -> dict[str, Any]:

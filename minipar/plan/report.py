@@ -11,7 +11,7 @@ from typing import Any
 
 from minipar.errors import UsageError
 from minipar.plan.cluster import Cluster
-from minipar.plan.layout import PRECISIONS
+from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.search import Plan, SearchResult, SearchSpace, why
 
@@ -64,18 +64,17 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "search": {"layouts": result.examined, "fitting": result.fitting, "simulated": _simulated(result)},
         "plans": [_plan_json(request, rank, plan, winner) for rank, plan in enumerate(result.plans, start=1)],
         "meshes": [
-            {
-                "dp": layout.dp,
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "zero_stage": layout.zero,
-                "recompute": layout.recompute,
-            }
+            {name: _settings_json(candidate.layout)[name] for name in ("dp", "tp", "pp", "zero_stage", "recompute")}
             | {"seconds": candidate.seconds, "memory_bytes": candidate.nbytes}
             for candidate in result.meshes[:SHOWN_MESHES]
-            for layout in [candidate.layout]
         ],
     }
+
+
+def _settings_json(layout: Layout) -> dict[str, Any]:
+    """Return a layout's settings by the names of the command line."""
+    settings = {name: value for name, value in vars(layout).items() if name not in ("zero", "precision")}
+    return settings | {"zero_stage": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
 
 
 def _simulated(result: SearchResult) -> int:
@@ -83,21 +82,11 @@ def _simulated(result: SearchResult) -> int:
 
 
 def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[str, Any]:
-    layout, seconds = plan.layout, asdict(plan.time)
+    seconds = asdict(plan.time)
     exact = seconds.pop("exact")
     return {
         "rank": rank,
-        "dp": layout.dp,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "zero_stage": layout.zero,
-        "schedule": layout.schedule if layout.pp > 1 else None,
-        "virtual_stages": layout.virtual_stages,
-        "microbatch": layout.microbatch,
-        "microbatches": layout.microbatches,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
-        "attention": layout.attention,
+        **_settings_json(plan.layout),
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**seconds, "total": plan.time.total},
         "simulated": exact,

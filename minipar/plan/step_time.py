@@ -177,9 +177,8 @@ class Stages:
         else:
             forward, _ = overlapped(self.forward_passes(units))
             if self.layout.splits_backward:
-                inputs, _ = overlapped(
-                    [UnitPass(seconds=unit.backward_input, gather=unit.gather) for unit in reversed(units)]
-                )
+                passes = [UnitPass(seconds=unit.backward_input, gather=unit.gather) for unit in reversed(units)]
+                inputs, _ = overlapped(passes)
             else:
                 inputs = overlapped(self.backward_passes(units))[0] - weights
         if self.reduces_each_microbatch:  # reductions continue during the next action, but do not pile up
