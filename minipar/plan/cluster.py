@@ -5,14 +5,15 @@ Every constant is here, with its source or marked as an assumption.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from pathlib import Path
 
 from minipar.errors import UsageError
+from minipar.nn.pretrained import read_json
 from minipar.plan.layout import MEGATRON, MINIPAR, Framework, Layout
-from minipar.plan.model import ModelShape, did_you_mean, read_settings
+from minipar.plan.model import ModelShape, did_you_mean
 
 GB = 1e9
 
@@ -229,9 +230,9 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    if not os.path.exists(name):
+    if not Path(name).exists():
         raise UsageError(f"--gpu {name}: neither a JSON file nor one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
-    values = read_settings(name)
+    values = read_json(Path(name))
     like = values.pop("like", None)
     if like is not None and (not isinstance(like, str) or like.lower() not in GPUS):
         raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(GPUS)}')

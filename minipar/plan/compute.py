@@ -67,14 +67,6 @@ def gpu_compute(
     )
 
 
-def compute_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> ComputeTime:
-    """Return the seconds of computation, as measured on this machine or from the GPU's data sheet."""
-    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)
-    if cluster.measured is not None:
-        return cluster.measured(model, layout, length, parameters)
-    return gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
-
-
 # ---- units -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +104,11 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 
 @lru_cache(maxsize=4096)
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    compute = compute_time(model, layout, cluster, length)
+    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)  # that the rank updates
+    if cluster.measured is not None:
+        compute = cluster.measured(model, layout, length, parameters)
+    else:
+        compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
     tp = _TensorParallel.of(model, layout, cluster, length)
     full_recompute = layout.recompute == "full"
 
