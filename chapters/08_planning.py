@@ -731,7 +731,7 @@ for flags in OURS:
 # that can be resumed (2.2): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
 
 # %%
-from minipar.bench.collectives import OneThread
+from chapters.one_thread import OneThread
 
 FAR = [
     "--dp 64 --zero-stage 3 --microbatches 2",

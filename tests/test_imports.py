@@ -34,7 +34,7 @@ OUTSIDE = {
     "numpy": {"minipar", "visualize"},
     "cupy": {"minipar.backend"},
     "threadpoolctl": {"minipar.backend"},
-    "lazy_loader": {"minipar"},
+    "lazy_loader": {"minipar", "visualize"},
     "mpi4py": {"minipar.comm"},
     "safetensors": {"minipar.nn", "minipar.train"},
     "torch": {"minipar.bench"},

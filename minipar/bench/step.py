@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import Subcommand, add_model_flags, check_positive, largest, publish
+from minipar.bench import add_model_flags, check_positive, largest, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
 from minipar.errors import UsageError
@@ -28,9 +28,6 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard
 from minipar.parallel.wrapper import Wrapper
 
-STEP_COLUMNS = ("layers", "hidden", "heads", "seq_len", "batch", "seconds", "torch_seconds", "ratio", "gemm_seconds")
-ZERO_COLUMNS = ("zero_stage", "prefetch", "ranks", "layers", "hidden", "batch", "seconds", "ratio")
-OVERLAP_COLUMNS = ("sync", "ranks", "cores", "layers", "hidden", "batch", "wall_seconds", "cpu_seconds", "ratio")
 WARMUP = 2
 ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and whether stage 3 prefetches parameters
 
@@ -52,24 +49,24 @@ def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_step(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each hidden size. On several ranks `bench step` is `bench zero`."""
+    """Measure a step next to PyTorch's (if torch is installed) and its matrix products; on several ranks as zero."""
     if comm.size > 1:
         run_zero(comm, args)
         return
     rows = [measure(config, args.batch, args.dtype, args.repeat) for config in configs(args)]
-    publish(comm, rows, STEP_COLUMNS, args.json)
+    publish(comm, rows, args.json, hidden=["dtype"])
 
 
 def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each hidden size and ZeRO stage."""
+    """Measure a data-parallel step at each ZeRO stage, next to stage 0."""
     rows = [row for config in configs(args) for row in measure_zero(comm, config, args.batch, args.dtype, args.repeat)]
-    publish(comm, rows, ZERO_COLUMNS, args.json)
+    publish(comm, rows, args.json)
 
 
 def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each way to synchronize."""
+    """Measure the wall time of a data-parallel step next to the CPU time of its computation."""
     (config,) = configs(args)
-    publish(comm, measure_overlap(comm, config, args.batch, args.repeat), OVERLAP_COLUMNS, args.json)
+    publish(comm, measure_overlap(comm, config, args.batch, args.repeat), args.json)
 
 
 def configs(args: argparse.Namespace) -> list[GPTConfig]:
@@ -319,18 +316,3 @@ def _timed(comm: Communicator, call: Callable[..., object], *arguments: object) 
     cpu = time.thread_time() - cpu_start
     comm.barrier()
     return time.perf_counter() - start, cpu
-
-
-STEP = Subcommand(
-    help="on one rank: a step next to PyTorch's (if torch is installed) and its matrix products; on several: as zero",
-    add_arguments=add_step_flags,
-    run=run_step,
-)
-ZERO = Subcommand(
-    help="a data-parallel step at each ZeRO stage, next to stage 0", add_arguments=add_step_flags, run=run_zero
-)
-OVERLAP = Subcommand(
-    help="wall time of a data-parallel step next to the CPU time of its computation",
-    add_arguments=add_overlap_flags,
-    run=run_overlap,
-)

@@ -48,7 +48,7 @@ def load_config(directory: str | Path) -> GPTConfig:
             f"{directory}: no such directory; expected one with config.json and model.safetensors "
             "(minipar does not download models by name)"
         )
-    content = _read_json(path)
+    content = read_json(path)
     for name, wanted in _REQUIRED_SETTINGS.items():
         if content.get(name, wanted) != wanted:
             raise UsageError(f"{path}: {name} is {reprlib.repr(content[name])}, but minipar's GPT-2 has {wanted!r}")
@@ -71,7 +71,7 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UsageError for anything else, without waiting for a pipe."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):

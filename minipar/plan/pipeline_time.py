@@ -10,8 +10,6 @@ from minipar.parallel.pipeline import make, simulate
 from minipar.parallel.pipeline.simulate import StageDurations
 from minipar.plan.layout import Layout
 
-# Schedules whose closed form the tests compare with the simulator. Others are always simulated.
-CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 MOST_ACTIONS = 60_000  # of a simulated schedule: a second or so
 
 

@@ -224,7 +224,9 @@ def test_a_long_curve_shows_its_points_and_their_mean():
 def test_bytes_are_drawn_beside_their_formula(tmp_path):
     path = str(tmp_path / "new" / "bytes.svg")
     table = [{"op": "all_reduce", "axis": "dp", "bytes": 700, "expected": 700}, {"op": "broadcast", "bytes": 90}]
-    axes = plot_bytes(table, path).axes[0]
+    figure = plot_bytes(table)
+    save(figure, path)
+    axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == [700, 90]
     assert list(axes.lines[0].get_xdata()) == [700]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["all_reduce (dp)", "broadcast"]

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from minipar import memory
 from visualize import plot_ledger
 from visualize.__main__ import main
-from visualize.memory import KINDS, read_ledger
+from visualize.measurements import KINDS, read_ledger
 from visualize.style import COLOURS
 
 KIB = 1024
