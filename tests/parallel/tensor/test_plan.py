@@ -271,7 +271,7 @@ def test_the_obvious_script_trains_what_one_device_trains(sequence, wrap):
     assert run_local(ranks, train, 2) == pytest.approx([expected] * ranks, rel=1e-12)
 
 
-def test_a_wrapper_of_split_layers_names_the_functions_for_all_axes():
+def test_a_wrapper_of_split_layers_refuses_what_needs_tp():
     def rank(comm):
         mesh = DeviceMesh(comm, tp=2)
         model = GPT(GPTConfig(13, 8, 16, 1, 4), dtype="float64")
