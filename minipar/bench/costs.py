@@ -1,8 +1,8 @@
 """The cost of minipar's computation in few constants: CPU seconds of each piece of a training step, for any shape.
 
 A piece is a block's pass, the embedding, the head with its loss, the gradient's norm or the update. It takes
-FLOPs / flops_per_second, and for each of its constants (`Costs`) that constant times an amount. The constants are fitted
-to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
+FLOPs / flops_per_second, and for each of its constants (`Costs`) that constant times an amount. The constants are
+fitted to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
 """
 
 from __future__ import annotations

@@ -63,12 +63,6 @@ def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
     publish(comm, rows, args.json)
 
 
-def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
-    """Measure the wall time of a data-parallel step next to the CPU time of its computation."""
-    (config,) = configs(args)
-    publish(comm, measure_overlap(comm, config, args.batch, args.repeat), args.json)
-
-
 def configs(args: argparse.Namespace) -> list[GPTConfig]:
     """Return the model of each hidden size. UsageError for flags that cannot be."""
     check_positive(args, "repeat", "batch")
@@ -86,6 +80,12 @@ def random_batch(config: GPTConfig, batch: int, seed: int) -> tuple[np.ndarray, 
     random = np.random.Generator(np.random.Philox(seed))
     tokens, targets = random.integers(0, config.vocab_size, (2, batch, config.n_positions))
     return tokens, targets
+
+
+def _sizes(config: GPTConfig, batch: int) -> dict[str, int]:
+    """Return the columns that say what was trained."""
+    sizes = {"layers": config.n_layer, "hidden": config.n_embd, "heads": config.n_head, "seq_len": config.n_positions}
+    return sizes | {"batch": batch}
 
 
 # ---- one rank, next to PyTorch ---------------------------------------------------------------------------------------
@@ -109,11 +109,7 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
     median = {name: float(np.median(seconds[WARMUP:])) for name, seconds in times.items()}
     torch_seconds = median.get("torch_seconds")
     return {
-        "layers": config.n_layer,
-        "hidden": config.n_embd,
-        "heads": config.n_head,
-        "seq_len": config.n_positions,
-        "batch": batch,
+        **_sizes(config, batch),
         "dtype": dtype,
         "seconds": median["seconds"],
         "torch_seconds": torch_seconds,
@@ -253,9 +249,7 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
             "zero_stage": stage,
             "prefetch": prefetch if stage == 3 else None,
             "ranks": comm.size,
-            "layers": config.n_layer,
-            "hidden": config.n_embd,
-            "batch": batch,
+            **_sizes(config, batch),
             "seconds": float(seconds[i]),
             "ratio": float(seconds[i] / seconds[0]),
         }
@@ -263,13 +257,16 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
     ]
 
 
-def measure_overlap(comm: Communicator, config: GPTConfig, batch: int, repeat: int) -> list[dict[str, Any]]:
-    """Measure a step with one all-reduce after backward ("naive") and with buckets during backward. Collective.
+def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
+    """Measure the wall time of a data-parallel step next to the CPU time of its computation.
+
+    Publish a row for one all-reduce after backward ("naive") and one for buckets during backward.
 
     On a machine with c cores, N ranks that each compute for s CPU seconds need at least N s / c seconds. `ratio` is the
     wall time over that. A step without synchronization gives s; cpu_seconds is the sum of its medians over the ranks.
     """
-    inputs, targets = random_batch(config, batch, seed=comm.rank)
+    (config,) = configs(args)
+    inputs, targets = random_batch(config, args.batch, seed=comm.rank)
     plain, ddp = GPT(config), DistributedDataParallel(GPT(config), comm)
     optimizers = {"plain": AdamW(plain.parameters()), "buckets": AdamW(ddp.parameters())}
 
@@ -285,27 +282,18 @@ def measure_overlap(comm: Communicator, config: GPTConfig, batch: int, repeat: i
         optimizer.step()
 
     kinds = ("none", "naive", "buckets")
-    times = np.array([[_timed(comm, step, kind) for kind in kinds] for _ in range(WARMUP + repeat)])
+    times = np.array([[_timed(comm, step, kind) for kind in kinds] for _ in range(WARMUP + args.repeat)])
     wall, cpu = np.median(times[WARMUP:], axis=0).T  # (kinds,) each
     cpu_seconds = float(comm.all_reduce(np.array([cpu[0]]))[0])
     cores = min(len(os.sched_getaffinity(0)), comm.size)
     rows = []
     for sync, seconds in zip(kinds[1:], wall[1:], strict=True):
         slowest = largest(comm, seconds)
+        row = {"sync": sync, "ranks": comm.size, "cores": cores, **_sizes(config, args.batch)}
         rows.append(
-            {
-                "sync": sync,
-                "ranks": comm.size,
-                "cores": cores,
-                "layers": config.n_layer,
-                "hidden": config.n_embd,
-                "batch": batch,
-                "wall_seconds": slowest,
-                "cpu_seconds": cpu_seconds,
-                "ratio": slowest / (cpu_seconds / cores),
-            }
+            row | {"wall_seconds": slowest, "cpu_seconds": cpu_seconds, "ratio": slowest / (cpu_seconds / cores)}
         )
-    return rows
+    publish(comm, rows, args.json)
 
 
 def _timed(comm: Communicator, call: Callable[..., object], *arguments: object) -> tuple[float, float]:
