@@ -211,10 +211,10 @@ def run_gallery(options: argparse.Namespace) -> list[str]:
         "schedule_1f1b_8x32": schedule.plot_schedule(simulate(make("1f1b", 8, 32))),
         "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8))),
     }
-    paths = [str(Path(options.out) / f"{name}.png") for name in pictures]
-    for figure, path in zip(pictures.values(), paths, strict=True):
+    paths = {str(Path(options.out) / f"{name}.png"): figure for name, figure in pictures.items()}
+    for path, figure in paths.items():
         style.save(figure, path)
-    return paths
+    return list(paths)
 
 
 if __name__ == "__main__":

@@ -308,14 +308,9 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
     if comm.size > 1:
         raise UsageError(f"bench modelled makes its own ranks; mpirun started {comm.size}: run it without mpirun")
     parsed = parse(args.flags)
-    data, run = parsed.data, parsed.run
-    supported = TrainConfig(
-        parsed.mesh,
-        parsed.model,
-        DataConfig(global_batch=data.global_batch, microbatches=data.microbatches),
-        run=RunConfig(recompute=run.recompute, dtype=run.dtype, reduction=run.reduction),
-    )
-    if parsed != supported:
+    data = DataConfig(global_batch=parsed.data.global_batch, microbatches=parsed.data.microbatches)
+    run = RunConfig(recompute=parsed.run.recompute, dtype=parsed.run.dtype, reduction=parsed.run.reduction)
+    if parsed != TrainConfig(parsed.mesh, parsed.model, data, run=run):
         raise UsageError(
             "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
             "--global-batch, --microbatches, --recompute and --dtype"

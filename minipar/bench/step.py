@@ -82,6 +82,20 @@ def random_batch(config: GPTConfig, batch: int, seed: int) -> tuple[np.ndarray, 
     return tokens, targets
 
 
+def training_step(wrapper: Wrapper, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
+    """Return a step of this project's model: each call trains on the batch and returns the loss."""
+    optimizer = AdamW(wrapper.parameters())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = wrapper.loss(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
 def _sizes(config: GPTConfig, batch: int) -> dict[str, int]:
     """Return the columns that say what was trained."""
     sizes = {"layers": config.n_layer, "hidden": config.n_embd, "heads": config.n_head, "seq_len": config.n_positions}
@@ -99,7 +113,7 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
     theirs = torch_step(model, inputs, targets)
     if theirs is not None:
         calls["torch_seconds"] = theirs
-    calls["seconds"] = our_step(model, inputs, targets)
+    calls["seconds"] = training_step(DistributedDataParallel(model, serial()), inputs, targets)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP + repeat):
         for name, call in calls.items():
@@ -116,21 +130,6 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
         "ratio": median["seconds"] / torch_seconds if torch_seconds else None,
         "gemm_seconds": median["gemm_seconds"],
     }
-
-
-def our_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
-    """Return a step of this project's model: each call trains on the batch and returns the loss."""
-    ddp = DistributedDataParallel(model, serial())  # flat buffers, as in every training run
-    optimizer = AdamW(ddp.parameters())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = ddp.loss(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
 
 
 def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], object]:
@@ -226,21 +225,14 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
     """
     inputs, targets = random_batch(config, batch, seed=comm.rank)
 
-    def training(stage: int, prefetch: bool) -> Callable[[], None]:
+    def at_stage(stage: int, prefetch: bool) -> Callable[[], float]:
         model = GPT(config, dtype=dtype, deferred=True)
         wrapper: Wrapper = shard(model, comm, stage)
         if isinstance(wrapper, FullyShardedDataParallel):
             wrapper.prefetch = prefetch
-        optimizer = AdamW(wrapper.parameters())
+        return training_step(wrapper, inputs, targets)
 
-        def step() -> None:
-            optimizer.zero_grad()
-            wrapper.loss(inputs, targets).backward()
-            optimizer.step()
-
-        return step
-
-    steps = [training(*stage) for stage in ZERO_STAGES]
+    steps = [at_stage(*stage) for stage in ZERO_STAGES]
     times = np.array([[_timed(comm, step)[0] for step in steps] for _ in range(WARMUP + repeat)])
     comm.all_reduce(times, op="max")
     seconds = np.median(times[WARMUP:], axis=0)
