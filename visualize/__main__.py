@@ -17,6 +17,7 @@ from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, loa
 from visualize import mesh, schedule, style, timeline
 from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
 from visualize.plan import plot_agreement, plot_plan, read_layouts, read_plan
+from visualize.style import Picture
 
 MOST = 100_000  # forwards in one schedule, of a name or a file
 FIGURE = "the picture: .png, .svg or .pdf"
@@ -46,7 +47,7 @@ def build_parser() -> UsageParser:
         added.set_defaults(run=run)
         return added.add_argument
 
-    def drawing(name: str, draw: Callable[[argparse.Namespace], style.Picture], what: str) -> Any:
+    def drawing(name: str, draw: Callable[[argparse.Namespace], Picture], what: str) -> Any:
         """Add a command that draws one picture."""
 
         def run(options: argparse.Namespace) -> list[str]:
@@ -57,11 +58,14 @@ def build_parser() -> UsageParser:
         add("--out", required=True, metavar="FIG", help=FIGURE)
         return add
 
+    def reading(name: str, read: Callable[[str], Any], plot: Callable[[Any], Picture], what: str, content: str) -> None:
+        """Add a command that draws one file."""
+        add = drawing(name, lambda options: plot(read(options.file)), what)
+        add("file", metavar="FILE.json", help=content)
+
     add = drawing("trace", draw_trace, "every rank's timeline, from minipar.train --trace")
     add("file", metavar="FILE.json", help="Chrome trace JSON")
-    steps = (
-        "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (default: the last two)"
-    )
+    steps = "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (default: last two)"
     add("--steps", type=step_slice, metavar="A:B", help=steps)
     add("--arrows", action="store_true", help="draw each message from sender to receiver")
 
@@ -75,28 +79,15 @@ def build_parser() -> UsageParser:
     add("--reference", type=float, metavar="NATS", help="a level to compare with, such as an entropy")
     add("--reference-label", default="reference", metavar="TEXT", help="the name of that level")
 
-    add = drawing(
-        "traffic",
-        lambda options: plot_bench(read_bench(options.file)),
-        "time and bytes, from minipar.bench collectives",
-    )
-    add("file", metavar="FILE.json", help="rows of the benchmark")
+    reading("traffic", read_bench, plot_bench, "time and bytes, from minipar.bench collectives", "the benchmark's rows")
 
     add = drawing("memory", draw_memory, "memory over a step, from minipar.train --memory")
     add("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
     add("--rank", type=int, default=0, metavar="R", help="the rank whose memory is drawn (default: 0)")
 
-    add = drawing(
-        "plan", lambda options: plot_plan(read_plan(options.file)), "the plans of a search, from minipar.plan --json"
-    )
-    add("file", metavar="FILE.json", help="the planner's JSON")
-
-    add = drawing(
-        "layouts",
-        lambda options: plot_agreement(read_layouts(options.file)),
-        "predicted against measured, from minipar.bench layouts --machine",
-    )
-    add("file", metavar="FILE.json", help="rows of the benchmark")
+    reading("plan", read_plan, plot_plan, "the plans of a search, from minipar.plan --json", "the planner's JSON")
+    what = "predicted against measured, from minipar.bench layouts --machine"
+    reading("layouts", read_layouts, plot_agreement, what, "the benchmark's rows")
 
     add = command("schedule", run_schedule, "a pipeline schedule, simulated; no training needed")
     add("--schedule", required=True, metavar="NAME|FILE.csv", help=f"{', '.join(SCHEDULES)}, or a file as PyTorch's")
@@ -136,18 +127,18 @@ def duration(text: str) -> Fraction:
 # ---- commands that draw one picture ----------------------------------------------------------------------------------
 
 
-def draw_trace(options: argparse.Namespace) -> style.Picture:
+def draw_trace(options: argparse.Namespace) -> Picture:
     """Draw the timeline of a trace."""
     return timeline.plot_timeline(timeline.read_trace(options.file), options.steps, options.arrows)
 
 
-def draw_loss(options: argparse.Namespace) -> style.Picture:
+def draw_loss(options: argparse.Namespace) -> Picture:
     """Draw the loss of each run, called by its file's name."""
     runs = {Path(file).stem: read_metrics(file) for file in options.files}
     return plot_loss(runs, options.reference, options.reference_label)
 
 
-def draw_memory(options: argparse.Namespace) -> style.Picture:
+def draw_memory(options: argparse.Namespace) -> Picture:
     """Draw one rank's memory, a panel for each file."""
     names = [Path(file).stem for file in options.files]
     names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
@@ -223,10 +214,10 @@ def run_gallery(options: argparse.Namespace) -> list[str]:
         "schedule_1f1b_8x32": schedule.plot_schedule(simulate(make("1f1b", 8, 32))),
         "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8))),
     }
-    paths = [str(Path(options.out) / f"{name}.png") for name in pictures]
-    for figure, path in zip(pictures.values(), paths, strict=True):
+    paths = {str(Path(options.out) / f"{name}.png"): figure for name, figure in pictures.items()}
+    for path, figure in paths.items():
         style.save(figure, path)
-    return paths
+    return list(paths)
 
 
 if __name__ == "__main__":

@@ -212,11 +212,10 @@ def plot_bytes(rows: Sequence[Row]) -> Picture:
     ends = [max(row["bytes"], row.get("expected") or 0) for row in rows]
     for place, value, end in zip(places, counted, ends, strict=True):
         axes.annotate(f"{value:,}", (end, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
-    formula = [
-        (row["expected"], place) for place, row in zip(places, rows, strict=True) if row.get("expected") is not None
-    ]
-    if formula:
-        axes.plot(*zip(*formula, strict=True), "|", color=INK, markersize=22, markeredgewidth=2.5, label="formula")
+    known = [place for place in places if rows[place].get("expected") is not None]
+    if known:
+        expected = [rows[place]["expected"] for place in known]
+        axes.plot(expected, known, "|", color=INK, markersize=22, markeredgewidth=2.5, label="formula")
     axes.set_yticks(places, [f"{row['op']} ({row['axis']})" if row.get("axis") else row["op"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.22 * max([*ends, 1]))

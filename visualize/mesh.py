@@ -248,8 +248,7 @@ def _links(
     """Draw a line for each pair of ranks that sends more than a negligible part of the widest line on its axis."""
     pairs = [(axis, *pair) for axis in traffic.axes for pair in traffic.pairs(axis)]
     most = max((up + down for *_, up, down in pairs), default=0) or 1
-    widest = {axis: max((up + down for a, _, _, up, down in pairs if a == axis), default=0) for axis in LOOKS}
-    least = {axis: NEGLIGIBLE * total for axis, total in widest.items()}
+    least = {axis: NEGLIGIBLE * max(up + down for a, _, _, up, down in pairs if a == axis) for axis, *_ in pairs}
     drawn = [pair for pair in pairs if pair[3] + pair[4] > least[pair[0]]]
     for axis, low, high, up, down in drawn:
         colour, dashes = LOOKS[axis]

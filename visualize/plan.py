@@ -43,20 +43,19 @@ def read_plan(path: str) -> dict[str, Any]:
     """Read the file. UsageError if it is not a planner's."""
     search = read_json(path)
     try:
-        for plan in search["plans"]:
-            parts = [plan["seconds"][part] for part in (*TIME, "total")]
-            for value in (*parts, *(plan["memory_bytes"][part] for part in MEMORY), plan["mfu"], plan["zero_stage"]):
+        plans, meshes, gpu = search["plans"], search["meshes"], search["gpu"]
+        for plan in plans:
+            times = [plan["seconds"][part] for part in (*TIME, "total")]
+            for value in (*times, *(plan["memory_bytes"][part] for part in MEMORY), plan["mfu"], plan["zero_stage"]):
                 number(value, 0)
-        for mesh in (*search["plans"], *search["meshes"]):
-            for axis in AXES:
-                number(mesh[axis], 1)
-        for value in (value for mesh in search["meshes"] for value in (mesh["seconds"], mesh["memory_bytes"])):
-            number(value, 0)
-        for value in (search["gpu"]["memory"], search["gpus"], search["global_batch"], search["seq_len"]):
+        for mesh in meshes:
+            number(mesh["seconds"], 0)
+            number(mesh["memory_bytes"], 0)
+        sizes = [mesh[axis] for mesh in (*plans, *meshes) for axis in AXES]
+        for value in (*sizes, gpu["memory"], search["gpus"], search["global_batch"], search["seq_len"]):
             number(value, 1)
-        str(search["gpu"]["name"]), str(search["model"]["name"])
-        if not search["plans"]:
-            raise ValueError("no plans")
+        if not (plans and str(gpu["name"]) and str(search["model"]["name"])):
+            raise ValueError
     except NOT_A_ROW:
         raise UsageError(f"{path} was not written by minipar.plan --json") from None
     return search  # type: ignore[no-any-return]

@@ -124,17 +124,14 @@ def plot_schedule(timelines: Timeline | Mapping[str, Timeline], seconds: bool = 
     labelled = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     if not labelled:
         raise UsageError("no timeline to draw")
-    titles = {}
-    for label, timeline in labelled.items():
-        name = NAMES.get(timeline.schedule.name, timeline.schedule.name)
-        name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-        titles[label] = (", ".join(part for part in (name, label) if part), facts(timeline))
     sheet = _Sheet(list(labelled.values()), seconds)
     rows = [len(timeline.ranks) * _row(timeline) for timeline in labelled.values()]
     ranks = len(next(iter(labelled.values())).ranks)
     figure, axes = sheet.lay_out([*rows, ranks * min(0.24, 0.6 / max(1, ranks) ** 0.5)])
     for (label, timeline), panel in zip(labelled.items(), axes, strict=False):
-        sheet.draw(panel, timeline, *titles[label])
+        name = NAMES.get(timeline.schedule.name, timeline.schedule.name)
+        name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+        sheet.draw(panel, timeline, f"{name}, {label}" if label else name, facts(timeline))
     sheet.draw_memory(axes[-1], labelled)
     return figure
 
@@ -234,22 +231,18 @@ class _Sheet:
         for rank, slots in enumerate(timeline.ranks):
             row = (rank + 0.04, 0.92)
             panel.broken_barh([(0, end)], row, facecolor="white", edgecolor=PAPER, linewidth=0.8)
-            boxes = [
-                (
-                    float(slot.start) * self.scale,
-                    float(slot.end) * self.scale,
-                    self.colours[slot.action.kind, chunk[slot.action.stage]],
-                    str(slot.action.microbatch),
-                )
-                for slot in slots
-                if float(slot.start) * self.scale < self.span
-            ]
-            bars = [(box[0], box[1] - box[0]) for box in boxes]
+            shown = [slot for slot in slots if float(slot.start) * self.scale < self.span]
+            spans = [(float(slot.start) * self.scale, float(slot.end) * self.scale) for slot in shown]
+            stages = [chunk[slot.action.stage] for slot in shown]
+            faces = [self.colours[slot.action.kind, stage] for slot, stage in zip(shown, stages, strict=True)]
+            bars = [(start, end - start) for start, end in spans]
             edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
-            panel.broken_barh(bars, row, facecolors=[box[2] for box in boxes], edgecolors="white", linewidth=edge)
-            numbers = [chunk[slot.action.stage] for slot in slots][: len(boxes)]
-            marks = [(*box[:3], number) for box, number in zip(boxes, numbers, strict=True)]
+            panel.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidth=edge)
+            marks = [(*span, face, stage) for span, face, stage in zip(spans, faces, stages, strict=True)]
             mark_stages(panel, row, marks, points[0], stages_per_rank(timeline))
+            boxes = [
+                (*span, face, str(slot.action.microbatch)) for span, face, slot in zip(spans, faces, shown, strict=True)
+            ]
             number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits)
         if end > self.span:
             self._beside(panel, ranks / 2, f"▸ {end:g}")

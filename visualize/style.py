@@ -127,7 +127,7 @@ def check_file(path: str) -> None:
     """Raise UsageError if a path is not a file: a pipe or a device may have no end."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UsageError(f"{path} cannot be read: not a regular file")
+            raise OSError(0, "not a regular file")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 

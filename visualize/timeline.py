@@ -79,6 +79,11 @@ def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
     return {axis: places[axis] for axis in shape}
 
 
+def axis_of(track: str) -> str:
+    """Return the mesh axis in a track's name, such as "communication dp, send and receive"."""
+    return track.removeprefix(COMMUNICATION).partition(",")[0].strip()
+
+
 def read_trace(path: str) -> Trace:
     """Read a trace that `minipar.train --trace` wrote. UsageError if the file is missing or something else."""
     return parse_trace(read_json(path), path)
@@ -107,8 +112,7 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
                 ranks[rank][track].append(Slice(str(event["name"]), start, start + length, wait))
             elif event["ph"] == "s":
                 nbytes = event.get("args", {}).get("bytes")
-                axis = track.removeprefix(COMMUNICATION).partition(",")[0].strip()  # of "communication dp, ..."
-                starts[event["id"]] = (rank, start, axis, None if nbytes is None else int(number(nbytes, 0)))
+                starts[event["id"]] = (rank, start, axis_of(track), None if nbytes is None else int(number(nbytes, 0)))
             else:
                 ends[event["id"]] = (rank, start)
         about = data.get("otherData", {}) if isinstance(data, dict) else {}
@@ -181,7 +185,8 @@ class _Sheet:
             for track, slices in tracks.items()
         }
         lanes = {track for (_, track), slices in self.shown.items() if slices and track.startswith(COMMUNICATION)}
-        self.tracks = [COMPUTATION, *sorted(lanes, key=lambda track: (_axis_order(track), track))]
+        order = {axis: place for place, axis in enumerate(ORDER)}
+        self.tracks = [COMPUTATION, *sorted(lanes, key=lambda track: (order.get(axis_of(track), len(ORDER)), track))]
         self.each = COMPUTE + LANE * len(lanes) + GAP  # of a rank
         visible = {}
         for one in (one for (_, track), slices in self.shown.items() if track in self.tracks for one in slices):
@@ -238,13 +243,10 @@ class _Sheet:
         """Name each rank at the middle of its rows, with its place in the mesh, and each of its lanes."""
         ranks, mesh = self.trace.ranks, {axis: size for axis, size in self.trace.mesh.items() if size > 1}
         middle = (self.each - GAP) / 2 / self.each
-        known = math.prod(mesh.values()) == len(ranks) and mesh
         names = [f"rank {rank}" for rank in ranks]
-        if known:
-            names = [
-                "\n".join([f"rank {rank}", ", ".join(f"{axis} {at}" for axis, at in coordinates(mesh, rank).items())])
-                for rank in ranks
-            ]
+        if mesh and math.prod(mesh.values()) == len(ranks):
+            places = [", ".join(f"{axis} {at}" for axis, at in coordinates(mesh, rank).items()) for rank in ranks]
+            names = [f"{name}\n{place}" for name, place in zip(names, places, strict=True)]
         axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=8)
         axes.tick_params(axis="y", length=0, pad=34)
         for place in range(len(ranks)):
@@ -264,12 +266,6 @@ class _Sheet:
         return handles
 
 
-def _axis_order(track: str) -> int:
-    """Rank a lane by the mesh axis in its name."""
-    axis = track.removeprefix(COMMUNICATION).partition(",")[0].strip()
-    return ORDER.index(axis) if axis in ORDER else len(ORDER)
-
-
 def _what(name: str) -> str:
     """Name what a slice is coloured by: its name, or the kind of the action that it is."""
     action = action_of(name)
@@ -285,20 +281,15 @@ def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
         slices = [one for tracks in trace.ranks.values() for track in tracks.values() for one in track]
         begin, end, title = min(one.start for one in slices), max(one.end for one in slices), "the whole run"
     else:
-        begin, end, title = _chosen(marks, steps)
+        chosen = range(1, len(marks) + 1)[steps or slice(-SHOWN_STEPS, None)]
+        if len(chosen) == 0:
+            raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
+        first, last = chosen[0], chosen[-1]
+        begin, end = marks[first - 1][0], marks[last - 1][1]
+        title = (f"step {first}" if first == last else f"steps {first} to {last}") + f" of {len(marks)}"
     if not end > begin:
         raise UsageError("the trace holds nothing that took time")
     return begin, end, title
-
-
-def _chosen(marks: Sequence[tuple[float, float]], steps: slice | None) -> tuple[float, float, str]:
-    """Find the stretch of time of the chosen steps, and its title."""
-    chosen = range(len(marks))[steps or slice(-SHOWN_STEPS, None)]
-    if len(chosen) == 0:
-        raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
-    first, last = chosen[0] + 1, chosen[-1] + 1
-    title = f"step {first}" if first == last else f"steps {first} to {last}"
-    return marks[first - 1][0], marks[last - 1][1], f"{title} of {len(marks)}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

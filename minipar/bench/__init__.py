@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,12 @@ import numpy as np
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.plan.report import table, write_json
+from minipar.train.config import ModelConfig
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add --layers, --hidden, --heads, --seq-len and --vocab-size as far as `defaults` has them by these names."""
-    words = {
-        "layers": "Transformer layers",
-        "hidden": "hidden size",
-        "heads": "attention heads",
-        "seq_len": "tokens per sample",
-        "vocab_size": "tokens that exist",
-    }
+    words = {field.name: field.metadata["help"] for field in fields(ModelConfig)}
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=default, help=f"{words[name]} ({default})")

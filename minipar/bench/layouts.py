@@ -68,6 +68,7 @@ LAYOUTS = (
     "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
     "--dp 2 --tp 2 --pp 2 --sequence-parallel --recompute full --microbatches 4",
 )
+MESH_SETTINGS = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "sync_every_microbatch")
 MODEL_SIZES = ("layers", "hidden", "heads", "seq_len", "vocab_size")
 NETWORK = Network(alpha=20e-6, beta=1e-9)
 RECORDED = 2  # steps with the ledger: the second begins with all that the first one left
@@ -273,15 +274,10 @@ def _row(config: TrainConfig, seconds: np.ndarray, peaks: list[int]) -> dict[str
     schedule = schedule_of(config) if mesh.pp > 1 else None
     return {
         "ranks": ranks,
-        "dp": mesh.dp,
-        "tp": mesh.tp,
-        "pp": mesh.pp,
-        "zero_stage": mesh.zero_stage,
-        "sync_every_microbatch": mesh.sync_every_microbatch,
+        **{setting: getattr(mesh, setting) for setting in MESH_SETTINGS},
         "schedule": None if schedule is None else schedule.name,
         "virtual_stages": 1 if schedule is None else schedule.stages // mesh.pp,
         "microbatches": config.data.microbatches,
-        "sequence_parallel": mesh.sequence_parallel,
         "recompute": config.run.recompute,
         **{size: getattr(config.model, size) for size in MODEL_SIZES},
         "global_batch": config.data.global_batch,
@@ -312,14 +308,9 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
     if comm.size > 1:
         raise UsageError(f"bench modelled makes its own ranks; mpirun started {comm.size}: run it without mpirun")
     parsed = parse(args.flags)
-    data, run = parsed.data, parsed.run
-    supported = TrainConfig(
-        parsed.mesh,
-        parsed.model,
-        DataConfig(global_batch=data.global_batch, microbatches=data.microbatches),
-        run=RunConfig(recompute=run.recompute, dtype=run.dtype, reduction=run.reduction),
-    )
-    if parsed != supported:
+    data = DataConfig(global_batch=parsed.data.global_batch, microbatches=parsed.data.microbatches)
+    run = RunConfig(recompute=parsed.run.recompute, dtype=parsed.run.dtype, reduction=parsed.run.reduction)
+    if parsed != TrainConfig(parsed.mesh, parsed.model, data, run=run):
         raise UsageError(
             "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
             "--global-batch, --microbatches, --recompute and --dtype"
