@@ -74,15 +74,10 @@ class _ArrayModule:
     """A stand-in for the chosen module. It remembers the module's attributes, so `xp.add` costs one dict lookup."""
 
     def __init__(self) -> None:
-        self._use(np)
-
-    def _use(self, module: Any) -> None:
-        self.__dict__.clear()
-        self.__dict__["module"] = module
+        self.module: Any = np
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["module"], name)
-        self.__dict__[name] = value
+        value = self.__dict__[name] = getattr(self.module, name)
         return value
 
 
@@ -91,7 +86,8 @@ xp: Any = _ArrayModule()
 
 def use(module: Any) -> None:
     """Make `module` (numpy, cupy, or another module with their interface) the array module of this process."""
-    xp._use(module)
+    vars(xp).clear()
+    xp.module = module
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Tensors that know their gradients: read tensor.py, backward.py, fused.py and attention.py, in this order."""
 
+# ruff: noqa: F401 (imported for others)
+
 from minipar.autograd.attention import causal_attention
 from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
 from minipar.autograd.checkpoint import checkpoint, randomness
@@ -16,30 +18,3 @@ from minipar.autograd.fused import (
     linear,
 )
 from minipar.autograd.tensor import Function, Tensor, concatenate, enable_grad, grad_enabled, no_grad, operation
-
-__all__ = [
-    "IGNORE_INDEX",
-    "DeferredGradients",
-    "Function",
-    "LazyGradient",
-    "Tensor",
-    "causal_attention",
-    "checkpoint",
-    "concatenate",
-    "count_flops",
-    "cross_entropy",
-    "cross_entropy_sum",
-    "defer_weight_gradients",
-    "dropout",
-    "embedding",
-    "enable_grad",
-    "flop_counter",
-    "grad_enabled",
-    "gelu",
-    "layer_norm",
-    "linear",
-    "no_grad",
-    "operation",
-    "queue_callback",
-    "randomness",
-]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -240,9 +241,9 @@ class Communicator:
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
         self._control(gathers.ring_all_gather, lengths)
-        stops = np.cumsum(lengths)
-        bounds = [(int(stop - length), int(stop)) for stop, length in zip(stops, lengths, strict=True)]
-        everything = np.empty(int(lengths.sum()), np.uint8)
+        stops = np.cumsum(lengths).tolist()
+        bounds = list(pairwise([0, *stops]))
+        everything = np.empty(stops[-1], np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
         self._control(gathers.ring_all_gather, everything, bounds)
         return [everything[start:stop].tobytes() for start, stop in bounds]
@@ -258,8 +259,7 @@ class Communicator:
     def agree(self, error: str | None = None) -> None:
         """Raise UsageError on every rank if any rank of the group passes an error: the lowest rank's, once.
 
-        Use it for checks that one rank alone can fail (a file that only one host lacks). Raising there alone would
-        leave the others waiting.
+        Raising a check's error on the one rank that fails (whose host lacks a file) would leave the others waiting.
         """
         for text in self.all_gather_bytes((error or "").encode()):
             if text:
@@ -274,10 +274,7 @@ class Communicator:
         return self._among([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
 
     def row(self, members: list[int], axis: str) -> Communicator:
-        """Make the group of these ranks, this one among them, in this order.
-
-        Nothing is sent. Every rank must call it as often as the others, and each member with the same list.
-        """
+        """Make the group of these ranks, this one among them. Nothing is sent; every rank must call it as often."""
         self._splits += 1
         return self._among(members, axis)
 

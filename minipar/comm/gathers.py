@@ -92,7 +92,7 @@ def gather_places(link: Link, x: np.ndarray, first_step: int) -> Steps:
     q, extras, place = fold(link.size, link.rank)
     bounds = place_bounds(x.size, link.size)
     step, distance = first_step, 1
-    while distance < q:
+    while place >= 0 and distance < q:
         partner = at_place(place ^ distance, extras)
         first = place & -distance  # the aligned block of `distance` places that this rank has in full
         other = first ^ distance
@@ -103,20 +103,27 @@ def gather_places(link: Link, x: np.ndarray, first_step: int) -> Steps:
         step += 1
 
 
+def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
+    """Return x to the rank that was folded into this one, which waits for it in its `out`. Step 1."""
+    _, extras, place = fold(link.size, link.rank)
+    if place < 0:
+        yield (link.irecv(out, link.rank + 1, 1),)
+    elif place < extras:
+        yield (link.isend(x, link.rank - 1, 1),)
+
+
 def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
     """Gather as `ring_all_gather` does, in lg p alpha + n(p-1)/p beta when p is a power of two."""
     _, extras, place = fold(link.size, link.rank)
+    bounds = chunk_bounds(x.size, link.size)
     if place < 0:
-        start, stop = chunk_bounds(x.size, link.size)[link.rank]
+        start, stop = bounds[link.rank]
         yield (link.isend(x[start:stop], link.rank + 1, 0),)
-        yield (link.irecv(x, link.rank + 1, 1),)
-        return
-    if place < extras:
-        start, stop = chunk_bounds(x.size, link.size)[link.rank - 1]
+    elif place < extras:
+        start, stop = bounds[link.rank - 1]
         yield (link.irecv(x[start:stop], link.rank - 1, 0),)
     yield from gather_places(link, x, first_step=2)
-    if place < extras:
-        yield (link.isend(x, link.rank - 1, 1),)
+    yield from unfold(link, x, x)
 
 
 def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:

@@ -36,14 +36,13 @@ def launch(
 ) -> Any:
     """Run `main(world)` once per rank: the entry point of a script.
 
-    Under `mpirun -n N python script.py` each process is a rank, and without mpirun this process is one. The result of
-    this rank is returned. With `threads=n`, n ranks run as threads of this process, and the list of their results is
+    Under `mpirun -n N python script.py` each process is a rank, without mpirun this process is one, and the result of
+    this rank is returned. With `threads=n`, n ranks run as threads (`run_local`), and the list of their results is
     returned. `clock` is "wall", "cpu", "model", or a function that makes a rank's clock.
 
-    Errors end every rank. UsageError on every rank: rank 0 prints one line, and all exit with code 2. UsageError on
-    some ranks only: after a few seconds one of them prints its line and ends the job with code 2. Ctrl-C: one line,
-    code 130. Any other exception: `rank r:` with the traceback, code 1. Threads raise their first exception here, as
-    `run_local` does.
+    Errors end every rank. UsageError: one rank prints one line, after a few seconds if not every rank raises it, and
+    all exit with code 2. Ctrl-C: one line, code 130. Any other exception: `rank r:` with the traceback, code 1. Threads
+    raise their first exception here.
     """
     try:
         if threads is None:
@@ -86,11 +85,10 @@ def main(fn: Callable[[Communicator], object], clock: str | None = None) -> NoRe
 
 
 def world(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
-    """Return the communicator of all ranks: those of mpirun, or this process alone.
+    """Return the communicator of all ranks, those of mpirun or this process alone, and set the process up as a rank.
 
-    This sets the process up as a rank (`backend.prepare_process`). From here on an uncaught exception on any rank
-    prints `rank r:` and its traceback and ends the whole job. UsageError if a launcher started several ranks but MPI is
-    not installed, has one rank, or is another MPI than mpirun's.
+    From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the whole job. UsageError
+    if a launcher started several ranks but MPI is not installed, has one rank, or is another MPI than mpirun's.
     """
     prepare_process()
     count, launcher, variable = _started_ranks()
@@ -145,16 +143,13 @@ def _check_mpi_library() -> None:
         ) from None
     hydra, open_mpi = "PMI_SIZE" in os.environ, "OMPI_COMM_WORLD_SIZE" in os.environ
     library = _mpi_library()
+    variable = "set the environment variable MPI4PY_MPIABI"
     if library == "mpich" and open_mpi and not hydra:
-        raise UsageError(
-            "mpirun is Open MPI's, but mpi4py loads MPICH: set the environment variable MPI4PY_MPIABI=openmpi, "
-            "or install Open MPI in an environment of its own"
-        )
+        remedy = f"{variable}=openmpi, or install Open MPI in an environment of its own"
+        raise UsageError(f"mpirun is Open MPI's, but mpi4py loads MPICH: {remedy}")
     if library == "openmpi" and hydra and not open_mpi and "SLURM_STEP_ID" not in os.environ:
-        raise UsageError(
-            "mpirun is MPICH's, but mpi4py loads Open MPI: set the environment variable MPI4PY_MPIABI=mpich, "
-            "or start with Open MPI's mpirun"
-        )
+        remedy = f"{variable}=mpich, or start with Open MPI's mpirun"
+        raise UsageError(f"mpirun is MPICH's, but mpi4py loads Open MPI: {remedy}")
 
 
 def _mpi_library() -> str | None:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,25 +40,20 @@ DATATYPES = {
     "uint8": MPI.UINT8_T,
     "uint16": MPI.UINT16_T,
 }
-
-
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
-
 
 SEND = "send of {} bytes to rank {} (tag {})"
 RECEIVE = "receive of {} bytes from rank {} (tag {})"
 NATIVE = "MPI's own {}"
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """A request of MPI: a message sent, or one of MPI's own collectives."""
 
-    __slots__ = ("handle", "owner", "words")
-
-    def __init__(self, handle: MPI.Request, owner: Owner, words: tuple[Any, ...]) -> None:
-        self.handle = handle
-        self.owner = owner
-        self.words = words  # one of the texts above, and its values
+    handle: MPI.Request
+    owner: Owner
+    words: tuple[Any, ...]  # one of the texts above, and its values
 
     def test(self) -> bool:
         return self.handle.Test()
@@ -67,16 +63,11 @@ class _Request:
         return f"{self.owner.title()}: {text.format(*values)}"
 
 
+@dataclass(slots=True, eq=False)
 class _Receive(_Request):
     """A message received. MPI delivers a shorter message without an error, so the count that arrived is checked."""
 
-    __slots__ = ("done",)
-
-    def __init__(self, handle: MPI.Request, owner: Owner, words: tuple[Any, ...]) -> None:
-        self.handle = handle
-        self.owner = owner
-        self.words = words
-        self.done = False
+    done: bool = False
 
     def test(self) -> bool:
         if self.done:

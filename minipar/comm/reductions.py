@@ -25,6 +25,7 @@ from minipar.comm.gathers import (
     pairwise_all_gather,
     place_bounds,
     ring_all_gather,
+    unfold,
 )
 from minipar.comm.transport import Link, Request, Steps
 
@@ -64,6 +65,17 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     yield from ring_all_gather(link, x, first_step=link.size - 1)
 
 
+def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Send x of each rank without a place to its neighbour, which adds it to its own. Step 0; `unfold` is step 1."""
+    _, extras, place = fold(link.size, link.rank)
+    if place < 0:
+        yield (link.isend(x, link.rank + 1, 0),)
+    elif place < extras:
+        received = link.scratch(x.size, x.dtype)
+        yield (link.irecv(received, link.rank - 1, 0),)
+        combine(x, received, out=x)
+
+
 def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Set x = the sum: at distance 1, 2, 4, ... pairs exchange all they have, and both add.
 
@@ -71,24 +83,16 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     so all ranks end with the same bits.
     """
     q, extras, place = fold(link.size, link.rank)
-    if place < 0:
-        yield (link.isend(x, link.rank + 1, 0),)
-        yield (link.irecv(x, link.rank + 1, 1),)
-        return
-    received = link.scratch(x.size, x.dtype)
-    folded = place < extras
-    if folded:
-        yield (link.irecv(received, link.rank - 1, 0),)
-        combine(x, received, out=x)
+    yield from _fold(link, x, combine)
     step, distance = 2, 1
-    while distance < q:
+    while place >= 0 and distance < q:
         partner = at_place(place ^ distance, extras)
+        received = link.scratch(x.size, x.dtype)
         yield link.isend(x, partner, step), link.irecv(received, partner, step)
         combine(x, received, out=x)
         distance *= 2
         step += 1
-    if folded:
-        yield (link.isend(x, link.rank - 1, 1),)
+    yield from unfold(link, x, x)
 
 
 def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
@@ -98,17 +102,11 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     other. Steps 0 (the fold) and 2.. are used. The rest of x has no meaning afterwards.
     """
     q, extras, place = fold(link.size, link.rank)
-    if place < 0:
-        yield (link.isend(x, link.rank + 1, 0),)
-        return
+    yield from _fold(link, x, combine)
     bounds = place_bounds(x.size, link.size)
-    received = link.scratch(x.size, x.dtype)
-    if place < extras:
-        yield (link.irecv(received, link.rank - 1, 0),)
-        combine(x, received, out=x)
     first, last = 0, q  # the places whose sum this rank still shares
     step = 2
-    while last - first > 1:
+    while place >= 0 and last - first > 1:
         middle = (first + last) // 2
         partner = at_place(place ^ (middle - first), extras)
         start, cut, stop = bounds[first][0], bounds[middle][0], bounds[last - 1][1]
@@ -116,9 +114,9 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
             kept, sent, last = x[start:cut], x[cut:stop], middle
         else:
             kept, sent, first = x[cut:stop], x[start:cut], middle
-        other = received[: kept.size]
-        yield link.isend(sent, partner, step), link.irecv(other, partner, step)
-        combine(kept, other, out=kept)
+        received = link.scratch(x.size, x.dtype)[: kept.size]
+        yield link.isend(sent, partner, step), link.irecv(received, partner, step)
+        combine(kept, received, out=kept)
         step += 1
 
 
@@ -127,14 +125,9 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
 
     2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds 2 messages of n.
     """
-    _, extras, place = fold(link.size, link.rank)
     yield from _halve(link, x, combine)
-    if place < 0:
-        yield (link.irecv(x, link.rank + 1, 1),)
-        return
     yield from gather_places(link, x, first_step=2 + link.size)
-    if place < extras:
-        yield (link.isend(x, link.rank - 1, 1),)
+    yield from unfold(link, x, x)
 
 
 def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
@@ -143,18 +136,12 @@ def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray,
     The sum is made in a copy, because halving overwrites its input. A rank with a folded neighbour's data returns the
     neighbour's chunk.
     """
-    _, extras, place = fold(link.size, link.rank)
-    work = x.copy()
-    yield from _halve(link, work, combine)
-    bounds = chunk_bounds(x.size, link.size)
-    if place < 0:
-        yield (link.irecv(out, link.rank + 1, 1),)
-        return
-    if place < extras:
-        start, stop = bounds[link.rank - 1]
-        yield (link.isend(work[start:stop], link.rank - 1, 1),)
-    start, stop = bounds[link.rank]
-    out[...] = work[start:stop]
+    total = x.copy()
+    yield from _halve(link, total, combine)
+    chunks = [total[start:stop] for start, stop in chunk_bounds(x.size, link.size)]
+    yield from unfold(link, chunks[link.rank - 1], out)
+    if fold(link.size, link.rank)[2] >= 0:
+        out[...] = chunks[link.rank]
 
 
 def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:

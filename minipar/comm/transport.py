@@ -23,10 +23,7 @@ class Request(Protocol):
     """Something that completes: a message, or a whole collective."""
 
     def test(self) -> bool:
-        """Return True once it is complete. Never blocks. Calling it is what drives the transport onwards.
-
-        Raises CommunicationError when a message of another size than the expected one has arrived.
-        """
+        """Return True once it is complete, without blocking. CommunicationError for a message of another size."""
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
@@ -43,10 +40,7 @@ class Transport(Protocol):
         """Start to send a contiguous host array. It must not be changed until the request is done."""
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
-        """Start to receive exactly `array.nbytes` bytes into a contiguous host array.
-
-        Messages between the same two ranks with the same tag arrive in the order in which they were sent.
-        """
+        """Start to receive exactly `array.nbytes` bytes. Messages with the same ranks and tag arrive in order."""
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         """Let other ranks run. Called between two tests, the `attempt`-th time in a row without success."""
@@ -62,10 +56,7 @@ class Transport(Protocol):
 
 
 class Link(Protocol):
-    """The two operations as an algorithm sees them: its messages are counted, and its tags are its own.
-
-    The last argument of both is the step. It makes the tag of every message of one operation its own.
-    """
+    """The two operations as an algorithm sees them: messages are counted, and `step` makes their tags differ."""
 
     rank: int
     size: int
@@ -86,7 +77,5 @@ Steps = Generator[Iterable[Request], None, None]
 
 def message_size_error(owner: Owner, expected: int, arrived: str, source: int, tag: int) -> str:
     """Format the error for a message of the wrong size."""
-    return (
-        f"{owner.title()}: expected {expected} bytes from rank {source} (tag {tag}), but {arrived} arrived; "
-        "every rank must call the same operation with the same shape and dtype"
-    )
+    remedy = "every rank must call the same operation with the same shape and dtype"
+    return f"{owner.title()}: expected {expected} bytes from rank {source} (tag {tag}), but {arrived} arrived; {remedy}"

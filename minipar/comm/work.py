@@ -99,7 +99,7 @@ class Stream:
         self.end = 0.0  # of the last operation, on a logical clock
         self.port = 0.0  # when its last message had left
         self._operations = 0
-        self._messages: dict[tuple[int, int, int], int] = {}  # single messages so far, by (source, dest, tag)
+        self._messages: dict[tuple[int, ...], int] = {}  # single messages so far, by (source, dest, tag)
         self._steps_per_operation = 2 * transport.size + 8
         self._memory = np.empty(0, np.uint8)
         self._views: dict[tuple[int, np.dtype], np.ndarray] = {}
@@ -115,9 +115,8 @@ class Stream:
         self._operations += 1
         return USER_TAGS + self._operations * self._steps_per_operation % TAGS, self._operations
 
-    def next_message(self, source: int, dest: int, tag: int) -> int:
-        """Return the number of the next single message with this tag. It is negative, unlike an operation's."""
-        key = (source, dest, tag)
+    def next_message(self, *key: int) -> int:
+        """Return the number of the next single message (source, dest, tag). It is negative, unlike an operation's."""
         self._messages[key] = self._messages.get(key, 0) - 1
         return self._messages[key]
 
@@ -156,10 +155,7 @@ class Work:
     `wait()` gives the result. Until then the arrays belong to the operation.
     """
 
-    __slots__ = (
-        "_count", "_requests", "_result", "algorithm", "done", "missing", "op", "rank", "size", "stream", "tag",
-        "transport",
-    )  # fmt: skip
+    __slots__ = tuple("_count _requests _result algorithm done missing op rank size stream tag transport".split())
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
         self.stream = stream

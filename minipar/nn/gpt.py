@@ -127,11 +127,6 @@ class Block(Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def _project(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply with every row of the token embedding: (B, T, h), (V, h) -> (B, T, V)."""
-    return linear(x, weight, transposed=True)
-
-
 class GPT(Module):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
@@ -161,7 +156,7 @@ class GPT(Module):
         self.ln_f = layers.layer_norm()
         self.head_weight = self.wte.weight.tie()
         # Tensor parallelism replaces these two functions on each rank: they see the whole vocabulary.
-        self.project: Callable[[Tensor, Tensor], Tensor] = _project
+        self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)  # (B, T, h), (V, h)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [
             Part("embedding", self.embed, [self.wte.weight, self.wpe.weight], reads_in_backward=False),

@@ -72,9 +72,8 @@ class Parameter(Tensor):
 
     def __init__(self, data: Array | Deferred) -> None:
         self.deferred = data if isinstance(data, Deferred) else None
-        super().__init__(
-            placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data, requires_grad=True
-        )
+        array = placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data
+        super().__init__(array, requires_grad=True)
         self.decays = self.ndim >= 2
         self.ties: list[Tensor] = []
         self.placement: Any = None
@@ -203,21 +202,17 @@ class Module:
 
         Names and shapes must match exactly. Otherwise raises ValueError with every difference and changes nothing.
         """
-        own = dict(self.named_parameters())
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
-        for name, parameter in own.items():
+        for name, parameter in self.named_parameters():
             parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError with every difference between these names and shapes and those of the parameters."""
-        own = dict(self.named_parameters())
+        own = {name: parameter.shape for name, parameter in self.named_parameters()}
         problems = [f"missing {name}" for name in own if name not in shapes]
         problems += [f"unexpected {name}" for name in shapes if name not in own]
-        problems += [
-            f"{name} has shape {shapes[name]}, expected {p.shape}"
-            for name, p in own.items()
-            if name in shapes and shapes[name] != p.shape
-        ]
+        wrong = [name for name in own if name in shapes and shapes[name] != own[name]]
+        problems += [f"{name} has shape {shapes[name]}, expected {own[name]}" for name in wrong]
         if problems:
             raise ValueError("; ".join(problems))
 

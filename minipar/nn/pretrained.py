@@ -49,22 +49,22 @@ def load_config(directory: str | Path) -> GPTConfig:
             "(minipar does not download models by name)"
         )
     content = read_json(path)
+
+    def check(name: str, accepted: bool, expected: str) -> None:
+        if not accepted:
+            raise UsageError(f"{path}: {name} is {reprlib.repr(content.get(name, 'missing'))}, {expected}")
+
     for name, wanted in _REQUIRED_SETTINGS.items():
-        if content.get(name, wanted) != wanted:
-            raise UsageError(f"{path}: {name} is {reprlib.repr(content[name])}, but minipar's GPT-2 has {wanted!r}")
+        check(name, content.get(name, wanted) == wanted, f"but minipar's GPT-2 has {wanted!r}")
     for name in _SIZES:
-        value = content.get(name, "missing")
-        if type(value) is not int:
-            raise UsageError(f"{path}: {name} is {reprlib.repr(value)}, expected an integer")
-        if value > _LARGEST_SIZE:
-            raise UsageError(f"{path}: {name} is {reprlib.repr(value)}, expected at most {_LARGEST_SIZE}")
+        check(name, type(content.get(name)) is int, "expected an integer")
+        check(name, content[name] <= _LARGEST_SIZE, f"expected at most {_LARGEST_SIZE}")
     for name in _OPTIONAL:
         value = content.get(name, 1.0)
-        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-            raise UsageError(f"{path}: {name} is {reprlib.repr(value)}, expected a finite number of at least 0")
-    if content.get("n_inner") not in (None, 4 * content["n_embd"]):
-        inner = reprlib.repr(content["n_inner"])
-        raise UsageError(f"{path}: n_inner is {inner}, expected 4 * n_embd = {4 * content['n_embd']}")
+        accepted = type(value) in (int, float) and 0 <= value <= sys.float_info.max
+        check(name, accepted, "expected a finite number of at least 0")
+    inner = 4 * content["n_embd"]
+    check("n_inner", content.get("n_inner") in (None, inner), f"expected 4 * n_embd = {inner}")
     try:
         return GPTConfig(**{name: content[name] for name in (*_SIZES, *_OPTIONAL) if name in content})
     except ValueError as error:
@@ -89,11 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_gpt2(
-    directory: str | Path,
-    dtype: str = "float32",
-    recompute: bool = False,
-    deferred: bool = False,
-    dropout: float = 0.0,
+    directory: str | Path, dtype: str = "float32", recompute: bool = False, deferred: bool = False, dropout: float = 0.0
 ) -> GPT:
     """Load the model of a GPT-2 directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
@@ -115,14 +111,13 @@ def load_gpt2(
     for i in range(config.n_layer):  # before the model is built, because n_layer may be a mistake and very large
         if str(i) not in blocks:
             raise UsageError(f"{path}: missing h.{i}.ln_1.weight; it has {i} layers, config.json {config.n_layer}")
+    named = path.with_name("config.json")  # by errors: the sizes may be such that no array can have them
     try:
         model = GPT(config, dtype=dtype, recompute=recompute, deferred=True, dropout=dropout)
-    except ValueError as error:  # sizes that no array can have
-        raise UsageError(f"{Path(directory) / 'config.json'}: {error}") from None
-    try:
+        named = path
         model.check_shapes({name: shapes[key] for name, key in stored.items()})
     except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(f"{named}: {error}") from None
     for key in [*stored.values(), *(name for name in names if name == HEAD)]:
         if kinds[key] not in _READABLE:
             raise UsageError(f"{path}: {key} is stored as {kinds[key]}; expected one of {', '.join(_READABLE)}")
@@ -147,7 +142,7 @@ def export_gpt2(model: GPT, directory: str | Path, state: dict[str, np.ndarray] 
     """Write `directory`/config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
     `state` has the parameters if the model itself does not hold them all (ZeRO stage 3). The directory is created if
-    necessary. Each file is written under another name and then renamed, so a reader never sees half of one.
+    necessary.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -160,11 +155,11 @@ def export_gpt2(model: GPT, directory: str | Path, state: dict[str, np.ndarray] 
         "eos_token_id": None,
         "n_inner": None,
     }
-    weights = directory / "model.safetensors"
-    Path(f"{weights}.partial").write_bytes(
-        save(model.state_dict() if state is None else state, metadata={"format": "pt"})
-    )
-    os.replace(f"{weights}.partial", weights)
-    text = directory / "config.json"
-    Path(f"{text}.partial").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    os.replace(f"{text}.partial", text)
+    _write(directory / "model.safetensors", save(state or model.state_dict(), metadata={"format": "pt"}))
+    _write(directory / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file under another name and then rename it, so that a reader never sees half of one."""
+    Path(f"{path}.partial").write_bytes(data)
+    os.replace(f"{path}.partial", path)
