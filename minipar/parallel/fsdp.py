@@ -32,6 +32,7 @@ class FullyShardedDataParallel(ShardedGradients):
     """
 
     stage = 3
+    holds_values = False
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", prefetch: bool = True, **options: Any
