@@ -140,7 +140,7 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
 
 
 class Module:
-    """A callable with parameters: those among its attributes, in its Modules, and in lists, tuples and dicts of these."""
+    """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples and dicts of these."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -209,7 +209,7 @@ class Module:
         """Return a copy of every parameter as a host array. ValueError if the values are elsewhere (ZeRO stage 3)."""
         for p in self.parameters():
             if p.owner is not None and not p.owner.holds_values:
-                raise ValueError("this rank holds shards of the parameters: call the wrapper's state_dict(), on all ranks")
+                raise ValueError("this rank holds shards of the parameters: all ranks call the wrapper's state_dict()")
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

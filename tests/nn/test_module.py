@@ -126,6 +126,7 @@ def test_parameters_in_tuples_and_dicts_are_found_once():
 
     net = Net()
     names = [name for name, _ in net.named_parameters()]
-    assert names[:2] == ["first.weight", "first.bias"] and names[-3:] == ["heads.a.weight", "heads.a.bias", "heads.scale"]
+    assert names[:2] == ["first.weight", "first.bias"]
+    assert names[-3:] == ["heads.a.weight", "heads.a.bias", "heads.scale"]
     assert len(net.parameters()) == 7 and len(names) == 9
     assert len(list(net.modules())) == 5
