@@ -43,7 +43,7 @@ def hold(kind: str, *arrays: Any) -> None:
 
 
 def enter(phase: str, restart: bool = False) -> None:
-    """Start this phase of a training step; `restart` forgets the moments so far. No-op without a ledger."""
+    """Start this phase of a training step (`MemoryLedger.enter`). No-op without a ledger."""
     ledger = _recording.get()
     if ledger is not None:
         ledger.enter(phase, restart)

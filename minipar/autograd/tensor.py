@@ -21,7 +21,6 @@ from minipar.memory import hold, is_recording
 
 P = ParamSpec("P")
 _number = itertools.count()
-# A context variable instead of a global: ranks that are threads of one process must not switch off each other's graphs.
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
@@ -144,21 +143,10 @@ class Tensor:
         self.node: Function | None = None
         self.hooks: list[Callable[[Any], None]] = []
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim
-
-    @property
-    def size(self) -> int:
-        return self.data.size
-
-    @property
-    def dtype(self) -> Any:
-        return self.data.dtype
+    shape = property(lambda self: self.data.shape)
+    ndim = property(lambda self: self.data.ndim)
+    size = property(lambda self: self.data.size)
+    dtype = property(lambda self: self.data.dtype)
 
     def __repr__(self) -> str:
         return f"Tensor({self.data!r}{', requires_grad=True' if self.requires_grad else ''})"
@@ -190,8 +178,8 @@ class Tensor:
     def backward(self, gradient: Array | None = None) -> None:
         """Add d(self)/d(leaf), times `gradient` (default 1, for one element), to `grad` of every leaf below.
 
-        The graph is consumed: what forward saved is freed as the pass goes through it. Raises ValueError for a tensor
-        without a graph, a missing or misshapen `gradient`, and for a second backward through the same graph.
+        The graph is consumed: what forward saved is freed as the pass goes through it. ValueError for a tensor without
+        a graph, a missing or misshapen `gradient`, and a second backward through the same graph.
         """
         if gradient is None:
             if self.size != 1:

@@ -13,10 +13,9 @@ from minipar.backend import Array, from_host, to_host, xp
 
 
 def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return a read-only array of this shape that takes the memory of one element.
+    """Return a read-only array of this shape in the memory of one element: NaN, so that a use by mistake is visible.
 
-    A parameter has it as data while its values are on other ranks or not computed yet. Every element is NaN, so that a
-    use by mistake is visible.
+    A parameter has it as data while its values are on other ranks or not computed yet.
     """
     return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
 
@@ -25,8 +24,7 @@ def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
 class Deferred:
     """A parameter's values before they are computed: their shape, their dtype, and the function that computes them.
 
-    A model larger than one rank's memory is built from these, and then filled piece by piece.
-    NB: PyTorch builds such models on its meta device.
+    A model larger than one rank's memory is built from these. NB: PyTorch builds such models on its meta device.
     """
 
     shape: tuple[int, ...]
@@ -35,12 +33,9 @@ class Deferred:
 
 
 class Owner(Protocol):
-    """The strategy that looks after a parameter. Optimizers call it around each update; a strategy sets it.
+    """The strategy that looks after a parameter. Optimizers call it around each update; a strategy sets it."""
 
-    `sharded` is True if this rank holds only a shard of each parameter's gradient.
-    """
-
-    sharded: bool
+    sharded: bool  # whether this rank holds only a shard of each parameter's gradient
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
@@ -58,14 +53,9 @@ class Owner(Protocol):
 class Parameter(Tensor):
     """A leaf that is trained: an array, or Deferred values, which `materialize` or `move_to` computes.
 
-    `decays` is True if weight decay applies, that is, for two or more dims.
-
     `ties` are leaves that read the same values but collect gradients of their own. GPT-2's output head has such a leaf
     of `wte`. In a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
     too, and the bits agree.
-
-    A strategy sets `placement` (its record of where the parameter's elements are) and `owner` (see Owner). Both are
-    None in a serial model.
     """
 
     __slots__ = ("decays", "deferred", "owner", "placement", "ties")
@@ -74,10 +64,10 @@ class Parameter(Tensor):
         self.deferred = data if isinstance(data, Deferred) else None
         array = placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data
         super().__init__(array, requires_grad=True)
-        self.decays = self.ndim >= 2
+        self.decays = self.ndim >= 2  # whether weight decay applies
         self.ties: list[Tensor] = []
-        self.placement: Any = None
-        self.owner: Owner | None = None
+        self.placement: Any = None  # a strategy's record of where the elements are
+        self.owner: Owner | None = None  # a strategy; None in a serial model
 
     def materialize(self) -> None:
         """Compute deferred values, in an array of their own."""
@@ -85,10 +75,7 @@ class Parameter(Tensor):
             self.data, self.deferred = self.deferred.make(), None
 
     def map_value(self, shape: tuple[int, ...], function: Callable[[Array], Array]) -> None:
-        """Replace the value by `function(value)`, which has this shape; a deferred value stays deferred.
-
-        Tensor parallelism takes a rank's slice of a parameter with this.
-        """
+        """Replace the value by `function(value)`, of this shape, such as a rank's slice. Deferred values stay so."""
         if self.deferred is None:
             self.data = function(self.data)
             return
@@ -97,10 +84,7 @@ class Parameter(Tensor):
         self.data = placeholder(shape, self.dtype)
 
     def move_to(self, place: Array) -> None:
-        """Move the values into `place`, an array of this shape; deferred values are computed there.
-
-        Data parallelism and ZeRO move parameters into flat storage with this.
-        """
+        """Move the values into `place`, such as a part of flat storage. Deferred values are computed there."""
         place[...] = self.data if self.deferred is None else self.deferred.make()
         self.data, self.deferred = place, None
 
@@ -190,10 +174,7 @@ class Module:
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copy `state` into the parameters, in their dtype and place.
-
-        Names and shapes must match exactly. Otherwise raises ValueError with every difference and changes nothing.
-        """
+        """Copy `state` into the parameters. ValueError with every difference of names and shapes; then none changes."""
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
         for name, parameter in self.named_parameters():
             parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))
