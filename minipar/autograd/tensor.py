@@ -51,8 +51,7 @@ class Function(Node):
     def at_backward(self, i: int, array: Array) -> Callable[[], Array]:
         """Return a getter of input i, for forward to keep instead of the array if the input may be a parameter.
 
-        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place. A node that
-        kept the array would keep its memory too.
+        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place.
         """
         edge = self.edges[i]
         return (lambda: edge.data) if isinstance(edge, Tensor) else (lambda: array)
@@ -165,10 +164,9 @@ class Tensor:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Callable[[], None]:
-        """Call `hook(self)` once in each backward pass that uses this leaf, when all its uses have been added up.
+        """Call `hook(self)` once in each backward pass, when all uses of this leaf are added up. Returns its remover.
 
-        Returns a function that removes the hook. NB: PyTorch has the same name; there the hook runs after each
-        accumulation.
+        NB: PyTorch has the same name; there the hook runs after each accumulation.
         """
         if self.node is not None:
             raise ValueError("hooks are for leaves: this tensor was computed by " + type(self.node).__name__)

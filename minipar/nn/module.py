@@ -194,14 +194,11 @@ class Module:
 class Part:
     """One of the consecutive pieces of a model: the embedding, a block, or the head.
 
-    `run` takes the output of the part before, and `parameters` are those that it reads. Pipelines cut the model between
-    parts, and ZeRO stage 3 gathers the parameters of one part at a time. `reads_in_backward` is False if backward needs
-    no parameter's values, as for a lookup in the embedding. `is_last` is True for the head, whose backward follows its
-    forward at once.
+    Pipelines cut the model between parts, and ZeRO stage 3 gathers the parameters of one part at a time.
     """
 
     name: str
-    run: Callable[[Any], Tensor]
-    parameters: list[Parameter]
-    reads_in_backward: bool = True
-    is_last: bool = False
+    run: Callable[[Any], Tensor]  # takes the output of the part before
+    parameters: list[Parameter]  # those that it reads
+    reads_in_backward: bool = True  # False if backward needs no parameter's values, as for a lookup in the embedding
+    is_last: bool = False  # True for the head, whose backward follows its forward at once

@@ -136,8 +136,7 @@ def squared_norm(arrays: Iterable[Array]) -> float:
 def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None) -> float:
     """Scale all gradients by max_norm / (norm + 1e-6) if their 2-norm is larger than `max_norm`; return that norm.
 
-    `norm` is given where it is known already. A rank that holds shards of the gradients cannot compute it alone, so a
-    missing `norm` raises ValueError there. NB: torch.nn.utils.clip_grad_norm_.
+    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is not given there.
     """
     parameters = list(parameters)
     if norm is None and any(getattr(parameter.owner, "sharded", False) for parameter in parameters):
