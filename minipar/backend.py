@@ -30,17 +30,17 @@ LARGEST_KEPT = 2**30  # bytes of one array
 
 
 def prepare_process() -> None:
-    """Set this process up as a rank: one BLAS thread, and freed memory is kept. `launch`, `main` and `world` call it.
-
-    Importing minipar changes nothing in the process. Ranks are the parallelism: 8 ranks that each start a BLAS thread
-    per core slow one another down tenfold. OPENBLAS_NUM_THREADS or MKL_NUM_THREADS, set by the user, has priority.
-    """
+    """Set this process up as a rank. `launch`, `main` and `world` call it; importing minipar changes nothing."""
     one_blas_thread()
     keep_freed_memory()
 
 
 def one_blas_thread() -> Any:
-    """Limit BLAS to one thread from now on. As a context manager, restore the limit at the end."""
+    """Limit BLAS to one thread from now on. As a context manager, restore the limit at the end.
+
+    Ranks are the parallelism: 8 ranks that each start a BLAS thread per core slow one another down tenfold.
+    OPENBLAS_NUM_THREADS or MKL_NUM_THREADS, set by the user, has priority.
+    """
     if "OPENBLAS_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return nullcontext()
     return _thread_pools().limit(limits=1, user_api="blas")
@@ -55,11 +55,9 @@ def keep_freed_memory() -> bool:
     """Make malloc keep freed arrays for the next ones, instead of returning them to the system. Process-wide.
 
     By default glibc maps each large array by itself, and cuts off its heap's free end. Each training step then gets its
-    activations as new pages, which the kernel must fault in and fill with zeros, one by one. Kept memory is reused at
-    once, and equal steps take equal times. The price is that a process keeps its peak memory.
+    activations as new pages, which the kernel must fault in and fill with zeros. The price is that a process keeps its
+    peak memory. Returns False, and does nothing, if the C library has no mallopt (macOS, musl, Windows).
     NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
-
-    Returns False, and does nothing, if the C library has no mallopt (macOS, musl, Windows).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -114,14 +112,13 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 def use_device(device: str, rank: int = 0) -> None:
     """Choose the array module by its name on the command line: "cpu" (NumPy) or "cuda" (CuPy).
 
-    A rank uses GPU number `rank` modulo the number of GPUs of its host. Several ranks may share one.
-    Raises UsageError if CuPy is not installed or finds no GPU.
+    A rank uses GPU number `rank` modulo the number of GPUs of its host. UsageError if CuPy or a GPU is missing.
     """
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: expected cpu or cuda")
     if device == "cpu":
         use(np)
         return
-    if device != "cuda":
-        raise UsageError(f"--device {device}: expected cpu or cuda")
     try:
         cupy: ModuleType = importlib.import_module("cupy")
     except ImportError as error:

@@ -23,10 +23,7 @@ def error_line(error: UsageError, program: str = "minipar") -> str:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return the choice that is spelled most like `name`, or "" if none is close.
-
-    Case and punctuation do not count: LLaMA-3-70B and llama3_70b are both llama-3-70b.
-    """
+    """Return the choice that is spelled most like `name`, or "". Case and punctuation do not count."""
     spelled = {re.sub(r"[\W_]", "", choice).lower(): choice for choice in choices}
     close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1)
     return spelled[close[0]] if close else ""

@@ -1,8 +1,8 @@
 """The memory ledger: the bytes that a rank holds, by kind and at every moment.
 
-Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. Without a ledger this
-does nothing. A ledger adds the array's bytes to its sum and subtracts them when the array is freed, which it learns
-from a weak reference. A reference that somebody forgot therefore shows up as memory.
+Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A ledger adds the
+array's bytes to its sum and subtracts them when the array is freed, which it learns from a weak reference. Without a
+ledger these functions do nothing.
 
     ledger = MemoryLedger()
     with ledger.recording():
@@ -31,10 +31,7 @@ _recording: ContextVar[MemoryLedger | None] = ContextVar("memory_ledger", defaul
 
 
 def hold(kind: str, *arrays: Any) -> None:
-    """Record that the memory of these arrays is of this kind; the first kind it gets stays. No-op without a ledger.
-
-    Values that are not arrays are ignored, so that a caller can pass all attributes of an object.
-    """
+    """Record that the memory of these arrays is of this kind; the first kind stays. Other values are ignored."""
     ledger = _recording.get()
     if ledger is not None:
         for array in arrays:
@@ -43,7 +40,7 @@ def hold(kind: str, *arrays: Any) -> None:
 
 
 def enter(phase: str, restart: bool = False) -> None:
-    """Start this phase of a training step; `restart` forgets the moments so far. No-op without a ledger."""
+    """Start this phase of a training step (`MemoryLedger.enter`)."""
     ledger = _recording.get()
     if ledger is not None:
         ledger.enter(phase, restart)

@@ -64,9 +64,8 @@ class _CausalAttention(Function):
 
 
 def causal_attention(qkv: Tensor, heads: int, keep: Array | None = None, probability: float = 0.0) -> Tensor:
-    """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h) -> (B, T, h).
+    """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, 3h), q, k and v together -> (B, T, h).
 
-    The last dim of `qkv` holds q, k and v next to each other. With `keep` (booleans (B, H, T, T)) the probabilities go
-    through dropout.
+    With `keep` (booleans (B, H, T, T)) the probabilities go through dropout.
     """
     return _CausalAttention.apply(qkv, heads, keep, 1 / (1 - probability))

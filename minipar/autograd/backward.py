@@ -23,9 +23,8 @@ from minipar.memory import hold, is_recording
 class LazyGradient:
     """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
 
-    Matrix products give their weight gradient this way, for two reasons. The product can be written straight into the
-    flat gradient buffer, and it can be computed later (`defer_weight_gradients`), which is all that a zero-bubble
-    pipeline needs.
+    Matrix products give their weight gradient this way: straight into the flat gradient buffer, or later
+    (`defer_weight_gradients`), which is all that a zero-bubble pipeline needs.
     """
 
     def __init__(self, compute: Callable[[Array | None], Array]) -> None:
@@ -126,13 +125,10 @@ class _NodeGradients:
 
 @dataclass
 class _Pass:
-    """A backward pass that is running, together with the passes inside it (recompute).
+    """A backward pass that is running, together with the passes inside it (recompute)."""
 
-    `uses` counts the edges to each leaf that the pass has not gone through yet. `callbacks` run at its end.
-    """
-
-    uses: dict[Leaf, int] = field(default_factory=dict)
-    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    uses: dict[Leaf, int] = field(default_factory=dict)  # the edges to each leaf that it has not gone through yet
+    callbacks: list[Callable[[], None]] = field(default_factory=list)  # run at its end
 
 
 _running: ContextVar[_Pass | None] = ContextVar("running_backward", default=None)
@@ -142,9 +138,8 @@ _running: ContextVar[_Pass | None] = ContextVar("running_backward", default=None
 def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
     """Add these uses of leaves to the pass that is running, or start one. Yields the uses that are still to come.
 
-    A backward inside a backward (recompute) adds its uses to the outer pass's count, which already holds the
-    checkpointed call's own use of each parameter. So a parameter is complete, and its hooks run, only when every use
-    everywhere is done.
+    A backward inside a backward (recompute) adds to the outer pass's count, which already holds the checkpointed call's
+    own use of each parameter. So a parameter's hooks run only when every use everywhere is done.
     """
     outer = _running.get()
     current = _Pass() if outer is None else outer
@@ -160,10 +155,9 @@ def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call `callback()` once, when the outermost backward pass that is running now ends without an error.
 
-    Callbacks run in the order in which they were queued. A gradient hook uses this to do something once per backward
-    pass, such as waiting for all gradients that are being sent. Under `defer_weight_gradients` a callback runs at the
-    end of the half that queued it: the backward pass itself, or `DeferredGradients.run()`. Raises ValueError outside
-    of a backward pass.
+    Gradient hooks use this to wait for all gradients that are being sent. Callbacks run in the order in which they were
+    queued. Under `defer_weight_gradients` a callback runs at the end of the half that queued it: the backward pass
+    itself, or `DeferredGradients.run()`. Raises ValueError outside of a backward pass.
     NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback for this.
     """
     current = _running.get()
@@ -209,10 +203,7 @@ class DeferredGradients:
         self._queue.append((leaf, gradient, uses))
 
     def run(self) -> None:
-        """Compute and accumulate every waiting gradient; hooks run as parameters become complete.
-
-        This is the second half of a backward pass, so a hook may call `queue_callback` here too.
-        """
+        """Compute and accumulate every waiting gradient; hooks run as parameters become complete."""
         with _running_pass({}):
             while self._queue:
                 leaf, gradient, uses = self._queue.popleft()  # its saved activations are freed when it is done

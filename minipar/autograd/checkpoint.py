@@ -37,8 +37,7 @@ class _Checkpoint(Function):
 def checkpoint(function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
     """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again.
 
-    `parameters` are the leaves that `function` uses besides `inputs`. They are listed so that no gradient hook takes a
-    parameter for complete before this block's backward, and so that the result requires a gradient even if no input
-    does.
+    `parameters` are the leaves that `function` uses besides `inputs`. They are listed so that no gradient hook runs
+    before this block's backward, and so that the result requires a gradient even if no input does.
     """
     return _Checkpoint.apply(function, len(inputs), *inputs, *parameters)

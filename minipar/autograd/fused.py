@@ -23,10 +23,7 @@ _flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_count
 
 
 def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
-    """Call `count` with the floating-point operations of each matrix product in the block, forward and backward.
-
-    The model clock advances by them. Products of these fused layers and of attention count; `a @ b` does not.
-    """
+    """Call `count` with the operations of each matrix product of these layers and of attention in the block."""
     return setting(_flop_counter, count)
 
 
@@ -68,10 +65,7 @@ def outer_product(left: Array, right: Array, out: Array | None) -> Array:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    """Compute x @ weight + bias: (..., in) -> (..., out).
-
-    weight is (in, out) as GPT-2 stores it, or (out, in) if `transposed`.
-    """
+    """Compute x @ weight + bias: (..., in) -> (..., out). weight is (in, out) as GPT-2's, (out, in) if `transposed`."""
     return LinearFunction.apply(x, weight, bias, transposed)
 
 
@@ -85,10 +79,7 @@ class _Embedding(Function):
         rows = grad.reshape(-1, shape[1])  # (N, h)
 
         def scatter(out: Array | None) -> Array:
-            """Set out[v] to the sum, in order, of the rows whose index is v.
-
-            Sorting and then summing runs of equal indices took a third of the time of `add.at`.
-            """
+            """Set out[v] to the sum, in order, of the rows whose index is v, in a third of the time of `add.at`."""
             if out is None:
                 out = xp.empty(shape, dtype=rows.dtype)
             out[...] = 0
@@ -191,10 +182,7 @@ class _Dropout(Function):
 
 
 def dropout(x: Tensor, keep: Array, probability: float) -> Tensor:
-    """Zero x where `keep` (booleans of x's shape) is False, and scale the rest by 1/(1 - probability).
-
-    Srivastava et al. 2014.
-    """
+    """Zero x where `keep` (booleans) is False, and scale the rest by 1/(1 - probability) (Srivastava et al. 2014)."""
     return _Dropout.apply(x, keep, 1 / (1 - probability))
 
 
@@ -225,8 +213,8 @@ class CrossEntropyFunction(Function):
 def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     """Sum -log softmax(logits)[target], in nats, over the positions whose target is not -100.
 
-    logits (..., V), integer targets (...,). This is a sum instead of a mean because ranks may hold unequal counts of
-    targets: the sum over all ranks is divided by the global count.
+    logits (..., V), integer targets (...,). Ranks may hold unequal counts of targets, so the mean is left to the sum
+    over all ranks.
     """
     return CrossEntropyFunction.apply(logits, targets)
 

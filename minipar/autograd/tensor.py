@@ -21,7 +21,6 @@ from minipar.memory import hold, is_recording
 
 P = ParamSpec("P")
 _number = itertools.count()
-# A context variable instead of a global: ranks that are threads of one process must not switch off each other's graphs.
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
@@ -52,8 +51,7 @@ class Function(Node):
     def at_backward(self, i: int, array: Array) -> Callable[[], Array]:
         """Return a getter of input i, for forward to keep instead of the array if the input may be a parameter.
 
-        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place. A node that
-        kept the array would keep its memory too.
+        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place.
         """
         edge = self.edges[i]
         return (lambda: edge.data) if isinstance(edge, Tensor) else (lambda: array)
@@ -144,21 +142,10 @@ class Tensor:
         self.node: Function | None = None
         self.hooks: list[Callable[[Any], None]] = []
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim
-
-    @property
-    def size(self) -> int:
-        return self.data.size
-
-    @property
-    def dtype(self) -> Any:
-        return self.data.dtype
+    shape = property(lambda self: self.data.shape)
+    ndim = property(lambda self: self.data.ndim)
+    size = property(lambda self: self.data.size)
+    dtype = property(lambda self: self.data.dtype)
 
     def __repr__(self) -> str:
         return f"Tensor({self.data!r}{', requires_grad=True' if self.requires_grad else ''})"
@@ -177,10 +164,9 @@ class Tensor:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Callable[[], None]:
-        """Call `hook(self)` once in each backward pass that uses this leaf, when all its uses have been added up.
+        """Call `hook(self)` once in each backward pass, when all uses of this leaf are added up. Returns its remover.
 
-        Returns a function that removes the hook. NB: PyTorch has the same name; there the hook runs after each
-        accumulation.
+        NB: PyTorch has the same name; there the hook runs after each accumulation.
         """
         if self.node is not None:
             raise ValueError("hooks are for leaves: this tensor was computed by " + type(self.node).__name__)
@@ -190,8 +176,8 @@ class Tensor:
     def backward(self, gradient: Array | None = None) -> None:
         """Add d(self)/d(leaf), times `gradient` (default 1, for one element), to `grad` of every leaf below.
 
-        The graph is consumed: what forward saved is freed as the pass goes through it. Raises ValueError for a tensor
-        without a graph, a missing or misshapen `gradient`, and for a second backward through the same graph.
+        The graph is consumed: what forward saved is freed as the pass goes through it. ValueError for a tensor without
+        a graph, a missing or misshapen `gradient`, and a second backward through the same graph.
         """
         if gradient is None:
             if self.size != 1:

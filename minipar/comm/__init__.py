@@ -11,8 +11,8 @@ Around them:
 
     work            drives the generators, blocking or asynchronous; a user's single messages
     traffic         counts messages and bytes; closed forms of what each algorithm sends
-    clock, timed    wall time or logical time, and operations that take time
-    trace           the Chrome trace of all ranks
+    clock           wall time or logical time, the network's prices, and the recorder of a rank's work
+    trace           operations that take time and are drawn, and the Chrome trace of all ranks
     mesh            DeviceMesh: one communicator per axis
     launch          the beginning and the end of a program under mpirun or as threads
 
@@ -24,13 +24,13 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "clock": ["CpuClock", "HostNetwork", "ModelClock", "Network", "WallClock"],
+        "clock": ["CpuClock", "HostNetwork", "ModelClock", "Network", "Tracer", "WallClock"],
         "communicator": ["ALGORITHMS", "Communicator"],
         "gathers": ["chunk_bounds"],
         "launch": ["main", "world"],
         "mesh": ["DeviceMesh"],
         "threads": ["run_local", "serial"],
-        "trace": ["Tracer", "save_chrome_trace", "start_trace"],
+        "trace": ["save_chrome_trace", "start_trace"],
         "traffic": ["Traffic", "messages", "wire_bytes"],
         "transport": ["Transport"],
         "work": ["Message", "Work"],

@@ -1,10 +1,7 @@
 """Clocks: real time, or logical time that messages move. The network's prices, and the recorder of a rank's work.
 
-`WallClock`   real time.
-`CpuClock`    a logical clock per rank. It advances by the rank's own CPU time between communication calls, and each
-              message carries its sender's clock. The receiver continues at the later of the two, plus the network's
-              price. Eight ranks that share two cores then still show the timeline of eight cores.
-`ModelClock`  the same, but computation takes the time of a cost model: exact and repeatable.
+On a logical clock each message carries its sender's time. The receiver continues at the later of its own time and that
+time plus the network's price. Eight ranks that share two cores then still show the timeline of eight cores.
 
 NB: the rule for messages is Lamport's (1978) with durations, as in network simulators (LogGP, SimGrid's SMPI).
 """
@@ -50,7 +47,6 @@ class HostNetwork(Network):
     per_host: int = 8
 
     def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
-        """Return the time of a message of `nbytes` between two world ranks."""
         if source // self.per_host != dest // self.per_host:
             return self.between.seconds(nbytes, source, dest)
         return super().seconds(nbytes, source, dest)
@@ -108,7 +104,7 @@ class CpuClock:
 
 
 class ModelClock:
-    """Logical time that only `advance` and messages move."""
+    """Logical time that only `advance`, by a cost model's times, and messages move: exact and repeatable."""
 
     name = "model"
     logical = True

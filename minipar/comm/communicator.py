@@ -274,7 +274,10 @@ class Communicator:
         return self._among([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
 
     def row(self, members: list[int], axis: str) -> Communicator:
-        """Make the group of these ranks, this one among them. Nothing is sent; every rank must call it as often."""
+        """Make the group of these ranks, this one among them, in this order, without sending anything.
+
+        Every rank must call it as often as the others, and each member with the same list.
+        """
         self._splits += 1
         return self._among(members, axis)
 

@@ -103,8 +103,7 @@ class ThreadWorld:
                 self.waiting[rank] = waiting_for
                 self.idle += 1
                 if self.idle == self.size:
-                    self.waiting[rank] = None
-                    raise CommunicationError(self._deadlock(rank, waiting_for))
+                    raise CommunicationError(self._deadlock())
                 self.wake[rank].wait(timeout=LOOK_SECONDS)
                 self.waiting[rank] = None
                 if not self.news[rank]:
@@ -118,11 +117,8 @@ class ThreadWorld:
         with self.lock:
             self.finished[rank] = True
             self.idle += 1
-            if self.idle == self.size:
-                for other in range(self.size):
-                    if not self.finished[other]:
-                        self.wake[other].notify()
-                        break
+            if self.idle == self.size and not all(self.finished):
+                self.wake[self.finished.index(False)].notify()
 
     def fail(self, failure: BaseException) -> bool:
         """Record a failure and release all ranks. Return True if it is the first."""
@@ -134,11 +130,10 @@ class ThreadWorld:
                 condition.notify_all()
             return first
 
-    def _deadlock(self, rank: int, waiting_for: Request) -> str:
+    def _deadlock(self) -> str:
         lines = ["every rank waits and no message is on its way:"]
-        for other in range(self.size):
-            what = waiting_for if other == rank else self.waiting[other]
-            lines.append(f"  rank {other} has returned" if what is None else f"  {what.describe()}")
+        for rank, request in enumerate(self.waiting):
+            lines.append(f"  rank {rank} has returned" if request is None else f"  {request.describe()}")
         return "\n".join(lines)
 
 

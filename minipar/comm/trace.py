@@ -45,10 +45,11 @@ class TimedWork(Work):
     other: p-1 sends posted at once take (p-1)(alpha + beta*bytes), as in the formulas of the literature.
     """
 
-    __slots__ = ("called", "nbytes", "number", "port", "started", "time", "waited")
+    __slots__ = ("called", "clock", "nbytes", "number", "port", "started", "time", "tracer", "waited")
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int, number: int) -> None:
         super().__init__(stream, op, algorithm, tag)
+        self.clock, self.tracer = stream.engine.clock, stream.engine.tracer
         self.number = number  # which operation of its communicator it is; negative for a single message
         self.called = self.started = self.time = self.now()
         self.port = 0.0  # when the last message sent has left
@@ -57,22 +58,21 @@ class TimedWork(Work):
 
     def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""
-        clock, tracer = self.stream.engine.clock, self.stream.engine.tracer
         self.nbytes += array.nbytes
-        leaves = max(self.time, self.port) if clock.logical else clock.now()
+        leaves = max(self.time, self.port) if self.clock.logical else self.now()
         stamp, header = np.array([leaves]), None
-        if clock.logical:
+        if self.clock.logical:
             self.port = leaves + self._seconds(array, self.rank, dest)
             header = self.transport.isend(stamp, dest, self.tag + step, self)
         payload = super().isend(array, dest, step)
-        if tracer.enabled:
-            tracer.arrow(self._track(), self._arrow(self.rank, dest, step), leaves, array.nbytes)
+        if self.tracer.enabled:
+            self.tracer.arrow(self._track(), self._arrow(self.rank, dest, step), leaves, array.nbytes)
         return TimedMessage(payload, header, stamp)
 
     def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
         """Start to receive a message, behind its header on a logical clock."""
         stamp, header = np.empty(1), None
-        if self.stream.engine.clock.logical:
+        if self.clock.logical:
             header = self.transport.irecv(stamp, source, self.tag + step, self)
         payload = super().irecv(array, source, step)
         seconds = self._seconds(array, source, self.rank)
@@ -83,10 +83,10 @@ class TimedWork(Work):
         return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
 
     def _track(self) -> int:
-        tracer, name = self.stream.engine.tracer, f"communication {self.stream.axis}"
+        name = f"communication {self.stream.axis}"
         if self.op in ("send", "recv"):
-            return tracer.track(self.stream.name + "|single", name + ", send and receive")
-        return tracer.track(self.stream.name, name)
+            return self.tracer.track(self.stream.name + "|single", name + ", send and receive")
+        return self.tracer.track(self.stream.name, name)
 
     def _arrow(self, source: int, dest: int, step: int) -> str:
         return f"{self.stream.name}#{self.number}.{self.tag + step}:{source}>{dest}"
@@ -94,7 +94,7 @@ class TimedWork(Work):
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
         """Issue the operation. The call itself takes no time."""
         super().start(self._follow(steps), result)
-        self.stream.engine.clock.resume(self.called)
+        self.clock.resume(self.called)
         return self
 
     def wait(self) -> Any:
@@ -106,8 +106,8 @@ class TimedWork(Work):
 
     def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
         """Yield the same steps and take their time. Begins when it is the operation's turn."""
-        stream, clock = self.stream, self.stream.engine.clock
-        self.started = self.time = max(self.called, stream.end) if clock.logical else clock.now()
+        stream = self.stream
+        self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.now()
         self.port = stream.port
         for requests in steps:
             yield requests
@@ -117,36 +117,33 @@ class TimedWork(Work):
 
     def _settle(self, requests: Iterable[Any]) -> None:
         """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
-        clock, tracer = self.stream.engine.clock, self.stream.engine.tracer
         incoming = [request for request in requests if request.arrow]
-        if clock.logical:
+        if self.clock.logical:
             for request in incoming:
                 sent = float(request.stamp[0])
                 self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
                 self.time = max(self.time, sent + request.seconds)
         else:
-            before, self.time = self.time, clock.now()
+            before, self.time = self.time, self.now()
             self.waited += self.time - before
-        if tracer.enabled:
+        if self.tracer.enabled:
             for request in incoming:
-                tracer.arrow(self._track(), request.arrow, self.time)
+                self.tracer.arrow(self._track(), request.arrow, self.time)
 
     def _record(self) -> None:
-        tracer = self.stream.engine.tracer
-        if tracer.enabled:
+        if self.tracer.enabled:
             arguments = {"op": self.op, "algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
-            tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
+            self.tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
 
     def now(self) -> float:
-        return self.stream.engine.clock.now()
+        return self.clock.now()
 
     def posted(self) -> None:
         """Return from the call that sends or receives a single message. A message sent is recorded at once."""
-        clock = self.stream.engine.clock
         if self.op == "send":
-            self.time = self.called if clock.logical else clock.now()
+            self.time = self.called if self.clock.logical else self.now()
             self._record()
-        clock.resume(self.called)
+        self.clock.resume(self.called)
 
     def received(self, request: Request, now: float) -> None:
         """Record a single message that a call at `now` has received."""
@@ -156,7 +153,7 @@ class TimedWork(Work):
 
     def resume(self, now: float) -> None:
         """Return from a call that began at `now`. On a logical clock the rank continues no earlier than the arrival."""
-        self.stream.engine.clock.resume(max(now, self.time))
+        self.clock.resume(max(now, self.time))
 
 
 # ---- the trace of all ranks ------------------------------------------------------------------------------------------

@@ -52,19 +52,13 @@ class Engine:
 
         `stream` waits for the request itself. CommunicationError after MINIPAR_TIMEOUT seconds (default 1800).
         """
-        pause = self.transport.pause
-        attempt = 0
-        deadline = 0.0
+        attempt, deadline = 0, time.monotonic() + self.timeout
         while not request.test():
             self.progress(stream)
-            pause(attempt, request)
+            self.transport.pause(attempt, request)
             attempt += 1
-            if attempt % CHECK_EVERY == 0:
-                now = time.monotonic()
-                if not deadline:
-                    deadline = now + self.timeout
-                elif now > deadline:
-                    raise CommunicationError(f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)")
+            if attempt % CHECK_EVERY == 0 and time.monotonic() > deadline:
+                raise CommunicationError(f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)")
 
     def progress(self, but: Stream | None = None) -> None:
         """Advance all streams but one as far as possible, without waiting."""

@@ -46,10 +46,9 @@ class GPTConfig:
             raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
 
     def forward_flops(self, batch: int, length: int) -> int:
-        """Return the floating-point operations of one forward pass's matrix products: 2 for a multiply and an add.
+        """Return the floating-point operations of a forward pass's matrix products; backward takes twice as many.
 
-        24 B T h^2 + 4 B T^2 h for each layer and 2 B T h V for the head (Narayanan et al. 2021, appendix); backward
-        takes twice that.
+        24 B T h^2 + 4 B T^2 h for each layer and 2 B T h V for the head (Narayanan et al. 2021, appendix).
         """
         tokens, h = batch * length, self.n_embd
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
@@ -58,27 +57,19 @@ class GPTConfig:
 class _Layers:
     """The layers of one GPT: they share its config, seed, dtype and dropout. All parameters are deferred.
 
-    Matrices start from N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3).
+    Matrices start from N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). The residual stream adds
+    2 n_layer outputs: their projections start smaller by the square root of that.
     """
 
     def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
-        self.config, self.seed, self.dtype, self.p = config, seed, dtype, dropout
-        # The residual stream adds 2 n_layer outputs: their projections start smaller by the square root of that.
-        self.residual_std = config.initializer_range / math.sqrt(2 * config.n_layer)
-
-    def linear(self, name: str, n_in: int, n_out: int, std: float | None = None) -> Linear:
-        std = self.config.initializer_range if std is None else std
-        return Linear(n_in, n_out, name=name, seed=self.seed, dtype=self.dtype, std=std, deferred=True)
-
-    def embedding(self, name: str, count: int) -> Embedding:
-        h, std = self.config.n_embd, self.config.initializer_range
-        return Embedding(count, h, name=name, seed=self.seed, dtype=self.dtype, std=std, deferred=True)
-
-    def layer_norm(self) -> LayerNorm:
-        return LayerNorm(self.config.n_embd, self.config.layer_norm_epsilon, self.dtype, deferred=True)
-
-    def dropout(self, name: str) -> Dropout:
-        return Dropout(name, self.p)
+        self.config = config
+        h, std = config.n_embd, config.initializer_range
+        small = std / math.sqrt(2 * config.n_layer)
+        self.linear = partial(Linear, seed=seed, dtype=dtype, std=std, deferred=True)
+        self.projection = partial(Linear, seed=seed, dtype=dtype, std=small, deferred=True)
+        self.embedding = partial(Embedding, dim=h, seed=seed, dtype=dtype, std=std, deferred=True)
+        self.layer_norm = partial(LayerNorm, h, config.layer_norm_epsilon, dtype, deferred=True)
+        self.dropout = partial(Dropout, p=dropout)
 
 
 class Attention(Module):
@@ -87,8 +78,8 @@ class Attention(Module):
     def __init__(self, layers: _Layers, name: str) -> None:
         h = layers.config.n_embd
         self.heads = layers.config.n_head
-        self.c_attn = layers.linear(f"{name}.c_attn", h, 3 * h)
-        self.c_proj = layers.linear(f"{name}.c_proj", h, h, std=layers.residual_std)
+        self.c_attn = layers.linear(h, 3 * h, name=f"{name}.c_attn")
+        self.c_proj = layers.projection(h, h, name=f"{name}.c_proj")
         self.attn_dropout = layers.dropout(f"{name}.attn_dropout")
         self.resid_dropout = layers.dropout(f"{name}.resid_dropout")
 
@@ -105,8 +96,8 @@ class MLP(Module):
 
     def __init__(self, layers: _Layers, name: str) -> None:
         h = layers.config.n_embd
-        self.c_fc = layers.linear(f"{name}.c_fc", h, 4 * h)
-        self.c_proj = layers.linear(f"{name}.c_proj", 4 * h, h, std=layers.residual_std)
+        self.c_fc = layers.linear(h, 4 * h, name=f"{name}.c_fc")
+        self.c_proj = layers.projection(4 * h, h, name=f"{name}.c_proj")
         self.dropout = layers.dropout(f"{name}.dropout")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,8 +140,8 @@ class GPT(Module):
         layers = _Layers(config, seed, dtype, dropout)
         self.config = config
         self.recompute = recompute
-        self.wte = layers.embedding("wte", config.vocab_size)
-        self.wpe = layers.embedding("wpe", config.n_positions)
+        self.wte = layers.embedding(config.vocab_size, name="wte")
+        self.wpe = layers.embedding(config.n_positions, name="wpe")
         self.drop = layers.dropout("drop")
         self.h = [Block(layers, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = layers.layer_norm()

@@ -54,8 +54,7 @@ def _tensor(x: Any, dtype: Any) -> Tensor:
 class Linear(Module):
     """x @ weight + bias: (..., in) -> (..., out). x may be a Tensor or an array, which is converted to weight's dtype.
 
-    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face calls the layer Conv1D); torch.nn.Linear stores
-    (out, in).
+    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D); torch.nn.Linear stores (out, in).
     """
 
     bias: Parameter | None
@@ -153,10 +152,7 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class MaskSlice:
-    """A slice of a dropout mask: part `index` of `count` equal parts of dim `dim`.
-
-    Tensor parallelism sets one where a rank holds only this slice of the activation.
-    """
+    """A slice of a dropout mask, `index` of `count` equal parts of `dim`: what a tensor-parallel rank holds."""
 
     dim: int
     index: int
@@ -164,15 +160,11 @@ class MaskSlice:
 
 
 class Dropout(Module):
-    """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p). (B, ...) -> (B, ...).
-
-    `name` distinguishes this layer's masks from those of other layers. With a `mask_slice` the layer applies only that
-    slice of each mask.
-    """
+    """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p). (B, ...) -> (B, ...)."""
 
     def __init__(self, name: str, p: float) -> None:
-        self.name, self.p = name, p
-        self.mask_slice: MaskSlice | None = None
+        self.name, self.p = name, p  # the masks are drawn by name
+        self.mask_slice: MaskSlice | None = None  # of each mask, where the layer applies only a slice
 
     def keep(self, shape: tuple[int, ...]) -> Array | None:
         """Draw the mask for an array of this shape, True where an element stays. None while dropout is off."""

@@ -13,10 +13,9 @@ from minipar.backend import Array, from_host, to_host, xp
 
 
 def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return a read-only array of this shape that takes the memory of one element.
+    """Return a read-only array of this shape in the memory of one element: NaN, so that a use by mistake is visible.
 
-    A parameter has it as data while its values are on other ranks or not computed yet. Every element is NaN, so that a
-    use by mistake is visible.
+    A parameter has it as data while its values are on other ranks or not computed yet.
     """
     return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
 
@@ -25,8 +24,7 @@ def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
 class Deferred:
     """A parameter's values before they are computed: their shape, their dtype, and the function that computes them.
 
-    A model larger than one rank's memory is built from these, and then filled piece by piece.
-    NB: PyTorch builds such models on its meta device.
+    A model larger than one rank's memory is built from these. NB: PyTorch builds such models on its meta device.
     """
 
     shape: tuple[int, ...]
@@ -60,14 +58,9 @@ class Owner:
 class Parameter(Tensor):
     """A leaf that is trained: an array, or Deferred values, which `materialize` or `move_to` computes.
 
-    `decays` is True if weight decay applies, that is, for two or more dims.
-
     `ties` are leaves that read the same values but collect gradients of their own. GPT-2's output head has such a leaf
     of `wte`. In a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
     too, and the bits agree.
-
-    A strategy sets `placement` (its record of where the parameter's elements are) and `owner` (see Owner). Both are
-    None in a serial model.
     """
 
     __slots__ = ("decays", "deferred", "owner", "placement", "ties")
@@ -76,10 +69,10 @@ class Parameter(Tensor):
         self.deferred = data if isinstance(data, Deferred) else None
         array = placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data
         super().__init__(array, requires_grad=True)
-        self.decays = self.ndim >= 2
+        self.decays = self.ndim >= 2  # whether weight decay applies
         self.ties: list[Tensor] = []
-        self.placement: Any = None
-        self.owner: Owner | None = None
+        self.placement: Any = None  # a strategy's record of where the elements are
+        self.owner: Owner | None = None  # a strategy; None in a serial model
 
     def materialize(self) -> None:
         """Compute deferred values, in an array of their own."""
@@ -87,10 +80,7 @@ class Parameter(Tensor):
             self.data, self.deferred = self.deferred.make(), None
 
     def map_value(self, shape: tuple[int, ...], function: Callable[[Array], Array]) -> None:
-        """Replace the value by `function(value)`, which has this shape; a deferred value stays deferred.
-
-        Tensor parallelism takes a rank's slice of a parameter with this.
-        """
+        """Replace the value by `function(value)`, of this shape, such as a rank's slice. Deferred values stay so."""
         if self.deferred is None:
             self.data = function(self.data)
             return
@@ -99,10 +89,7 @@ class Parameter(Tensor):
         self.data = placeholder(shape, self.dtype)
 
     def move_to(self, place: Array) -> None:
-        """Move the values into `place`, an array of this shape; deferred values are computed there.
-
-        Data parallelism and ZeRO move parameters into flat storage with this.
-        """
+        """Move the values into `place`, such as a part of flat storage. Deferred values are computed there."""
         place[...] = self.data if self.deferred is None else self.deferred.make()
         self.data, self.deferred = place, None
 
@@ -140,7 +127,7 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
 
 
 class Module:
-    """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples and dicts of these."""
+    """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples, dicts of these."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -213,11 +200,7 @@ class Module:
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copy `state` into the parameters, in their dtype and place.
-
-        Names and shapes must match exactly. Otherwise raises ValueError with every difference and changes nothing.
-        Load before a strategy is applied to the model.
-        """
+        """Copy `state` into the parameters. ValueError with every difference of names and shapes; then none changes."""
         for p in self.parameters():
             if p.owner is not None and not p.owner.holds_values:
                 raise ValueError("this rank holds shards of the parameters: load the state before wrapping the model")
@@ -240,14 +223,11 @@ class Module:
 class Part:
     """One of the consecutive pieces of a model: the embedding, a block, or the head.
 
-    `run` takes the output of the part before, and `parameters` are those that it reads. Pipelines cut the model between
-    parts, and ZeRO stage 3 gathers the parameters of one part at a time. `reads_in_backward` is False if backward needs
-    no parameter's values, as for a lookup in the embedding. `is_last` is True for the head, whose backward follows its
-    forward at once.
+    Pipelines cut the model between parts, and ZeRO stage 3 gathers the parameters of one part at a time.
     """
 
     name: str
-    run: Callable[[Any], Tensor]
-    parameters: list[Parameter]
-    reads_in_backward: bool = True
-    is_last: bool = False
+    run: Callable[[Any], Tensor]  # takes the output of the part before
+    parameters: list[Parameter]  # those that it reads
+    reads_in_backward: bool = True  # False if backward needs no parameter's values, as for a lookup in the embedding
+    is_last: bool = False  # True for the head, whose backward follows its forward at once

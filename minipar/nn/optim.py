@@ -120,8 +120,8 @@ class AdamW(Optimizer):
 def squared_norm(arrays: Iterable[Array]) -> float:
     """Return the sum of all squares, in float64, array after array and block after block in order.
 
-    The order is part of the contract: ranks that hold a chunk each, and one device that goes through the same chunks,
-    get the same bits. On a device a block is a whole array, because a launch costs more than the cache saves.
+    Ranks that hold a chunk each, and one device that goes through the same chunks, get the same bits. On a device a
+    block is a whole array, because a launch costs more than the cache saves.
     """
     total = 0.0
     for array in arrays:
@@ -136,8 +136,7 @@ def squared_norm(arrays: Iterable[Array]) -> float:
 def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None) -> float:
     """Scale all gradients by max_norm / (norm + 1e-6) if their 2-norm is larger than `max_norm`; return that norm.
 
-    `norm` is given where it is known already. A rank that holds shards of the gradients cannot compute it alone, so a
-    missing `norm` raises ValueError there. NB: torch.nn.utils.clip_grad_norm_.
+    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is not given there.
     """
     parameters = list(parameters)
     if norm is None and any(getattr(parameter.owner, "sharded", False) for parameter in parameters):
@@ -145,11 +144,9 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
             "clip_grad_norm: this rank holds only shards of the gradients and cannot compute their norm alone; "
             "call clip_grad_norm of the wrapper that sharded the model"
         )
-    gradients = []
     for parameter in parameters:
         parameter.fold_tied_gradients()
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if norm is None:
         norm = math.sqrt(squared_norm(gradients))
     if max_norm is not None and norm > max_norm:
@@ -159,10 +156,9 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
 
 
 def learning_rate(step: int, *, lr: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of step 0, 1, ...
+    """Return the learning rate of step 0, 1, ...: nanoGPT's warm-up lr (step+1)/(warmup+1), then the schedule.
 
-    A linear warm-up lr (step+1)/(warmup+1) is followed by a constant rate, or by a cosine down to lr/10 at the last
-    step. Both are nanoGPT's. Raises ValueError for another schedule.
+    "constant" is lr, "cosine" falls to lr/10 at the last step. Raises ValueError for another schedule.
     """
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)

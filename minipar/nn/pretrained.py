@@ -141,8 +141,7 @@ def _read(path: Path, key: str, dtype: str) -> Array:
 def export_gpt2(model: GPT, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
     """Write `directory`/config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
-    `state` has the parameters if the model itself does not hold them all (ZeRO stage 3). The directory is created if
-    necessary.
+    `state` has the parameters if the model itself does not hold them all (ZeRO stage 3).
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
