@@ -6,11 +6,12 @@ gathered again just before its backward and freed for good; its gradient is redu
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from minipar.autograd import grad_enabled, queue_callback
-from minipar.backend import Array, xp
+from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import hold
@@ -38,7 +39,7 @@ class FullyShardedDataParallel(ShardedGradients):
         self, model: Module, comm: Communicator, algorithm: str = "ring", prefetch: bool = True, **options: Any
     ) -> None:
         super().__init__(model, comm, algorithm, **options)
-        self.prefetch = prefetch
+        self.prefetch, self._checksum = prefetch, 0
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
         for bucket in reversed(self.buckets):  # one unit at a time exists whole
             self.chunks[bucket] = self._make_chunk(bucket)
@@ -49,12 +50,17 @@ class FullyShardedDataParallel(ShardedGradients):
         hold("buffers", full)
         for p, view in bucket.views(full):
             p.move_to(view)
+        self._checksum = zlib.crc32(to_host(full).data, self._checksum)
         start, stop = bucket.chunk(self.comm.rank, self.comm.size)
         data, gradient = full[start:stop].copy(), xp.empty(stop - start, dtype=self.dtype)
         self._free(bucket)
         hold("parameters", data)
         hold("gradients", gradient)
         return Chunk(bucket, data, gradient, self)
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the whole parameters, taken while the wrapper was made."""
+        return self._checksum
 
     # ---- gather, use, free -------------------------------------------------------------------------------------------
 

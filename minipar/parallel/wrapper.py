@@ -6,6 +6,7 @@ step before the gradients have arrived, or an optimizer that holds the wrong par
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import Function, Tensor, queue_callback
-from minipar.backend import Array, xp
+from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.buckets import Bucket
@@ -64,6 +65,7 @@ class Wrapper(Owner, ABC):
         self.model, self.comm, self.algorithm = model, comm, algorithm
         self.syncing = True  # False inside `no_sync`
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
+        self._start_checked = False
         self._state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed
         for owner in owners_of(model.parameters()):  # sequence parallelism's sum now comes before this wrapper's
             before_reduce = before_reduce or getattr(owner, "sum_partial", None)
@@ -99,7 +101,26 @@ class Wrapper(Owner, ABC):
         ranks before `backward()` returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. Sends an all-reduce
         of two float64.
         """
+        if not self._start_checked:
+            self._check_start()
         return _GlobalMean.apply(self.model.loss_sum(x, y), self, self.model.target_count(y))
+
+    def _check_start(self) -> None:
+        """Raise ValueError, once, if the ranks' models differ. Sends a checksum of each rank as control data."""
+        self._start_checked = True
+        if len(set(self.comm.all_gather_bytes(str(self.checksum()).encode()))) > 1:
+            raise ValueError(
+                "the ranks hold different parameters, and no wrapper copies one rank's to the others: draw initial "
+                "values by name (mp.Linear(..., name=...)) or from one seed, and load the same state on all ranks"
+            )
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the whole parameters before training, the same on ranks that start alike."""
+        total = 0
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                total = zlib.crc32(to_host(p.data).data, total)
+        return total
 
     def begin_backward(self) -> None:
         """Note that a pass with the global scale begins. RuntimeError if it would add to gradients summed already."""
@@ -175,6 +196,11 @@ class Wrapper(Owner, ABC):
         Sends one float64 at ZeRO stages 1 to 3, nothing otherwise. ValueError if other axes have placed the model.
         """
         self._check_only_dp("parallel.grad_norm.clip_grad_norm")
+        if self._state != "summed":
+            raise RuntimeError(
+                "clip_grad_norm() before the gradients were summed over the ranks: call it after the backward pass of "
+                "the last microbatch, outside `no_sync`"
+            )
         return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:

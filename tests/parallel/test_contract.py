@@ -354,3 +354,30 @@ def test_a_model_without_loss_sum_is_refused(stage):
 def test_a_stage_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="ZeRO stage 4: expected 0, 1, 2 or 3"):
         run_local(1, lambda comm: shard(MLP(), comm, 4))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_start_from_different_models_are_refused(stage):
+    """PyTorch's DistributedDataParallel copies rank 0's parameters; here every rank draws them alike."""
+
+    def rank(comm, spread):
+        model = Three()
+        model.weight.data[0] += spread * comm.rank
+        ddp = shard(model, comm, stage)
+        return ddp.loss(*points_of(3)(0, comm.rank)).item()
+
+    assert len(set(run_local(3, rank, 0.0))) == 1
+    with pytest.raises(ValueError, match="different parameters"):
+        run_local(3, rank, 1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_before_the_gradients_are_summed_is_refused(stage):
+    def rank(comm):
+        ddp = shard(MLP(), comm, stage)
+        with ddp.no_sync():
+            ddp.loss(*points_of(1)(0, comm.rank)).backward()
+        ddp.clip_grad_norm(1.0)
+
+    with pytest.raises(RuntimeError, match="outside `no_sync`"):
+        run_local(2, rank)
