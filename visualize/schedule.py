@@ -122,8 +122,6 @@ def plot_schedule(timelines: Timeline | Mapping[str, Timeline], seconds: bool = 
     seconds    times are seconds, as of a trace; otherwise they are units of the simulator
     """
     labelled = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    if not labelled:
-        raise UsageError("no timeline to draw")
     sheet = _Sheet(list(labelled.values()), seconds)
     rows = [len(timeline.ranks) * _row(timeline) for timeline in labelled.values()]
     ranks = len(next(iter(labelled.values())).ranks)
@@ -141,8 +139,6 @@ def plot_schedules(timelines: Mapping[str, Timeline]) -> Picture:
 
     One that takes far longer than all others is cut, with its time at the edge.
     """
-    if not timelines:
-        raise UsageError("no timeline to draw")
     sheet = _Sheet(list(timelines.values()), cut=True)
     sizes = {(len(timeline.ranks), timeline.schedule.microbatches) for timeline in timelines.values()}
     header = ", ".join([f"p = {p} ranks, m = {m} microbatches" for p, m in sizes if len(sizes) == 1])
@@ -167,6 +163,8 @@ class _Sheet:
     cut: bool = False
 
     def __post_init__(self) -> None:
+        if not self.timelines:
+            raise UsageError("no timeline to draw")
         self.colours = palette(timeline.schedule for timeline in self.timelines)
         ends = sorted(float(timeline.makespan) for timeline in self.timelines)
         if not ends[-1] > 0:

@@ -30,7 +30,7 @@ from minipar.train.config import ModelConfig
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add --layers, --hidden, --heads, --seq-len and --vocab-size as far as `defaults` has them by these names."""
-    words = {field.name: field.metadata["help"] for field in fields(ModelConfig)}
+    words = {field.name: field.metadata["help"].partition(";")[0] for field in fields(ModelConfig)}
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=default, help=f"{words[name]} ({default})")
