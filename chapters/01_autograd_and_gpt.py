@@ -14,7 +14,7 @@
 #
 # Every later chapter takes this model apart: it splits the batch, the optimizer state, the matrices, the layers. Each
 # claims that the parts together still compute the same thing. So the whole must be known exactly first: each formula
-# and its derivative, each parameter, each multiplication, each byte kept for backward, and the order in which numbers
+# and its derivative, each parameter, each multiplication, each byte kept for backward, and the order in which values
 # are added.
 #
 # This chapter answers, in order:
@@ -33,8 +33,6 @@
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
 # # instead.
 # import ipyparallel as ipp
-#
-# import minipar  # sets one BLAS thread for each engine, which inherits it
 #
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)  # errors only
 # cluster.start_cluster_sync()
@@ -93,7 +91,7 @@ say(f"{comm.size} rank(s)")
 # %% [markdown]
 # ## 1. A gradient engine
 #
-# ### Forward beside backward
+# ### Forward next to backward
 #
 # Let $y = f(x)$ be one operation, $L$ the loss, and $J = \partial y / \partial x$ the Jacobian. Backward receives
 # $w = \partial L / \partial y$ and returns $\partial L / \partial x = J^\top w$, a *vector-Jacobian product* (vjp).
@@ -612,8 +610,8 @@ def digest(arrays):
     return h.digest()
 
 
-def same_everywhere(what, mine):
-    everyone = comm.all_gather_bytes(mine)
+def same_everywhere(what, digest_here):
+    everyone = comm.all_gather_bytes(digest_here)
     assert len(set(everyone)) == 1, f"{what}: {len(set(everyone))} different digests on {comm.size} ranks"
     say(f"{what:<24} {everyone[0].hex()[:16]} on {len(everyone)} rank(s)")
 

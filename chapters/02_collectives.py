@@ -26,8 +26,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=50)  # quiet: what it logs when it stops is of no interest here
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -84,7 +82,7 @@ if p == 1:
     say("with 1 rank a collective has nothing to send: the claims on this rank are trivial, those on threads are not")
 
 # %% [markdown]
-# ## 1. Two verbs
+# ## 1. Two operations
 #
 # A rank can start to send an array (`isend`) and start to receive one (`irecv`). Both return at once. What they return
 # can be waited for. That is all a machine has to offer; `Transport` states it. One implementation carries the bytes
@@ -148,8 +146,8 @@ say(f"the sum of {p} arrays is right on every rank; each rank sent {p - 1} messa
 # %%
 floats = first_ring(comm, contribution(rank, n))
 everyone = comm.all_gather_bytes(floats.tobytes())
-mine = np.frombuffer(everyone[0], np.float32)
-others = [int((np.frombuffer(data, np.float32) != mine).sum()) for data in everyone]
+of_rank_0 = np.frombuffer(everyone[0], np.float32)
+others = [int((np.frombuffer(data, np.float32) != of_rank_0).sum()) for data in everyone]
 say("0.1 + 0.2 + 0.3 =", 0.1 + 0.2 + 0.3, "    0.3 + 0.2 + 0.1 =", 0.3 + 0.2 + 0.1)
 say(f"first_ring, float32: of {n:,} sums, this many differ from rank 0's, rank by rank: {others}")
 assert (max(others) > 0) == (p >= 3)  # with two ranks there is one order only: a + b is b + a
@@ -187,8 +185,8 @@ if rank == 0:
     caught(CommunicationError, lambda: run_local(3, blocking_ring))
 
 # %% [markdown]
-# The cure is the order of the lines in `first_ring`: post the receive, *start* the send, then wait for both. Every
-# algorithm in the library does that in one `yield`.
+# The cure is the order of the lines in `first_ring`: *start* the send, start the receive, and only then wait for both.
+# Every algorithm in the library does that in one `yield`.
 #
 # ## 2. All-reduce = reduce-scatter + all-gather
 #
@@ -213,8 +211,8 @@ if rank == 0:
 #
 # The ring meets the bound. Here it is, as it stands in the library. An algorithm is a *generator*: it starts messages
 # and yields those that must be done before it can go on. Whoever drives it decides how to wait. `link` is a
-# communicator's view of one operation; the last argument of its two verbs is the step, which gives every message a tag
-# of its own.
+# communicator's view of one operation; the last argument of its two operations is the step, which gives every message a
+# tag of its own.
 
 # %%
 if rank == 0:
@@ -228,7 +226,7 @@ if rank == 0:
 
 # %%
 class Wire:
-    """What an algorithm needs of a link, made of the two verbs of section 1."""
+    """What an algorithm needs of a link, made of the two operations of section 1."""
 
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -743,9 +741,8 @@ if rank == 0:
 # **3. One rank does something else.** Rank 2 calls `reduce_scatter` where the others call `all_reduce`. The first half
 # of the messages is the same, so it even gets a result and leaves. Rank 3 never reaches the call at all (`if loss >
 # threshold: ...` on one rank only is the classic). On threads it is known at once. Over MPI nobody sees all ranks.
-# There, ranks that have waited for two seconds tell one another what they are in, and two that disagree end the job; a
-# rank that never comes is noticed by its absence only, after `MINIPAR_TIMEOUT` seconds. The error names the operation
-# and the missing message.
+# There, two ranks that disagree are noticed by the size of a message, if the sizes differ. Otherwise, and where a rank
+# never comes, the others wait for `MINIPAR_TIMEOUT` seconds. The error names the operation and the missing message.
 
 
 # %%

@@ -29,8 +29,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -74,7 +72,6 @@ say(f"{p} rank{'s' if p > 1 else ''}")
 import numpy as np
 
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel import FlatBuffers
 from minipar.train.data import Batches, load_tokens
 from minipar.train.verify import relative_difference
 
@@ -86,9 +83,8 @@ batches = Batches(tokens, seq_len=T, global_batch=p * SHARD, order="random", see
 
 
 def fresh():
-    """The same model on every rank: initial weights are keyed by name, never by rank. And its flat buffers."""
-    model = GPT(shape, dtype="float64")
-    return model, FlatBuffers(model.parameters())
+    """The same model on every rank: initial weights are keyed by name, never by rank."""
+    return GPT(shape, dtype="float64")
 
 
 def shard(r):
@@ -102,12 +98,18 @@ def backward(model, inputs, targets, count):
     loss.backward(np.full_like(loss.data, 1 / count))
 
 
+def flat_gradient(model):
+    """The gradients of all parameters, one after another, as one flat array."""
+    for parameter in model.parameters():
+        parameter.fold_tied_gradients()  # the output head is the token embedding: two gradients of one matrix
+    return np.concatenate([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
 def gradient(inputs, targets, count):
-    """That gradient for a fresh model, as one flat array."""
-    model, buffers = fresh()
+    """That gradient for a fresh model."""
+    model = fresh()
     backward(model, inputs, targets, count)
-    buffers.complete(buffers.members)
-    return buffers.gradients
+    return flat_gradient(model)
 
 
 g = [gradient(*shard(r), N) for r in range(p)]  # every rank computes all p shards here, to have something to check with
@@ -116,12 +118,10 @@ Psi = whole.size
 
 difference = relative_difference(sum(g), whole)
 assert difference < 1e-14
-say(
-    f"gradient of the whole batch = sum of {p} shards' gradients: {Psi:,} numbers, relative difference {difference:.1e}"
-)
+say(f"gradient of the whole batch = sum of {p} shards' gradients: {Psi:,} values, relative difference {difference:.1e}")
 
 # %% [markdown]
-# Why not exactly zero? The whole batch goes through larger matrix products, which add the same numbers in another
+# Why not exactly zero? The whole batch goes through larger matrix products, which add the same values in another
 # order. Floating-point addition is not associative:
 
 # %%
@@ -133,18 +133,19 @@ assert (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
 # So a fair reference must do the same products and the same sums. It is *one device that takes the shards one after
 # another and adds their gradients in rank order*, $((g_0 + g_1) + g_2) + \dots$, as gradient accumulation does.
 #
-# All parameters live in one flat array and all gradients in another (`FlatBuffers`), so $g_r$ is one piece of memory
-# that can be added, or sent, as it lies. Backward writes straight into it.
+# Each $g_r$ is one flat array here, so that it can be added, or sent, as one.
+
 
 # %%
-from minipar.parallel import accumulate_replicas
+def left_to_right(arrays):
+    """((a_0 + a_1) + a_2) + ...: one device that accumulates."""
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
+    return total
 
-if rank == 0:
-    show_source(accumulate_replicas)
 
-model, buffers = fresh()
-accumulate_replicas(buffers, range(p), lambda r: backward(model, *shard(r), N))
-expected = buffers.gradients
+expected = left_to_right(g)
 
 # %% [markdown]
 # ## 3.2 Naive: one all-reduce after backward
@@ -152,17 +153,17 @@ expected = buffers.gradients
 # Each rank runs backward on its own shard. Then one all-reduce over the whole flat gradient:
 
 # %%
-from minipar.parallel import all_reduce_gradients
+from minipar.parallel.ddp import all_reduce_gradients
 
 if rank == 0:
     show_source(all_reduce_gradients)
 
 
 def naive(algorithm):
-    model, buffers = fresh()
+    model = fresh()
     backward(model, *shard(rank), N)
-    all_reduce_gradients(buffers, comm, algorithm)
-    return buffers.gradients
+    all_reduce_gradients(model, comm, algorithm)
+    return flat_gradient(model)
 
 
 # %% [markdown]
@@ -260,8 +261,8 @@ say(f"rank 0 sent {sent:,} bytes; the formula says {formula:,}; 2 Psi (p-1)/p * 
 say(f"all ranks together sent {total:,} = 2 Psi (p-1) * 8 bytes")
 
 # %% [markdown]
-# And the time? Beside MPI's own all-reduce, on an array of 1 MiB. (Here the ranks share a few cores, and messages are
-# copies in memory. The numbers say how good the code is, not how fast a network is.)
+# And the time? Next to MPI's own all-reduce, on an array of 1 MiB. (Here the ranks share a few cores, and messages are
+# copies in memory. The times say how good the code is, not how fast a network is.)
 
 # %%
 import time
@@ -305,27 +306,36 @@ if p > 1:
 # 3. Buckets start **strictly in order**, even if a later one is complete first. Collectives match by order: if rank 0
 # started bucket 3 and rank 1 bucket 4, they would add up different parameters.
 #
-# 4. After backward, `synchronize` waits for what is still under way.
+# 4. When backward ends, `synchronize` waits for what is still under way.
+#
+# All parameters move into one flat array and all gradients into another (`FlatBuffers`). A bucket is a slice of both.
+# So it is one piece of memory that can be sent as it lies: backward writes straight into it.
 
 # %%
-from minipar.parallel import DistributedDataParallel, units
+from minipar.parallel.buckets import FlatBuffers, by_size, by_unit
+from minipar.parallel.ddp import DistributedDataParallel
 
 if rank == 0:
-    show_source(FlatBuffers.buckets, DistributedDataParallel)
+    show_source(by_size, FlatBuffers)
+    show_source(DistributedDataParallel.__init__, DistributedDataParallel._on_gradient)
+    show_source(DistributedDataParallel._start, DistributedDataParallel.synchronize)
 
 # %% [markdown]
+# Who uses it writes two lines. `ddp.loss` is the mean over the tokens of all ranks: it sums two values over the ranks,
+# the losses and the count (3.6). Its `backward()` sends the buckets and ends with `synchronize`.
+#
 # Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
-# bucket size, and not one byte more on the wire.
+# bucket size, and in backward not one byte more on the wire.
 
 # %%
 for bucket_bytes in (1, 32 * 1024, 25 * 2**20):
-    model = GPT(shape, dtype="float64")
-    ddp = DistributedDataParallel(model, comm, "ordered", bucket_bytes, first_bucket_bytes=bucket_bytes)
+    model = fresh()
+    ddp = DistributedDataParallel(model, comm, "ordered", bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    loss = ddp.loss(*shard(rank))
     comm.traffic.reset()
-    backward(model, *shard(rank), N)
-    ddp.synchronize()
+    loss.backward()
     sent = comm.traffic.bytes("all_reduce")
-    assert same_bits(ddp.buffers.gradients, expected)
+    assert same_bits(flat_gradient(model), expected)
     assert sent == sum(wire_bytes("all_reduce", "ordered", bucket.size, 8, p, rank) for bucket in ddp.buckets)
     say(f"buckets of {bucket_bytes:>10,} bytes or more: {len(ddp.buckets):>2} buckets, same bits, {sent:,} bytes sent")
 
@@ -345,6 +355,11 @@ for bucket_bytes in (1, 32 * 1024, 25 * 2**20):
 #
 # Our devices do $10^{12}$ operations per second. The network is slow for that: $\alpha = 1\,\mu s$, $1/\beta = 4$ GB/s.
 # Forward costs what its matrix products cost, backward twice that, charged as each parameter's gradient is completed.
+#
+# `ddp.loss` would send its two values in the picture, too. So we do what the trainer does, which knows how many tokens
+# the global batch has: it scales the loss by itself, and says so with `scaled_backward`. Without that, `backward()` is
+# an error, because a loss divided by the local count gives gradients that are $p$ times too large. After it,
+# `synchronize` is ours to call.
 
 # %%
 from contextlib import nullcontext
@@ -367,24 +382,25 @@ def simulate(comm, bucket_sizes, trace=False):
     a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for 8 samples of 64 tokens
 
     def step(bucket_bytes):
-        overlap = bucket_bytes is not None
-        size = bucket_bytes or 2**20
-        ddp = DistributedDataParallel(model, comm, bucket_bytes=size, first_bucket_bytes=size)
+        ddp = None
+        if bucket_bytes is not None:
+            ddp = DistributedDataParallel(model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
         model.zero_grad()
         start = comm.clock.now()
         with comm.tracer.region("forward", flops=FORWARD):
             loss = model.loss_sum(a_few, a_few)
-        with nullcontext() if overlap else ddp.no_sync(), comm.tracer.region("backward"):
+        with ddp.scaled_backward() if ddp else nullcontext(), comm.tracer.region("backward"):
             loss.backward(np.full_like(loss.data, 1.0))
-        if overlap:
+        if ddp:
             ddp.synchronize()
         else:
-            all_reduce_gradients(ddp.buffers, comm)
+            all_reduce_gradients(model, comm)
         seconds = comm.clock.now() - start
         with comm.tracer.region("optimizer", flops=12 * big_psi):
             pass
-        ddp.detach()
-        return {"bucket_bytes": bucket_bytes, "buckets": len(ddp.buckets), "seconds": seconds}
+        if ddp:
+            ddp.detach()
+        return {"bucket_bytes": bucket_bytes, "buckets": len(ddp.buckets) if ddp else 1, "seconds": seconds}
 
     comm.tracer.enabled = trace
     rows = [step(bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
@@ -402,7 +418,7 @@ COMPUTATION = 3 * FORWARD / SPEED
 if rank == 0:
     results = run_local(DEVICES, simulate, [128 * 1024], trace=True, clock="model", network=NETWORK)
     (after, during), _, big_psi = results[0]
-    events = [event for _, mine, _ in results for event in mine]
+    events = [event for _, rank_events, _ in results for event in rank_events]
     figure = plot_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
     figure.axes[0].set_title("left: one all-reduce after backward; right: buckets of 128 KiB", loc="left", fontsize=10)
     show(figure, "03_overlap")
@@ -469,47 +485,65 @@ def microbatches(r):
 
 def accumulated():
     """One synchronized step over all microbatches of this rank; (gradients, bytes sent)."""
-    model = GPT(shape, dtype="float64")
+    model = fresh()
     ddp = DistributedDataParallel(model, comm, "ordered", **SMALL)
     comm.traffic.reset()
     *firsts, last = microbatches(rank)
-    with ddp.no_sync():
+    with ddp.no_sync(), ddp.scaled_backward():
         for inputs, targets in firsts:
             backward(model, inputs, targets, N)
     assert comm.traffic.bytes() == 0
-    backward(model, *last, N)
+    with ddp.scaled_backward():
+        backward(model, *last, N)
     ddp.synchronize()
     once = sum(wire_bytes("all_reduce", "ordered", bucket.size, 8, p, rank) for bucket in ddp.buckets)
     assert comm.traffic.bytes("all_reduce") == once
-    return ddp.buffers.gradients, once
+    return flat_gradient(model), once
 
 
 def one_replica(r):
+    """The gradient of rank r's shard, its microbatches added up in the model."""
+    model = fresh()
     for inputs, targets in microbatches(r):
         backward(model, inputs, targets, N)
+    return flat_gradient(model)
 
 
 result, once = accumulated()
-model, buffers = fresh()
-accumulate_replicas(buffers, range(p), one_replica)
-assert same_bits(result, buffers.gradients)
+in_microbatches = left_to_right([one_replica(r) for r in range(p)])
+assert same_bits(result, in_microbatches)
 say(f"{SHARD} microbatches on {p} ranks = 1 device, bit for bit; {once:,} bytes sent, once per step")
 
 # %% [markdown]
 # What happens without `no_sync`? Each backward pass sends everything, so the bytes double. And here the gradient is
 # *wrong*: after the first all-reduce the buffer holds the global sum $G_1$; the second adds the local $g_2$ and reduces
 # the lot, which gives $p\,G_1 + G_2$. (PyTorch averages over ranks instead of summing, so there the same mistake costs
-# only bytes: $\frac1p(p\,G_1 + G_2^{\text{sum}})$ is right.)
+# only bytes: $\frac1p(p\,G_1 + G_2^{\text{sum}})$ is right.) The library refuses the second pass. To see the damage, we
+# make it forget that it has summed these gradients.
+
 
 # %%
-model = GPT(shape, dtype="float64")
-ddp = DistributedDataParallel(model, comm, "ordered", **SMALL)
-comm.traffic.reset()
-for inputs, targets in microbatches(rank):
-    backward(model, inputs, targets, N)
-    ddp.synchronize()
-twice = comm.traffic.bytes("all_reduce")
-wrong = relative_difference(ddp.buffers.gradients, buffers.gradients)
+def without_no_sync(forget):
+    """All microbatches of this rank, each synchronized; (gradients, bytes sent)."""
+    model = fresh()
+    ddp = DistributedDataParallel(model, comm, "ordered", **SMALL)
+    comm.traffic.reset()
+    for inputs, targets in microbatches(rank):
+        if forget:
+            ddp.forget_gradients()  # the optimizer's zero_grad calls it, and sets the gradients to None as well
+        with ddp.scaled_backward():
+            backward(model, inputs, targets, N)
+        ddp.synchronize()
+    return flat_gradient(model), comm.traffic.bytes("all_reduce")
+
+
+try:
+    without_no_sync(forget=False)
+    raise AssertionError("the second pass should have been refused")
+except RuntimeError as refusal:
+    say(f"refused: {refusal}\n")
+wrong_gradient, twice = without_no_sync(forget=True)
+wrong = relative_difference(wrong_gradient, in_microbatches)
 assert twice == SHARD * once
 if p > 1:
     assert wrong > 0.1
@@ -518,9 +552,10 @@ if p > 1:
 # %%
 naive_bytes = wire_bytes("all_reduce", "ring", Psi, 8, p, rank)
 if rank == 0:
+    buckets = len(by_size(fresh().parameters(), **SMALL))
     bars = [
         {"op": "one all-reduce", "bytes": naive_sent, "expected": naive_bytes},
-        {"op": f"{len(ddp.buckets)} buckets, {SHARD} microbatches, no_sync", "bytes": once, "expected": once},
+        {"op": f"{buckets} buckets, {SHARD} microbatches, no_sync", "bytes": once, "expected": once},
         {"op": "the same without no_sync", "bytes": twice, "expected": once},
     ]
     show(plot_bytes(bars), "03_bytes")
@@ -535,13 +570,14 @@ if rank == 0:
 # $$\frac{\sum_r s_r}{\sum_r n_r} \;\neq\; \frac1p \sum_r \frac{s_r}{n_r} \text{ unless all } n_r \text{ are equal.}$$
 #
 # The mean of means gives a token on a rank with few of them more weight than a token on a rank with many. The remedy is
-# to divide by the global count, for the price of one integer on the wire:
+# to divide by the global count, for the price of one integer on the wire. `ddp.loss` sends it together with the sum of
+# the losses, as two float64:
 
 # %%
-from minipar.parallel import global_token_count
+from minipar.parallel.wrapper import global_mean
 
 if rank == 0:
-    show_source(global_token_count)
+    show_source(global_mean, DistributedDataParallel.loss)
 
 
 def unequal(r):
@@ -553,17 +589,21 @@ def unequal(r):
 
 
 inputs, targets = unequal(rank)
-mine = int((targets != -100).sum())
-count = global_token_count(comm, targets)
+own_count = int((targets != -100).sum())
+count = int(comm.all_reduce(np.array([own_count]))[0])
 assert count == sum(SHARD * T // (r + 1) for r in range(p))
 
 everything = [np.concatenate(parts) for parts in zip(*(unequal(r) for r in range(p)), strict=True)]
 truth = gradient(*everything, count)  # one device, the whole batch at once
 
 right = comm.all_reduce(gradient(inputs, targets, count), algorithm="ordered")
-means = comm.all_reduce(gradient(inputs, targets, mine), algorithm="ordered") / p
+means = comm.all_reduce(gradient(inputs, targets, own_count), algorithm="ordered") / p
 
 assert relative_difference(right, truth) < 1e-14
+model = fresh()
+ddp = DistributedDataParallel(model, comm, "ordered")
+ddp.loss(inputs, targets).backward()
+assert same_bits(flat_gradient(model), right)
 say(f"targets per rank: {[SHARD * T // (r + 1) for r in range(p)]}, together {count}")
 say(f"sum of losses / global count: relative difference from one device {relative_difference(right, truth):.1e}")
 say(f"mean of the ranks' means:     relative difference from one device {relative_difference(means, truth):.2f}")
@@ -584,10 +624,10 @@ say(f"mean of the ranks' means:     relative difference from one device {relativ
 from minipar.comm import DeviceMesh
 from minipar.train.config import parse, resolve
 from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
+from minipar.train.verify import OneDevice, verify
 
 if rank == 0:
-    show_source(Trainer.step, Trainer._accumulate_own, Trainer._backward_microbatch)
+    show_source(Trainer.step, Trainer._forward_backward, Trainer.backward_microbatch)
 
 BATCH = p * max(1, 8 // p)  # about 8 samples, whatever p is
 FLAGS = f"--layers 2 --hidden 64 --heads 4 --seq-len 32 --global-batch {BATCH}"
@@ -605,6 +645,14 @@ trainer, steps = train("--reduction", "ordered")
 verdict = verify(trainer, steps, tokens)
 assert verdict.passed
 say(verdict.line)
+
+# %% [markdown]
+# The one device (`OneDevice`) is a trainer that computes all replicas, one after another, and adds their gradients as
+# `left_to_right` did in 3.1:
+
+# %%
+if rank == 0:
+    show_source(OneDevice.accumulate)
 
 # %% [markdown]
 # With `ring` the sums have another order. The ranks still hold the same bits as one another, and stay within the stated
@@ -637,8 +685,8 @@ say(
 #
 # The `cpu` clock advances by each rank's own CPU time between communication calls, and messages carry their sender's
 # clock. So it shows what `p` devices of this speed would do, although they share a few cores here. Two steps, on the
-# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short beside the noise of
-# computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
+# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short next to the noise
+# of computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
 
 # %%
 import tempfile
@@ -704,14 +752,19 @@ if rank == 0:
 #
 # 4. **Average the ranks' means** with unequal counts (3.6).
 
-
 # %%
+from minipar.comm import serial
+
+
 class DropsABucket(DistributedDataParallel):
-    """Mistake 1: the first bucket is not sent."""
+    """Mistake 1: the first bucket is "summed" over this rank alone."""
 
     def _start(self, bucket):
-        if bucket is not self.buckets[0]:
-            super()._start(bucket)
+        comm = self.comm
+        if bucket is self.buckets[0]:
+            self.comm = serial()
+        super()._start(bucket)
+        self.comm = comm
 
 
 class LocalCount(DistributedDataParallel):
@@ -723,13 +776,10 @@ class LocalCount(DistributedDataParallel):
 
 
 class KeepsGradients(DistributedDataParallel):
-    """For mistake 3: gradients stay where they are."""
+    """For mistake 3: gradients stay where they are, as if each rank were alone."""
 
-    def _on_gradient(self, leaf):
-        pass
-
-    def synchronize(self):
-        self.buffers.complete(self.buffers.members)
+    def __init__(self, model, comm, algorithm, groups):
+        super().__init__(model, serial(), algorithm, groups=groups)
 
 
 def with_ddp(ddp_class):
@@ -739,7 +789,7 @@ def with_ddp(ddp_class):
         def __init__(self, config, mesh, tokens):
             super().__init__(config, mesh, tokens)
             self.ddp.detach()
-            self.ddp = ddp_class(self.model, mesh.dp, config.run.reduction, groups=units(self.model))
+            self.ddp = ddp_class(self.model, mesh.dp, config.run.reduction, groups=by_unit(self.model))
 
     return Broken
 
@@ -757,7 +807,7 @@ class AveragesWeights(with_ddp(KeepsGradients)):
 
 
 # %% [markdown]
-# Trained for 5 steps each, beside the correct trainer.
+# Trained for 5 steps each, next to the correct trainer.
 
 # %%
 from minipar.train import verify as checks
@@ -774,7 +824,7 @@ def examine(name, kind):
     per_step += wire_bytes("all_reduce", "ordered", 1, 8, p, rank)  # the loss
     seen = {
         "loss": abs(run[-1].loss / correct - 1) > 0.05,
-        "ranks": not checks.same_on_all_ranks(trainer, comm),
+        "ranks": not checks.same_on_all_ranks(trainer),
         "bytes": not everywhere(sent == STEPS * per_step),
     }
     verdict = verify(trainer, run, tokens)
@@ -834,7 +884,7 @@ if p > 1:
 #
 # 1. In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete, whatever came
 # before. For this GPT nothing breaks. Which kind of model would break it, and what would you see: an error, a hang, or
-# wrong numbers?
+# wrong values?
 #
 # 2. In the picture of 3.4, which two parameters make the tail, and how would you shorten it?
 #

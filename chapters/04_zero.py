@@ -34,8 +34,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -61,7 +59,7 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 # %% [markdown]
 # ## 4.1 Sixteen bytes per parameter
 #
-# A model of 7.5 billion parameters in 16-bit numbers takes 15 GB. It fits into a GPU of 32 GB, but it cannot be trained
+# A model of 7.5 billion parameters in 16-bit values takes 15 GB. It fits into a GPU of 32 GB, but it cannot be trained
 # there. Training keeps more than the parameters. For each of them, in mixed precision with Adam (section 3.1 of the
 # paper):
 #
@@ -75,7 +73,7 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 # | | | **16** |
 #
 # Why an fp32 copy of the parameters? An update is often smaller than $2^{-11}$ of its parameter, half the distance to
-# the next fp16 number, and would be rounded away. The three fp32 rows are the *optimizer state*, 12 bytes. Without
+# the next fp16 value, and would be rounded away. The three fp32 rows are the *optimizer state*, 12 bytes. Without
 # mixed precision there is no second copy: parameter, gradient and two means are $4 + 4 + 8 = 16$ bytes in fp32, and
 # $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
 #
@@ -198,11 +196,11 @@ if rank == 0:
 # use the real trainer, `minipar.train`, with `--reduction ordered`, so that one device can be asked for the same bits.
 
 # %%
-from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
 from minipar.comm import DeviceMesh
+from minipar.parallel.stages import STAGES
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
@@ -223,19 +221,19 @@ class Run:
 
     def bits(self):
         """All parameters, losses and gradient norms in one array. (Every rank calls it: stage 3 must gather.)"""
-        parameters = [numbers.copy() for _, numbers in self.trainer.ddp.whole_parameters()]
-        return np.concatenate([*parameters, [s.loss for s in self.steps], [s.grad_norm for s in self.steps]])
+        values = [p.data for p in self.trainer.model.parameters()]
+        if self.stage == 3:
+            values = [self.trainer.ddp.gather_parameter(p) for p in self.trainer.model.parameters()]
+        values = [array.reshape(-1) for array in values]
+        return np.concatenate([*values, [s.loss for s in self.steps], [s.grad_norm for s in self.steps]])
 
 
-def train(stage, *flags, steps=STEPS, kind=None):
-    """Train at a ZeRO stage on all ranks. `kind`: a class to use in the stage's place (for the exercises)."""
+def train(stage, *flags, steps=STEPS, wrapper=None, kind=Trainer):
+    """Train at a ZeRO stage on all ranks. `wrapper`: a class for this stage instead of the library's (exercises)."""
     config = resolve(parse([*FLAGS, "--zero-stage", str(stage), "--steps", str(steps), *flags], rank), N)
-    broken = patch(
-        "minipar.train.trainer.shard", lambda model, dp, stage, algorithm, *rest, **kwargs: kind(model, dp, algorithm)
-    )
     ledger = MemoryLedger()
-    with ledger.recording(), broken if kind else nullcontext():
-        trainer = Trainer(config, DeviceMesh(comm, dp=N), tokens)
+    with ledger.recording(), patch.dict(STAGES, {stage: wrapper} if wrapper else {}):
+        trainer = kind(config, DeviceMesh(comm, dp=N), tokens)
         results = [trainer.step(step) for step in range(steps - 1)]
         comm.traffic.reset()
         results.append(trainer.step(steps - 1))
@@ -244,21 +242,21 @@ def train(stage, *flags, steps=STEPS, kind=None):
 
 
 plain = train(0)
-Psi = plain.trainer.ddp.buffers.size
+Psi = plain.trainer.size
 BUCKETS = [bucket.size for bucket in plain.trainer.ddp.buckets]
 say(f"{Psi:,} parameters in {len(BUCKETS)} buckets of {BUCKETS} elements")
 
 # %% [markdown]
 # In every stage a bucket is a *unit*: the parameters of one block, or those of the embedding and the head, which share
 # a matrix. FSDP gathers in such units. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean
-# that the same numbers are added in the same order.
+# that the same values are added in the same order.
 #
 # What must hold after every run, whatever the stage:
 #
 # 1. The model state in the ledger **is** the formula's, to the byte. Where $N$ does not divide a bucket, the first
 # ranks have one element more, which `own_elements` counts. (Frameworks pad instead.)
 #
-# 2. The bytes sent **are** the closed form's. Beside the large arrays, each step sums a float64 for the loss, and
+# 2. The bytes sent **are** the closed form's. Next to the large arrays, each step sums a float64 for the loss, and
 # stages 1 to 3 another one for the norm.
 #
 # 3. Parameters, losses and norms have stage 0's bits.
@@ -268,7 +266,7 @@ from minipar.comm import wire_bytes
 from minipar.parallel.memory import FLOAT64, own_elements
 
 OWN = own_elements(BUCKETS, N, rank)
-ONE_NUMBER = wire_bytes("all_reduce", "ordered", 1, 8, N, rank)
+ONE_VALUE = wire_bytes("all_reduce", "ordered", 1, 8, N, rank)
 
 
 def over_buckets(op, algorithm):
@@ -278,12 +276,12 @@ def over_buckets(op, algorithm):
 def expected_bytes(stage, reductions=1, gathers=None):
     """Bytes that this rank sends in a step, by operation. `gathers`: how often all parameters are gathered."""
     if stage == 0:
-        return {"all_reduce": over_buckets("all_reduce", "ordered") + ONE_NUMBER}
+        return {"all_reduce": over_buckets("all_reduce", "ordered") + ONE_VALUE}
     gathers = gathers or (2 if stage == 3 else 1)
     return {
         "reduce_scatter": reductions * over_buckets("reduce_scatter", "ordered"),
         "all_gather": gathers * over_buckets("all_gather", "pairwise"),
-        "all_reduce": 2 * ONE_NUMBER,
+        "all_reduce": 2 * ONE_VALUE,
     }
 
 
@@ -306,8 +304,8 @@ def prove(run):
     assert held == formula(run.stage)
     assert sent == nonzero(expected_bytes(run.stage))
     assert same_bits(run.bits(), plain.bits())
-    travels, single_numbers = (3 if run.stage == 3 else 2), (1 if run.stage == 0 else 2)
-    together = int(comm.all_reduce(np.array([sum(sent.values()) - single_numbers * ONE_NUMBER]))[0]) // 8
+    travels, single_values = (3 if run.stage == 3 else 2), (1 if run.stage == 0 else 2)
+    together = int(comm.all_reduce(np.array([sum(sent.values()) - single_values * ONE_VALUE]))[0]) // 8
     assert together == travels * Psi * (N - 1)  # over all ranks, exactly; per rank (N-1)/N of it, up to uneven chunks
     whose = "the bits of stage 0" if run.stage else "the bits to compare with"
     say(f"stage {run.stage}: {whose} after {STEPS} steps: parameters, losses, norms")
@@ -327,7 +325,7 @@ prove(plain)
 # %%
 from minipar.train.verify import train_on_one_device
 
-state = plain.trainer.ddp.state_dict()  # by name, on rank 0
+state = plain.trainer.state_dict()  # by name, on rank 0
 if rank == 0:
     single, single_steps = train_on_one_device(plain.trainer.config, tokens)
     assert all(same_bits(state[name], single[name]) for name in single)
@@ -339,19 +337,45 @@ if rank == 0:
 # %% [markdown]
 # ## 4.3 Stage 1: shard the optimizer state
 #
-# Buckets are reduce-scattered during backward, as their gradients become complete. The optimizer sees only *shards*:
-# the pieces of parameters that lie in this rank's chunks. After its step, `refresh_parameters` gathers what the others
-# made of theirs.
+# A script chooses the stage with one argument and changes nothing else. Its optimizer gets `wrapper.parameters()`. From
+# stage 1 on these are this rank's part of the model. Here is one step in each stage:
+
+# %%
+import minipar as mp
+from minipar.train.data import Batches
+
+x, y = Batches(tokens, seq_len=T, global_batch=N, order="random", seed=0).batch(0, [rank])
+
+
+def one_step(stage):
+    model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=T, n_embd=32, n_layer=2, n_head=4), dtype="float64")
+    wrapper = mp.shard(model, comm, stage)
+    optimizer = mp.AdamW(wrapper.parameters())
+    wrapper.loss(x, y).backward()  # the gradient of the mean over all ranks' tokens, summed where this rank needs it
+    optimizer.step()
+    return wrapper.state_dict()  # by name, on rank 0; {} on the others
+
+
+states = [one_step(stage) for stage in range(4)]
+assert all(same_bits(state[name], states[0][name]) for state in states for name in states[0])
+say("one step in each of the stages 0, 1, 2 and 3: the same bits")
+
+# %% [markdown]
+# Inside, buckets are reduce-scattered during backward, as their gradients become complete. The optimizer sees only
+# *shards*: the pieces of parameters that lie in this rank's chunks. When it has updated them, it calls the wrapper's
+# `after_step`, which gathers what the others made of theirs.
 #
 # A shard is one-dimensional. So it must remember whether its whole parameter was a matrix: AdamW here decays matrices
 # and leaves biases alone.
 
 # %%
-from minipar.parallel import ZeroStage1, ZeroStage2, ZeroStage3
-from minipar.parallel.zero import Chunk
+from minipar.parallel.placement import ParameterShard
+from minipar.parallel.sharding import Chunk
+from minipar.parallel.zero import ZeroStage1, ZeroStage2, gather_parameters
 
 if rank == 0:
-    show_source(Chunk, ZeroStage1)
+    show_source(ParameterShard, Chunk, ZeroStage1._start, ZeroStage1.synchronize)
+    show_source(ZeroStage1, gather_parameters)
 
 # %% [markdown]
 # **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
@@ -359,8 +383,9 @@ if rank == 0:
 #
 # $$\lVert g \rVert^2 = \sum_{r=0}^{N-1} \; \sum_{i \,\in\, \text{chunks of } r} g_i^2 ,$$
 #
-# the inner sum on each rank, the outer one an all-reduce of a single number. Every element counts once. To get the same
-# bits, stage 0 sums in this order too, although it could go through its flat array from front to back.
+# the inner sum on each rank, the outer one an all-reduce of a single value. Every element counts once. To get the same
+# bits, stage 0 sums in this order too, although it could go through its flat array from front to back. One function,
+# `grad_norm.clip_grad_norm`, does it for all stages.
 
 # %%
 one = train(1)
@@ -373,16 +398,16 @@ prove(one)
 # ## 4.4 Stage 2: shard the gradients
 #
 # After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient of the bucket must
-# exist, for backward writes into it. The trick is to have it only then: *open* a bucket when backward arrives at its
-# unit, reduce-scatter it when it is complete, and free it. `_open` waits until at most one older bucket still travels,
-# so there are never more than two full buckets.
+# exist, for backward writes into it. The trick is to have it only then: make it when backward arrives at the bucket's
+# unit (`_prepare`), reduce-scatter it when it is complete, and free it. `_prepare` waits until at most one older bucket
+# still travels, so there are never more than two full gradients of buckets.
 #
 # Who tells that backward arrives? Backward goes through the operations in reverse. An identity applied to a unit's
 # *output* is passed just before the unit's backward, one applied to its *input* just after.
 
 # %%
 if rank == 0:
-    show_source(ZeroStage2._around, ZeroStage2._before_backward, ZeroStage2._open, ZeroStage2._start)
+    show_source(ZeroStage2._around, ZeroStage2._before_backward, ZeroStage2._prepare, ZeroStage2._reduce_scatter)
 
 # %%
 two = train(2)
@@ -394,26 +419,30 @@ prove(two)
 # ## 4.5 Stage 3: shard the parameters
 #
 # A block's parameters are needed in the block's forward and in its backward. In between they can live elsewhere. So:
-# gather a unit just before its forward, drop it after; gather it again just before its backward, drop it for good.
+# gather a unit just before its forward, free it after; gather it again just before its backward, free it for good.
 # After the optimizer's step nothing needs to be gathered at all: the next forward does that.
 #
 # $$\underbrace{\Psi}_{\text{gather for forward}} + \underbrace{\Psi}_{\text{gather for backward}} +
 # \underbrace{\Psi}_{\text{reduce-scatter}} = 3\Psi, \text{ each times } \tfrac{N-1}{N} .$$
 #
-# To drop a unit really frees its memory only if nobody else refers to it. Backward's saved arrays are such references:
-# a matrix product needs its weight again. So a node of the graph keeps the *parameter*, not its numbers, and asks for
-# them when backward comes. While a unit is away its parameters hold a stand-in, a NaN seen at every place: using it
-# shows.
+# Letting go of a unit really frees its memory only if nobody else refers to it. Backward's saved arrays are such
+# references: a matrix product needs its weight again. So a node of the graph keeps the *parameter*, not its values, and
+# asks for them when backward comes. While a unit is away its parameters hold a `placeholder`, one NaN that is read at
+# every place: using it shows.
 
 # %%
+from minipar.parallel.fsdp import FullyShardedDataParallel
+
+FSDP = FullyShardedDataParallel
 if rank == 0:
-    show_source(ZeroStage3)
+    show_source(FSDP._before_forward, FSDP._after_forward, FSDP._before_backward, FSDP._after_backward)
+    show_source(FSDP._fetch, FSDP._gather, FSDP._release, FSDP._free)
 
 # %%
 three = train(3)
 prove(three)
 assert all(np.isnan(parameter.data).all() for parameter in three.trainer.model.parameters())
-say("between the steps the model's own parameters are all NaN; the numbers are in the ranks' chunks")
+say("between the steps the model's own parameters are all NaN; the values are in the ranks' chunks")
 
 # %% [markdown]
 # ## 4.6 The four stages side by side
@@ -430,9 +459,9 @@ if rank == 0:
 # %% [markdown]
 # Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
 # forward and shrink through backward, the same in every panel. *Buffers* grow from stage to stage: the room for
-# messages in all of them, in stage 2 the open gradient buckets, in stage 3 also the gathered parameters, of this unit
-# and of the next. At toy size, where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two of
-# about a hundred units in the air.
+# messages in all of them, in stage 2 the full gradients of buckets, in stage 3 also the gathered parameters, of this
+# unit and of the next. At toy size, where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two
+# of about a hundred units in the air.
 #
 # And what travels:
 
@@ -469,7 +498,7 @@ say("ring: stages 0, 1, 2 and 3 have the same bits as one another")
 # %%
 from minipar.comm import Network, run_local
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel import shard
+from minipar.parallel.stages import shard
 
 DEVICES, SPEED, BATCH, LENGTH = 4, 1e12, 8, 64
 shape = GPTConfig(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4)
@@ -511,10 +540,11 @@ def simulate(comm, trace=False):
         with comm.tracer.region("forward"):
             pass  # marks where the step begins, before the first message
         loss = model.loss_sum(a_few, a_few)
-        loss.backward(np.full_like(loss.data, 1.0))
+        with ddp.scaled_backward():  # as the trainer does, so that no message sums the loss
+            loss.backward(np.full_like(loss.data, 1.0))
         ddp.synchronize()
         with comm.tracer.region("optimizer"):
-            ddp.refresh_parameters()
+            ddp.after_step()
         rows.append((comm.clock.now() - start, comm.traffic.messages(), comm.traffic.bytes()))
     return rows, comm.tracer.chrome_events(comm.rank)
 
@@ -527,7 +557,7 @@ KINDS = ((3, False), (3, True), (0, False), (1, False))
 NETWORK = Network(alpha=1e-6, beta=1 / 4e9)
 if rank == 0:
     results = run_local(DEVICES, simulate, trace=True, clock="model", network=NETWORK)
-    events = [event for _, mine in results for event in mine]
+    events = [event for _, rank_events in results for event in rank_events]
     trace = parse_trace({"traceEvents": events, "otherData": {"clock": "model"}})
     figure = plot_timeline(trace, slice(0, 2))
     figure.axes[0].set_title("stage 3: left without prefetch, right with it", loc="left", fontsize=10)
@@ -620,7 +650,7 @@ except UsageError as refusal:
 # %% [markdown]
 # Stage 3 trains. But how does such a model come to be? If each rank first made all of it and then kept its chunks, the
 # limit would be broken before the first step. Initial weights here are a recipe (`Deferred`, PyTorch's "meta" device):
-# a unit's numbers are made, cut, and dropped before the next unit's.
+# a unit's values are computed, cut, and freed before the next unit's.
 
 # %%
 if N > 1:
@@ -632,7 +662,8 @@ if N > 1:
     building = MemoryLedger()
     with building.recording():
         Trainer(under.trainer.config, DeviceMesh(comm, dp=N), tokens)
-    assert building.peak <= limit + 8 * max(BUCKETS)
+    # At the end the state is complete. Before that there were parameters, gradients and one whole unit, no optimizer.
+    assert building.peak <= max(sum(formula(3)), 2 * 8 * OWN + 8 * max(BUCKETS))
     say(f"while it was made rank 0 held at most {building.peak:,} bytes, buffers included")
 
 # %% [markdown]
@@ -700,7 +731,7 @@ if rank == 0:
 # **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ stages its idle fraction is
 # $(p-1)/(M+p-1)$ (chapter 6), so $M$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
 # back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $M$ times per step,
-# and each time with the work of one microbatch to hide behind. The numbers above are this cost, without a pipeline.
+# and each time with the work of one microbatch to hide behind. The figures above are this cost, without a pipeline.
 # That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $M$
 # is. Chapter 7 takes it up.
 #
@@ -721,7 +752,7 @@ if rank == 0:
 # 2. **A norm that counts too much.** Each rank sums the squares of *all* gradients that it sees, then over ranks. In
 # the chunks of others it sees its own contribution, before the sum.
 #
-# 3. **Forgotten all-gather.** `refresh_parameters` does nothing.
+# 3. **Forgotten all-gather.** `after_step` does nothing.
 #
 # 4. **A shard off by one.** The optimizer's chunk of the parameters begins one element too early.
 #
@@ -730,43 +761,50 @@ if rank == 0:
 # %%
 from hashlib import sha256
 
-from minipar.nn import squared_norm
+from minipar.comm import serial
+from minipar.nn import clip_grad_norm, squared_norm
+from minipar.parallel import grad_norm
 
 
-class OwnNorm(ZeroStage1):
-    """Mistake 1."""
+class OwnNorm(Trainer):
+    """Mistake 1: the sum over chunks is taken on this rank alone."""
 
-    def _total(self, squares):
-        return float(squares[0])
+    def _clip_grad_norm(self, max_norm):
+        return grad_norm.clip_grad_norm(self.ddp.parameters(), max_norm, self.units, serial())
 
 
-class GreedyNorm(ZeroStage1):
+class GreedyNorm(Trainer):
     """Mistake 2."""
 
-    def _squares(self):
-        return np.array([[[squared_norm([self.buffers.gradients]), 0.0]]])  # one rank, one bucket, nothing split
+    def _clip_grad_norm(self, max_norm):
+        squares = np.array([squared_norm([self.ddp.buffers.gradients])])
+        self.mesh.dp.all_reduce(squares, algorithm="ordered")
+        return clip_grad_norm(self.ddp.parameters(), max_norm, norm=float(np.sqrt(squares[0])))
 
 
-class NoRefresh(ZeroStage1):
+class NoGather(ZeroStage1):
     """Mistake 3."""
 
-    def refresh_parameters(self):
+    def after_step(self):
         pass
 
 
 class OffByOne(ZeroStage1):
     """Mistake 4."""
 
-    def _cut(self, bucket, start, stop):
-        parameters, gradients = super()._cut(bucket, start, stop)
-        first = max(bucket.start + start - 1, 0)
-        return self.buffers.parameters[first : first + len(parameters)], gradients
+    def __init__(self, model, comm, algorithm, **options):
+        super().__init__(model, comm, algorithm, **options)
+        for bucket, chunk in self.chunks.items():
+            start, _ = bucket.chunk(comm.rank, comm.size)
+            first = max(bucket.start + start - 1, 0)
+            data = self.buffers.parameters[first : first + chunk.data.size]
+            self.chunks[bucket] = Chunk(bucket, data, chunk.gradient, self)
 
 
-class NeverForgets(ZeroStage3):
+class NeverFrees(FullyShardedDataParallel):
     """Mistake 5: the gathered arrays stay referred to by the parameters."""
 
-    def _forget(self, bucket):
+    def _free(self, bucket):
         pass
 
 
@@ -775,15 +813,15 @@ def everywhere(ok):
     return all(one == b"1" for one in comm.all_gather_bytes(b"1" if ok else b"0"))
 
 
-def inspect(name, kind, right):
-    """Train with the broken class, then read the instruments; the same answer on every rank."""
-    run = train(kind.stage, kind=kind)
+def inspect(name, right, **broken):
+    """Train with a broken class, then read the instruments; the same answer on every rank. `right`: the right run."""
+    run = train(right.stage, **broken)
     bits = run.bits()
     seen = {
         "loss": abs(run.steps[-1].loss / plain.steps[-1].loss - 1) > 0.05,
         "ranks": len(set(comm.all_gather_bytes(sha256(bits[:Psi]).digest()))) > 1,
         "bits": not everywhere(same_bits(bits, plain.bits())),
-        "bytes": not everywhere(nonzero(run.sent) == nonzero(expected_bytes(kind.stage))),
+        "bytes": not everywhere(nonzero(run.sent) == nonzero(expected_bytes(right.stage))),
         "ledger": not everywhere(run.ledger.held == right.ledger.held),
     }
     eyes = "  ".join(f"{eye} {'CAUGHT' if caught else '-':<6}" for eye, caught in seen.items())
@@ -792,17 +830,17 @@ def inspect(name, kind, right):
     return {eye for eye, caught in seen.items() if caught}
 
 
-assert inspect("nothing broken", ZeroStage1, one) == set()
+assert inspect("nothing broken", one) == set()
 lines = []
-for name, kind, right, catching in (
-    ("1. own chunk's norm", OwnNorm, one, {"bits", "bytes"}),
-    ("2. greedy norm", GreedyNorm, one, {"bits"}),
-    ("3. no all-gather", NoRefresh, one, {"ranks", "bits", "bytes"}),
-    ("4. shard off by one", OffByOne, one, {"bits"}),
-    ("5. never released", NeverForgets, three, {"ledger"}),
+for name, broken, right, catching in (
+    ("1. own chunk's norm", {"kind": OwnNorm}, one, {"bits", "bytes"}),
+    ("2. greedy norm", {"kind": GreedyNorm}, one, {"bits"}),
+    ("3. no all-gather", {"wrapper": NoGather}, one, {"ranks", "bits", "bytes"}),
+    ("4. shard off by one", {"wrapper": OffByOne}, one, {"bits"}),
+    ("5. never released", {"wrapper": NeverFrees}, three, {"ledger"}),
 ):
-    seen = inspect(name, kind, right)
-    if N > 1 or kind in (OffByOne, NeverForgets):  # the others need a second rank to be mistakes
+    seen = inspect(name, right, **broken)
+    if N > 1 or name[0] in "45":  # the others need a second rank to be mistakes
         assert catching <= seen, (name, seen)
         lines.append(f"caught: {name}: by {', '.join(sorted(seen))}")
 say("\n".join(lines))
@@ -826,7 +864,7 @@ say("\n".join(lines))
 #
 # ### For you
 #
-# 1. Hide stage 1's gather: let the next forward start while `refresh_parameters` is under way. What must a unit's
+# 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
 # forward wait for? Which two methods of this chapter do that already?
 #
 # 2. The last block is released after its forward and gathered again a moment later, when backward comes out of the

@@ -30,8 +30,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -180,12 +178,12 @@ say(f"MLP over {t} ranks = one device: Z, dX, dA and dB within {off(dx, dx1):.1e
 # The weights' gradients need no communication at all. That is the other half of the idea: a rank's part of the
 # parameters, of their gradients and of the optimizer's state is its own.
 #
-# minipar has six such mappings; the last four cut and join along a dim. Each says what it sends. With $n$ elements in
+# minipar has four such mappings; the last two cut and join along a dim. Each says what it sends. With $n$ elements in
 # the whole activation, an all-reduce sends $2n\frac{t-1}{t}$ per rank, an all-gather or reduce-scatter half of that
 # (chapter 2). Let us count:
 
 # %%
-from minipar.parallel.tensor import all_gather, gather_from, reduce_scatter, scatter_to
+from minipar.parallel.tensor import all_gather, reduce_scatter
 
 n = t * N * h
 whole, part = np.ones((t, N, h)), np.ones((1, N, h))
@@ -194,8 +192,6 @@ say("mapping           sent in forward   in backward   (bytes per rank)")
 for mapping, x, forward, backward in (
     (copy_to, whole, 0, 2),
     (reduce_from, whole, 2, 0),
-    (scatter_to, whole, 0, 1),
-    (gather_from, part, 1, 0),
     (all_gather, part, 1, 1),
     (reduce_scatter, whole, 1, 1),
 ):
@@ -235,35 +231,37 @@ if rank == 0:
 # into $t$ parts, two ranks would get this:
 
 # %%
-from minipar.parallel.tensor import Cut
+from minipar.parallel.placement import Shard
 
 names = np.array([f"{which}{head}" for which in "qkv" for head in range(4)])  # the columns of 4 heads, one for each
 for label, groups in (("cut straight", 1), ("a cut of 3 stretches", 3)):
-    held = [names[Cut(dim=0, groups=groups, size=12).part(np.arange(12), r, 2)] for r in range(2)]
+    held = [names[Shard(rank=r, ranks=2, dim=0, size=12, groups=groups).part(np.arange(12))] for r in range(2)]
     say(f"{label:<21} rank 0: {' '.join(held[0])}    rank 1: {' '.join(held[1])}")
 assert [name[1] for name in held[0]] == ["0", "1"] * 3
 
 # %% [markdown]
 # The first is useless: rank 0 has the queries of four heads and no value. In the second each of $q$, $k$, $v$ is cut
-# for itself, and a rank has all of its heads. The plan calls this "column of 3".
+# for itself, and a rank has all of its heads. In the plan this is `(1, 3)`: dim 1, in 3 groups.
 #
 # ## 5.4 The plan
 #
-# That is the whole table: five names of the serial model, and how each is cut.
+# That is the whole table: the parameters of the serial model that are cut, each with the dim along which it is cut and
+# the number of its groups. `Shard` is the record of one rank's part; it is kept in the parameter's *placement*, as
+# `p.placement.tp`.
 
 # %%
 from minipar.parallel.tensor import PLAN, tensor_parallel
 
 if rank == 0:
-    for name, kind in PLAN.items():
-        print(f"{name:<12} {kind}")
-    show_source(Cut.part, tensor_parallel)
+    for name, (dim, groups) in PLAN.items():
+        print(f"{name:<20} dim {dim}, groups {groups}")
+    show_source(Shard.part, tensor_parallel)
 
 # %% [markdown]
-# Applying it puts parallel layers in the place of serial ones, and leaves each rank its part of *the very numbers* that
-# the serial model has. Initial weights are keyed by name, never by rank, so a run on 8 ranks starts where a run on 1
-# does. The model's own files (`nn/`) know nothing of ranks. What is not in the table (LayerNorm, `wpe`, the biases of
-# row layers) stays whole on every rank: it is *replicated*.
+# Applying it replaces serial layers by parallel ones, and leaves each rank its part of *the very values* that the
+# serial model has. Initial weights are keyed by name, never by rank, so a run on 8 ranks starts where a run on 1 does.
+# The model's own files (`nn/`) know nothing of ranks. What is not in the table (LayerNorm, `wpe`, the biases of row
+# layers) stays whole on every rank: its placement is `Replicate`.
 
 # %%
 
@@ -272,24 +270,37 @@ def same_bits(a, b):
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+def is_split(p):
+    """Whether tensor parallelism has cut this parameter."""
+    return isinstance(p.placement.tp, Shard)
+
+
+def whole_of(p, array):
+    """The serial array of which `array` is this rank's part: gathered from all ranks and joined."""
+    if not is_split(p):
+        return array
+    parts = comm.all_gather(np.ascontiguousarray(array)).reshape(t, *array.shape)
+    return p.placement.tp.join(list(parts))
+
+
 serial = GPT(shape, dtype="float64")
 model = GPT(shape, dtype="float64")
-tensor = tensor_parallel(model, comm)
+tensor_parallel(model, comm)
 
 theirs = dict(serial.named_parameters())
 for name, p in model.named_parameters():
-    cut = tensor.cuts.get(p)
-    assert same_bits(p.data, theirs[name].data if cut is None else cut.part(theirs[name].data, rank, t))
-    assert same_bits(tensor.whole(p, p.data), theirs[name].data)  # joined again
-psi, mine = (sum(p.size for p in m.parameters()) for m in (serial, model))
-replicated = sum(p.size for p in model.parameters() if p not in tensor.cuts)
-say(f"{psi:,} parameters, {mine:,} on each rank, of which {replicated:,} are replicated")
+    data = theirs[name].data
+    assert same_bits(p.data, p.placement.tp.part(data) if is_split(p) else data)
+    assert same_bits(whole_of(p, p.data), data)  # joined again
+psi, local = (sum(p.size for p in m.parameters()) for m in (serial, model))
+replicated = sum(p.size for p in model.parameters() if not is_split(p))
+say(f"{psi:,} parameters, {local:,} on each rank, of which {replicated:,} are replicated")
 say("every rank holds its part of the serial model's own bits, and the parts join to the whole")
 
 # %%
 if rank == 0:
     shown = ("h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.mlp.c_fc", "h.0.mlp.c_proj", "wte")
-    cuts = {name: tensor.cuts[p] for name, p in model.named_parameters() if p in tensor.cuts}
+    cuts = {name: p.placement.tp for name, p in model.named_parameters() if is_split(p)}
     show(
         plot_cuts(
             [
@@ -314,8 +325,8 @@ if rank == 0:
 # **Head.** Logits are $x W^\top$; the rows of $W$ are the columns of $W^\top$: a column layer. Each rank gets the
 # logits of its tokens.
 #
-# **Loss.** One could gather the logits, $N V$ numbers, by far the largest activation of the model. But the loss of a
-# token needs only three numbers of its row: with $m = \max_v z_v$,
+# **Loss.** One could gather the logits, $N V$ values, by far the largest activation of the model. But the loss of a
+# token needs only three values of its row: with $m = \max_v z_v$,
 #
 # $$\ell = \log \sum_v e^{z_v - m} - (z_{\text{target}} - m).$$
 #
@@ -368,7 +379,6 @@ if t > 1:
 from contextlib import nullcontext
 
 from minipar.nn import DropoutKeys, dropping
-from minipar.parallel import FlatBuffers
 from minipar.train.verify import relative_difference
 
 KEYS = DropoutKeys(seed=0, step=0, samples=range(B))
@@ -378,17 +388,17 @@ def step(parallel=True, sequence=False, dropout=0.0, reduction="ordered"):
     """Loss and whole gradients by name, from a fresh model; bytes sent in forward, backward and after."""
     model = GPT(shape, dtype="float64", dropout=dropout)
     tensor = tensor_parallel(model, comm, reduction, sequence) if parallel else None
-    buffers = FlatBuffers(model.parameters())
     comm.traffic.reset()
     with dropping(KEYS) if dropout else nullcontext():
         loss = model.loss_sum(inputs, targets)
     loss.backward(np.full_like(loss.data, 1 / N))
     traffic = {op: counted["bytes"] for op, counted in comm.traffic.as_dict().get("world", {}).items()}
-    buffers.complete(buffers.members)  # the tied head's gradient joins that of wte
+    for p in model.parameters():
+        p.fold_tied_gradients()  # the tied head's gradient joins that of wte
     if tensor is None:
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}, traffic
     tensor.sum_partial(model.parameters())  # of sequence parallelism: 5.9
-    return loss.item(), {name: tensor.whole(p, p.grad) for name, p in model.named_parameters()}, traffic
+    return loss.item(), {name: whole_of(p, p.grad) for name, p in model.named_parameters()}, traffic
 
 
 def worst(gradients, reference):
@@ -419,17 +429,17 @@ say(f"{len(one)} gradients equal within {difference:.1e} (worst: {where}); {len(
 from minipar.autograd import causal_attention
 
 model = GPT(shape, dtype="float64")
-tensor = tensor_parallel(model, comm, "ordered")
+tensor_parallel(model, comm, "ordered")
 
 
 def joined(x, groups):
     """Columns of all ranks: (B, T, width/t) -> (B, T, width)."""
     parts = comm.all_gather(np.ascontiguousarray(x)).reshape(t, *x.shape)
-    return Cut(dim=2, groups=groups, size=x.shape[2] * t).join(list(parts))
+    return Shard(rank, t, dim=2, size=x.shape[2] * t, groups=groups).join(list(parts))
 
 
 def walk(model, join):
-    """(what, its numbers) through the first attention."""
+    """(what, its values) through the first attention."""
     attention = model.h[0].attn
     x = model.embed(inputs)
     yield "embedding, summed over the ranks", x.data
@@ -447,7 +457,7 @@ seen = {}
 for (what, parallel), (_, alone) in zip(walk(model, joined), walk(serial, lambda x, groups: x), strict=True):
     seen[what] = parallel
     unequal = np.mean(parallel != alone)
-    say(f"{what:<37} {unequal:>4.0%} of the numbers differ, by at most {relative_difference(parallel, alone):.1e}")
+    say(f"{what:<37} {unequal:>4.0%} of the values differ, by at most {relative_difference(parallel, alone):.1e}")
     assert relative_difference(parallel, alone) < 1e-13
 assert same_bits(seen["embedding, summed over the ranks"], serial.embed(inputs).data)
 
@@ -498,10 +508,10 @@ say(f"the step: {sum(traffic.values()):,} bytes counted = {L} layers + embedding
 # ## 5.8 Dropout
 #
 # Dropout multiplies by a random mask. Two kinds of place: after a row layer's sum the activation is replicated, so all
-# ranks must draw the *same* mask, else they would go on with different numbers. Between column and row layer (on the
+# ranks must draw the *same* mask, else they would go on with different values. Between column and row layer (on the
 # attention probabilities) each rank has other heads and must draw *different* masks. Megatron keeps two random states
 # per rank for this. minipar's masks are keyed by layer name, step and sample, never by rank; a rank with a part takes
-# its part of the one mask, its *window*:
+# its part of the one mask, its *mask slice*:
 
 # %%
 from minipar.nn import Dropout, MaskSlice
@@ -566,20 +576,22 @@ if rank == 0:
 #
 # A LayerNorm's gain is the same on every rank, but now each rank applies it to its own tokens only. Its gradient on a
 # rank covers these tokens; the whole is the **sum over tp**. That holds for both LayerNorms, the row layers' biases,
-# `wpe` and `ln_f`. Without sequence parallelism each rank has seen all tokens, and there is nothing to sum (summing
-# would count $t$ times).
+# `wpe` and `ln_f`: their placement is `Partial`. Without sequence parallelism each rank has seen all tokens, and there
+# is nothing to sum (summing would count $t$ times).
 
 # %%
+from minipar.parallel.placement import Partial
 from minipar.parallel.tensor import TensorParallel
 
 if rank == 0:
     show_source(TensorParallel.sum_partial)
 
 model = GPT(shape, dtype="float64")
-tensor = tensor_parallel(model, comm, "ordered", sequence=True)
-per_layer = sum(p.size for p in model.h[0].parameters() if p in tensor.partial)
+tensor_parallel(model, comm, "ordered", sequence=True)
+partial = [p for p in model.parameters() if isinstance(p.placement.tp, Partial)]
+per_layer = sum(p.size for p in model.h[0].parameters() if p in set(partial))
 assert per_layer == 6 * h
-say(f"{len(tensor.partial)} parameters are replicated, 6h = {per_layer} elements in a layer: an all-reduce per step,")
+say(f"{len(partial)} parameters are replicated, 6h = {per_layer} elements in a layer: an all-reduce per step,")
 say("not per microbatch, and small beside 8 B T h")
 
 # %% [markdown]
@@ -684,14 +696,14 @@ if rank == 0:
 #
 # The mesh (chapter 2) has tp as its fastest axis: the ranks of one tensor group are neighbours, on one machine. Ranks
 # with the same part of the model form a dp group, and data parallelism or ZeRO runs over it, unchanged: it sees a model
-# with smaller parameters. One thing must know of both, the gradient norm for clipping. Split parameters are summed over
-# tp; replicated ones count once:
+# with smaller parameters. One thing must know of both, the gradient norm for clipping. It is a loop over the
+# parameters' placements: the squares of split parameters are summed over tp; replicated ones count once.
 
 # %%
-from minipar.parallel import DistributedDataParallel
+from minipar.parallel import grad_norm
 
 if rank == 0:
-    show_source(DistributedDataParallel.clip_grad_norm)
+    show_source(grad_norm.clip_grad_norm, grad_norm._squared_norm)
 
 # %% [markdown]
 # `verify` trains the same steps on one device and compares. About `--eps 1e-6`: the bias of the keys has the gradient
@@ -971,6 +983,9 @@ if rank == 0:
 
 
 # %%
+from minipar.nn import clip_grad_norm, squared_norm
+
+
 class BiasEverywhere(RowParallelLinear):
     """Mistake 1."""
 
@@ -983,12 +998,11 @@ def no_f(x, weight, bias, group, sequence, transposed=False):
     return linear(x, weight, bias, transposed)
 
 
-class CountsAgain(DistributedDataParallel):
-    """Mistake 3: squares of replicated parameters go into the sum over ranks, too."""
-
-    def _squares(self):
-        squares = super()._squares()  # (chunks, buckets, 2): of replicated parameters, of split ones
-        return np.stack([0 * squares[..., 0], squares.sum(axis=-1)], axis=-1)
+def counts_again(parameters, max_norm, units, dp, tp, pp):
+    """Mistake 3: the squares of replicated parameters are summed over tp, too."""
+    squares = np.array([squared_norm([p.grad for p in parameters])])
+    tp.all_reduce(squares, algorithm="ordered")
+    return clip_grad_norm(parameters, max_norm, norm=float(np.sqrt(squares[0])))
 
 
 class OwnMaximum:
@@ -1007,12 +1021,12 @@ def own_maximum(logits, targets, group):
     return layers.vocab_parallel_cross_entropy_sum(logits, targets, alone)
 
 
-PLACE, DDP = "minipar.parallel.tensor.plan.", "minipar.parallel.fully_sharded.DistributedDataParallel"
+PLACE = "minipar.parallel.tensor.plan."
 MISTAKES = {
     "nothing broken": ([], nullcontext),
     "1. bias on every rank": ([], lambda: patch(PLACE + "RowParallelLinear", BiasEverywhere)),
     "2. no all-reduce in backward": ([], lambda: patch.object(layers, "column_linear", no_f)),
-    "3. norm counts t times": ([], lambda: patch(DDP, CountsAgain)),
+    "3. norm counts t times": ([], lambda: patch("minipar.train.trainer.clip_grad_norm", counts_again)),
     "4. own maximum": ([], lambda: patch(PLACE + "vocab_parallel_cross_entropy_sum", own_maximum)),
     "5. no sum of partial gradients": (
         ["--sequence-parallel"] if t > 1 else [],
@@ -1036,7 +1050,7 @@ def bytes_per_step(trainer):
     expected += wire_bytes("all_reduce", "ordered", 1, 8, t, rank)
     if trainer.config.mesh.sequence_parallel:
         for bucket in trainer.ddp.buckets:
-            kept_whole = sum(p.size for p in bucket.parameters if p not in trainer.tensor.cuts)
+            kept_whole = sum(p.size for p in bucket.parameters if not is_split(p))
             expected += wire_bytes("all_reduce", "ring", kept_whole, 8, t, rank)
     return expected
 
@@ -1048,11 +1062,10 @@ def examine(name, flags, mistake):
         comm.traffic.reset()
         results = [trainer.step(0)]
         moved = comm.traffic.bytes(axis="tp")
-        states = [trainer.ddp.state_dict()]
+        states = [trainer.state_dict()]
         results += [trainer.step(k) for k in range(1, STEPS)]
-        states.append(trainer.ddp.state_dict())
-    cuts = trainer.tensor.cuts if trainer.tensor else {}
-    alike = b"".join(p.data.tobytes() for p in trainer.model.parameters() if p not in cuts)
+        states.append(trainer.state_dict())
+    alike = b"".join(p.data.tobytes() for p in trainer.model.parameters() if not is_split(p))
     seen = {"loss": abs(results[-1].loss / reference[STEPS][1][-1].loss - 1) > 0.05 if rank == 0 else False}
     seen["ranks"] = len(set(comm.all_gather_bytes(alike))) > 1
     seen["bytes"] = moved != bytes_per_step(trainer)

@@ -29,8 +29,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -143,7 +141,7 @@ if rank == 0:
 # 3. the bytes sent over the cuts are $B\,T\,h$ elements per microbatch, cut and direction ($B$ samples of $T$ tokens,
 # hidden size $h$).
 #
-# Why can the bits be equal? A stage does the same products on the same numbers as the whole model would. Sums over
+# Why can the bits be equal? A stage does the same products on the same values as the whole model would. Sums over
 # microbatches are taken in their order 0, 1, 2, ... in every schedule. The dropout masks are keyed by sample and layer,
 # not by rank. The norm is added up part by part, in one order.
 
@@ -196,7 +194,7 @@ def on_paper(name, idle, smallest=lambda p: 1, times=((1, 1, 1), (4, 5, 3))):
 
 def judge(trainer, steps):
     """The comparison of `--verify` with the one device above; every rank gets the verdict, as passed and line."""
-    state = trainer.ddp.state_dict()  # collected on rank 0
+    state = trainer.state_dict()  # collected on rank 0
     said = b""
     if rank == 0:
         verdict = compare(state, single[0], steps, single[1], exact=True, ranks=N, dtype="float64")
@@ -332,8 +330,8 @@ on_ranks("interleaved-1f1b")
 # idea of Zero Bubble (Qi et al. 2023).
 #
 # How does one split a backward pass of arbitrary layers? In minipar a product gives its weight gradient as a *recipe*,
-# not as an array. A mode says whether recipes are run at once or put into a queue. The queue holds what W needs: $x$
-# and $g$ of every layer. So an activation is not quite freed when I is done.
+# not as an array. Backward runs it at once, or inside `defer_weight_gradients` puts it into a queue. The queue holds
+# what W needs: $x$ and $g$ of every layer. So an activation is not quite freed when I is done.
 
 # %%
 from minipar.autograd import DeferredGradients, LazyGradient, defer_weight_gradients
@@ -348,6 +346,7 @@ if rank == 0:
 # backward.
 
 # %%
+from minipar.autograd import Tensor
 from minipar.nn import GPT, GPTConfig
 
 shape = GPTConfig(vocab_size=VOCABULARY, n_positions=T, n_embd=HIDDEN, n_layer=1, n_head=2)
@@ -357,7 +356,7 @@ def halves(split):
     model = GPT(shape, dtype="float64")
     stage = PipelineStage(model.parts[1:2])  # the one block
     x, g = np.random.default_rng(0).normal(size=(2, 1, T, HIDDEN))
-    stage.forward(0, x)
+    stage.forward(0, Tensor(x, requires_grad=True))  # `backward` returns the gradient of this Tensor
     dx = stage.backward_input(0, g) if split else stage.backward(0, g)
     weight = model.h[0].mlp.c_fc.weight
     after_i = weight.grad
@@ -765,15 +764,15 @@ if runs and rank == 0:
 # take the same update.
 #
 # minipar gives the matrix to the first stage. The head borrows it. After the last backward the head's contribution
-# travels up, is added, and after the optimizer's step the new numbers travel down. (Megatron all-reduces the two
+# travels up, is added, and after the optimizer's step the new values travel down. (Megatron all-reduces the two
 # gradients and updates both copies. The same bytes over a ring of two; but then both ranks hold optimizer state, and
 # the norm must not count the matrix twice.)
 
 # %%
-from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.pipeline.stage import PipelineParallel
 
 if rank == 0:
-    show_source(PipelineParallel.fetch_tied_gradient, PipelineParallel.refresh)
+    show_source(PipelineParallel.fetch_tied_gradient, PipelineParallel.send_tied_weight)
 
 # %% [markdown]
 # $Vh$ elements each way per step; `on_ranks` has counted them with `==`. ZB-V has both ends on rank 0 and sends none.
@@ -861,7 +860,7 @@ if N % 2 == 0 and PP > 1:
 import hashlib
 import json
 
-from minipar.parallel.pipeline import AsynchronousPipeline, Staleness, stale_reference
+from chapters.pipedream import AsynchronousPipeline, Staleness, stale_reference
 
 if rank == 0:
     show_source(Staleness, AsynchronousPipeline._around)
@@ -1002,8 +1001,8 @@ message = refused("   a circle:", check, circle)
 class CountsTwice(Trainer):
     """Mistake 4."""
 
-    def _samples(self, replica, microbatch):
-        return super()._samples(replica, 0 if microbatch == 1 else microbatch)
+    def samples(self, replica, microbatch):
+        return super().samples(replica, 0 if microbatch == 1 else microbatch)
 
 
 class DropsTied(Trainer):

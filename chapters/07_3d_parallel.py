@@ -29,8 +29,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -43,15 +41,13 @@
 
 # %%
 from chapters.show import printer
-from minipar.comm import world  # before NumPy: it sets one BLAS thread for each rank
+from minipar.comm import world
 
 comm = world()
 
 # %%
 import hashlib
 import json
-
-import numpy as np
 
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 
@@ -117,14 +113,19 @@ for r, rows in enumerate(on_eight(rows_of)):
 # 3. **dp** repeats what is left, with other samples. ZeRO cuts what is repeated: parameters, gradients or optimizer
 # state, in chunks over the dp row.
 #
-# The trainer does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`. Here with the
-# ranks of this run and ZeRO 1. The parts must add up to the model. LayerNorms, positions and some biases are not cut by
-# tp: those count once for each tp rank.
+# The trainer does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`. None of them
+# asks what the others did. Each records its part in the parameter's *placement*, and what needs all axes (the norm,
+# checkpoints, the bytes below) is a loop over placements. Here with the ranks of this run and ZeRO 1. The parts must
+# add up to the model. LayerNorms, positions and some biases are not cut by tp: those count once for each tp rank.
 
 # %%
+from minipar.parallel.placement import Placement, Shard
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
+
+if rank == 0:
+    show_source(Placement)
 
 T, HIDDEN, V, LAYERS, BATCH, STEPS = 16, 32, 256, 4, 8, 5
 tokens = load_tokens(None, vocab_size=V, seq_len=T)
@@ -143,8 +144,9 @@ if TP > 1:
     MINE += " --sequence-parallel"
 trainer = trainer_on(comm, f"{MINE} --zero-stage 1")
 part = sum(bucket.size for bucket in trainer.ddp.buckets)  # of the parameters, on this rank
-whole_on_tp = sum(p.size for b in trainer.ddp.buckets for p in b.parameters if TP == 1 or p not in trainer.tensor.cuts)
-chunk = sum(p.size for p in trainer.ddp.optimized)  # of them, what this rank's optimizer updates
+kept_whole = [p for b in trainer.ddp.buckets for p in b.parameters if not isinstance(p.placement.tp, Shard)]
+whole_on_tp = sum(p.size for p in kept_whole)
+chunk = sum(p.size for p in trainer.ddp.parameters())  # of them, what this rank's optimizer updates
 held = [json.loads(one) for one in comm.all_gather_bytes(json.dumps([part, whole_on_tp, chunk]).encode())]
 assert sum(chunk for _, _, chunk in held) == sum(part for part, _, _ in held) // DP
 again = sum(whole for _, whole, _ in held) * (TP - 1) // (TP * DP)  # the copies that tp has more than one of
@@ -184,7 +186,7 @@ def train(comm, flags):
         steps.append(trainer.step(step))
         if step == 0:
             sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
-        states.append(trainer.ddp.state_dict())
+        states.append(trainer.state_dict())
     return steps, states, sent
 
 
@@ -241,14 +243,15 @@ say(f"{MINE} --zero-stage 3\n{verdict.line}")
 #
 # What a step sends is known before it runs. The closed forms of chapters 3 to 6 hold on each axis, with that axis's
 # share of the rest: a rank all-reduces over tp for *its* layers, and over dp *its* part of the parameters.
-# `predicted_traffic` is their sum, for any combination.
+# `predicted_traffic` is their sum, for any combination. The sizes of the buckets come from the parameters' placements,
+# which `StepLayout.placements` computes for any rank before anything has run.
 
 # %%
-from minipar.parallel import volume
+from minipar.parallel.traffic import buckets, dp_bytes, pp_bytes, tp_bytes
 from minipar.train.traffic import predicted_traffic
 
 if rank == 0:
-    show_source(volume.tp_bytes, volume.dp_bytes, volume.pp_bytes)
+    show_source(buckets, tp_bytes, dp_bytes, pp_bytes)
 
 say(f"bytes of one step, all {N} ranks{'tp':>12}{'dp':>12}{'pp':>12}")
 for stage in (0, 1, 3):
@@ -309,29 +312,44 @@ if rank == 0:
 # Take the *real program* on the model clock, in the scale 1:64 of chapter 5: every length stands for one 64 times as
 # long, so a model of $h = 96$ and $T = 32$ stands for one of $h = 6144$ and $T = 2048$ in 16 bit, on devices that do
 # $4\cdot10^{14}$ operations per second. Two hosts of four ranks. Two axes have NVLink; the third has the link between
-# the hosts. Each axis is put there once. To the program nothing changes but the rank order: the same numbers, the same
-# bytes.
+# the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, which tells its axis.) To the
+# program nothing changes but the rank order: the same values, the same bytes.
 #
 # (The links are those of 5.11: bandwidths from data sheets, latencies assumed. A few numbers per step, norm and loss,
 # are priced as if they too were 64 x 64 times as many.)
 
 # %%
+from dataclasses import dataclass
+
 SCALE, SPEED = 64, 400e12
 LINKS = {  # seconds per message, bytes per second
     "NVLink": (3e-6, 450e9),
     "InfiniBand": (5e-6, 50e9),
     "Ethernet": (30e-6, 12.5e9),
 }
-NETWORKS = {link: Network(alpha, SCALE**2 * (2 / 4) / speed) for link, (alpha, speed) in LINKS.items()}
+DISTANCES = {1: "tp", 2: "dp", 4: "pp"}  # between the two ranks of a row
+
+
+@dataclass(frozen=True)
+class AxisNetwork(Network):
+    """A link for each axis: `link` for axis `slow`, NVLink for the others."""
+
+    slow: str | None = None
+    link: str = "NVLink"
+
+    def seconds(self, nbytes, source, dest):
+        axis = DISTANCES[abs(source - dest)]
+        alpha, speed = LINKS[self.link if axis == self.slow else "NVLink"]
+        return alpha + nbytes * SCALE**2 * (2 / 4) / speed
+
+
 BIG = "--layers 2 --hidden 96 --heads 8 --seq-len 32 --vocab-size 256"
 
 
 def scaled(comm, slow, link, microbatches, trace=False):
     """One step of the scale model with axis `slow` on `link`, the others on NVLink: seconds, traffic, trace."""
-    comm = Communicator(comm.transport, clock=ModelClock(SPEED / SCALE**3))
+    comm = Communicator(comm.transport, clock=ModelClock(SPEED / SCALE**3), network=AxisNetwork(slow=slow, link=link))
     mesh = DeviceMesh(comm, dp=2, tp=2, pp=2)
-    for axis in AXES:
-        getattr(mesh, axis).network = NETWORKS[link if axis == slow else "NVLink"]
     flags = f"{BIG} {GRID} {microbatches} --global-batch {2 * microbatches}"
     trainer = Trainer(resolve(parse(flags.split(), 1), 8), mesh, load_tokens(None, vocab_size=256, seq_len=32))
     comm.traffic.reset()
@@ -420,17 +438,17 @@ if rank == 0:
 # ## 7.6 A checkpoint moves
 #
 # A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
-# Each rank writes the elements that *it* owns, and says which they are of the serial model's. Nobody gathers anything.
-# Who resumes puts each parameter together and takes its own part.
+# Each rank writes the elements that *it* owns, and says which they are of the serial model's: that is in its
+# parameters' placements. Nobody gathers anything. Who resumes puts each parameter together and takes its own part.
 
 # %%
 import tempfile
 
-from minipar.train import checkpoint
+from minipar.parallel.state import owned_pieces
 from minipar.train.resume import open_checkpoint
 
 if rank == 0:
-    show_source(checkpoint._own)
+    show_source(owned_pieces)
     holder = tempfile.TemporaryDirectory()
 folder = comm.all_gather_bytes(holder.name.encode() if rank == 0 else b"")[0].decode()
 
@@ -443,7 +461,7 @@ def segment(comm, flags, place, stop=None):
     trainer = Trainer(config, mesh, tokens, open_checkpoint(config, tokens, comm))
     results = [trainer.step(step) for step in range(trainer.first_step, STEPS if stop is None else stop)]
     if stop is not None:
-        checkpoint.save(trainer, place, stop)
+        trainer.save(place, stop)
     return trainer, results
 
 
@@ -451,7 +469,7 @@ def move(comm, before, after, place):
     """Three steps in one layout, the rest in another; on rank 0 the comparison with one device that never stopped."""
     segment(comm, f"{before} --global-batch {BATCH}", place, stop=3)
     trainer, results = segment(comm, f"{after} --global-batch {BATCH}", place)
-    state = trainer.ddp.state_dict()
+    state = trainer.state_dict()
     if comm.rank == 0:
         verdict = compare(state, states[-1], results, single, exact=False, ranks=8, dtype="float64")
         return verdict.passed, verdict.line, digest(state)
@@ -545,7 +563,7 @@ assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4,
 #
 # - **loss**: is the last loss off by more than 5 %?
 #
-# - **ranks**: do the ranks that should hold the same numbers (over dp all, over tp what is not cut) still do so?
+# - **ranks**: do the ranks that should hold the same values (over dp all, over tp what is not cut) still do so?
 #
 # - **bytes**: does each rank send on each axis what the formula says?
 #
@@ -559,7 +577,7 @@ assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4,
 #
 # 3. **The norm of the own stage**: each stage clips by what it has.
 #
-# 4. **Samples dealt by world rank**: `rank % dp` in the place of the dp coordinate.
+# 4. **Samples dealt by world rank**: `rank % dp` instead of the dp coordinate.
 #
 # 5. **The axes in the wrong order**: pp innermost, tp outermost.
 
@@ -568,38 +586,37 @@ assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4,
 from contextlib import nullcontext
 from unittest.mock import patch
 
-from minipar.parallel.data import DistributedDataParallel
-
-from minipar.parallel.pipeline.split import PipelineParallel
-
-synchronize, clip = DistributedDataParallel.synchronize, DistributedDataParallel.clip_grad_norm
+from minipar.parallel.grad_norm import clip_grad_norm
 
 
-def averages_over_tp(self):
-    """Mistake 1."""
-    synchronize(self)
-    self.tensor.group.comm.all_reduce(self.buffers.gradients, algorithm="ordered")
-    self.buffers.gradients /= self.tensor.group.comm.size
+class AveragesOverTP(Trainer):
+    """Mistake 1: what is called with a bucket's parameters before dp sums their gradients."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.before_reduce = self.average
+
+    def average(self, parameters):
+        for p in parameters:
+            self.mesh.tp.all_reduce(p.grad, algorithm="ordered")
+            p.grad /= self.mesh.tp.size
 
 
-def norm_over_dp(self, max_norm):
-    """Mistake 2."""
-    with patch.object(self.tensor.group, "comm", self.comm):
-        return clip(self, max_norm)
+def norm_over_dp(parameters, max_norm, units, dp, tp, pp):
+    """Mistake 2: dp in the place of tp."""
+    return clip_grad_norm(parameters, max_norm, units, dp, dp, pp)
 
 
-def own_stage(self, squares):
-    """Mistake 3: `everywhere` without its all-reduce."""
-    whole = np.zeros((len(squares), len(self.model.parts), 2))
-    whole[:, self.places] = squares
-    return whole
+def norm_of_own_stage(parameters, max_norm, units, dp, tp, pp):
+    """Mistake 3: no sum over pp."""
+    return clip_grad_norm(parameters, max_norm, units, dp, tp)
 
 
 class DealsByWorldRank(Trainer):
     """Mistake 4."""
 
-    def _samples(self, replica, microbatch):
-        return super()._samples(self.mesh.world.rank % self.config.mesh.dp, microbatch)
+    def samples(self, replica, microbatch):
+        return super().samples(self.mesh.world.rank % self.config.mesh.dp, microbatch)
 
 
 class TensorOutermost(DeviceMesh):
@@ -612,19 +629,12 @@ class TensorOutermost(DeviceMesh):
         return (place["tp"] * self.shape["dp"] + place["dp"]) * self.shape["pp"] + place["pp"]
 
 
-def broken(owner, name, mistake):
-    return lambda: patch.object(owner, name, mistake)
-
-
+NORM = "minipar.train.trainer.clip_grad_norm"
 MISTAKES = {  # how to break it, trainer, mesh
     "nothing broken": (nullcontext, Trainer, DeviceMesh),
-    "1. gradient averaged over tp": (
-        broken(DistributedDataParallel, "synchronize", averages_over_tp),
-        Trainer,
-        DeviceMesh,
-    ),
-    "2. norm over dp, not tp": (broken(DistributedDataParallel, "clip_grad_norm", norm_over_dp), Trainer, DeviceMesh),
-    "3. norm of the own stage": (broken(PipelineParallel, "everywhere", own_stage), Trainer, DeviceMesh),
+    "1. gradient averaged over tp": (nullcontext, AveragesOverTP, DeviceMesh),
+    "2. norm over dp, not tp": (lambda: patch(NORM, norm_over_dp), Trainer, DeviceMesh),
+    "3. norm of the own stage": (lambda: patch(NORM, norm_of_own_stage), Trainer, DeviceMesh),
     "4. samples by world rank": (nullcontext, DealsByWorldRank, DeviceMesh),
     "5. tp outermost": (nullcontext, Trainer, TensorOutermost),
 }
@@ -637,21 +647,20 @@ def same(comm, arrays):
 
 
 def examine(comm, kind, mesh):
-    """Two steps; [loss, ranks, bytes] noticed on this rank, and on rank 0 the verdict beside one device."""
+    """Two steps; {instrument: whether it noticed} on this rank, and on rank 0 the comparison with one device."""
     trainer = trainer_on(comm, SMALL, 2, kind, mesh)
     comm.traffic.reset()
     results = [trainer.step(0)]
     place, shape = trainer.mesh.coordinates, trainer.mesh.shape
-    usual = (place["pp"] * shape["dp"] + place["dp"]) * shape["tp"] + place[
-        "tp"
-    ]  # the rank with this place, tp innermost
+    # The rank that has this place where tp is innermost.
+    usual = (place["pp"] * shape["dp"] + place["dp"]) * shape["tp"] + place["tp"]
     sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
     results.append(trainer.step(1))
-    numbers = [p.data for p in trainer.model.parameters()]
-    whole = [p.data for p in trainer.ddp.buffers.members if p not in trainer.tensor.cuts]
-    alike = [same(trainer.mesh.dp, numbers), same(trainer.mesh.tp, whole)]
+    parameters = trainer.ddp.parameters()  # of this rank's stage
+    whole = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
+    alike = [same(trainer.mesh.dp, [p.data for p in parameters]), same(trainer.mesh.tp, whole)]
     seen = {"ranks": not all(alike), "bytes": sent != predicted_traffic(trainer.config, usual)}
-    state, line = trainer.ddp.state_dict(), ""
+    state, line = trainer.state_dict(), ""
     if comm.rank == 0:
         verdict = compare(state, right[0], results, right[1], exact=False, ranks=8, dtype="float64")
         seen |= {"loss": abs(results[-1].loss / right[1][-1].loss - 1) > 0.05, "one device": not verdict.passed}
@@ -662,7 +671,7 @@ def examine(comm, kind, mesh):
 if rank == 0:
     trainer = trainer_on(serial(), "--global-batch 4", 2)
     results = list(trainer.train())
-    right = trainer.ddp.state_dict(), results
+    right = trainer.state_dict(), results
 caught = {}
 for name, (mistake, kind, mesh) in MISTAKES.items():
     with mistake():

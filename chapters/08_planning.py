@@ -30,8 +30,6 @@
 # # instead.
 # import ipyparallel as ipp
 #
-# import minipar  # sets one BLAS thread for each engine, which inherits it
-#
 # cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
 # cluster.start_cluster_sync()
 # client = cluster.connect_client_sync()
@@ -44,9 +42,9 @@
 
 # %%
 from chapters.show import printer
-from minipar.comm import world  # before NumPy: it sets one BLAS thread for each rank, and some times here are measured
+from minipar.comm import world
 
-comm = world()
+comm = world()  # sets one BLAS thread for each rank; some times here are measured
 rank, N = comm.rank, comm.size
 
 # %%
@@ -733,7 +731,7 @@ for flags in OURS:
 # that can be resumed (2.2): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
 
 # %%
-from minipar.bench.collectives import OneThread
+from chapters.one_thread import OneThread
 
 FAR = [
     "--dp 64 --zero-stage 3 --microbatches 2",
@@ -878,7 +876,7 @@ if rank == 0:
 # this section. Taking its time, `python -m minipar.bench machine` measures 30 shapes and the messages too, and
 # `python -m minipar.bench layouts --machine FILE` predicts 28 layouts. On a quiet machine with two cores they found:
 # all 28 within 14.3 %, half of them within 3.5 %, the same order but for neighbours (Spearman's rank correlation
-# 0.992), and memory within 8.3 %. A test holds the planner to that record. It also shows that the record can be
+# 0.992), and memory within 8.2 %. A test holds the planner to that record. It also shows that the record can be
 # contradicted: with one constant wrong by a factor of four it fails.
 #
 # ### Why it agrees, and where not

@@ -1,1 +1,1 @@
-"""The course: chapters as NN_name.py and NN_name.ipynb; figures*.py and show.py hold what they draw and print with."""
+"""The course: NN_name.py and NN_name.ipynb. figures*.py draw, show.py prints, pipedream.py is for chapter 6."""

@@ -37,7 +37,7 @@ REST = "#D9D9D9"  # what all bars have
 
 
 def plot_graph(nodes: Sequence[str], edges: Sequence[tuple[int, int]]) -> Picture:
-    """The nodes of an autograd graph from the first made (top) to the last, and an arc for each edge (user, input).
+    """Draw the nodes of an autograd graph from the first (top) to the last, and an arc for each edge (user, input).
 
     Arcs between neighbours are thin and grey, longer ones (an array used again later) thick and blue. An edge that
     leads to a later node, which no graph numbered in the order of its making has, would be red.
@@ -71,7 +71,7 @@ def plot_graph(nodes: Sequence[str], edges: Sequence[tuple[int, int]]) -> Pictur
 
 
 def plot_shares(bars: Mapping[str, Mapping[str, float]]) -> Picture:
-    """One bar of length 100 % for each entry, cut into its parts: {bar: {part: amount}}, the same parts in each."""
+    """Draw a bar of length 100 % for each entry, cut into its parts: {bar: {part: amount}}, the same parts in each."""
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     figure = picture(9.0, 1.0 + 0.55 * len(bars))
     axes = figure.add_subplot()
@@ -96,7 +96,7 @@ def plot_shares(bars: Mapping[str, Mapping[str, float]]) -> Picture:
 
 
 def plot_memory(runs: Mapping[str, Sequence[Moment]], turn: str | None = None) -> Picture:
-    """Bytes held at named moments (line) and the peaks between them (dots): {run: moments}, the same moments in each.
+    """Draw bytes held at named moments (line) and the peaks between (dots): {run: moments}, the same moments in each.
 
     `turn` names the moment at which forward ends and backward begins.
     """
@@ -126,7 +126,7 @@ def plot_memory(runs: Mapping[str, Sequence[Moment]], turn: str | None = None) -
 
 
 def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computation: float) -> Picture:
-    """Seconds of a step against the size of its buckets, between two levels.
+    """Draw seconds of a step against the size of its buckets, between two levels.
 
     rows         {"bucket_bytes", "seconds", "buckets"}, one point each
     naive        the step with one all-reduce after backward: nothing hidden
@@ -157,7 +157,7 @@ def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computati
 
 
 def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) -> Picture:
-    """Matrices to scale, each part in the colour of the rank that holds it.
+    """Draw matrices to scale, each part in the colour of the rank that holds it.
 
     matrices: (name, rows, columns, dim along which it is cut, groups of equal stretches that are cut each).
     """
@@ -190,8 +190,9 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
 
 
 def plot_activations(bars: Mapping[str, Mapping[str, float]], paper: Mapping[str, float]) -> Picture:
-    """What a layer keeps for backward: one bar for each entry, cut into its parts, in bytes per token and hidden
-    element; a mark at what the paper's formula says for the same entry.
+    """Draw the bytes that a layer keeps for backward, per token and hidden element: a bar for each entry, in parts.
+
+    A mark shows the paper's formula for the same entry.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     figure = picture(9.0, 1.4 + 0.42 * len(bars))
@@ -221,7 +222,7 @@ def plot_activations(bars: Mapping[str, Mapping[str, float]], paper: Mapping[str
 
 
 def plot_links(links: Mapping[str, Mapping[str, Any]], computation: Mapping[int, float]) -> Picture:
-    """Seconds of a step against the number of tensor-parallel ranks, one curve for each link, above computation alone.
+    """Draw seconds of a step against tensor-parallel ranks, one curve for each link, above computation alone.
 
     links        {name: {"points": {t: seconds} as simulated, "curve": {t: seconds} by the formula,
                  "crossing": the t at which communication takes as long as computation}}
@@ -265,7 +266,7 @@ def plot_links(links: Mapping[str, Mapping[str, Any]], computation: Mapping[int,
 def plot_layouts(
     runs: Mapping[str, tuple[Sequence[float], Sequence[float]]], single: Sequence[float], bound: Sequence[float]
 ) -> Picture:
-    """That layouts train one model: their losses on the single device's curve, and how far their parameters are off.
+    """Draw the losses of layouts on the single device's curve, and the differences of their parameters.
 
     runs   {label: (loss of each step, largest relative difference of the parameters to one device after each step)}
     bound  the largest difference that counts as rounding, after each step
@@ -302,7 +303,7 @@ def plot_layouts(
 
 
 def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], notes: Mapping[str, str]) -> Picture:
-    """Seconds of a step with one mesh axis on the slow link, one group of bars for each kind of slow link.
+    """Draw seconds of a step with one mesh axis on the slow link, one group of bars for each kind of slow link.
 
     ideal  seconds with every axis on the fast link
     links  {slow link: {axis: seconds}}

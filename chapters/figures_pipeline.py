@@ -18,11 +18,11 @@ from visualize.timeline import COMPUTATION, STEP_END, Slice, Trace
 
 
 def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Timeline:
-    """What the ranks of one pipeline did in one step: seconds, 0 when the first of them began its first action.
+    """Read the timeline of one pipeline in one step: seconds, 0 when its first rank began its first action.
 
     The computations named as actions ("2F0") count; the rest of the trace is left out. `step` counts the steps that
     every rank has whole. Of several replicas (dp, tp), one is shown: the ranks that hold the same stages are told apart
-    by their order. `name` is what the schedule is to be called. UsageError if the trace holds no pipeline.
+    by their order. `name` is the name of the schedule. UsageError if the trace holds no pipeline.
 
     The timeline's bubble_fraction is idle / (ranks * (last end - first start)).
     """
@@ -43,7 +43,7 @@ def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int
 
 
 def _split(slices: Sequence[Slice]) -> list[list[tuple[Action, Slice]]]:
-    """The actions of each step. A step ends with the optimizer, or where an action comes again."""
+    """Split a rank's actions into steps. A step ends with the optimizer, or where an action comes again."""
     steps: list[list[tuple[Action, Slice]]] = [[]]
     seen: set[Action] = set()
     for one in slices:
@@ -58,7 +58,7 @@ def _split(slices: Sequence[Slice]) -> list[list[tuple[Action, Slice]]]:
 
 
 def _pipeline(steps: Mapping[int, Sequence[Sequence[tuple[Action, Slice]]]], replica: int) -> list[int]:
-    """The ranks of one pipeline, first stage first: of those that hold the same stages, the `replica`-th."""
+    """Find the ranks of one pipeline, first stage first: of those that hold the same stages, the `replica`-th."""
     holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in sorted(steps):
         stages = {action.stage for row in steps[rank] for action, _ in row}
@@ -70,15 +70,15 @@ def _pipeline(steps: Mapping[int, Sequence[Sequence[tuple[Action, Slice]]]], rep
 
 
 def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Picture:
-    """One schedule simulated and drawn; `v` counts for interleaved-1f1b only."""
+    """Simulate and draw one schedule; `v` counts for interleaved-1f1b only."""
     schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
     return plot_schedule(simulate(schedule, durations))
 
 
 def explore_schedules() -> Any:
-    """In a notebook with ipywidgets: sliders for p, m, v, schedule and times, and the picture that follows them.
+    """Show sliders for p, m, v, schedule and times in a notebook with ipywidgets, and the picture that follows them.
 
-    Elsewhere (in a script, without ipywidgets) the picture of 1F1B for p = 4, m = 8.
+    Elsewhere (in a script, without ipywidgets) return the picture of 1F1B for p = 4, m = 8.
     """
     if not in_notebook():
         return picture_of("1f1b", 4, 8, 1, Durations())

@@ -17,7 +17,7 @@ Parts = Mapping[str, float]
 
 
 def powers(axes: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis with a mark at each of these values and nowhere else."""
+    """Make the x axis logarithmic, with a mark at each of these values and nowhere else."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(sorted(values)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -25,7 +25,7 @@ def powers(axes: Axes, values: Sequence[float]) -> None:
 
 
 def plot_fit(panels: Mapping[str, Mapping[str, Parts]], room: float, most: float) -> Picture:
-    """Bytes of the fullest rank, in parts: a bar for each layout of each panel, against the line of what there is.
+    """Draw bytes of the fullest rank, in parts: a bar for each layout of each panel, against the line of what there is.
 
     panels  {title: {layout: {part: bytes}}};  room  bytes of a GPU;  most  where a bar that is longer is cut
     """
@@ -55,7 +55,7 @@ def plot_fit(panels: Mapping[str, Mapping[str, Parts]], room: float, most: float
 
 
 def plot_wires(panels: Mapping[str, tuple[str, Mapping[int, Parts]]]) -> Picture:
-    """Seconds of a step on the wires, by mesh axis, beside those of computation; both axes logarithmic.
+    """Draw seconds of a step on the wires, by mesh axis, next to those of computation; both axes are logarithmic.
 
     panels  {title: (what x is, {x: {"compute" or an axis: seconds}})}; what takes no time is not drawn.
     """
@@ -79,7 +79,7 @@ def plot_wires(panels: Mapping[str, tuple[str, Mapping[int, Parts]]]) -> Picture
 
 
 def plot_bubbles(panels: Mapping[str, tuple[str, Mapping[str, Mapping[int, float]]]]) -> Picture:
-    """Bubble fractions: {title: (what x is, {curve: {x: idle / total}})}."""
+    """Draw bubble fractions: {title: (what x is, {curve: {x: idle / total}})}."""
     figure = picture(10.5, 4.0)
     drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (title, (what, curves)) in zip(drawn, panels.items(), strict=True):
@@ -98,8 +98,9 @@ def plot_bubbles(panels: Mapping[str, tuple[str, Mapping[str, Mapping[int, float
 
 
 def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float]]]]) -> Picture:
-    """Tokens per second against GPUs, with the model FLOPs utilization at each point and a dashed line where every
-    GPU would be worth as much as the first ones.
+    """Draw tokens per second against GPUs, with the model FLOPs utilization (MFU) at each point.
+
+    A dashed line shows where every GPU would be worth as much as the first ones.
 
     panels  {kind of GPU: {model: {gpus: (tokens per second, MFU)}}}
     """
@@ -125,7 +126,7 @@ def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, flo
 
 
 def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], float]]]) -> Picture:
-    """Where the time of a step goes, in parts of the whole: {group: {layout: ({part: seconds}, MFU)}}."""
+    """Draw the parts of a step's time in the whole: {group: {layout: ({part: seconds}, MFU)}}."""
     count = sum(len(group) for group in bars.values())
     figure = picture(10.5, 4.6)
     axes = figure.add_subplot()
@@ -160,7 +161,7 @@ def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], flo
 
 
 def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> Picture:
-    """Predicted time over printed time, a point for each row of each group; `band` is what counts as right."""
+    """Draw predicted time over printed time, a point for each row of each group; `band` is the tolerance."""
     figure = picture(8.5, 1.1 + 0.26 * sum(len(rows) for rows in groups.values()))
     axes = figure.add_subplot()
     axes.axvspan(1 - band, 1 + band, color="#EEF3F7")
@@ -186,8 +187,9 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
 
 
 def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float) -> Picture:
-    """Predicted against measured, both axes logarithmic: {quantity: [(predicted, measured), ...]}. On the line they are
-    equal; `band` is shaded.
+    """Draw predicted against measured, both axes logarithmic: {quantity: [(predicted, measured), ...]}.
+
+    On the line they are equal; `band` is shaded.
     """
     figure = picture(10.5, 3.9)
     drawn = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -214,7 +216,7 @@ def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float
 
 
 def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, bool]]]]) -> Picture:
-    """How far the predicted time moves when one constant is changed, the largest effect of the first panel on top.
+    """Draw the change of the predicted time with each constant, the largest effect of the first panel on top.
 
     panels  {question: {constant: {change, as "-20 %": (relative change of time, whether another layout is best now)}}}
     """

@@ -263,7 +263,9 @@ def test_the_command_line_writes_every_ranks_ledger(tmp_path):
 FAULTS = """
 import resource
 import numpy as np
-import minipar.backend
+from minipar.backend import prepare_process
+
+prepare_process()
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,41 +1,19 @@
 """Pictures of what minipar measured: timelines, loss curves, bytes. Reads files and plain data, never runs training.
 
 Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook shows by itself and `save` writes. A
-figure that only one chapter draws is in `chapters/figures*.py`.
+figure that only one chapter draws is in `chapters/figures*.py`. A name is imported from its file when it is first used.
 """
 
-from visualize.agreement import plot_agreement, read_layouts
-from visualize.communication import plot_bench, plot_bytes
-from visualize.loss import plot_loss, read_metrics
-from visualize.memory import plot_ledger, read_ledger
-from visualize.mesh import MeshTraffic, mesh_numbers, mesh_traffic, plot_mesh
-from visualize.schedule import gallery, live_activations, plot_schedule, plot_schedules
-from visualize.style import Picture, picture, save, tidy
-from visualize.timeline import Trace, parse_trace, plot_timeline, read_trace
+import lazy_loader
 
-__all__ = [
-    "MeshTraffic",
-    "Picture",
-    "Trace",
-    "gallery",
-    "live_activations",
-    "mesh_numbers",
-    "mesh_traffic",
-    "parse_trace",
-    "picture",
-    "plot_agreement",
-    "plot_bench",
-    "plot_bytes",
-    "plot_ledger",
-    "plot_loss",
-    "plot_mesh",
-    "plot_schedule",
-    "plot_schedules",
-    "plot_timeline",
-    "read_layouts",
-    "read_ledger",
-    "read_metrics",
-    "read_trace",
-    "save",
-    "tidy",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "measurements": ["plot_bench", "plot_bytes", "plot_ledger", "plot_loss", "read_ledger", "read_metrics"],
+        "mesh": ["MeshTraffic", "mesh_numbers", "mesh_traffic", "plot_mesh"],
+        "plan": ["plot_agreement", "read_layouts"],
+        "schedule": ["gallery", "live_activations", "plot_schedule", "plot_schedules"],
+        "style": ["Picture", "picture", "save", "tidy"],
+        "timeline": ["Trace", "parse_trace", "plot_timeline", "read_trace"],
+    },
+)

@@ -5,24 +5,30 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+
 from minipar.errors import UsageError, UsageParser
 from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, load_csv, make, save_csv, simulate
-from visualize import agreement, communication, loss, memory, mesh, plan, schedule, style, timeline
+from visualize import mesh, schedule, style, timeline
+from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
+from visualize.plan import plot_agreement, plot_plan, read_layouts, read_plan
+from visualize.style import Picture
 
-NAMES = "trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery"
 MOST = 100_000  # forwards in one schedule, of a name or a file
+FIGURE = "the picture: .png, .svg or .pdf"
 
 
 def main(argv: Sequence[str]) -> int:
     """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error."""
     try:
         options = build_parser().parse_args(argv)
-        paths = options.run(options)
+        with rc_context({"text.parse_math": False}):  # a "$" in a name is a "$"
+            paths = options.run(options)
         style.write_out("".join(f"{style.printable(path)}\n" for path in paths))
     except UsageError as error:
         print(f"visualize: error: {style.printable(str(error))}", file=sys.stderr)
@@ -32,65 +38,73 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> UsageParser:
     """Build the parser, in which each command's `run` draws and returns the paths it wrote."""
+    names = "trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery"
     parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar=NAMES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
-    def command(name: str, run: Any, what: str, out: str | None = "FIG") -> Any:
+    def command(name: str, run: Callable[[argparse.Namespace], list[str]], what: str) -> Any:
         added = commands.add_parser(name, help=what)
         added.set_defaults(run=run)
-        if out:
-            what = "the picture: .png, .svg or .pdf" if out == "FIG" else "the directory: visualize/gallery"
-            added.add_argument("--out", required=True, metavar=out, help=what)
         return added.add_argument
 
-    add = command("trace", draw_trace, "every rank's timeline, from minipar.train --trace")
+    def drawing(name: str, draw: Callable[[argparse.Namespace], Picture], what: str) -> Any:
+        """Add a command that draws one picture."""
+
+        def run(options: argparse.Namespace) -> list[str]:
+            style.save(draw(options), options.out)
+            return [options.out]
+
+        add = command(name, run, what)
+        add("--out", required=True, metavar="FIG", help=FIGURE)
+        return add
+
+    def reading(name: str, read: Callable[[str], Any], plot: Callable[[Any], Picture], what: str, content: str) -> None:
+        """Add a command that draws one file."""
+        add = drawing(name, lambda options: plot(read(options.file)), what)
+        add("file", metavar="FILE.json", help=content)
+
+    add = drawing("trace", draw_trace, "every rank's timeline, from minipar.train --trace")
     add("file", metavar="FILE.json", help="Chrome trace JSON")
-    steps = (
-        "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (default: the last two)"
-    )
+    steps = "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (default: last two)"
     add("--steps", type=step_slice, metavar="A:B", help=steps)
     add("--arrows", action="store_true", help="draw each message from sender to receiver")
 
-    add = command("mesh", draw_mesh, "bytes between ranks, axis by axis, from minipar.train --trace", out=None)
+    add = command("mesh", run_mesh, "bytes between ranks, axis by axis, from minipar.train --trace")
     add("file", metavar="FILE.json", help="Chrome trace JSON")
-    add("--out", metavar="FIG", help="the picture: .png, .svg or .pdf")
+    add("--out", metavar="FIG", help=FIGURE)
     add("--json", metavar="FILE", help="bytes and messages by axis, rank and pair; - is standard output")
 
-    add = command("loss", draw_loss, "the loss curve, from minipar.train --metrics")
+    add = drawing("loss", draw_loss, "the loss curve, from minipar.train --metrics")
     add("files", metavar="FILE.jsonl", nargs="+", help="metrics, one line per step; several to compare")
     add("--reference", type=float, metavar="NATS", help="a level to compare with, such as an entropy")
     add("--reference-label", default="reference", metavar="TEXT", help="the name of that level")
 
-    add = command("traffic", draw_traffic, "time and bytes, from minipar.bench collectives")
-    add("file", metavar="FILE.json", help="rows of the benchmark")
+    reading("traffic", read_bench, plot_bench, "time and bytes, from minipar.bench collectives", "the benchmark's rows")
 
-    add = command("memory", draw_memory, "memory over a step, from minipar.train --memory")
+    add = drawing("memory", draw_memory, "memory over a step, from minipar.train --memory")
     add("files", metavar="FILE.json", nargs="+", help="ledgers; several to compare, a panel each")
     add("--rank", type=int, default=0, metavar="R", help="the rank whose memory is drawn (default: 0)")
 
-    add = command("plan", draw_plan, "the plans of a search, from minipar.plan --json")
-    add("file", metavar="FILE.json", help="the planner's JSON")
+    reading("plan", read_plan, plot_plan, "the plans of a search, from minipar.plan --json", "the planner's JSON")
+    what = "predicted against measured, from minipar.bench layouts --machine"
+    reading("layouts", read_layouts, plot_agreement, what, "the benchmark's rows")
 
-    add = command("layouts", draw_layouts, "predicted against measured, from minipar.bench layouts --machine")
-    add("file", metavar="FILE.json", help="rows of the benchmark")
-
-    add = command("schedule", run_schedule, "a pipeline schedule, simulated; no training needed", out=None)
+    add = command("schedule", run_schedule, "a pipeline schedule, simulated; no training needed")
     add("--schedule", required=True, metavar="NAME|FILE.csv", help=f"{', '.join(SCHEDULES)}, or a file as PyTorch's")
     add("--stages", type=int, metavar="P", help="pipeline ranks; a file says this itself, and the next two")
     add("--microbatches", type=int, metavar="M", help="in one step")
     add("--virtual-stages", type=int, metavar="V", help="stages per rank, for interleaved-1f1b (default 2)")
-    for flag, meta, default, what in (
-        ("--forward", "TF", 1, "time of a stage's forward (default 1)"),
-        ("--backward-input", "TB", 1, "of its backward for the input's gradient (default 1)"),
-        ("--backward-weight", "TW", 1, "of its backward for the weights' gradients (default 1)"),
-        ("--comm", "TC", 0, "of a message between ranks (default 0)"),
-    ):
-        add(flag, type=duration, metavar=meta, default=Fraction(default), help=what)
-    add("--out", metavar="FIG", help="the picture: .png, .svg or .pdf")
+    time: dict[str, Any] = {"type": duration, "default": Fraction(1)}
+    add("--forward", **time, metavar="TF", help="time of a stage's forward (default 1)")
+    add("--backward-input", **time, metavar="TB", help="of its backward for the input's gradient (default 1)")
+    add("--backward-weight", **time, metavar="TW", help="of its backward for the weights' gradients (default 1)")
+    add("--comm", type=duration, default=Fraction(0), metavar="TC", help="of a message between ranks (default 0)")
+    add("--out", metavar="FIG", help=FIGURE)
     add("--json", metavar="FILE", help="bubble, makespan and peak activations; - is standard output")
     add("--csv", metavar="FILE", help="the schedule in PyTorch's format")
 
-    command("gallery", draw_gallery, "the README's pictures of schedules, drawn again", out="DIR")
+    add = command("gallery", run_gallery, "the README's pictures of schedules, drawn again")
+    add("--out", required=True, metavar="DIR", help="the directory: visualize/gallery")
     return parser
 
 
@@ -110,13 +124,34 @@ def duration(text: str) -> Fraction:
     return Fraction(text)
 
 
-def draw_trace(options: argparse.Namespace) -> list[str]:
+# ---- commands that draw one picture ----------------------------------------------------------------------------------
+
+
+def draw_trace(options: argparse.Namespace) -> Picture:
     """Draw the timeline of a trace."""
-    style.save(timeline.plot_timeline(timeline.read_trace(options.file), options.steps, options.arrows), options.out)
-    return [options.out]
+    return timeline.plot_timeline(timeline.read_trace(options.file), options.steps, options.arrows)
 
 
-def draw_mesh(options: argparse.Namespace) -> list[str]:
+def draw_loss(options: argparse.Namespace) -> Picture:
+    """Draw the loss of each run, called by its file's name."""
+    runs = {Path(file).stem: read_metrics(file) for file in options.files}
+    return plot_loss(runs, options.reference, options.reference_label)
+
+
+def draw_memory(options: argparse.Namespace) -> Picture:
+    """Draw one rank's memory, a panel for each file."""
+    names = [Path(file).stem for file in options.files]
+    names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
+    ledgers = [read_ledger(file, options.rank) for file in options.files]
+    title = f"memory of rank {options.rank} in one step"
+    titles = [f"{name}: {title}" for name in names] if len(names) > 1 else [title]
+    return plot_ledger(dict(zip(titles, ledgers, strict=True)))
+
+
+# ---- commands with other results -------------------------------------------------------------------------------------
+
+
+def run_mesh(options: argparse.Namespace) -> list[str]:
     """Draw the mesh of a trace, write its bytes, or both."""
     if not (options.out or options.json):
         raise UsageError("nothing to do: give --out FIG or --json FILE")
@@ -128,44 +163,8 @@ def draw_mesh(options: argparse.Namespace) -> list[str]:
     return [] if options.json == "-" else [path for path in (options.out, options.json) if path]
 
 
-def draw_loss(options: argparse.Namespace) -> list[str]:
-    """Draw the loss of each run, called by its file's name."""
-    runs = {Path(file).stem: loss.read_metrics(file) for file in options.files}
-    style.save(loss.plot_loss(runs, options.reference, options.reference_label), options.out)
-    return [options.out]
-
-
-def draw_traffic(options: argparse.Namespace) -> list[str]:
-    """Draw the rows of a benchmark of collectives."""
-    style.save(communication.plot_bench(communication.read_bench(options.file)), options.out)
-    return [options.out]
-
-
-def draw_memory(options: argparse.Namespace) -> list[str]:
-    """Draw one rank's memory, a panel for each file."""
-    names = [Path(file).stem for file in options.files]
-    names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
-    ledgers = [memory.read_ledger(file, options.rank) for file in options.files]
-    title = f"memory of rank {options.rank} in one step"
-    titles = [f"{name}: {title}" for name in names] if len(names) > 1 else [title]
-    style.save(memory.plot_ledger(dict(zip(titles, ledgers, strict=True))), options.out)
-    return [options.out]
-
-
-def draw_plan(options: argparse.Namespace) -> list[str]:
-    """Draw the plans of a search."""
-    style.save(plan.plot_plan(plan.read_plan(options.file)), options.out)
-    return [options.out]
-
-
-def draw_layouts(options: argparse.Namespace) -> list[str]:
-    """Draw layouts as predicted and as measured."""
-    style.save(agreement.plot_agreement(agreement.read_layouts(options.file)), options.out)
-    return [options.out]
-
-
 def run_schedule(options: argparse.Namespace) -> list[str]:
-    """Check and simulate a schedule by name or from a file, and draw it or write its numbers."""
+    """Check and simulate a schedule by name or from a file, and draw it or write its results."""
     if not (options.out or options.json or options.csv):
         raise UsageError("nothing to do: give --out FIG, --json FILE or --csv FILE")
     times = options.forward, options.backward_input, options.backward_weight
@@ -208,17 +207,17 @@ def choose_schedule(options: argparse.Namespace) -> Schedule:
     return make(name, options.stages, options.microbatches, options.virtual_stages)
 
 
-def draw_gallery(options: argparse.Namespace) -> list[str]:
+def run_gallery(options: argparse.Namespace) -> list[str]:
     """Draw the README's pictures of schedules."""
     pictures = {
         "schedules": schedule.plot_schedules(schedule.gallery(4, 8)),
         "schedule_1f1b_8x32": schedule.plot_schedule(simulate(make("1f1b", 8, 32))),
         "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8))),
     }
-    paths = [str(Path(options.out) / f"{name}.png") for name in pictures]
-    for figure, path in zip(pictures.values(), paths, strict=True):
+    paths = {str(Path(options.out) / f"{name}.png"): figure for name, figure in pictures.items()}
+    for path, figure in paths.items():
         style.save(figure, path)
-    return paths
+    return list(paths)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def chunks(schedule: Schedule) -> dict[int, int]:
 
 
 def palette(schedules: Iterable[Schedule]) -> dict[tuple[str, int], str]:
-    """Choose a colour for each kind and each of a rank's stages (`chunks`), darkest first; a single one has the kind's."""
+    """Choose a colour for each kind and each of a rank's stages (`chunks`), darkest first; a single one: the kind's."""
     schedules = list(schedules)
     kinds = {action.kind for schedule in schedules for _, action in schedule if action.computes}
     count = 1 + max((number for schedule in schedules for number in chunks(schedule).values()), default=0)

@@ -50,11 +50,12 @@ class MeshTraffic:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return math.prod(self.shape.values())
 
     @cached_property
     def unit(self) -> tuple[str, int]:
-        """The unit in which a picture writes all bytes: that of the most that one rank sends on an axis in a step."""
+        """The unit of all bytes in a picture: that of the most that one rank sends on an axis in a step."""
         return byte_unit(max(self.per_step(self.sent(axis, rank)[1]) for axis in AXES for rank in range(self.ranks)))
 
     @property
@@ -90,7 +91,7 @@ def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
         raise UsageError(f"{name} does not say its mesh: not of minipar.train --trace, or {old}")
     traffic = MeshTraffic({axis: trace.mesh[axis] for axis in ("pp", "dp", "tp")}, max(1, len(trace.steps())))
     product = f"pp*dp*tp = {'*'.join(map(str, traffic.shape.values()))} = {traffic.ranks}"
-    if list(trace.ranks) != list(range(traffic.ranks)):
+    if len(trace.ranks) != traffic.ranks or list(trace.ranks) != list(range(traffic.ranks)):
         raise UsageError(f"{name} has {len(trace.ranks)} ranks, but its mesh {product}")
     for message in (message for message in trace.messages if message.axis in AXES):
         if message.nbytes is None:
@@ -145,7 +146,7 @@ def plot_mesh(traffic: MeshTraffic) -> Picture:
     left, right = min(x for x, _ in places.values()) - side, max(x for x, _ in places.values()) + BOX / 2 + 0.3
     low, high = min(y for _, y in places.values()) - height / 2 - 0.3, max(y for _, y in places.values()) + top
     missing = max(0.0, 7.6 - (right - left)) / 2
-    table = 0.22 * len(traffic.axes) + 1.12
+    table = 0.22 * len(traffic.axes) + 0.92
     left, right, low, high = left - missing, right + missing, low - table, high + 0.4
     figure = picture(right - left, high - low)
     figure.set_layout_engine("none")
@@ -214,8 +215,9 @@ def _stages(axes: Axes, traffic: MeshTraffic, places: dict[int, Place], height: 
         corner = (left - BOX / 2 - 0.13, low - height / 2 - 0.28)
         size = (right - left + BOX + 0.26, high - low + height + 0.41)
         axes.add_patch(Rectangle(corner, *size, facecolor=PAPER, edgecolor="none", zorder=0))
-        text = f"pipeline stage {stage} (pp {stage})"
-        axes.text(corner[0] + 0.08, corner[1] + 0.07, text, fontsize=7.5, color=INK, va="baseline", zorder=1)
+        axes.text(
+            corner[0] + 0.08, corner[1] + 0.07, f"stage {stage}", fontsize=7.5, color=INK, va="baseline", zorder=1
+        )
 
 
 def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: float) -> FancyBboxPatch:
@@ -246,8 +248,7 @@ def _links(
     """Draw a line for each pair of ranks that sends more than a negligible part of the widest line on its axis."""
     pairs = [(axis, *pair) for axis in traffic.axes for pair in traffic.pairs(axis)]
     most = max((up + down for *_, up, down in pairs), default=0) or 1
-    widest = {axis: max((up + down for a, _, _, up, down in pairs if a == axis), default=0) for axis in LOOKS}
-    least = {axis: NEGLIGIBLE * total for axis, total in widest.items()}
+    least = {axis: NEGLIGIBLE * max(up + down for a, _, _, up, down in pairs if a == axis) for axis, *_ in pairs}
     drawn = [pair for pair in pairs if pair[3] + pair[4] > least[pair[0]]]
     for axis, low, high, up, down in drawn:
         colour, dashes = LOOKS[axis]
@@ -327,7 +328,8 @@ def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
             axes.text(x, y, cell, ha="left" if x == columns[0] else "right", **look)
     notes = (
         "In a box: the bytes that this rank sends. At a line: those of both directions; a wider line is more bytes.",
-        f"Pairs of ranks that send {100 * NEGLIGIBLE:g} % or less of the widest line on their axis are not joined.",
+        f"Not joined: pairs that send {100 * NEGLIGIBLE:g} % or less of the widest line on their axis. "
+        "Grey: a pipeline stage.",
     )
     for line, note in enumerate(notes, start=len(traffic.axes) + 1):
         axes.text(left, top - 0.22 * line, note, fontsize=7.5, color=INK, va="center")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -108,53 +108,42 @@ def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[
         except UsageError:
             continue
         v = Fraction(schedule.stages, p)
-        each = replace(
-            durations,
-            forward=durations.forward / v,
-            backward_input=durations.backward_input / v,
-            backward_weight=durations.backward_weight / v,
-        )
-        timelines[NAMES[name]] = simulate(schedule, each)
+        times = durations.forward / v, durations.backward_input / v, durations.backward_weight / v
+        timelines[NAMES[name]] = simulate(schedule, Durations(*times, durations.comm))
     return timelines
 
 
-def plot_schedule(
-    timelines: Timeline | Mapping[str, Timeline], memory: bool = True, seconds: bool = False, width: float | None = None
-) -> Picture:
+def plot_schedule(timelines: Timeline | Mapping[str, Timeline], seconds: bool = False) -> Picture:
     """Draw each rank's actions over time, microbatch numbers inside; several timelines one above the other.
 
+    Under them are the activations alive on each rank, of the first timeline; those of the others are lines.
+
     timelines  one, or {label: timeline}, as in {"predicted": ..., "measured": ...}
-    memory     under them the activations alive on each rank (of the first timeline; of the others as lines)
-    seconds    times are seconds, as `measured_timeline` gives them; otherwise they are units of the simulator
-    width      inches; by default what the numbers in the boxes need, within limits
+    seconds    times are seconds, as of a trace; otherwise they are units of the simulator
     """
     labelled = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     if not labelled:
         raise UsageError("no timeline to draw")
-    titles = {}
-    for label, timeline in labelled.items():
-        name = NAMES.get(timeline.schedule.name, timeline.schedule.name)
-        name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-        titles[label] = (", ".join(part for part in (name, label) if part), facts(timeline))
-    sheet = _Sheet(list(labelled.values()), width, seconds)
+    sheet = _Sheet(list(labelled.values()), seconds)
     rows = [len(timeline.ranks) * _row(timeline) for timeline in labelled.values()]
     ranks = len(next(iter(labelled.values())).ranks)
-    figure, axes = sheet.lay_out([*rows, *([ranks * _row_of_memory(ranks)] if memory else [])])
+    figure, axes = sheet.lay_out([*rows, ranks * min(0.24, 0.6 / max(1, ranks) ** 0.5)])
     for (label, timeline), panel in zip(labelled.items(), axes, strict=False):
-        sheet.draw(panel, timeline, *titles[label])
-    if memory:
-        sheet.draw_memory(axes[-1], labelled)
+        name = NAMES.get(timeline.schedule.name, timeline.schedule.name)
+        name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+        sheet.draw(panel, timeline, f"{name}, {label}" if label else name, facts(timeline))
+    sheet.draw_memory(axes[-1], labelled)
     return figure
 
 
-def plot_schedules(timelines: Mapping[str, Timeline], width: float | None = None) -> Picture:
+def plot_schedules(timelines: Mapping[str, Timeline]) -> Picture:
     """Draw many schedules one above the other on one time axis, {name: timeline} as `gallery` gives them.
 
     One that takes far longer than all others is cut, with its time at the edge.
     """
     if not timelines:
         raise UsageError("no timeline to draw")
-    sheet = _Sheet(list(timelines.values()), width, cut=True)
+    sheet = _Sheet(list(timelines.values()), cut=True)
     sizes = {(len(timeline.ranks), timeline.schedule.microbatches) for timeline in timelines.values()}
     header = ", ".join([f"p = {p} ranks, m = {m} microbatches" for p, m in sizes if len(sizes) == 1])
     heights = [0.75 * len(timeline.ranks) * _row(timeline) for timeline in timelines.values()]
@@ -169,17 +158,11 @@ def _row(timeline: Timeline) -> float:
     return min(0.3, 0.8 / max(1, len(timeline.ranks)) ** 0.5)
 
 
-def _row_of_memory(ranks: int) -> float:
-    """Choose the inches for the memory of each rank."""
-    return min(0.24, 0.6 / max(1, ranks) ** 0.5)
-
-
 @dataclass
 class _Sheet:
     """Everything that the panels of one picture share: colours, width, the time axis."""
 
     timelines: Sequence[Timeline]
-    wanted: float | None
     seconds: bool = False
     cut: bool = False
 
@@ -193,7 +176,7 @@ class _Sheet:
         if self.cut and len(ends) > 1 and ends[-1] > 1.5 * ends[-2]:
             self.span = 1.06 * ends[-2] * self.scale
         self.digits = max(len(str(timeline.schedule.microbatches - 1)) for timeline in self.timelines)
-        self.width = self.wanted or self._readable()
+        self.width = self._readable()
 
     def _readable(self) -> float:
         """Compute the inches that leave space for numbers in all but the shortest boxes."""
@@ -248,22 +231,18 @@ class _Sheet:
         for rank, slots in enumerate(timeline.ranks):
             row = (rank + 0.04, 0.92)
             panel.broken_barh([(0, end)], row, facecolor="white", edgecolor=PAPER, linewidth=0.8)
-            boxes = [
-                (
-                    float(slot.start) * self.scale,
-                    float(slot.end) * self.scale,
-                    self.colours[slot.action.kind, chunk[slot.action.stage]],
-                    str(slot.action.microbatch),
-                )
-                for slot in slots
-                if float(slot.start) * self.scale < self.span
-            ]
-            bars = [(box[0], box[1] - box[0]) for box in boxes]
+            shown = [slot for slot in slots if float(slot.start) * self.scale < self.span]
+            spans = [(float(slot.start) * self.scale, float(slot.end) * self.scale) for slot in shown]
+            stages = [chunk[slot.action.stage] for slot in shown]
+            faces = [self.colours[slot.action.kind, stage] for slot, stage in zip(shown, stages, strict=True)]
+            bars = [(start, end - start) for start, end in spans]
             edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
-            panel.broken_barh(bars, row, facecolors=[box[2] for box in boxes], edgecolors="white", linewidth=edge)
-            numbers = [chunk[slot.action.stage] for slot in slots][: len(boxes)]
-            marks = [(*box[:3], number) for box, number in zip(boxes, numbers, strict=True)]
+            panel.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidth=edge)
+            marks = [(*span, face, stage) for span, face, stage in zip(spans, faces, stages, strict=True)]
             mark_stages(panel, row, marks, points[0], stages_per_rank(timeline))
+            boxes = [
+                (*span, face, str(slot.action.microbatch)) for span, face, slot in zip(spans, faces, shown, strict=True)
+            ]
             number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits)
         if end > self.span:
             self._beside(panel, ranks / 2, f"▸ {end:g}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import stat
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,9 @@ def save(figure: Figure, path: str) -> None:
         raise UsageError(f"--out {path}: the name must end in {', '.join(FORMATS)}")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of characters that the font lacks, in names from a file
+            figure.savefig(path, dpi=150)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
 
@@ -125,7 +127,7 @@ def check_file(path: str) -> None:
     """Raise UsageError if a path is not a file: a pipe or a device may have no end."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UsageError(f"{path} cannot be read: not a regular file")
+            raise OSError(0, "not a regular file")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
@@ -160,13 +162,16 @@ def read_json(path: str) -> Any:
     return parse_json(read_text(path), path)
 
 
-def number(value: Any, least: float = -math.inf) -> float:
-    """Convert a JSON number to a float. TypeError or ValueError if it is none, not finite or below `least`."""
+LARGEST = 1e18  # of any number in a file: a picture could not show more
+
+
+def number(value: Any, least: float = -LARGEST) -> float:
+    """Convert a JSON number to a float. TypeError or ValueError if it is none, or not from `least` to LARGEST."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is not a number")
-    if not math.isfinite(result := float(value)) or result < least:
-        raise ValueError(f"{value} is not in the range")
-    return result
+        raise TypeError(f"{value!r:.40} is not a number")
+    if not least <= value <= LARGEST:
+        raise ValueError(f"{value!r:.40} is not between {least:g} and {LARGEST:g}")
+    return float(value)
 
 
 NOT_A_ROW = (AttributeError, KeyError, TypeError, ValueError, OverflowError)  # raised by foreign JSON

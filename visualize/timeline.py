@@ -23,6 +23,7 @@ ORDER = ("tp", "cp", "dp", "pp")  # of the lanes: the mesh's fastest axis first
 WIDTH, LEFT, RIGHT, COMPUTE, LANE, GAP = 11.0, 1.45, 0.15, 0.36, 0.11, 0.1
 POINTS = 72
 OFFSET: dict[str, Any] = {"textcoords": "offset points"}
+COLUMNS = 6  # of the legend
 HATCHED = 6.0  # points of waiting from which hatching can be seen, and its slice's colour too
 
 
@@ -78,6 +79,11 @@ def coordinates(shape: Mapping[str, int], rank: int) -> dict[str, int]:
     return {axis: places[axis] for axis in shape}
 
 
+def axis_of(track: str) -> str:
+    """Return the mesh axis in a track's name, such as "communication dp, send and receive"."""
+    return track.removeprefix(COMMUNICATION).partition(",")[0].strip()
+
+
 def read_trace(path: str) -> Trace:
     """Read a trace that `minipar.train --trace` wrote. UsageError if the file is missing or something else."""
     return parse_trace(read_json(path), path)
@@ -106,8 +112,7 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
                 ranks[rank][track].append(Slice(str(event["name"]), start, start + length, wait))
             elif event["ph"] == "s":
                 nbytes = event.get("args", {}).get("bytes")
-                axis = track.removeprefix(COMMUNICATION).partition(",")[0].strip()  # of "communication dp, ..."
-                starts[event["id"]] = (rank, start, axis, None if nbytes is None else int(number(nbytes, 0)))
+                starts[event["id"]] = (rank, start, axis_of(track), None if nbytes is None else int(number(nbytes, 0)))
             else:
                 ends[event["id"]] = (rank, start)
         about = data.get("otherData", {}) if isinstance(data, dict) else {}
@@ -158,11 +163,12 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
     axes.set_xlim(0, (end - begin) * sheet.scale)
     axes.set_ylim(len(trace.ranks), -0.05)
     sheet.name_rows(axes)
-    axes.set_xlabel(f"time ({sheet.unit}{', ' + trace.clock + ' clock' if trace.clock else ''})")
+    words = [sheet.unit, *([f"{trace.clock} clock"] if trace.clock else [])]
+    note = "; number in a box: its microbatch" if any(name in KINDS for name in sheet.visible) else ""
+    axes.set_xlabel(f"time ({', '.join(words)}{note})")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    handles = sheet.legend()
-    figure.legend(handles=handles, loc="lower center", ncols=min(6, len(handles)), frameon=False, fontsize=9)
+    figure.legend(handles=sheet.legend, loc="lower center", ncols=COLUMNS, frameon=False, fontsize=9)
     return figure
 
 
@@ -179,14 +185,16 @@ class _Sheet:
             for track, slices in tracks.items()
         }
         lanes = {track for (_, track), slices in self.shown.items() if slices and track.startswith(COMMUNICATION)}
-        self.tracks = [COMPUTATION, *sorted(lanes, key=lambda track: (_axis_order(track), track))]
+        order = {axis: place for place, axis in enumerate(ORDER)}
+        self.tracks = [COMPUTATION, *sorted(lanes, key=lambda track: (order.get(axis_of(track), len(ORDER)), track))]
         self.each = COMPUTE + LANE * len(lanes) + GAP  # of a rank
-        self.bottom = 0.62 + 0.2 * 2
         visible = {}
         for one in (one for (_, track), slices in self.shown.items() if track in self.tracks for one in slices):
             visible[_what(one.name)] = max(visible.get(_what(one.name), 0.0), self._wide(one.end - one.start))
         self.colours = colours(visible)
         self.visible = {name: colour for name, colour in self.colours.items() if visible[name] > 0.3}
+        self.legend = self._legend()
+        self.bottom = 0.62 + 0.2 * math.ceil(len(self.legend) / COLUMNS)
 
     def _wide(self, seconds: float) -> float:
         """Convert a time to points of the picture's width."""
@@ -235,13 +243,10 @@ class _Sheet:
         """Name each rank at the middle of its rows, with its place in the mesh, and each of its lanes."""
         ranks, mesh = self.trace.ranks, {axis: size for axis, size in self.trace.mesh.items() if size > 1}
         middle = (self.each - GAP) / 2 / self.each
-        known = math.prod(mesh.values()) == len(ranks) and mesh
         names = [f"rank {rank}" for rank in ranks]
-        if known:
-            names = [
-                "\n".join([f"rank {rank}", ", ".join(f"{axis} {at}" for axis, at in coordinates(mesh, rank).items())])
-                for rank in ranks
-            ]
+        if mesh and math.prod(mesh.values()) == len(ranks):
+            places = [", ".join(f"{axis} {at}" for axis, at in coordinates(mesh, rank).items()) for rank in ranks]
+            names = [f"{name}\n{place}" for name, place in zip(names, places, strict=True)]
         axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=8)
         axes.tick_params(axis="y", length=0, pad=34)
         for place in range(len(ranks)):
@@ -252,21 +257,13 @@ class _Sheet:
                 spot = (0.0, top + height / 2)
                 axes.annotate("compute" if track == COMPUTATION else text, spot, xytext=(-4, 0), **look, **OFFSET)
 
-    def legend(self) -> list[Patch]:
+    def _legend(self) -> list[Patch]:
         """Build the legend of what can be seen."""
         handles = [Patch(facecolor=colour, label=KINDS.get(name, name)) for name, colour in self.visible.items()]
         handles.append(Patch(facecolor=PAPER, label="rank does not compute"))
         if any(self._wide(one.wait) > HATCHED for slices in self.shown.values() for one in slices):
             handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", label="waiting for messages"))
-        if any(name in KINDS for name in self.visible):
-            handles.append(Patch(facecolor="none", label="number in a box: its microbatch"))
         return handles
-
-
-def _axis_order(track: str) -> int:
-    """Rank a lane by the mesh axis in its name."""
-    axis = track.removeprefix(COMMUNICATION).partition(",")[0].strip()
-    return ORDER.index(axis) if axis in ORDER else len(ORDER)
 
 
 def _what(name: str) -> str:
@@ -284,20 +281,15 @@ def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
         slices = [one for tracks in trace.ranks.values() for track in tracks.values() for one in track]
         begin, end, title = min(one.start for one in slices), max(one.end for one in slices), "the whole run"
     else:
-        begin, end, title = _chosen(marks, steps)
+        chosen = range(1, len(marks) + 1)[steps or slice(-SHOWN_STEPS, None)]
+        if len(chosen) == 0:
+            raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
+        first, last = chosen[0], chosen[-1]
+        begin, end = marks[first - 1][0], marks[last - 1][1]
+        title = (f"step {first}" if first == last else f"steps {first} to {last}") + f" of {len(marks)}"
     if not end > begin:
         raise UsageError("the trace holds nothing that took time")
     return begin, end, title
-
-
-def _chosen(marks: Sequence[tuple[float, float]], steps: slice | None) -> tuple[float, float, str]:
-    """Find the stretch of time of the chosen steps, and its title."""
-    chosen = range(len(marks))[steps or slice(-SHOWN_STEPS, None)]
-    if len(chosen) == 0:
-        raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
-    first, last = chosen[0] + 1, chosen[-1] + 1
-    title = f"step {first}" if first == last else f"steps {first} to {last}"
-    return marks[first - 1][0], marks[last - 1][1], f"{title} of {len(marks)}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -69,6 +69,7 @@ def run_backward(root: Node, gradient: Array) -> None:
             for edge, result in edges:
                 if isinstance(edge, Node) and result is not None:
                     gradients.add(edge, result)
+            del results, edges  # frees what the next node's backward does not need
 
 
 def reachable(root: Node) -> tuple[list[Node], dict[Leaf, int]]:

@@ -7,15 +7,16 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
 from minipar.errors import UsageParser
 
+# The function that adds a benchmark's flags, and the one that every rank runs: its docstring's first line is the help.
 SUBCOMMANDS = {
-    "collectives": collectives.COLLECTIVES,
-    "step": step.STEP,
-    "zero": step.ZERO,
-    "overlap": step.OVERLAP,
-    "pipeline": pipeline.PIPELINE,
-    "machine": machine.MACHINE,
-    "layouts": layouts.LAYOUTS_BENCH,
-    "modelled": layouts.MODELLED,
+    "collectives": (collectives.add_arguments, collectives.run),
+    "step": (step.add_step_flags, step.run_step),
+    "zero": (step.add_step_flags, step.run_zero),
+    "overlap": (step.add_overlap_flags, step.run_overlap),
+    "pipeline": (pipeline.add_arguments, pipeline.run),
+    "machine": (machine.add_arguments, machine.run),
+    "layouts": (layouts.add_layouts_flags, layouts.run_layouts),
+    "modelled": (layouts.add_modelled_flags, layouts.run_modelled),
 }
 
 
@@ -28,12 +29,13 @@ def bench(comm: Communicator) -> None:
         prints=prints,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
-    for name, subcommand in SUBCOMMANDS.items():
-        subparser = subparsers.add_parser(name, help=subcommand.help, prints=prints)
+    for name, (add_arguments, run) in SUBCOMMANDS.items():
+        subparser = subparsers.add_parser(name, help=str(run.__doc__).splitlines()[0], prints=prints)
         subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
-        subcommand.add_arguments(subparser)
+        add_arguments(subparser)
+        subparser.set_defaults(run=run)
     args = parser.parse_args()
-    SUBCOMMANDS[args.subcommand].run(comm, args)
+    args.run(comm, args)
 
 
 if __name__ == "__main__":

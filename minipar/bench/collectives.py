@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import Subcommand, largest, publish
-from minipar.comm.clock import Clock, Network
+from minipar.bench import largest, publish
 from minipar.comm.communicator import ALGORITHMS, Communicator, choose
 from minipar.comm.gathers import chunk_bounds
-from minipar.comm.threads import ThreadTransport, ThreadWorld
 from minipar.comm.traffic import wire_bytes
-from minipar.comm.transport import Request
-from minipar.comm.work import Work
-from minipar.errors import CommunicationError, UsageError
+from minipar.errors import UsageError
 
-COLUMNS = (
-    "op", "algorithm", "runs", "ranks", "bytes", "seconds", "mpi_seconds", "ratio", "wire_bytes", "wire_bytes_expected",
-)  # fmt: skip
 SIZES = "1K,4K,16K,64K,1M,4M,16M"
 BATCHES = 11
 BATCH_SECONDS = 0.01  # calls per batch: as many as take about this long
@@ -41,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """Measure and publish one row per operation, algorithm and size."""
+    """Measure the time, and the bytes on the wire, of each collective next to MPI's own."""
     ops = args.ops.split(",")
     for op in ops:
         if op not in ALGORITHMS:
@@ -53,7 +46,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
         for algorithm in names:
             for nbytes in sizes if op != "barrier" else [0]:
                 rows.append(measure(comm, op, algorithm, nbytes, np.dtype(args.dtype)))
-    publish(comm, rows, COLUMNS, args.json)
+    publish(comm, rows, args.json)
 
 
 def parse_size(text: str) -> int:
@@ -140,39 +133,3 @@ def _timed(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
-
-
-COLLECTIVES = Subcommand(
-    help="time, and bytes on the wire, of each collective next to MPI's own", add_arguments=add_arguments, run=run
-)
-
-
-class OneThread:
-    """All ranks of a world in one thread, for simulations of communication alone.
-
-    A collective is a generator, so a loop can take turns between hundreds of ranks. As many threads would spend their
-    time on waking each other. Only asynchronous operations can run this way, because all must begin before any waits.
-    `ranks[r]` is the communicator of rank r, with a clock of its own that `clock()` makes.
-    """
-
-    def __init__(self, size: int, clock: Callable[[], Clock], network: Network | None = None) -> None:
-        world = ThreadWorld(size)
-        transports = [ThreadTransport(world, range(size), rank) for rank in range(size)]
-        self.ranks = [Communicator(transport, clock=clock(), network=network) for transport in transports]
-
-    def take_turns(self, works: Iterable[Work]) -> float:
-        """Advance the work of all ranks until it is done, and each rank's clock to its end. Return the latest time.
-
-        CommunicationError if no message can come any more because some rank has not begun.
-        """
-        works = list(works)
-        left: list[Work] = works
-        missing: list[Request | None] = []
-        while left:
-            before, missing = missing, [work.missing for work in left]
-            if missing == before:
-                raise CommunicationError(f"no message is on its way: {left[0].describe()}")
-            left = [work for work in left if not work.test()]
-        for work in works:
-            work.wait()
-        return max(comm.clock.now() for comm in self.ranks)

@@ -1,15 +1,15 @@
 """The cost of minipar's computation in few constants: CPU seconds of each piece of a training step, for any shape.
 
 A piece is a block's pass, the embedding, the head with its loss, the gradient's norm or the update. It takes
-FLOPs / flops_per_second, and for each entry of its row in PIECES a constant times an amount. The constants are fitted
-to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
+FLOPs / flops_per_second, and for each of its constants (`Costs`) that constant times an amount. The constants are
+fitted to measured pieces (machine.py). They are the same for all shapes, so the planner can use them for other shapes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,8 @@ class Shape:
 # ---- constants -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Amounts:
-    """The amounts of a shape on one rank, by which the constants are multiplied.
+def amounts_of(shape: Shape, parameters: float) -> dict[str, float]:
+    """Return the amounts of a shape on one rank, by which the constants are multiplied.
 
     forward, input, weight   FLOPs of a block's F, I and W: its matrices, and attention's core once, twice, never
     head, head_backward      FLOPs of the output head
@@ -57,100 +56,50 @@ class Amounts:
     parameters, tensors   that the optimizer updates
     once          1: the overhead of a pass
     """
-
-    forward: float
-    input: float
-    weight: float
-    head: float
-    head_backward: float
-    kept: float
-    matrices: float
-    copied: float
-    logits: float
-    hidden: float
-    head_hidden: float
-    parameters: float
-    tensors: float
-    once: float = 1.0
-
-    @classmethod
-    def of(cls, shape: Shape, parameters: float) -> Amounts:
-        """Return the amounts of a shape; `parameters` of the rank, for the norm and the update."""
-        sizes: dict[str, Any] = {
-            "layers": 1,
-            "hidden": shape.hidden,
-            "heads": shape.heads,
-            "vocab_size": shape.vocab_size,
-        }
-        model = ModelShape(**sizes, positions=shape.seq_len)
-        layout = Layout(
-            dp=1, tp=shape.tp, pp=1, microbatch=shape.samples, microbatches=1, sequence_parallel=shape.sequence_parallel
-        )
-        core, head = model.attention_core_flops(shape.seq_len), model.head_flops(shape.seq_len)
-        matrices = model.layer_flops(shape.seq_len) - core
-        tokens = shape.samples * shape.seq_len
-        hidden = tokens * shape.hidden
-        return cls(
-            forward=(matrices + core) * shape.samples / shape.tp,
-            input=(matrices + 2 * core) * shape.samples / shape.tp,
-            weight=matrices * shape.samples / shape.tp,
-            head=head * shape.samples / shape.tp,
-            head_backward=2 * head * shape.samples / shape.tp,
-            kept=layer_activations(model, layout, shape.seq_len),
-            matrices=12 * shape.hidden**2 / shape.tp,
-            copied=hidden if shape.tp > 1 else 0,
-            logits=tokens * shape.vocab_size / shape.tp,
-            hidden=hidden,
-            head_hidden=hidden / layout.sequence_slices,
-            parameters=parameters,
-            tensors=BLOCK_TENSORS * BLOCKS + OTHER_TENSORS,
-        )
+    model = ModelShape(1, shape.hidden, shape.heads, shape.vocab_size, positions=shape.seq_len)
+    layout = Layout(
+        dp=1, tp=shape.tp, pp=1, microbatch=shape.samples, microbatches=1, sequence_parallel=shape.sequence_parallel
+    )
+    core, head = model.attention_core_flops(shape.seq_len), model.head_flops(shape.seq_len)
+    matrices = model.layer_flops(shape.seq_len) - core
+    tokens = shape.samples * shape.seq_len
+    hidden = tokens * shape.hidden
+    return {
+        "forward": (matrices + core) * shape.samples / shape.tp,
+        "input": (matrices + 2 * core) * shape.samples / shape.tp,
+        "weight": matrices * shape.samples / shape.tp,
+        "head": head * shape.samples / shape.tp,
+        "head_backward": 2 * head * shape.samples / shape.tp,
+        "kept": layer_activations(model, layout, shape.seq_len),
+        "matrices": 12 * shape.hidden**2 / shape.tp,
+        "copied": hidden if shape.tp > 1 else 0,
+        "logits": tokens * shape.vocab_size / shape.tp,
+        "hidden": hidden,
+        "head_hidden": hidden / layout.sequence_slices,
+        "parameters": parameters,
+        "tensors": BLOCK_TENSORS * BLOCKS + OTHER_TENSORS,
+        "once": 1.0,
+    }
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The cost of a piece: `flops` names an amount of FLOPs; `costs` has the amount that multiplies each constant."""
-
-    flops: str | None
-    costs: Mapping[str, str]
-
-
-_WEIGHT = {"weight_byte": "kept", "weight_block": "once"}
-# The first microbatch of a step writes weight gradients (W), the others add to them (W more).
+# Each piece and its FLOPs (amounts_of). A step's first microbatch writes weight gradients (W), the others add (W more).
 PIECES = {
-    "F": Piece(
-        flops="forward",
-        costs={
-            "forward_byte": "kept", "forward_block": "once", "read_parameter": "matrices", "copy_hidden": "copied",
-        },
-    ),
-    "I": Piece(
-        flops="input",
-        costs={"input_byte": "kept", "input_block": "once", "read_parameter": "matrices", "copy_hidden": "copied"},
-    ),
-    "W": Piece(flops="weight", costs=_WEIGHT),
-    "W more": Piece(flops="weight", costs=_WEIGHT | {"accumulate_parameter": "matrices"}),
-    "head F": Piece(
-        flops="head",
-        costs={"head_forward_logit": "logits", "head_forward_hidden": "head_hidden", "head_forward_call": "once"},
-    ),
-    "head B": Piece(
-        flops="head_backward",
-        costs={"head_backward_logit": "logits", "head_backward_hidden": "head_hidden", "head_backward_call": "once"},
-    ),
-    "embed F": Piece(flops=None, costs={"embed_forward_hidden": "hidden", "embed_forward_call": "once"}),
-    "embed B": Piece(flops=None, costs={"embed_backward_hidden": "hidden", "embed_backward_call": "once"}),
-    "norm": Piece(flops=None, costs={"norm_parameter": "parameters", "norm_tensor": "tensors"}),
-    "AdamW": Piece(flops=None, costs={"update_parameter": "parameters", "update_tensor": "tensors"}),
+    "F": "forward", "I": "input", "W": "weight", "W more": "weight", "head F": "head", "head B": "head_backward",
+    "embed F": None, "embed B": None, "norm": None, "AdamW": None,
 }  # fmt: skip
 SUMS = {"B": ("I", "W"), "B more": ("I", "W more")}  # measured as well, and predicted as sums
 BLOCK = ("F", "I", "W", "W more")  # fitted together, since they share the rate of products
 
 
-def flops(piece: str, amounts: Amounts) -> float:
+def flops(piece: str, amounts: Mapping[str, float]) -> float:
     """Return the FLOPs of a piece's matrix products on one rank."""
-    name = PIECES[piece].flops
-    return 0.0 if name is None else getattr(amounts, name)
+    name = PIECES[piece]
+    return 0.0 if name is None else amounts[name]
+
+
+def cost(amount: str, *pieces: str) -> Any:
+    """Declare a constant: the amount that it multiplies, and the pieces that it is a part of."""
+    return field(metadata={"amount": amount, "pieces": pieces})
 
 
 @dataclass(frozen=True)
@@ -163,37 +112,37 @@ class Costs:
     """
 
     flops_per_second: float
-    forward_byte: float
-    input_byte: float
-    weight_byte: float
-    forward_block: float
-    input_block: float
-    weight_block: float
-    read_parameter: float
-    copy_hidden: float
-    accumulate_parameter: float
-    head_forward_logit: float
-    head_forward_hidden: float
-    head_forward_call: float
-    head_backward_logit: float
-    head_backward_hidden: float
-    head_backward_call: float
-    embed_forward_hidden: float
-    embed_forward_call: float
-    embed_backward_hidden: float
-    embed_backward_call: float
-    norm_parameter: float
-    norm_tensor: float
-    update_parameter: float
-    update_tensor: float
+    forward_byte: float = cost("kept", "F")
+    input_byte: float = cost("kept", "I")
+    weight_byte: float = cost("kept", "W", "W more")
+    forward_block: float = cost("once", "F")
+    input_block: float = cost("once", "I")
+    weight_block: float = cost("once", "W", "W more")
+    read_parameter: float = cost("matrices", "F", "I")
+    copy_hidden: float = cost("copied", "F", "I")
+    accumulate_parameter: float = cost("matrices", "W more")
+    head_forward_logit: float = cost("logits", "head F")
+    head_forward_hidden: float = cost("head_hidden", "head F")
+    head_forward_call: float = cost("once", "head F")
+    head_backward_logit: float = cost("logits", "head B")
+    head_backward_hidden: float = cost("head_hidden", "head B")
+    head_backward_call: float = cost("once", "head B")
+    embed_forward_hidden: float = cost("hidden", "embed F")
+    embed_forward_call: float = cost("once", "embed F")
+    embed_backward_hidden: float = cost("hidden", "embed B")
+    embed_backward_call: float = cost("once", "embed B")
+    norm_parameter: float = cost("parameters", "norm")
+    norm_tensor: float = cost("tensors", "norm")
+    update_parameter: float = cost("parameters", "AdamW")
+    update_tensor: float = cost("tensors", "AdamW")
 
     def seconds(self, piece: str, shape: Shape, parameters: float) -> float:
         """Predict a piece of PIECES or SUMS; `parameters` of the rank, for the norm and the update."""
-        amounts = Amounts.of(shape, parameters)
+        amounts = amounts_of(shape, parameters)
         terms = []
         for name in SUMS.get(piece, (piece,)):
             terms.append(flops(name, amounts) / self.flops_per_second)
-            terms += [getattr(self, cost) * getattr(amounts, of) for cost, of in PIECES[name].costs.items()]
+            terms += [getattr(self, constant) * amount for constant, amount in counts_of(name, amounts).items()]
         return sum(terms)
 
     def compute(self, model: ModelShape, layout: Layout, length: int, parameters: float) -> ComputeTime:
@@ -202,18 +151,11 @@ class Costs:
         The cost of adding to gradients, from a step's second microbatch on, is spread over all microbatches. The output
         head's W is its products.
         """
-        shape = Shape(
-            hidden=model.hidden,
-            heads=model.heads,
-            seq_len=length,
-            samples=layout.microbatch,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            vocab_size=model.vocab_size,
-        )
+        sequence, vocabulary = layout.sequence_parallel, model.vocab_size
+        shape = Shape(model.hidden, model.heads, length, layout.microbatch, layout.tp, sequence, vocabulary)
         seconds = {piece: self.seconds(piece, shape, parameters) for piece in PIECES}
         m, tensors = layout.microbatches, BLOCK_TENSORS * layout.layers_per_rank(model) + OTHER_TENSORS
-        head_weight = flops("head B", Amounts.of(shape, parameters)) / 2 / self.flops_per_second
+        head_weight = flops("head B", amounts_of(shape, parameters)) / 2 / self.flops_per_second
         per_parameter = self.norm_parameter + self.update_parameter
         return ComputeTime(
             forward=seconds["F"],
@@ -229,6 +171,12 @@ class Costs:
         )
 
 
+def counts_of(piece: str, amounts: Mapping[str, float]) -> dict[str, float]:
+    """Return the amount that each constant of a piece multiplies."""
+    constants = [constant for constant in fields(Costs) if piece in constant.metadata.get("pieces", ())]
+    return {constant.name: amounts[constant.metadata["amount"]] for constant in constants}
+
+
 @dataclass(frozen=True)
 class Machine:
     """The constants that `bench machine` measured: `costs` of computation, `network`: a message between two ranks."""
@@ -242,7 +190,7 @@ def load_machine(path: str) -> Machine:
     try:
         rows = json.loads(Path(path).read_text())
         values = {row["name"]: float(row["value"]) for row in rows if row["row"] == "constant"}
-        costs = Costs(**{field.name: values[field.name] for field in fields(Costs)})
+        costs = Costs(**{constant.name: values[constant.name] for constant in fields(Costs)})
         return Machine(costs=costs, network=Network(alpha=values["message_alpha"], beta=values["message_beta"]))
     except OSError as error:
         raise UsageError(f"--machine {path} cannot be read: {error.strerror}") from None
@@ -273,9 +221,9 @@ def _fit_pieces(
     rows: list[dict[str, float]] = []
     seconds, known = [], []
     for shape, times in measured:
-        amounts = Amounts.of(shape, times["parameters"])
+        amounts = amounts_of(shape, times["parameters"])
         for piece in pieces:
-            counts = {cost: getattr(amounts, of) for cost, of in PIECES[piece].costs.items()}
+            counts = counts_of(piece, amounts)
             rows.append(counts if rate else {"seconds_per_flop": flops(piece, amounts)} | counts)
             seconds.append(times[piece])
             known.append(flops(piece, amounts) / rate if rate else 0.0)

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from minipar.bench import add_model_flags, publish
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
-from minipar.bench.report import Subcommand, add_model_flags, publish
 from minipar.comm.clock import HostNetwork, ModelClock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
@@ -37,15 +37,6 @@ from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 
-COLUMNS = (
-    "ranks", "dp", "tp", "pp", "zero_stage", "schedule", "microbatches", "sequence_parallel", "recompute", "seconds",
-    "seconds_min", "seconds_max", "peak_bytes",
-)  # fmt: skip
-PREDICTED = ("predicted_seconds", "ratio", "predicted_bytes", "bytes_ratio")
-MODELLED_COLUMNS = (
-    "ranks", "hosts", "dp", "tp", "pp", "seconds", "predicted_seconds", "ratio", "compute", "exposed_tp", "exposed_pp",
-    "exposed_dp", "bubble",
-)  # fmt: skip
 # As `python -m minipar.train` takes them.
 LAYOUTS = (
     "",
@@ -77,6 +68,7 @@ LAYOUTS = (
     "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
     "--dp 2 --tp 2 --pp 2 --sequence-parallel --recompute full --microbatches 4",
 )
+MESH_SETTINGS = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "sync_every_microbatch")
 MODEL_SIZES = ("layers", "hidden", "heads", "seq_len", "vocab_size")
 NETWORK = Network(alpha=20e-6, beta=1e-9)
 RECORDED = 2  # steps with the ledger: the second begins with all that the first one left
@@ -92,8 +84,7 @@ MOST_RANKS = 1024  # threads
 def shape_of(config: TrainConfig) -> ModelShape:
     """Return the model of a configuration."""
     model = config.model
-    sizes: dict[str, Any] = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads}
-    return ModelShape(**sizes, vocab_size=model.vocab_size, positions=model.seq_len)
+    return ModelShape(model.layers, model.hidden, model.heads, model.vocab_size, positions=model.seq_len)
 
 
 def layout_of(config: TrainConfig) -> Layout:
@@ -185,7 +176,7 @@ def add_layouts_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each layout of at most as many ranks as there are."""
+    """Measure the time of a step and the peak memory of each rank, in many layouts of one model."""
     machine = load_machine(args.machine) if args.machine else None
     network = NETWORK if machine is None else machine.network
     if args.network is not None:
@@ -197,15 +188,14 @@ def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:
     model = ModelConfig(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
     resolved = configs(model, args.global_batch, comm.size)
     rows = measure(comm, resolved, args.repeat, network)
-    if machine is None:
-        publish(comm, rows, COLUMNS, args.json)
-        return
-    for row, config in zip(rows, resolved, strict=True) if comm.rank == 0 else ():
-        time, held = predict(config, replace(machine, network=network), args.seq_len)
-        row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
-        row |= {"predicted_bytes": held.total, "bytes_ratio": held.total / row["peak_bytes"]}
-    publish(comm, rows, COLUMNS + PREDICTED, args.json)  # rank 0's: no other rank has seen every layout
-    if comm.rank == 0 and args.json != "-":
+    if machine is not None and comm.rank == 0:  # no other rank has seen every layout
+        for row, config in zip(rows, resolved, strict=True):
+            time, held = predict(config, replace(machine, network=network), args.seq_len)
+            row |= {"predicted_seconds": time.total, "ratio": time.total / row["seconds"]}
+            row |= {"predicted_bytes": held.total, "bytes_ratio": held.total / row["peak_bytes"]}
+    not_shown = ("sync_every_microbatch", "virtual_stages", *MODEL_SIZES, "global_batch", "ranks_peak_bytes")
+    publish(comm, rows, args.json, hidden=not_shown)
+    if machine is not None and comm.rank == 0 and args.json != "-":
         print(f"{len(rows)} layouts: {agreement(rows)}")
 
 
@@ -284,15 +274,10 @@ def _row(config: TrainConfig, seconds: np.ndarray, peaks: list[int]) -> dict[str
     schedule = schedule_of(config) if mesh.pp > 1 else None
     return {
         "ranks": ranks,
-        "dp": mesh.dp,
-        "tp": mesh.tp,
-        "pp": mesh.pp,
-        "zero_stage": mesh.zero_stage,
-        "sync_every_microbatch": mesh.sync_every_microbatch,
+        **{setting: getattr(mesh, setting) for setting in MESH_SETTINGS},
         "schedule": None if schedule is None else schedule.name,
         "virtual_stages": 1 if schedule is None else schedule.stages // mesh.pp,
         "microbatches": config.data.microbatches,
-        "sequence_parallel": mesh.sequence_parallel,
         "recompute": config.run.recompute,
         **{size: getattr(config.model, size) for size in MODEL_SIZES},
         "global_batch": config.data.global_batch,
@@ -319,18 +304,13 @@ def add_modelled_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish one row: the step's time on the clock, the predicted time, and its parts."""
+    """Run a step of any layout on a modelled cluster of hosts, in one process, next to the prediction."""
     if comm.size > 1:
         raise UsageError(f"bench modelled makes its own ranks; mpirun started {comm.size}: run it without mpirun")
     parsed = parse(args.flags)
-    data, run = parsed.data, parsed.run
-    supported = TrainConfig(
-        parsed.mesh,
-        parsed.model,
-        DataConfig(global_batch=data.global_batch, microbatches=data.microbatches),
-        run=RunConfig(recompute=run.recompute, dtype=run.dtype, reduction=run.reduction),
-    )
-    if parsed != supported:
+    data = DataConfig(global_batch=parsed.data.global_batch, microbatches=parsed.data.microbatches)
+    run = RunConfig(recompute=parsed.run.recompute, dtype=parsed.run.dtype, reduction=parsed.run.reduction)
+    if parsed != TrainConfig(parsed.mesh, parsed.model, data, run=run):
         raise UsageError(
             "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
             "--global-batch, --microbatches, --recompute and --dtype"
@@ -361,7 +341,7 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
         **{f"exposed_{axis}": getattr(time, axis) for axis in ("tp", "pp", "dp")},
         "bubble": time.bubble,
     }
-    publish(comm, [row], MODELLED_COLUMNS, args.json)
+    publish(comm, [row], args.json)
 
 
 def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
@@ -380,15 +360,3 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
         return comm.clock.now() - start
 
     return max(run_local(cluster.gpus, step, clock=lambda: ModelClock(cluster.gpu.peak), network=network))
-
-
-LAYOUTS_BENCH = Subcommand(
-    help="the time of a step and the peak memory of each rank, in many layouts of one model",
-    add_arguments=add_layouts_flags,
-    run=run_layouts,
-)
-MODELLED = Subcommand(
-    help="in one process: a step of any layout on a modelled cluster of hosts, next to the prediction",
-    add_arguments=add_modelled_flags,
-    run=run_modelled,
-)

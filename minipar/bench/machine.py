@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import Tensor
-from minipar.bench.costs import BLOCKS, Shape, fit, fit_costs
-from minipar.bench.report import Subcommand, publish
+from minipar.bench import publish
+from minipar.bench.costs import BLOCK, BLOCKS, SUMS, Shape, fit, fit_costs
 from minipar.comm.clock import Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
@@ -25,6 +26,7 @@ from minipar.comm.work import Finished
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
+from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.pipeline import PipelineStage
 from minipar.parallel.stages import shard
 from minipar.parallel.tensor import tensor_parallel
@@ -66,27 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each constant, for each piece and shape, and on several ranks for each message size."""
+    """Measure this machine's constants: rate of products, seconds per byte, call and message; how well they predict.
+
+    Publish a row for each constant, for each piece and shape, and on several ranks for each message size.
+    """
     if args.repeat < 1 or args.vocab_size < HEADS:
         raise UsageError(f"--repeat {args.repeat} --vocab-size {args.vocab_size}: expected at least 1 and {HEADS}")
     if args.hidden < 1 or args.hidden % HEADS or args.seq_len < 1 or args.seq_len % 4:
         raise UsageError(f"--hidden {args.hidden} --seq-len {args.seq_len}: expected multiples of {HEADS} and 4")
-    publish(comm, measure(comm, args.hidden, args.seq_len, args.vocab_size, args.repeat), COLUMNS, args.json)
+    publish(comm, measure(comm, args.hidden, args.seq_len, args.vocab_size, args.repeat), args.json)
 
 
 def shapes(hidden: int, seq_len: int, vocab_size: int) -> list[tuple[Shape, bool]]:
     """Return the shapes around this hidden size and length, and whether constants are fitted to each."""
 
     def around(wide: float, long: float, samples: int, tp: int = 1, sequence: bool = False, words: int = 1) -> Shape:
-        return Shape(
-            hidden=int(hidden * wide),
-            heads=int(HEADS * wide),
-            seq_len=int(seq_len * long),
-            samples=samples,
-            tp=tp,
-            sequence_parallel=sequence,
-            vocab_size=vocab_size * words,
-        )
+        width, heads, length = int(hidden * wide), int(HEADS * wide), int(seq_len * long)
+        return Shape(width, heads, length, samples, tp, sequence, vocab_size * words)
 
     return [(around(*row), row in FITTED) for row in FITTED + CHECKED]
 
@@ -195,24 +193,6 @@ class LocalGroup:
         return Finished(np.zeros(x.size // self.size, x.dtype))
 
 
-class Stopwatch:
-    """CPU seconds of this thread by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-
-    def time(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return call(*arguments) and record its time."""
-        start = time.thread_time()
-        result = call(*arguments)
-        self.seconds.setdefault(name, []).append(time.thread_time() - start)
-        return result
-
-    def medians(self) -> dict[str, float]:
-        """Return the medians without the first WARMUP times of each name."""
-        return {name: float(np.median(seconds[WARMUP:])) for name, seconds in self.seconds.items()}
-
-
 def measure_pieces(comm: Communicator, shape: Shape, repeat: int) -> dict[str, float]:
     """Measure `pieces` on all ranks at once, as in a run, and return the medians over the ranks. Collective."""
     comm.barrier()
@@ -235,10 +215,17 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
     """
     model, ddp = _build(shape)
     inputs, targets, x, gradient = _arrays(shape)
-    watch = Stopwatch()
+    seconds: dict[str, list[float]] = defaultdict(list)
     blocks, ends = PipelineStage(model.parts[1:-1]), PipelineStage(model.parts[-1:])
     optimizer = AdamW(ddp.parameters())
     one = np.full((), 1 / targets.size, dtype=np.float32)
+
+    def timed(piece: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return call(*arguments) and record its CPU time on this thread."""
+        start = time.thread_time()
+        result = call(*arguments)
+        seconds[piece].append(time.thread_time() - start)
+        return result
 
     def loss(logits: Tensor) -> Tensor:
         return model.criterion(logits, targets)
@@ -247,35 +234,34 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
         ddp.zero_grad()
         with ddp.no_sync(), ddp.scaled_backward():
             for more in ("", " more"):
-                watch.time("F", blocks.forward, 0, Tensor(x, requires_grad=True))
-                watch.time("B" + more, blocks.backward, 0, gradient)
+                timed("F", blocks.forward, 0, Tensor(x, requires_grad=True))
+                timed("B" + more, blocks.backward, 0, gradient)
             ddp.zero_grad()
             for more in ("", " more"):
-                watch.time("F", blocks.forward, 0, Tensor(x, requires_grad=True))
-                watch.time("I", blocks.backward_input, 0, gradient)
-                watch.time("W" + more, blocks.backward_weight, 0)
+                timed("F", blocks.forward, 0, Tensor(x, requires_grad=True))
+                timed("I", blocks.backward_input, 0, gradient)
+                timed("W" + more, blocks.backward_weight, 0)
             ddp.zero_grad()
-            y = watch.time("embed F", model.parts[0].run, inputs)
-            watch.time("head F", ends.forward, 0, Tensor(x, requires_grad=True), loss)
-            watch.time("head B", ends.backward, 0, one)
-            watch.time("embed B", y.backward, gradient)
+            y = timed("embed F", model.parts[0].run, inputs)
+            timed("head F", ends.forward, 0, Tensor(x, requires_grad=True), loss)
+            timed("head B", ends.backward, 0, one)
+            timed("embed B", y.backward, gradient)
         ddp.synchronize()
-        watch.time("norm", ddp.clip_grad_norm, None)
-        watch.time("AdamW", optimizer.step)
-    medians = watch.medians()
-    for name in ("F", "B", "I", "W", "B more", "W more"):
-        medians[name] /= BLOCKS
+        timed("norm", clip_grad_norm, ddp.parameters(), None, len(ddp.buckets), ddp.comm)
+        timed("AdamW", optimizer.step)
+    medians = {piece: float(np.median(times[WARMUP:])) for piece, times in seconds.items()}
+    for piece in (*BLOCK, *SUMS):
+        medians[piece] /= BLOCKS
     return medians | {"parameters": float(sum(p.size for p in ddp.parameters()))}
 
 
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
     model = GPT(config, deferred=True)
-    options: dict[str, Any] = {}
     if shape.tp > 1:
         group: Any = LocalGroup(shape.tp)
-        options["before_reduce"] = tensor_parallel(model, group, sequence=shape.sequence_parallel).sum_partial
-    return model, shard(model, serial(), 0, **options)
+        tensor_parallel(model, group, sequence=shape.sequence_parallel)
+    return model, shard(model, serial(), 0)
 
 
 def _arrays(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -286,10 +272,3 @@ def _arrays(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     inputs, targets = random.integers(0, shape.vocab_size, (2, shape.samples, shape.seq_len))
     x, gradient = (random.standard_normal(size, dtype=np.float32) for _ in range(2))
     return inputs, targets, x, gradient / np.float32(targets.size)
-
-
-MACHINE = Subcommand(
-    help="this machine's constants: rate of products, seconds per byte, call and message, and how well they predict",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import Subcommand, add_model_flags, check_positive, publish
+from minipar.bench import add_model_flags, check_positive, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
@@ -26,10 +26,6 @@ from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
-COLUMNS = (
-    "schedule", "ranks", "microbatches", "bubble_measured", "bubble_min", "bubble_max", "bubble_simulated",
-    "bubble_closed_form", "seconds",
-)  # fmt: skip
 VOCABULARY = 32  # few tokens: the head then adds next to nothing to the last stage, and the stages are equal
 WARMUP = 2
 
@@ -44,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each schedule."""
+    """Measure the bubble of each pipeline schedule on two ranks or more, simulate it, and give its closed form."""
     if comm.size < 2:
         raise UsageError("bench pipeline needs at least 2 ranks: mpirun -n 8 python -m minipar.bench pipeline")
     if args.microbatches is None:
@@ -60,7 +56,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
         )
         check(config)
         configs[name] = resolve(config, comm.size)
-    publish(comm, measure(comm, configs, args.repeat), COLUMNS, args.json)
+    publish(comm, measure(comm, configs, args.repeat), args.json, hidden=["layers", "hidden", "batch"])
 
 
 def measure(comm: Communicator, configs: dict[str, TrainConfig], repeat: int) -> list[dict[str, Any]]:
@@ -120,10 +116,3 @@ def _row(config: TrainConfig, schedule: Schedule, steps: list[Timeline]) -> dict
         "bubble_closed_form": float(simulate(schedule).bubble_fraction),  # F = I = W = 1, B = 2
         "seconds": float(np.median([float(step.makespan) for step in steps])),
     }
-
-
-PIPELINE = Subcommand(
-    help="on two ranks or more: the bubble of each pipeline schedule, measured, simulated, and in closed form",
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.bench.report import Subcommand, add_model_flags, check_positive, largest, publish
+from minipar.bench import add_model_flags, check_positive, largest, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
 from minipar.errors import UsageError
@@ -28,9 +28,6 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard
 from minipar.parallel.wrapper import Wrapper
 
-STEP_COLUMNS = ("layers", "hidden", "heads", "seq_len", "batch", "seconds", "torch_seconds", "ratio", "gemm_seconds")
-ZERO_COLUMNS = ("zero_stage", "prefetch", "ranks", "layers", "hidden", "batch", "seconds", "ratio")
-OVERLAP_COLUMNS = ("sync", "ranks", "cores", "layers", "hidden", "batch", "wall_seconds", "cpu_seconds", "ratio")
 WARMUP = 2
 ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and whether stage 3 prefetches parameters
 
@@ -52,24 +49,18 @@ def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_step(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each hidden size. On several ranks `bench step` is `bench zero`."""
+    """Measure a step next to PyTorch's (if torch is installed) and its matrix products; on several ranks as zero."""
     if comm.size > 1:
         run_zero(comm, args)
         return
     rows = [measure(config, args.batch, args.dtype, args.repeat) for config in configs(args)]
-    publish(comm, rows, STEP_COLUMNS, args.json)
+    publish(comm, rows, args.json, hidden=["dtype"])
 
 
 def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each hidden size and ZeRO stage."""
+    """Measure a data-parallel step at each ZeRO stage, next to stage 0."""
     rows = [row for config in configs(args) for row in measure_zero(comm, config, args.batch, args.dtype, args.repeat)]
-    publish(comm, rows, ZERO_COLUMNS, args.json)
-
-
-def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
-    """Publish a row for each way to synchronize."""
-    (config,) = configs(args)
-    publish(comm, measure_overlap(comm, config, args.batch, args.repeat), OVERLAP_COLUMNS, args.json)
+    publish(comm, rows, args.json)
 
 
 def configs(args: argparse.Namespace) -> list[GPTConfig]:
@@ -91,6 +82,26 @@ def random_batch(config: GPTConfig, batch: int, seed: int) -> tuple[np.ndarray, 
     return tokens, targets
 
 
+def training_step(wrapper: Wrapper, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
+    """Return a step of this project's model: each call trains on the batch and returns the loss."""
+    optimizer = AdamW(wrapper.parameters())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = wrapper.loss(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _sizes(config: GPTConfig, batch: int) -> dict[str, int]:
+    """Return the columns that say what was trained."""
+    sizes = {"layers": config.n_layer, "hidden": config.n_embd, "heads": config.n_head, "seq_len": config.n_positions}
+    return sizes | {"batch": batch}
+
+
 # ---- one rank, next to PyTorch ---------------------------------------------------------------------------------------
 
 
@@ -102,7 +113,7 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
     theirs = torch_step(model, inputs, targets)
     if theirs is not None:
         calls["torch_seconds"] = theirs
-    calls["seconds"] = our_step(model, inputs, targets)
+    calls["seconds"] = training_step(DistributedDataParallel(model, serial()), inputs, targets)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP + repeat):
         for name, call in calls.items():
@@ -112,32 +123,13 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
     median = {name: float(np.median(seconds[WARMUP:])) for name, seconds in times.items()}
     torch_seconds = median.get("torch_seconds")
     return {
-        "layers": config.n_layer,
-        "hidden": config.n_embd,
-        "heads": config.n_head,
-        "seq_len": config.n_positions,
-        "batch": batch,
+        **_sizes(config, batch),
         "dtype": dtype,
         "seconds": median["seconds"],
         "torch_seconds": torch_seconds,
         "ratio": median["seconds"] / torch_seconds if torch_seconds else None,
         "gemm_seconds": median["gemm_seconds"],
     }
-
-
-def our_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
-    """Return a step of this project's model: each call trains on the batch and returns the loss."""
-    ddp = DistributedDataParallel(model, serial())  # flat buffers, as in every training run
-    optimizer = AdamW(ddp.parameters())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = ddp.loss(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
 
 
 def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], object]:
@@ -233,21 +225,14 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
     """
     inputs, targets = random_batch(config, batch, seed=comm.rank)
 
-    def training(stage: int, prefetch: bool) -> Callable[[], None]:
+    def at_stage(stage: int, prefetch: bool) -> Callable[[], float]:
         model = GPT(config, dtype=dtype, deferred=True)
         wrapper: Wrapper = shard(model, comm, stage)
         if isinstance(wrapper, FullyShardedDataParallel):
             wrapper.prefetch = prefetch
-        optimizer = AdamW(wrapper.parameters())
+        return training_step(wrapper, inputs, targets)
 
-        def step() -> None:
-            optimizer.zero_grad()
-            wrapper.loss(inputs, targets).backward()
-            optimizer.step()
-
-        return step
-
-    steps = [training(*stage) for stage in ZERO_STAGES]
+    steps = [at_stage(*stage) for stage in ZERO_STAGES]
     times = np.array([[_timed(comm, step)[0] for step in steps] for _ in range(WARMUP + repeat)])
     comm.all_reduce(times, op="max")
     seconds = np.median(times[WARMUP:], axis=0)
@@ -256,9 +241,7 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
             "zero_stage": stage,
             "prefetch": prefetch if stage == 3 else None,
             "ranks": comm.size,
-            "layers": config.n_layer,
-            "hidden": config.n_embd,
-            "batch": batch,
+            **_sizes(config, batch),
             "seconds": float(seconds[i]),
             "ratio": float(seconds[i] / seconds[0]),
         }
@@ -266,13 +249,16 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
     ]
 
 
-def measure_overlap(comm: Communicator, config: GPTConfig, batch: int, repeat: int) -> list[dict[str, Any]]:
-    """Measure a step with one all-reduce after backward ("naive") and with buckets during backward. Collective.
+def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
+    """Measure the wall time of a data-parallel step next to the CPU time of its computation.
+
+    Publish a row for one all-reduce after backward ("naive") and one for buckets during backward.
 
     On a machine with c cores, N ranks that each compute for s CPU seconds need at least N s / c seconds. `ratio` is the
     wall time over that. A step without synchronization gives s; cpu_seconds is the sum of its medians over the ranks.
     """
-    inputs, targets = random_batch(config, batch, seed=comm.rank)
+    (config,) = configs(args)
+    inputs, targets = random_batch(config, args.batch, seed=comm.rank)
     plain, ddp = GPT(config), DistributedDataParallel(GPT(config), comm)
     optimizers = {"plain": AdamW(plain.parameters()), "buckets": AdamW(ddp.parameters())}
 
@@ -288,27 +274,18 @@ def measure_overlap(comm: Communicator, config: GPTConfig, batch: int, repeat: i
         optimizer.step()
 
     kinds = ("none", "naive", "buckets")
-    times = np.array([[_timed(comm, step, kind) for kind in kinds] for _ in range(WARMUP + repeat)])
+    times = np.array([[_timed(comm, step, kind) for kind in kinds] for _ in range(WARMUP + args.repeat)])
     wall, cpu = np.median(times[WARMUP:], axis=0).T  # (kinds,) each
     cpu_seconds = float(comm.all_reduce(np.array([cpu[0]]))[0])
     cores = min(len(os.sched_getaffinity(0)), comm.size)
     rows = []
     for sync, seconds in zip(kinds[1:], wall[1:], strict=True):
         slowest = largest(comm, seconds)
+        row = {"sync": sync, "ranks": comm.size, "cores": cores, **_sizes(config, args.batch)}
         rows.append(
-            {
-                "sync": sync,
-                "ranks": comm.size,
-                "cores": cores,
-                "layers": config.n_layer,
-                "hidden": config.n_embd,
-                "batch": batch,
-                "wall_seconds": slowest,
-                "cpu_seconds": cpu_seconds,
-                "ratio": slowest / (cpu_seconds / cores),
-            }
+            row | {"wall_seconds": slowest, "cpu_seconds": cpu_seconds, "ratio": slowest / (cpu_seconds / cores)}
         )
-    return rows
+    publish(comm, rows, args.json)
 
 
 def _timed(comm: Communicator, call: Callable[..., object], *arguments: object) -> tuple[float, float]:
@@ -319,18 +296,3 @@ def _timed(comm: Communicator, call: Callable[..., object], *arguments: object) 
     cpu = time.thread_time() - cpu_start
     comm.barrier()
     return time.perf_counter() - start, cpu
-
-
-STEP = Subcommand(
-    help="on one rank: a step next to PyTorch's (if torch is installed) and its matrix products; on several: as zero",
-    add_arguments=add_step_flags,
-    run=run_step,
-)
-ZERO = Subcommand(
-    help="a data-parallel step at each ZeRO stage, next to stage 0", add_arguments=add_step_flags, run=run_zero
-)
-OVERLAP = Subcommand(
-    help="wall time of a data-parallel step next to the CPU time of its computation",
-    add_arguments=add_overlap_flags,
-    run=run_overlap,
-)

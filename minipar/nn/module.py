@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,16 +32,21 @@ class Deferred:
     make: Callable[[], Array]
 
 
-class Owner(Protocol):
-    """The strategy that looks after a parameter. Optimizers call it around each update; a strategy sets it."""
+class Owner:
+    """A strategy that looks after parameters. Optimizers call it around each update; by default nothing is to be done.
 
-    sharded: bool  # whether this rank holds only a shard of each parameter's gradient
+    `sharded` is True if this rank holds only a shard of each parameter's gradient, and `holds_values` is False if it
+    holds only a shard of the values.
+    """
+
+    sharded = False
+    holds_values = True
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
 
     def before_step(self) -> None:
-        """Raise RuntimeError if the gradients are not ready for a step."""
+        """Complete the gradients, or raise RuntimeError if they are not ready for a step."""
 
     def after_step(self) -> None:
         """Make the updated values visible wherever they are used."""
@@ -122,7 +127,7 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
 
 
 class Module:
-    """A callable with parameters: those among its attributes and in its Modules and lists of Modules, in order."""
+    """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples, dicts of these."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -147,18 +152,36 @@ class Module:
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Yield (name, parameter) pairs; names are joined by dots, as in `h.0.attn.c_attn.weight`."""
+        for name, item in self._items():
+            if isinstance(item, Parameter):
+                yield prefix + name, item
+            else:
+                yield from item.named_parameters(f"{prefix}{name}.")
+
+    def modules(self) -> Iterator[Module]:
+        """Yield this module and all modules inside it."""
+        yield self
+        for _, item in self._items():
+            if isinstance(item, Module):
+                yield from item.modules()
+
+    def _items(self) -> Iterator[tuple[str, Parameter | Module]]:
+        """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""
         for name, value in vars(self).items():
-            if isinstance(value, Parameter):
-                yield prefix + name, value
-            elif isinstance(value, Module):
-                yield from value.named_parameters(f"{prefix}{name}.")
-            elif isinstance(value, list):
-                for i, item in enumerate(value):
-                    if isinstance(item, Module):
-                        yield from item.named_parameters(f"{prefix}{name}.{i}.")
+            inside: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, list | tuple):
+                inside = enumerate(value)
+            elif isinstance(value, dict):
+                inside = value.items()
+            elif isinstance(value, Parameter | Module):
+                yield name, value
+            for key, item in inside:
+                if isinstance(item, Parameter | Module):
+                    yield f"{name}.{key}", item
 
     def parameters(self) -> list[Parameter]:
-        return [parameter for _, parameter in self.named_parameters()]
+        """Return every parameter once, in the order of `named_parameters`."""
+        return list(dict.fromkeys(parameter for _, parameter in self.named_parameters()))
 
     def zero_grad(self) -> None:
         """Forget all gradients, and those that the parameters' owners keep."""
@@ -170,11 +193,17 @@ class Module:
             parameter.materialize()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return a copy of every parameter as a host array."""
+        """Return a copy of every parameter as a host array. ValueError if the values are elsewhere (ZeRO stage 3)."""
+        for p in self.parameters():
+            if p.owner is not None and not p.owner.holds_values:
+                raise ValueError("this rank holds shards of the parameters: all ranks call the wrapper's state_dict()")
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy `state` into the parameters. ValueError with every difference of names and shapes; then none changes."""
+        for p in self.parameters():
+            if p.owner is not None and not p.owner.holds_values:
+                raise ValueError("this rank holds shards of the parameters: load the state before wrapping the model")
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
         for name, parameter in self.named_parameters():
             parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))

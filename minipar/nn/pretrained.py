@@ -48,7 +48,7 @@ def load_config(directory: str | Path) -> GPTConfig:
             f"{directory}: no such directory; expected one with config.json and model.safetensors "
             "(minipar does not download models by name)"
         )
-    content = _read_json(path)
+    content = read_json(path)
 
     def check(name: str, accepted: bool, expected: str) -> None:
         if not accepted:
@@ -71,7 +71,7 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UsageError for anything else, without waiting for a pipe."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -56,7 +56,8 @@ class DistributedDataParallel(Wrapper):
     Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
     parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
     to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
-    `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank.
+    `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank (by default: the sum that
+    sequence parallelism needs, if it has been applied to the model).
 
     Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are (exactly: the sum of
     `comm.wire_bytes` over the buckets, where p does not divide each of them).
@@ -73,12 +74,11 @@ class DistributedDataParallel(Wrapper):
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         before_reduce: BeforeReduce | None = None,
     ) -> None:
-        super().__init__(model, comm, algorithm)
+        super().__init__(model, comm, algorithm, before_reduce)
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
         self.buckets = make_buckets(model, groups, comm)  # in reverse parameter order, as backward completes them
         self.buffers = FlatBuffers(self.buckets)
-        self.before_reduce = before_reduce
         self._parameters = [p for bucket in reversed(self.buckets) for p in bucket.parameters]
         self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started
         self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet

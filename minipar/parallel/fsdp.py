@@ -7,16 +7,16 @@ gathered again just before its backward and freed for good; its gradient is redu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from minipar.autograd import grad_enabled, queue_callback
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import hold
-from minipar.nn.module import Module, Parameter, Part, placeholder
+from minipar.nn.module import Module, Parameter, placeholder
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
-from minipar.parallel.wrapper import BeforeReduce
 
 
 class FullyShardedDataParallel(ShardedGradients):
@@ -32,19 +32,12 @@ class FullyShardedDataParallel(ShardedGradients):
     """
 
     stage = 3
+    holds_values = False
 
     def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str = "ring",
-        *,
-        groups: Sequence[Sequence[Parameter]] | None = None,
-        runs: Sequence[Sequence[Part]] | None = None,
-        before_reduce: BeforeReduce | None = None,
-        prefetch: bool = True,
+        self, model: Module, comm: Communicator, algorithm: str = "ring", prefetch: bool = True, **options: Any
     ) -> None:
-        super().__init__(model, comm, algorithm, groups, before_reduce, runs)
+        super().__init__(model, comm, algorithm, **options)
         self.prefetch = prefetch
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
         for bucket in reversed(self.buckets):  # one unit at a time exists whole

@@ -10,8 +10,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.split import part_groups
-from minipar.parallel.pipeline.stage import balanced_cuts, shape_costs
+from minipar.parallel.pipeline.stage import balanced_cuts, part_groups, shape_costs
 from minipar.parallel.placement import BucketSlice, Placement, Replicate, Shard
 from minipar.parallel.tensor.plan import tensor_placement
 

@@ -58,13 +58,12 @@ class ShardedDataParallel(Wrapper):
         model: Module,
         comm: Communicator,
         algorithm: str,
-        groups: Sequence[Sequence[Parameter]] | None,
-        before_reduce: BeforeReduce | None,
+        groups: Sequence[Sequence[Parameter]] | None = None,
+        before_reduce: BeforeReduce | None = None,
     ) -> None:
-        super().__init__(model, comm, algorithm)
+        super().__init__(model, comm, algorithm, before_reduce)
         self.buckets = make_buckets(model, by_unit(model) if groups is None else groups, comm)
         self.dtype = self.buckets[0].parameters[0].dtype
-        self.before_reduce = before_reduce
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []
         self._works: list[Work] = []
@@ -216,20 +215,40 @@ class ShardedGradients(ShardedDataParallel):
         model: Module,
         comm: Communicator,
         algorithm: str,
-        groups: Sequence[Sequence[Parameter]] | None,
-        before_reduce: BeforeReduce | None,
-        runs: Sequence[Sequence[Part]] | None,
+        runs: Sequence[Sequence[Part]] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, comm, algorithm, groups, before_reduce)
+        super().__init__(model, comm, algorithm, **options)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist
         self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
-        parts = parts_of(model)
-        for unit in unit_passes([parts] if runs is None else runs, self.buckets):
+        if not hasattr(model, "parts"):
+            self._wrap_whole(model)
+            return
+        for unit in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):
             self._restore.append(partial(setattr, unit.part, "run", unit.part.run))
             unit.part.run = partial(self._around, unit, unit.part.run)
-        if not hasattr(model, "parts"):  # the module is one part: calling it runs the part
-            model.forward = parts[0].run  # type: ignore[method-assign]
-            self._restore.append(partial(delattr, model, "forward"))
+
+    def _wrap_whole(self, model: Module) -> None:
+        """Make a module that lists no parts one unit: every way in, `loss_sum` or the forward of any module in it."""
+        (part,) = parts_of(model)
+        unit = UnitPass(part, self.buckets, [], [], self.buckets)
+        self._inside = False
+        for module, name in [(model, "loss_sum"), *((module, "forward") for module in model.modules())]:
+            setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
+            self._restore.append(partial(delattr, module, name))
+
+    def _around_whole(self, unit: UnitPass, run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Run a function of the module; the outermost one that runs calls the hooks."""
+        if self._inside:
+            return run(*inputs, **options)
+        self._inside = True
+        try:
+            self._before_forward(unit)
+            y = run(*inputs, **options)
+            self._after_forward(unit)
+        finally:
+            self._inside = False
+        return _OnBackward.apply(y, partial(self._before_backward, unit, False)) if isinstance(y, Tensor) else y
 
     def _around(self, unit: UnitPass, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Run a part, with the hooks below before and after its forward and its backward.

@@ -16,7 +16,7 @@ import numpy as np
 from minipar.autograd import Function, Tensor, queue_callback
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state
@@ -49,20 +49,25 @@ class _GlobalMean(Function):
         return grad * xp.full_like(grad, self.scale), None, None
 
 
-class Wrapper(ABC):
+class Wrapper(Owner, ABC):
     """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies."""
 
     stage = 0  # of ZeRO
     sharded = False  # the optimizer gets shards instead of the model's parameters
     buckets: list[Bucket]  # in the order in which they travel
 
-    def __init__(self, model: Module, comm: Communicator, algorithm: str) -> None:
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str, before_reduce: BeforeReduce | None = None
+    ) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
         self.syncing = True  # False inside `no_sync`
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed
+        for owner in owners_of(model.parameters()):  # sequence parallelism's sum now comes before this wrapper's
+            before_reduce = before_reduce or getattr(owner, "sum_partial", None)
+        self.before_reduce = before_reduce
         for p in model.parameters():
             p.owner = self
 
@@ -154,9 +159,6 @@ class Wrapper(ABC):
                 "microbatch outside `no_sync` (after scaled_backward: call wrapper.synchronize())"
             )
 
-    def after_step(self) -> None:  # noqa: B027  (plain data parallelism has nothing to do)
-        """Do what must follow an update; a ZeRO stage makes the updated parameters known to all ranks."""
-
     def forget_gradients(self) -> None:
         """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
         self._state = "none"
@@ -170,15 +172,19 @@ class Wrapper(ABC):
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`.
 
-        For a model that data parallelism alone has placed; with other axes: `grad_norm.clip_grad_norm`. Sends one
-        float64 at ZeRO stages 1 to 3, nothing otherwise.
+        Sends one float64 at ZeRO stages 1 to 3, nothing otherwise. ValueError if other axes have placed the model.
         """
+        self._check_only_dp("parallel.grad_norm.clip_grad_norm")
         return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters by name, as host arrays, on rank 0; the other ranks get {}.
 
-        For a model that data parallelism alone has placed; with other axes: `state.gather_state`. Each element is sent
-        to rank 0 once.
+        Each element is sent to rank 0 once. ValueError if other axes have placed the model.
         """
+        self._check_only_dp("parallel.state.gather_state")
         return gather_state(self.model, self.parameters(), self.comm)
+
+    def _check_only_dp(self, function: str) -> None:
+        if any(p.placement.tp.ranks > 1 or p.placement.pp > 0 for p in self.model.parameters()):
+            raise ValueError(f"tensor or pipeline parallelism has placed this model too: call minipar.{function}")

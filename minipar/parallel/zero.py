@@ -19,12 +19,12 @@ from typing import Any
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.memory import hold
-from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.module import Module, Parameter
 from minipar.nn.optim import Optimizer
 from minipar.parallel.buckets import Bucket, FlatBuffers
 from minipar.parallel.placement import BucketSlice, Placement, update
 from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradients
-from minipar.parallel.wrapper import BeforeReduce, Wrapper
+from minipar.parallel.wrapper import Wrapper
 
 
 def gather_parameters(comm: Communicator, chunks: dict[Bucket, Chunk], parameters: Array) -> None:
@@ -41,21 +41,14 @@ class ZeroStage1(ShardedDataParallel):
     """Optimizer state sharded; parameters and gradients are whole on every rank.
 
     Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/p of the
-    model only. Sends 2 Psi (p-1)/p elements per rank and step, and one float64 for the norm.
+    model only. `options` are groups and before_reduce (sharding.py). Sends 2 Psi (p-1)/p elements per rank and step,
+    and one float64 for the norm.
     """
 
     stage = 1
 
-    def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str = "ring",
-        *,
-        groups: Sequence[Sequence[Parameter]] | None = None,
-        before_reduce: BeforeReduce | None = None,
-    ) -> None:
-        super().__init__(model, comm, algorithm, groups, before_reduce)
+    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
+        super().__init__(model, comm, algorithm, **options)
         self.buffers = FlatBuffers(self.buckets)
         for bucket in reversed(self.buckets):
             start, stop = bucket.chunk(comm.rank, comm.size)
@@ -73,21 +66,15 @@ class ZeroStage1(ShardedDataParallel):
 
 
 class ZeroStage2(ShardedGradients):
-    """Optimizer state and gradients sharded; parameters are whole on every rank. Sends what stage 1 sends."""
+    """Optimizer state and gradients sharded; parameters are whole on every rank. Sends what stage 1 sends.
+
+    `options` are groups, before_reduce and runs (sharding.py).
+    """
 
     stage = 2
 
-    def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str = "ring",
-        *,
-        groups: Sequence[Sequence[Parameter]] | None = None,
-        runs: Sequence[Sequence[Part]] | None = None,
-        before_reduce: BeforeReduce | None = None,
-    ) -> None:
-        super().__init__(model, comm, algorithm, groups, before_reduce, runs)
+    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
+        super().__init__(model, comm, algorithm, **options)
         self.buffers = FlatBuffers(self.buckets, gradients=False)
         for bucket in reversed(self.buckets):
             start, stop = bucket.chunk(comm.rank, comm.size)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from minipar.errors import UsageError, UsageParser, error_line
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.plan.cluster import GPUS, Cluster, find_gpu
 from minipar.plan.layout import ATTENTION, PRECISIONS
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
-from minipar.plan.report import Request, as_json, as_text
+from minipar.plan.report import Request, as_json, as_text, write_json, write_out
 from minipar.plan.search import TOP, SearchSpace, plan
 
 MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 20, "global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
@@ -63,10 +60,10 @@ def main(argv: Sequence[str]) -> int:
         args = parser().parse_args(argv)
         request = read_request(args)
         result = plan(request.model, request.cluster, request.global_batch, request.length, request.space, top=args.top)
-        text = json.dumps(as_json(request, result), indent=1)
-        if args.json and args.json != "-":
-            _write(args.json, text + "\n")
-        _print(text if args.json == "-" else as_text(request, result))
+        if args.json:
+            write_json(args.json, as_json(request, result))
+        if args.json != "-":
+            write_out(as_text(request, result) + "\n")
     except UsageError as error:
         print(error_line(error), file=sys.stderr)
         return 2
@@ -106,21 +103,6 @@ def read_request(args: argparse.Namespace) -> Request:
             precision=PRECISIONS[args.precision],
         ),
     )
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except OSError as error:  # a full disk, or a reader that has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
-        raise UsageError(f"standard output cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ Every constant is here, with its source or marked as an assumption.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from pathlib import Path
 
 from minipar.errors import UsageError
+from minipar.nn.pretrained import read_json
 from minipar.plan.layout import MEGATRON, MINIPAR, Framework, Layout
-from minipar.plan.model import ModelShape, did_you_mean, read_settings
+from minipar.plan.model import ModelShape, did_you_mean
 
 GB = 1e9
 
@@ -201,17 +202,12 @@ def scalar_seconds(cluster: Cluster, stride: int, size: int) -> float:
 
 
 def model_clock_cluster(
-    ranks: int,
-    flops_per_second: float,
-    inside: AlphaBeta,
-    between: AlphaBeta | None = None,
-    per_host: int | None = None,
+    ranks: int, flops_per_second: float, inside: AlphaBeta, between: AlphaBeta, per_host: int
 ) -> Cluster:
     """Return the cluster that minipar's clock `model` shows: products at one speed, messages alpha + beta n.
 
-    Everything else takes no time. By default one host holds all ranks.
+    Everything else takes no time.
     """
-    between = between or inside
     gpu = Gpu(peak=flops_per_second, memory=inf, memory_bandwidth=inf, inside=1 / inside.beta, between=1 / between.beta)
     exact = Assumptions(
         products=1.0,
@@ -223,7 +219,7 @@ def model_clock_cluster(
         contention=0.0,
         memory_used=1.0,
     )
-    return Cluster(gpu=gpu, gpus=ranks, per_host=per_host or ranks, assumptions=exact, framework=MINIPAR)
+    return Cluster(gpu=gpu, gpus=ranks, per_host=per_host, assumptions=exact, framework=MINIPAR)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -234,9 +230,9 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    if not os.path.exists(name):
+    if not Path(name).exists():
         raise UsageError(f"--gpu {name}: neither a JSON file nor one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
-    values = read_settings(name)
+    values = read_json(Path(name))
     like = values.pop("like", None)
     if like is not None and (not isinstance(like, str) or like.lower() not in GPUS):
         raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(GPUS)}')

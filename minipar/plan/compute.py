@@ -14,6 +14,7 @@ from functools import lru_cache
 from minipar.plan.cluster import Assumptions, Cluster, ComputeTime, Gpu, fetch_seconds, gather_seconds
 from minipar.plan.layout import MEGATRON, Layout
 from minipar.plan.model import ModelShape
+from minipar.plan.pipeline_time import StageTime
 from minipar.plan.rank_bytes import (
     embedding_rows,
     layer_activations,
@@ -66,39 +67,23 @@ def gpu_compute(
     )
 
 
-def compute_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> ComputeTime:
-    """Return the seconds of computation, as measured on this machine or from the GPU's data sheet."""
-    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)
-    if cluster.measured is not None:
-        return cluster.measured(model, layout, length, parameters)
-    return gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
-
-
 # ---- units -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class UnitTime:
-    """Seconds of one microbatch in one unit.
+class UnitTime(StageTime):
+    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for collectives over tp included.
 
-    forward, backward_input, backward_weight   F, I (with recomputation) and W, waiting for collectives over tp included
     tp        the communication in these: waiting, and what hidden collectives cost the computation
     gather    all-gather of the unit's parameters over dp
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
     partial   sum over tp of the gradients of which each tp rank has only its tokens' share; it precedes `reduce`
     """
 
-    forward: float
-    backward_input: float
-    backward_weight: float
     tp: float
     gather: float
     reduce: float
     partial: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True)
@@ -119,7 +104,11 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 
 @lru_cache(maxsize=4096)
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    compute = compute_time(model, layout, cluster, length)
+    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)  # that the rank updates
+    if cluster.measured is not None:
+        compute = cluster.measured(model, layout, length, parameters)
+    else:
+        compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
     tp = _TensorParallel.of(model, layout, cluster, length)
     full_recompute = layout.recompute == "full"
 

@@ -8,19 +8,17 @@ twice the operations of forward. *Model* FLOPs are those that training needs. *H
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, suggest
+from minipar.nn.pretrained import read_json
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_LAYERS = 4096  # a search goes through every layer of a stage
 MOST = 10**9  # of any other size
-MOST_FILE_BYTES = 1 << 20
 
 
 def check_size(label: str, field: str, size: Any, optional: bool = False) -> None:
@@ -153,8 +151,8 @@ def _gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200, position
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_size: int) -> ModelShape:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    return ModelShape(**sizes, vocab_size=vocab_size, gated=True, tied=False, biases=False, norm_biases=False)
+    traits = {"gated": True, "tied": False, "biases": False, "norm_biases": False}
+    return ModelShape(layers, hidden, heads, vocab_size, kv_heads=kv_heads, ffn=ffn, **traits)
 
 
 # GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it). megatron-*: Narayanan et
@@ -201,11 +199,11 @@ def find_model(name: str) -> ModelShape:
     """
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    path = os.path.join(name, "config.json")
-    if not os.path.exists(path):
+    path = Path(name) / "config.json"
+    if not path.exists():
         message = f"--model {name}: neither a directory with a config.json nor one of {', '.join(MODELS)}"
         raise UsageError(message + did_you_mean(name, MODELS))
-    config = read_settings(path)
+    config = read_json(path)
     kind = config.get("model_type")
     if kind not in ("gpt2", "llama"):
         raise UsageError(f"{path}: model_type {str(kind)[:40]!r}: expected gpt2 or llama")
@@ -223,23 +221,6 @@ def find_model(name: str) -> ModelShape:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the known name that is nearest to `name`, or nothing if none is near."""
-    near = get_close_matches(name.lower(), list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def read_settings(path: str) -> dict[str, Any]:
-    """Read a JSON file that holds one object. UsageError for anything else, such as a pipe or a device."""
-    if not os.path.isfile(path):
-        raise UsageError(f"{path} is not a regular file")
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MOST_FILE_BYTES + 1)
-        settings = json.loads(text)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON of at most {MOST_FILE_BYTES} bytes: {error}") from None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{path}: expected a JSON object, found {type(settings).__name__}")
-    return settings
+    """Return "; did you mean ...?" with the known name that is spelled most like `name`, or nothing if none is."""
+    near = suggest(name, known)
+    return f"; did you mean {near}?" if near else ""

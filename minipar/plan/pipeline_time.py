@@ -10,8 +10,6 @@ from minipar.parallel.pipeline import make, simulate
 from minipar.parallel.pipeline.simulate import StageDurations
 from minipar.plan.layout import Layout
 
-# Schedules whose closed form the tests compare with the simulator. Others are always simulated.
-CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 MOST_ACTIONS = 60_000  # of a simulated schedule: a second or so
 
 
@@ -98,11 +96,9 @@ def simulate_exactly(
 ) -> SimulatedPipeline:
     """Simulate all m microbatches of a schedule, however long it is. The cache needs plain arguments."""
     actions = make(schedule, p, m, v if schedule == "interleaved-1f1b" else None)
-    table = {}
+    table: dict[tuple[int, str], float] = {}
     for s, stage in enumerate(stages):
-        table[s, "F"] = stage.forward
-        table[s, "I"] = stage.backward_input
-        table[s, "W"] = stage.backward_weight
+        table |= {(s, "F"): stage.forward, (s, "I"): stage.backward_input, (s, "W"): stage.backward_weight}
         table[s, "B"] = stage.backward_input + stage.backward_weight
     timeline = simulate(actions, StageDurations(comm=hop, table=table))
     begins = {(slot.action.stage, slot.action.kind): float(slot.start) for row in timeline.ranks for slot in row}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from minipar.errors import UsageError
 from minipar.plan.cluster import Cluster
-from minipar.plan.layout import PRECISIONS
+from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.search import Plan, SearchResult, SearchSpace, why
 
@@ -60,18 +64,17 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "search": {"layouts": result.examined, "fitting": result.fitting, "simulated": _simulated(result)},
         "plans": [_plan_json(request, rank, plan, winner) for rank, plan in enumerate(result.plans, start=1)],
         "meshes": [
-            {
-                "dp": layout.dp,
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "zero_stage": layout.zero,
-                "recompute": layout.recompute,
-            }
+            {name: _settings_json(candidate.layout)[name] for name in ("dp", "tp", "pp", "zero_stage", "recompute")}
             | {"seconds": candidate.seconds, "memory_bytes": candidate.nbytes}
             for candidate in result.meshes[:SHOWN_MESHES]
-            for layout in [candidate.layout]
         ],
     }
+
+
+def _settings_json(layout: Layout) -> dict[str, Any]:
+    """Return a layout's settings by the names of the command line."""
+    settings = {name: value for name, value in vars(layout).items() if name not in ("zero", "precision")}
+    return settings | {"zero_stage": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
 
 
 def _simulated(result: SearchResult) -> int:
@@ -79,21 +82,11 @@ def _simulated(result: SearchResult) -> int:
 
 
 def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[str, Any]:
-    layout, seconds = plan.layout, asdict(plan.time)
+    seconds = asdict(plan.time)
     exact = seconds.pop("exact")
     return {
         "rank": rank,
-        "dp": layout.dp,
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "zero_stage": layout.zero,
-        "schedule": layout.schedule if layout.pp > 1 else None,
-        "virtual_stages": layout.virtual_stages,
-        "microbatch": layout.microbatch,
-        "microbatches": layout.microbatches,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
-        "attention": layout.attention,
+        **_settings_json(plan.layout),
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**seconds, "total": plan.time.total},
         "simulated": exact,
@@ -196,3 +189,24 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [names, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write the value of --json; "-" is standard output. UsageError if that is not possible."""
+    text = json.dumps(value, indent=1) + "\n"
+    if path == "-":
+        write_out(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def write_out(text: str) -> None:
+    """Write to standard output at once. UsageError if nobody reads it or its disk is full."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        raise UsageError(f"standard output cannot be written: {error.strerror}") from None

@@ -7,7 +7,8 @@ collectives over dp run next to them (`overlapped`), and the rank waits for the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from minipar.parallel.pipeline.stage import balanced_cuts
 from minipar.plan.cluster import Cluster, scalar_seconds
@@ -177,9 +178,8 @@ class Stages:
         else:
             forward, _ = overlapped(self.forward_passes(units))
             if self.layout.splits_backward:
-                inputs, _ = overlapped(
-                    [UnitPass(seconds=unit.backward_input, gather=unit.gather) for unit in reversed(units)]
-                )
+                passes = [UnitPass(seconds=unit.backward_input, gather=unit.gather) for unit in reversed(units)]
+                inputs, _ = overlapped(passes)
             else:
                 inputs = overlapped(self.backward_passes(units))[0] - weights
         if self.reduces_each_microbatch:  # reductions continue during the next action, but do not pile up
@@ -302,16 +302,6 @@ def tied_seconds(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
     return cluster.link(layout.tp * layout.dp, layout.pp).seconds(nbytes)
 
 
-@dataclass(frozen=True)
-class _Waits:
-    """Seconds that the busiest rank waits: in the pipeline, for its messages, for collectives over dp."""
-
-    bubble: float
-    hops: float
-    dp: float
-    exact: bool
-
-
 def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, exact: bool = True) -> StepTime:
     """Return the seconds of one optimizer step.
 
@@ -320,19 +310,16 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     """
     stages, tied = Stages(model, layout, cluster, length), tied_seconds(model, layout, cluster)
     busiest = stages.busiest_rank()
-    units = [unit for s in busiest for unit in stages.units_of(s)]
-    tp = layout.microbatches * sum(unit.tp for unit in units)
-    compute = layout.microbatches * sum(unit.seconds for unit in units) - tp
-    waits = _waits(stages, busiest, compute, tp, tied, exact)
+    passes = _passes(stages, busiest, tied, exact)
 
-    hidden = max(0.0, stages.dp_seconds(busiest) - waits.dp)
+    hidden = max(0.0, stages.dp_seconds(busiest) - passes.dp)
     refresh = stages.refresh_seconds()
     if cluster.framework.gathers_ahead:
         ahead = min(refresh, stages.stage_time(stages.units_of(0)).forward)
         refresh, hidden = refresh - ahead, hidden + ahead
-    dp = waits.dp + (refresh + cluster.assumptions.contention * hidden)
+    dp = passes.dp + (refresh + cluster.assumptions.contention * hidden)
 
-    pp = waits.hops + tied
+    pp = passes.pp + tied
     if cluster.framework.embedding_returns and tied and layout.zero == 3:
         pp += stages.units.embedding.gather  # to be sent, the embedding is gathered once more
 
@@ -340,25 +327,22 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     scalar_tp = scalar_seconds(cluster, 1, layout.tp)
     scalar_dp = scalar_seconds(cluster, layout.tp, layout.dp)
     scalar_pp = scalar_seconds(cluster, layout.tp * layout.dp, layout.pp)
-    return StepTime(
-        compute=compute,
-        tp=tp + scalar_tp,
-        pp=pp + 2 * scalar_pp,
-        dp=dp + (2 if layout.zero else 1) * scalar_dp,
-        bubble=waits.bubble,
-        optimizer=stages.units.update,
-        exact=waits.exact,
-    )
+    dp += (2 if layout.zero else 1) * scalar_dp
+    return replace(passes, tp=passes.tp + scalar_tp, pp=pp + 2 * scalar_pp, dp=dp, optimizer=stages.units.update)
 
 
-def _waits(stages: Stages, busiest: Sequence[int], compute: float, tp: float, tied: float, exact: bool) -> _Waits:
-    """Divide what the makespan has more than `compute` and `tp`: messages first, gathers over dp, then the bubble.
+def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) -> StepTime:
+    """Return the seconds of the busiest rank until gradients are reduced: forward and backward of all microbatches.
 
-    A part is 0 where rounding, or a closed form, leaves less than that.
+    Divide what the makespan has more than computation and tp: messages first, gathers over dp, then the bubble. A part
+    is 0 where rounding, or a closed form, leaves less than that.
     """
-    m = stages.layout.microbatches
+    m, units = stages.layout.microbatches, [unit for s in busiest for unit in stages.units_of(s)]
+    tp = m * sum(unit.tp for unit in units)
+    compute = m * sum(unit.seconds for unit in units) - tp
+    parts = partial(StepTime, compute=compute, tp=tp, optimizer=0.0)
     if stages.layout.pp == 1:
-        return _Waits(bubble=0.0, hops=0.0, dp=max(0.0, stages.without_pipeline() - compute - tp), exact=True)
+        return parts(pp=0.0, dp=max(0.0, stages.without_pipeline() - compute - tp), bubble=0.0, exact=True)
     hops = m * 2 * len(busiest) * stages.hop_wait
     with_gathers = m * sum(stages.stage_time(stages.units_of(s)).seconds for s in busiest)
     gathers = max(0.0, with_gathers - compute - tp - hops)
@@ -368,4 +352,4 @@ def _waits(stages: Stages, busiest: Sequence[int], compute: float, tp: float, ti
     else:
         makespan, late = pipeline.makespan, stages.late_reduction(pipeline, tied)
     bubble = max(0.0, makespan - compute - tp - hops - gathers)
-    return _Waits(bubble=bubble, hops=hops, dp=gathers + late, exact=pipeline is not None)
+    return parts(pp=hops, dp=gathers + late, bubble=bubble, exact=pipeline is not None)

@@ -14,7 +14,7 @@ from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.parallel.pipeline import PipelineExecutor, Schedule, check, load_csv, make
 from minipar.parallel.pipeline.actions import Action
-from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.parallel.wrapper import Wrapper
 from minipar.train.config import TrainConfig
 

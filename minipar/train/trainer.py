@@ -31,7 +31,7 @@ from minipar.parallel.buckets import by_unit
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
-from minipar.parallel.pipeline.split import PipelineParallel, part_groups
+from minipar.parallel.pipeline.stage import PipelineParallel, part_groups
 from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
@@ -104,7 +104,8 @@ class Trainer:
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
         self.tokens_per_step = config.data.global_batch * config.model.seq_len
         self.samples_per_microbatch = config.data.global_batch // (config.mesh.dp * config.data.microbatches)
-        self.ddp, self.pipelined = self._parallelize()
+        self.pipelined: PipelinedStep | None = None
+        self.ddp = self._parallelize()
         self.optimizer = AdamW(
             self.ddp.parameters(),
             betas=config.optimizer.betas,
@@ -122,14 +123,13 @@ class Trainer:
             seed=config.run.seed,
         )
 
-    def _parallelize(self) -> tuple[Wrapper, PipelinedStep | None]:
+    def _parallelize(self) -> Wrapper:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
         config, mesh, model = self.config, self.mesh, self.model
         options: dict[str, Any] = {}
-        # Tensor parallelism splits the layers. Sequence parallelism leaves gradients to sum before dp reduces them.
+        # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
         if mesh.tp.size > 1:
-            tensor = tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
-            options["before_reduce"] = tensor.sum_partial
+            tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         schedule = schedule_of(config) if config.mesh.pp > 1 else None
         pipeline = None
@@ -149,11 +149,11 @@ class Trainer:
                 accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
             )
         ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)
-        if schedule is None or pipeline is None:
-            return ddp, None
-        length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
-        shape = (self.samples_per_microbatch, length, model.config.n_embd)
-        return ddp, PipelinedStep(config, schedule, pipeline, ddp, shape)
+        if schedule is not None and pipeline is not None:
+            length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
+            shape = (self.samples_per_microbatch, length, model.config.n_embd)
+            self.pipelined = PipelinedStep(config, schedule, pipeline, ddp, shape)
+        return ddp
 
     def train(self) -> Iterator[StepResult]:
         """Take the configured steps that the checkpoint has not taken, and yield the result of each."""

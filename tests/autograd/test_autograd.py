@@ -213,6 +213,31 @@ def test_backward_frees_what_forward_saved():
     assert vars(node) == {}
 
 
+def test_backward_frees_a_node_s_results_before_the_next_node():
+    returned = []
+
+    class Add(Function):
+        def forward(self, leaf, x):
+            return leaf + x
+
+        def backward(self, grad):
+            gradients = grad.copy(), grad.copy()
+            returned.append(weakref.ref(gradients[0]))
+            return gradients
+
+    class Before(Function):
+        def forward(self, x):
+            return x
+
+        def backward(self, grad):
+            assert returned[0]() is None, "the leaf has its own copy"
+            return grad
+
+    leaf, x = (Tensor(np.ones(2), requires_grad=True) for _ in range(2))
+    Add.apply(leaf, Before.apply(x)).backward(np.ones(2))
+    assert leaf.grad.sum() == x.grad.sum() == 2
+
+
 def test_weight_gradients_can_be_put_off_and_are_the_same_bits():
     w, x, b = (Tensor(normal(4, 4), requires_grad=True) for _ in range(3))
 

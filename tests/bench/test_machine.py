@@ -9,7 +9,7 @@ from launcher import run_mpi
 
 from minipar.autograd import flop_counter
 from minipar.bench import layouts, machine
-from minipar.bench.costs import BLOCKS, PIECES, SUMS, Amounts, Costs, Shape, fit, fit_costs, flops
+from minipar.bench.costs import BLOCKS, PIECES, SUMS, Costs, Shape, amounts_of, fit, fit_costs, flops
 from minipar.errors import UsageError
 from minipar.train.config import ModelConfig
 
@@ -55,7 +55,7 @@ def test_the_cost_model_counts_the_operations_of_the_pieces(shape):
     counted = []
     with flop_counter(counted.append):
         machine.pieces(shape, repeat=1)
-    amounts = Amounts.of(shape, 0.0)
+    amounts = amounts_of(shape, 0.0)
     block = 4 * flops("F", amounts) + 4 * (flops("I", amounts) + flops("W", amounts))
     ends = flops("head F", amounts) + flops("head B", amounts)
     assert sum(counted) == (machine.WARMUP + 1) * (BLOCKS * block + ends)
@@ -66,13 +66,13 @@ def test_amounts_that_tensor_and_sequence_parallelism_divide():
     be summed is copied whole, if there is anybody to sum with.
     """
     shapes = (Shape(32, 4, 8, 2, tp, sequence, 64) for tp, sequence in ((1, False), (4, False), (4, True)))
-    one, split, sliced = every = [Amounts.of(shape, 0.0) for shape in shapes]
+    one, split, sliced = every = [amounts_of(shape, 0.0) for shape in shapes]
     hidden, logits = 2 * 8 * 32.0, 2 * 8 * 64.0
-    assert [amounts.copied for amounts in every] == [0, hidden, hidden]
-    assert [amounts.head_hidden for amounts in every] == [hidden, hidden, hidden / 4]
-    assert [amounts.logits for amounts in every] == [logits, logits / 4, logits / 4]
-    assert [amounts.matrices for amounts in (one, split)] == [12 * 32**2, 3 * 32**2]
-    assert one.kept == 4 * sliced.kept and one.kept / 4 < split.kept < one.kept
+    assert [amounts["copied"] for amounts in every] == [0, hidden, hidden]
+    assert [amounts["head_hidden"] for amounts in every] == [hidden, hidden, hidden / 4]
+    assert [amounts["logits"] for amounts in every] == [logits, logits / 4, logits / 4]
+    assert [amounts["matrices"] for amounts in (one, split)] == [12 * 32**2, 3 * 32**2]
+    assert one["kept"] == 4 * sliced["kept"] and one["kept"] / 4 < split["kept"] < one["kept"]
 
 
 # ---- the subcommands -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from chapters.figures import (
 from visualize.style import BLUE, GREY, VERMILION
 
 
-def test_the_graph_shows_every_edge_and_marks_long_and_backward_ones():
+def test_the_graph_shows_every_edge_and_marks_long_ones():
     figure = plot_graph(["a", "b", "c", "d"], [(1, 0), (3, 0), (1, 2)])
     assert [to_hex(patch.get_edgecolor()).upper() for patch in figure.axes[0].patches] == [GREY, BLUE, VERMILION]
     assert [text.get_text().split()[0] for text in figure.axes[0].get_yticklabels()] == ["a", "b", "c", "d"]
@@ -30,7 +30,7 @@ def test_shares_fill_each_bar():
     assert widths[:4] == [25.0, 75.0, 0.0, 100.0]
 
 
-def test_memory_lines_are_the_moments_held_and_the_legend_names_the_peak():
+def test_memory_lines_are_the_moments_and_name_the_peak():
     mib = 2**20
     figure = plot_memory({"plain": [("start", 0, 0), ("loss", 4 * mib, 5 * mib), ("end", mib, 6 * mib)]}, turn="loss")
     held, between, turn = figure.axes[0].lines
@@ -39,7 +39,7 @@ def test_memory_lines_are_the_moments_held_and_the_legend_names_the_peak():
     assert "peak 6.0 MiB" in held.get_label()
 
 
-def test_bucket_sizes_lie_between_the_two_levels_and_are_numbered():
+def test_bucket_sizes_are_between_two_levels_and_numbered():
     rows = [
         {"bucket_bytes": 4096, "seconds": 0.003, "buckets": 1},
         {"bucket_bytes": 1024, "seconds": 0.002, "buckets": 4},
@@ -51,7 +51,7 @@ def test_bucket_sizes_lie_between_the_two_levels_and_are_numbered():
     assert [text.get_text() for text in axes.texts] == ["4", "1"]
 
 
-def test_cuts_cover_each_matrix_and_go_round_the_ranks_in_every_group():
+def test_cuts_cover_each_matrix_in_the_ranks_order():
     columns, rows = ("qkv", 4, 12, 1, 3), ("proj", 4, 4, 0, 1)
     figure = plot_cuts([columns, rows], ranks=2)
     patches = figure.axes[0].patches
@@ -62,7 +62,7 @@ def test_cuts_cover_each_matrix_and_go_round_the_ranks_in_every_group():
     assert [text.get_text() for text in figure.axes[0].texts] == ["qkv", "proj"]
 
 
-def test_activation_bars_stack_their_parts_and_the_paper_is_a_mark():
+def test_activation_bars_stack_and_the_paper_is_a_mark():
     figure = plot_activations({"t = 1": {"whole": 10, "split": 24}, "t = 2": {"whole": 10, "split": 12}}, {"t = 2": 22})
     axes = figure.axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches[:4]] == [(0, 10), (10, 24), (0, 10), (10, 12)]
@@ -71,7 +71,7 @@ def test_activation_bars_stack_their_parts_and_the_paper_is_a_mark():
     assert [text.get_text() for text in axes.texts] == ["34.0", "22.0"]
 
 
-def test_links_show_points_on_curves_and_a_crossing_inside_the_picture_only():
+def test_links_show_points_curves_and_a_crossing_inside():
     curve = {1: 0.010, 2: 0.008, 4: 0.007}
     links = {
         "slow": {"points": {1: 0.010, 2: 0.008}, "curve": curve, "crossing": 1.9},
@@ -84,7 +84,7 @@ def test_links_show_points_on_curves_and_a_crossing_inside_the_picture_only():
     assert [list(line.get_xdata()) for line in crossings] == [[1.9]]
 
 
-def test_layouts_lie_on_one_curve_and_their_differences_below_the_bound():
+def test_layouts_share_one_curve_and_differ_below_the_bound():
     runs = {"dp 2": ([5.0, 4.0], [1e-15, 2e-15]), "tp 2": ([5.0, 4.0], [3e-14, 4e-14])}
     figure = plot_layouts(runs, [5.0, 4.0], [1e-12, 6e-12])
     top, bottom = figure.axes

@@ -20,7 +20,7 @@ PARTS = dict.fromkeys(MEMORY, 0.0) | {"parameters": 10e9, "activations": 50e9}
 SECONDS = dict.fromkeys(TIME, 0.0) | {"compute": 3.0, "bubble": 1.0}
 
 
-def test_memory_bars_stack_their_parts_and_a_long_one_is_cut_and_says_how_long():
+def test_memory_bars_stack_their_parts_and_long_ones_are_cut():
     figure = plot_fit({"one": {"small": PARTS, "large": PARTS | {"activations": 300e9}}}, 80e9, 200e9)
     axes = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches if bar.get_width()]
@@ -46,7 +46,7 @@ def test_bubbles_are_curves_from_zero_up():
     assert axes.get_ylim()[1] == pytest.approx(0.41, abs=0.05)
 
 
-def test_scaling_has_a_line_for_each_model_and_a_dashed_one_for_what_was_hoped():
+def test_scaling_has_a_line_for_each_model_and_a_linear_one():
     axes = plot_scaling({"A100": {"7B": {64: (100.0, 0.5), 256: (300.0, 0.375)}}}).axes[0]
     real, hoped = axes.lines
     assert list(real.get_ydata()) == [100, 300] and list(hoped.get_ydata()) == [100, 400]
@@ -62,7 +62,7 @@ def test_spending_is_in_parts_of_the_whole():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["dp 8", "tp 8"]
 
 
-def test_predictions_are_points_and_all_of_them_are_inside_the_picture():
+def test_predictions_are_points_inside_the_picture():
     axes = plot_predictions({"a": {"x": 0.9, "y": 1.02}, "b": {"z": 1.5}}, 0.15).axes[0]
     points = [list(line.get_xdata()) for line in axes.lines[1:]]
     assert points == [[0.9, 1.02], [1.5]]
@@ -71,7 +71,7 @@ def test_predictions_are_points_and_all_of_them_are_inside_the_picture():
     assert [text.get_text() for text in axes.texts] == ["-10%", "+2%", "+50%"]
 
 
-def test_points_are_pairs_and_all_of_them_are_inside_the_picture():
+def test_points_are_pairs_inside_the_picture():
     time, memory = plot_points({"ms": [(10.0, 12.0), (500.0, 300.0)], "MB": [(3.0, 3.0)]}, 0.2).axes
     assert [list(line) for line in time.lines[1].get_data()] == [[12.0, 300.0], [10.0, 500.0]]
     assert list(memory.lines[1].get_xdata()) == [3.0]
@@ -79,7 +79,7 @@ def test_points_are_pairs_and_all_of_them_are_inside_the_picture():
         assert axes.get_xlim() == axes.get_ylim() and axes.get_xlim()[0] < least and axes.get_xlim()[1] > most
 
 
-def test_a_tornado_is_sorted_and_stars_are_where_another_layout_wins():
+def test_a_tornado_is_sorted_with_stars_where_a_layout_changes():
     effects = {
         "little": {"-20 %": (0.01, False), "+20 %": (-0.01, False)},
         "much": {"-20 %": (0.2, True), "+20 %": (-0.1, False)},

@@ -11,10 +11,12 @@ from launcher import ROOT, MPITimeout, interrupt_mpi, run_mpi
 from minipar.comm.launch import launch
 from minipar.errors import UsageError, error_line
 
-HEADER = (
-    "import sys, time\nimport numpy as np\nfrom minipar.comm import *\nfrom minipar.comm.launch import launch\n"
-    "from minipar.errors import UsageError\n"
-)
+HEADER = """import sys, time
+import numpy as np
+from minipar.comm import *
+from minipar.comm.launch import launch
+from minipar.errors import UsageError
+"""
 SECONDS = 30.0  # starting 4 ranks on a busy machine, and ending them
 
 

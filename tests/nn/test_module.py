@@ -5,7 +5,7 @@ import pytest
 
 from minipar.autograd import Tensor, cross_entropy_sum, gelu
 from minipar.autograd.gradcheck import gradcheck
-from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module
+from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
 
 RANDOM = np.random.Generator(np.random.Philox(12))
 X = RANDOM.standard_normal((6, 8))
@@ -115,3 +115,18 @@ def test_the_mean_loss_is_the_sum_over_the_count():
     model, targets = Classifier(), np.array([0, 1, -100, 1, -100, 0])
     assert model.loss(X, targets).item() == model.loss_sum(X, targets).item() * (1 / 4)
     assert model.loss(X, np.full(6, -100)).item() == 0
+
+
+def test_parameters_in_tuples_and_dicts_are_found_once():
+    class Net(Module):
+        def __init__(self):
+            self.first = Linear(2, 3, name="first")
+            self.layers = (self.first, Linear(3, 3, name="second"))
+            self.heads = {"a": Linear(3, 1, name="a"), "scale": Parameter(np.ones(3))}
+
+    net = Net()
+    names = [name for name, _ in net.named_parameters()]
+    assert names[:2] == ["first.weight", "first.bias"]
+    assert names[-3:] == ["heads.a.weight", "heads.a.bias", "heads.scale"]
+    assert len(net.parameters()) == 7 and len(names) == 9
+    assert len(list(net.modules())) == 5

@@ -367,7 +367,11 @@ def test_a_released_parameter_reads_as_nan_never_as_old_values():
         states = []
         for use in (nothing, loss_of, lambda ddp: step(ddp, AdamW(ddp.parameters()))):
             use(ddp)
-            states.append(ddp.model.state_dict())
+            states.append({name: np.array(p.data) for name, p in ddp.model.named_parameters()})
+            with pytest.raises(ValueError, match="wrapper's state_dict"):
+                ddp.model.state_dict()
+            with pytest.raises(ValueError, match="before wrapping"):
+                ddp.model.load_state_dict(states[0])
         assert all(np.isnan(tie.data).all() for p in ddp.model.parameters() for tie in p.ties)
         return states
 

@@ -7,8 +7,9 @@ import pytest
 from planning import layout
 
 from minipar.parallel.pipeline import make
-from minipar.plan.pipeline_time import CLOSED, StageTime, closed_form, simulate_exactly, simulated
+from minipar.plan.pipeline_time import StageTime, closed_form, simulate_exactly, simulated
 
+CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 SHAPES = [(1, 1, 1), (1, 1.2, 0.8), (1.0, 2.1, 0.9)]  # F, I, W; the last with full recompute
 CASES = list(product([2, 3, 4, 8], [1, 2, 4, 8, 24, 31], SHAPES, [0, 0.3], [0, 0.02]))
 

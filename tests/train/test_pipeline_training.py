@@ -9,7 +9,7 @@ from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bit
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Durations, save_csv, simulate
-from minipar.parallel.pipeline.split import PipelineParallel
+from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.train.data import load_tokens
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer

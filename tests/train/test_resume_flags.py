@@ -10,7 +10,7 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2
-from minipar.train.checkpoint import Checkpoint, checksum, save
+from minipar.train.checkpoint import Checkpoint, checksum
 from minipar.train.config import TrainConfig, flags, parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.resume import MUST_AGREE, TAKEN, continued, find_checkpoint
@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
         trainer = Trainer(config, DeviceMesh(comm), tokens)
         for step in range(2):
             trainer.step(step)
-        save(trainer, folder / "run", 2)
+        trainer.save(folder / "run", 2)
 
     run_local(2, rank)
     return folder

@@ -6,7 +6,7 @@ import pytest
 
 from minipar.errors import UsageError
 from visualize import plot_agreement, read_layouts
-from visualize.agreement import layout_name
+from visualize.plan import layout_name
 
 PLAIN = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False, "recompute": "none"}
 PLAIN |= {"microbatches": 1, "seconds": 0.5, "seconds_min": 0.4, "seconds_max": 0.7, "predicted_seconds": 0.55}

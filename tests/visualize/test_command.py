@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from minipar.comm import run_local, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_metrics, read_trace, save
 from visualize.__main__ import main
-from visualize.style import BLUE, GREEN, ORANGE, PAPER, SKY, byte_label, colours
+from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def bars(figure) -> list[tuple[float, float, float, str, bool]]:
 # ---- timeline --------------------------------------------------------------------------------------------------------
 
 
-def test_the_timeline_draws_each_slice_where_and_as_long_as_it_was():
+def test_the_timeline_draws_each_slice_at_its_time():
     figure = plot_timeline(parse_trace(chrome(ranks=3, steps=1)))
     for rank in range(3):
         row = [
@@ -157,6 +158,40 @@ def test_a_trace_of_minipar_can_be_drawn(tmp_path, clock):
     plot_timeline(trace, arrows=True).savefig(tmp_path / "t.png")
 
 
+def test_lanes_and_ranks_are_named_with_their_place_in_the_mesh():
+    data = chrome(ranks=4, steps=1)
+    data["otherData"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
+    figure = plot_timeline(parse_trace(data))
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["rank 0\npp 0, dp 0", "rank 1\npp 0, dp 1", "rank 2\npp 1, dp 0", "rank 3\npp 1, dp 1"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["compute", "dp"] * 4
+    middle = figure.axes[0].get_yticks()[0]
+    tops = [y for _, _, y, _, _ in bars(figure) if y < 1]
+    assert min(tops) < middle < max(tops), "a rank's name is next to the middle of its rows"
+
+
+def test_a_pipelines_actions_are_coloured_by_kind_and_numbered():
+    events = [event for event in chrome(ranks=1, steps=1)["traceEvents"] if event["ph"] == "M"]
+    events += [slice_event(name, 0, 0, at, 1) for at, name in enumerate(["0F0", "0I0", "0W0", "0F12"])]
+    events += [slice_event("all_reduce", 0, 1, 4, 1, wait=1), slice_event("send", 0, 1, 5, 0)]
+    figure = plot_timeline(parse_trace({"traceEvents": events}))
+    drawn = [(start, colour) for start, _, _, colour, hatched in bars(figure) if colour != PAPER and not hatched]
+    assert drawn[:5] == [(0, BLUE), (1, COLOURS["I"]), (2, COLOURS["W"]), (3, BLUE), (4, SKY)] and COLOURS["I"] != SKY
+    assert [text.get_text() for text in figure.axes[0].texts][:4] == ["0", "0", "0", "12"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[:4] == ["F forward", "I backward, input", "W backward, weights", "all_reduce"]
+    assert "send" not in labels, "only what can be seen"
+    assert figure.axes[0].get_xlabel() == "time (s; number in a box: its microbatch)"
+
+
+def test_a_narrow_bar_keeps_its_colour_without_hatching():
+    data = chrome(ranks=1, steps=1)
+    data["traceEvents"].append(slice_event("all_gather", 0, 1, 9.5, 0.05, wait=0.05))
+    collections = plot_timeline(parse_trace(data)).axes[0].collections
+    hatched = [path.vertices[:, 0].min() for c in collections if c.get_hatch() for path in c.get_paths()]
+    assert hatched == [6], "the second of the all_reduce; the narrow all_gather shows its colour"
+
+
 # ---- loss and bytes --------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +207,7 @@ def test_the_loss_curve_draws_every_step_and_the_reference():
     assert labels == ["run: 3.000 at first, 2.000 at last", "entropy 1.500"]
 
 
-def test_a_long_curve_is_smoothed_over_and_not_instead_of_its_points():
+def test_a_long_curve_shows_its_points_and_their_mean():
     losses = [4.0 - 0.01 * step + 0.1 * (-1) ** step for step in range(200)]
     axes = plot_loss({"a": rows(losses), "b": rows(losses[:30])}).axes[0]
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
@@ -189,7 +224,9 @@ def test_a_long_curve_is_smoothed_over_and_not_instead_of_its_points():
 def test_bytes_are_drawn_beside_their_formula(tmp_path):
     path = str(tmp_path / "new" / "bytes.svg")
     table = [{"op": "all_reduce", "axis": "dp", "bytes": 700, "expected": 700}, {"op": "broadcast", "bytes": 90}]
-    axes = plot_bytes(table, path).axes[0]
+    figure = plot_bytes(table)
+    save(figure, path)
+    axes = figure.axes[0]
     assert [bar.get_width() for bar in axes.patches] == [700, 90]
     assert list(axes.lines[0].get_xdata()) == [700]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["all_reduce (dp)", "broadcast"]
@@ -207,7 +244,7 @@ def bench_rows():
     return [*ring, mpi, ring[0] | {"op": "barrier", "bytes": 0}]
 
 
-def test_the_benchmark_is_drawn_by_size_beside_mpi_and_the_formula():
+def test_the_benchmark_is_drawn_next_to_mpi_and_the_formula():
     time, wire = plot_bench(bench_rows()).axes
     assert list(time.lines[0].get_xdata()) == [1024, 4096]
     np.testing.assert_allclose(time.lines[0].get_ydata(), [1024e-9, 4096e-9])
@@ -263,9 +300,18 @@ def test_the_command_writes_the_picture(write, tmp_path, suffix, capsys):
         ("traffic", {}, "is not a list of rows: not written by minipar.bench collectives"),
         ("traffic", [{"op": "x"}], "row 0 lacks algorithm, ranks, bytes"),
         ("traffic", [bench_rows()[3]], "holds no operation on an array of one byte or more"),
+        ("traffic", [bench_rows()[0] | {"seconds": [1]}], "row 0: [1] is not a number"),
+        ("traffic", [bench_rows()[0] | {"op": {}}], "row 0: op and algorithm are not texts"),
+        ("trace", "[" * 100_000, "is not JSON that can be read: nested too deep"),
+        ("trace", "9" * 5000, "is not JSON that can be read: an integer of thousands of digits"),
+        ("trace", {"traceEvents": [slice_event("f", 0, 0, 1, 2) | {"dur": "2"}]}, "has an event without its fields"),
+        ("loss", '{"step": {}, "loss": 1.0}\n', "line 1 has no step and loss"),
+        ("loss", '{"step": 0, "loss": 1e999}\n', "line 1 has no step and loss"),
+        ("plan", {"plans": [{"mfu": "much"}], "meshes": []}, "was not written by minipar.plan --json"),
+        ("layouts", [{"dp": 1}], "was not written by minipar.bench layouts"),
     ],
 )
-def test_a_file_that_is_something_else_is_one_line_and_exit_code_2(write, tmp_path, capsys, command, content, line):
+def test_another_file_is_one_line_and_exit_code_2(write, tmp_path, capsys, command, content, line):
     path = str(tmp_path / "missing") if content is None else write("file", content)
     out = tmp_path / "out.png"
     assert main([command, path, "--out", str(out)]) == 2
@@ -288,6 +334,35 @@ def test_wrong_flags_are_one_line_and_exit_code_2(write, capsys, arguments, line
     path = write("t.json", chrome())
     assert main(["trace", path, *(text.format(file=path) for text in arguments)]) == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["trace"], ["loss"], ["memory"], ["schedule", "--schedule"]])
+def test_a_pipe_or_a_device_is_refused_before_it_is_read(tmp_path, capsys, command):
+    os.mkfifo(tmp_path / "pipe.csv")
+    for path in (str(tmp_path / "pipe.csv"), "/dev/zero", str(tmp_path)):
+        arguments = [*command, path, "--out", str(tmp_path / "x.png")]
+        assert main(arguments) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and ("not a regular file" in line or "choose from" in line)
+
+
+def test_a_path_cannot_change_what_the_terminal_shows(tmp_path, capsys):
+    assert main(["trace", "no\nsuch\x1b[31mfile", "--out", "x.png"]) == 2
+    expected = "visualize: error: no\\nsuch\\x1b[31mfile cannot be read: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+    (tmp_path / "_a\nb.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    out = str(tmp_path / "c\nd.png")
+    assert main(["loss", str(tmp_path / "_a\nb.jsonl"), "--out", out]) == 0
+    assert capsys.readouterr() == (out.replace("\n", "\\n") + "\n", ""), "no warning of a label hidden"
+
+
+def test_a_full_standard_output_is_one_line():
+    flags = ["--schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--json", "-"]
+    command = [sys.executable, "-m", "visualize", "schedule", *flags]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    error = "visualize: error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, error)
 
 
 def test_it_runs_as_a_module_without_a_display(write, tmp_path):

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from minipar import memory
 from visualize import plot_ledger
 from visualize.__main__ import main
-from visualize.memory import KINDS, read_ledger
+from visualize.measurements import KINDS, read_ledger
 from visualize.style import COLOURS
 
 KIB = 1024
@@ -52,13 +52,13 @@ def heights(axes, x):
     return found
 
 
-def test_the_kinds_are_the_ledgers_and_their_colours_differ_in_lightness():
+def test_kinds_are_the_ledgers_and_differ_in_lightness():
     assert KINDS == memory.KINDS
     light = [np.dot([int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5)], [0.299, 0.587, 0.114]) for kind in KINDS]
     assert min(abs(a - b) for i, a in enumerate(light) for b in light[:i]) > 15
 
 
-def test_areas_stack_to_what_was_held_in_steps_and_the_peak_is_named():
+def test_areas_stack_to_the_memory_held_and_the_peak_is_named():
     axes = plot_ledger({"run": MOMENTS}).axes[0]
     edge = axes.lines[0]
     assert edge.get_drawstyle() == "steps-post"
@@ -84,7 +84,7 @@ def test_phases_are_named_in_order_and_a_short_one_has_room():
     assert (start, last) == (0, 500) and end - last > 0.15 * end
 
 
-def test_runs_stand_side_by_side_on_one_scale_each_with_its_formula():
+def test_runs_share_one_scale_and_each_has_its_formula():
     smaller = [(phase, (KIB, *held[1:])) for phase, held in MOMENTS]
     figure = plot_ledger({"whole": MOMENTS, "sharded": smaller}, {"whole": 16 * KIB, "sharded": 13 * KIB})
     left, right = figure.axes
@@ -148,7 +148,7 @@ def test_the_command_compares_files(write, tmp_path, monkeypatch):
         (account(moments=[["forward", [1, 2]]]), "rank 0: expected moments of 5 numbers each"),
     ],
 )
-def test_a_file_that_is_something_else_is_one_line_and_exit_code_2(write, tmp_path, capsys, content, line):
+def test_another_file_is_one_line_and_exit_code_2(write, tmp_path, capsys, content, line):
     path = str(tmp_path / "missing") if content is None else write("file", content)
     out = tmp_path / "out.png"
     assert main(["memory", path, "--out", str(out)]) == 2

@@ -59,7 +59,7 @@ def texts(figure):
 
 
 @pytest.mark.parametrize("sizes", [CUBE, {"dp": 3, "tp": 2}, {"dp": 8}, {"pp": 3, "tp": 2}], ids=str)
-def test_bytes_and_messages_are_those_that_each_rank_counted_and_the_closed_form(tmp_path, sizes):
+def test_bytes_and_messages_are_counted_and_the_closed_form(tmp_path, sizes):
     traffic, counted = run(tmp_path, **sizes)
     assert traffic.shape == {"pp": 1, "dp": 1, "tp": 1} | sizes and traffic.steps == 2
     for rank in range(traffic.ranks):
@@ -218,7 +218,7 @@ def test_a_trace_that_does_not_fit_is_one_line_and_exit_code_2(tmp_path, capsys,
     assert line in printed.err and not out.exists()
 
 
-def test_the_command_writes_picture_and_numbers_and_a_dash_is_standard_output(tmp_path, capsys):
+def test_the_command_writes_picture_and_json_or_standard_output(tmp_path, capsys):
     file, out, told = tmp_path / "t.json", tmp_path / "made" / "mesh.png", tmp_path / "mesh.json"
     file.write_text(json.dumps(chrome(DP2, bytes=8)))
     assert main(["mesh", str(file), "--out", str(out), "--json", str(told)]) == 0

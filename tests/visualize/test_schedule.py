@@ -90,7 +90,7 @@ def test_idle_time_is_white_and_framed():
 def test_the_title_says_bubble_and_peak(name, p, m, v, said):
     line = timeline(name, p, m, v)
     assert facts(line) == said
-    panel = plot_schedule(line, memory=False).axes[0]
+    panel = plot_schedule(line).axes[0]
     assert (panel.get_title(loc="left"), panel.get_title(loc="right")) == (NAMES[name], said)
 
 
@@ -101,7 +101,7 @@ def test_a_bubble_is_a_fraction_only_where_that_says_something():
 @pytest.mark.parametrize(("name", "p", "m"), [("1f1b", 4, 8), ("1f1b", 8, 32), ("zbv", 4, 8), ("zbv", 8, 32)])
 def test_numbers_stand_inside_their_boxes_and_can_be_read(name, p, m):
     line = timeline(name, p, m)
-    figure = plot_schedule(line, memory=False)
+    figure = plot_schedule(line)
     FigureCanvasAgg(figure)
     panel = figure.axes[0]
     renderer, inverse = figure.canvas.get_renderer(), panel.transData.inverted()
@@ -128,13 +128,13 @@ def test_numbers_stand_inside_their_boxes_and_can_be_read(name, p, m):
 def test_numbers_that_could_not_be_read_are_left_out():
     assert fitting(1, 20, 20) == 9.0 and fitting(2, 3, 20) == fitting(2, 30, 3) == 0
     assert fitting(2, 9, 20) == pytest.approx(0.9 * 9 / 1.28), "both digits in one line"
-    assert len(plot_schedule(timeline(), width=1.8).axes[0].texts) == 0
+    assert len(plot_schedule(timeline("gpipe", 2, 300)).axes[0].texts) == 0
 
 
 def test_a_picture_grows_with_its_numbers_but_not_without_end():
     assert plot_schedule(timeline()).get_figwidth() == 11
     assert 11 < plot_schedule(timeline("1f1b", 8, 32)).get_figwidth() < 14
-    assert plot_schedule(timeline("gpipe", 2, 300), memory=False).get_figwidth() == 24
+    assert plot_schedule(timeline("gpipe", 2, 300)).get_figwidth() == 24
 
 
 def test_several_timelines_share_one_axis_and_memory_lies_below():
@@ -238,7 +238,7 @@ def test_a_later_stage_has_a_bar_which_grows_with_the_stage():
     line = timeline("interleaved-1f1b", 2, 4, 3)
     chunk = chunks(line.schedule)
     later = [(slot, rank) for rank, row in enumerate(line.ranks) for slot in row if chunk[slot.action.stage] > 0]
-    bars = drawn(plot_schedule(line, memory=False).axes[0], bars=True)
+    bars = drawn(plot_schedule(line).axes[0], bars=True)
     assert len(bars) == len(later) == 2 * 2 * 2 * 4
     bars.sort(key=lambda bar: (bar[2], bar[0]))
     for (left, right, rank, _), (slot, home) in zip(bars, later, strict=True):

@@ -1,11 +1,10 @@
 """Pipeline parallelism: schedules that are built as data, checked, simulated and executed.
 
-Reading order: actions.py, schedules.py, simulate.py, lower.py, check.py, then stage.py, executor.py and split.py, which
-run a GPT, and module.py, which runs the user's own stages. asynchronous.py can be read on its own.
+Reading order: actions.py, schedules.py, simulate.py, lower.py, check.py, then stage.py and executor.py, which run a
+GPT, and module.py, which runs the user's own stages. (The asynchronous pipelines are chapters/pipedream.py.)
 """
 
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
-from minipar.parallel.pipeline.asynchronous import AsynchronousPipeline, Staleness, stale_reference
 from minipar.parallel.pipeline.check import Report, check
 from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.lower import load_csv, lower, save_csv
@@ -14,27 +13,7 @@ from minipar.parallel.pipeline.simulate import Durations, Slot, Timeline, peak_l
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
 
 __all__ = [
-    "SCHEDULES",
-    "Action",
-    "AsynchronousPipeline",
-    "Durations",
-    "PipelineExecutor",
-    "PipelineStage",
-    "Report",
-    "Schedule",
-    "Slot",
-    "Staleness",
-    "Timeline",
-    "balanced_cuts",
-    "check",
-    "cut",
-    "load_csv",
-    "lower",
-    "make",
-    "parse_action",
-    "part_costs",
-    "peak_live",
-    "save_csv",
+    "SCHEDULES", "Action", "Durations", "PipelineExecutor", "PipelineStage", "Report", "Schedule", "Slot", "Timeline",
+    "balanced_cuts", "check", "cut", "load_csv", "lower", "make", "parse_action", "part_costs", "peak_live", "save_csv",
     "simulate",
-    "stale_reference",
-]
+]  # fmt: skip

@@ -19,7 +19,7 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.lower import lower
 from minipar.parallel.pipeline.stage import PipelineStage
 
-FIRST_TAG = 2  # the tags below are those of the tied embedding (split.py)
+FIRST_TAG = 2  # the tags below are those of the tied embedding (stage.py)
 Key = tuple[int, str, int]  # stage, direction (F or B), microbatch
 
 

@@ -14,7 +14,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.work import Message
 from minipar.errors import UsageError
-from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.module import Module, Owner, Parameter, Part
 from minipar.parallel.pipeline.executor import Key, PipelineExecutor
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineStage
@@ -150,26 +150,15 @@ class _HeadedExecutor(PipelineExecutor):
         return self.comm.irecv(xp.empty(dims[:ndim], dtype=DTYPES[kind]), peer, tag).wait()
 
 
-class _OneReplicasGradients:
-    """The owner of parameters whose gradients are not summed over dp; it refuses plain optimizers."""
-
-    sharded = False
+class _OneReplicasGradients(Owner):
+    """The owner of parameters whose gradients nobody has summed over dp yet: it refuses plain optimizers."""
 
     def __init__(self, dp: Communicator) -> None:
         self.dp = dp
 
     def check(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError, because the replicas would drift apart."""
+        """Raise ValueError: the replicas would drift apart."""
         raise ValueError(
             f"the gradients of a PipelineModule are not summed over its {self.dp.size} data-parallel replicas: write "
             "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
         )
-
-    def before_step(self) -> None:
-        """Do nothing; `check` refuses the step."""
-
-    def after_step(self) -> None:
-        """Do nothing; `check` refuses the step."""
-
-    def forget_gradients(self) -> None:
-        """Do nothing; the gradients belong to the parameters."""

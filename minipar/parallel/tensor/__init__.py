@@ -21,22 +21,7 @@ from minipar.parallel.tensor.mappings import (
 from minipar.parallel.tensor.plan import PLAN, TensorParallel, check_shape, tensor_parallel
 
 __all__ = [
-    "PLAN",
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "SequenceEmbedding",
-    "TensorGroup",
-    "TensorParallel",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "all_gather",
-    "check_shape",
-    "column_linear",
-    "copy_to",
-    "enter",
-    "leave",
-    "reduce_from",
-    "reduce_scatter",
-    "tensor_parallel",
-    "vocab_parallel_cross_entropy_sum",
-]
+    "PLAN", "ColumnParallelLinear", "RowParallelLinear", "SequenceEmbedding", "TensorGroup", "TensorParallel",
+    "VocabParallelEmbedding", "VocabParallelHead", "all_gather", "check_shape", "column_linear", "copy_to", "enter",
+    "leave", "reduce_from", "reduce_scatter", "tensor_parallel", "vocab_parallel_cross_entropy_sum",
+]  # fmt: skip

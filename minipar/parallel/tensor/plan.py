@@ -16,7 +16,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT
 from minipar.nn.layers import MaskSlice
-from minipar.nn.module import Parameter
+from minipar.nn.module import Owner, Parameter
 from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor.layers import (
     SEQUENCE,
@@ -52,11 +52,20 @@ def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, seq
     return Partial(rank, ranks) if sequence else Replicate(rank, ranks)
 
 
-class TensorParallel:
-    """The group over which `tensor_parallel` has split a model, and the sum of its Partial gradients."""
+class TensorParallel(Owner):
+    """The group over which `tensor_parallel` has split a model, and the sum of its Partial gradients.
+
+    It owns the Partial parameters, so that an optimizer's step sums their gradients first. A data-parallel wrapper that
+    is applied to the model afterwards calls `sum_partial` before it reduces a bucket instead.
+    """
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
+        self.partial: list[Parameter] = []
+
+    def before_step(self) -> None:
+        """Sum the Partial gradients over the ranks."""
+        self.sum_partial(self.partial)
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum the gradients of the Partial parameters among these over the ranks, each in place.
@@ -100,12 +109,16 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
     check_shape(model.config.n_head, model.config.n_embd, comm.size)
     place(model)
     group = TensorGroup(comm, reduction)
+    tensor = TensorParallel(group)
     for name, p in model.named_parameters():
         placement = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(placement, Shard):
             split(p, placement)
         else:
             update(p, tp=placement)
+        if isinstance(placement, Partial):
+            p.owner = tensor
+            tensor.partial.append(p)
     column, row = ColumnParallelLinear, RowParallelLinear
     model.wte = VocabParallelEmbedding.from_parts(model.wte.weight, group, sequence)
     model.project = VocabParallelHead(model.config.vocab_size, group, sequence)
@@ -122,4 +135,4 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
         model.wpe = SequenceEmbedding(model.wpe.weight, group)
         for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
             dropout.mask_slice = MaskSlice(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
-    return TensorParallel(group)
+    return tensor

@@ -21,28 +21,10 @@ directory is renamed to step-N, which a file system does completely or not at al
 checkpoints are removed. save.py writes; load.py reads and needs no communicator, so one process can read a checkpoint.
 """
 
-from minipar.train.checkpoint.load import (
-    KINDS,
-    MANIFEST,
-    STEP,
-    Checkpoint,
-    checksum,
-    read_regular,
-    restore_optimizer,
-)
+from minipar.train.checkpoint.load import KINDS, MANIFEST, STEP, Checkpoint, checksum, read_regular, restore_optimizer
 from minipar.train.checkpoint.save import agreeing, checkpoints, prepare_directory, run_flags, save
 
 __all__ = [
-    "KINDS",
-    "MANIFEST",
-    "STEP",
-    "Checkpoint",
-    "agreeing",
-    "checkpoints",
-    "checksum",
-    "prepare_directory",
-    "read_regular",
-    "restore_optimizer",
-    "run_flags",
-    "save",
-]
+    "KINDS", "MANIFEST", "STEP", "Checkpoint", "agreeing", "checkpoints", "checksum", "prepare_directory",
+    "read_regular", "restore_optimizer", "run_flags", "save",
+]  # fmt: skip

@@ -23,6 +23,7 @@ from minipar.parallel.tensor import (
     leave,
     vocab_parallel_cross_entropy_sum,
 )
+from minipar.parallel.tensor.layers import split
 
 SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(41))
@@ -37,10 +38,9 @@ def close(a, b, bound=1e-13):
     return a.shape == b.shape and np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
-def split(weight, group, dim, sequence=False):
+def split_along(weight, group, dim):
     """Leave this rank its part of a parameter."""
-    weight.placement = Placement("weight", weight.shape)
-    TensorParallel(group, sequence).split(weight, dim)
+    split(weight, group.shard(dim, weight.shape[dim]))
 
 
 def backward(y, gradient, x, parameters):
@@ -70,17 +70,17 @@ def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear,
     group = TensorGroup(comm, reduction)
     first, second = Linear.of(W1.copy(), B1.copy()), Linear.of(W2.copy(), B2.copy())
     for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
-        split(parameter, group, dim, sequence)
+        split_along(parameter, group, dim)
     second.bias.placement = Placement("bias", second.bias.shape, Partial() if sequence else Replicate())
-    first = column(first.weight, first.bias, group, sequence)
-    second = row(second.weight, second.bias, group, sequence)
+    first = column.from_parts(first.weight, first.bias, group, sequence)
+    second = row.from_parts(second.weight, second.bias, group, sequence)
     own = (lambda a: np.ascontiguousarray(group.part(a, 1))) if sequence else (lambda a: a)
     whole = (lambda a: group.gather(a, 1)) if sequence else (lambda a: a)
     x = Tensor(own(X), requires_grad=True)
     y = second(gelu(first(x)))
     gradients = backward(y, own(G), x, named(first, second))
     if summed:
-        TensorParallel(group, sequence).sum_partial([second.bias])
+        TensorParallel(group).sum_partial([second.bias])
     result = {"x": whole(gradients["x"])}
     for name, parameter in named(first, second).items():
         result[name] = joined(comm, parameter, gradients[name])
@@ -112,7 +112,7 @@ def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
         weight = Parameter(Shard(comm.rank, size, dim=1, size=48).part(W1))
         bias = Parameter(Shard(comm.rank, size, dim=0, size=48).part(B1))
         own = np.ascontiguousarray(group.part(X, 1)) if sequence else X
-        y = ColumnParallelLinear(weight, bias, group, sequence)(Tensor(own, requires_grad=True))
+        y = ColumnParallelLinear.from_parts(weight, bias, group, sequence)(Tensor(own, requires_grad=True))
         return y.data
 
     whole = np.concatenate(run_local(size, rank), axis=-1)
@@ -244,8 +244,8 @@ def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
     def rank(comm):
         group = TensorGroup(comm)
         weight = Parameter(table.copy())
-        split(weight, group, 0, sequence)
-        y = VocabParallelEmbedding(weight, group, sequence)(tokens)
+        split_along(weight, group, 0)
+        y = VocabParallelEmbedding.from_parts(weight, group, sequence)(tokens)
         y.backward(np.ascontiguousarray(group.part(G, 1)) if sequence else G)
         part = group.part(expected.data, 1) if sequence else expected.data
         assert np.array_equal(y.data, part)
@@ -267,7 +267,7 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
         assert np.array_equal(y.data, group.part(table, 0))
         y.backward(np.ones(y.shape))
         weight.placement = Placement("weight", weight.shape, Partial())
-        TensorParallel(group, True).sum_partial([weight])
+        TensorParallel(group).sum_partial([weight])
         return weight.grad
 
     serial = Embedding.of(table.copy())
@@ -281,7 +281,7 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     _, targets = tokens_and_targets(vocab)
     group = make_group(comm, reduction)
     weight = Parameter(np.random.Generator(np.random.Philox(2)).standard_normal((vocab, H)))
-    split(weight, group, 0, sequence)
+    split_along(weight, group, 0)
     x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
     logits = VocabParallelHead(vocab, group, sequence)(x, weight)
     comm.traffic.reset()

@@ -10,7 +10,14 @@ from training import ForgetsTheSumOverTensorRanks, takes_all_for
 from minipar.autograd import linear
 from minipar.nn import Dropout
 from minipar.parallel.placement import Partial, Replicate, Shard, update
-from minipar.parallel.tensor import PLAN, RowParallelLinear, TensorGroup, VocabParallelHead, leave
+from minipar.parallel.tensor import (
+    PLAN,
+    RowParallelLinear,
+    TensorGroup,
+    TensorParallel,
+    VocabParallelHead,
+    leave,
+)
 from minipar.train.trainer import Trainer
 
 
@@ -54,6 +61,7 @@ class EverythingPartial(Trainer):
         for p in self.model.parameters():
             if not isinstance(p.placement.tp, Shard):
                 update(p, tp=Partial(p.placement.tp.rank, p.placement.tp.ranks))
+        self.ddp.before_reduce = TensorParallel(TensorGroup(self.mesh.tp, "ordered")).sum_partial
 
 
 def test_whole_gradients_summed_without_need():
@@ -71,7 +79,7 @@ class AddsEveryRanksBias(Trainer):
         super().__init__(*args)
         for parent in [part for block in self.model.h for part in (block.attn, block.mlp)]:
             right = parent.c_proj
-            parent.c_proj = BiasOnEveryRank(right.weight, right.bias, right.group, right.sequence)
+            parent.c_proj = BiasOnEveryRank.from_parts(right.weight, right.bias, right.group, right.sequence)
 
 
 def test_a_bias_on_every_rank_shows_once_the_first_step_moved_it():
@@ -121,7 +129,8 @@ def test_masks_drawn_by_each_rank_for_what_it_holds(sequence):
 
 def test_heads_cut_across_q_k_and_v(monkeypatch):
     """c_attn's columns cut as one stretch: rank 0 would hold all of q and half of k."""
-    monkeypatch.setitem(PLAN, "attn.c_attn", "column")
+    for name, dim in (("weight", 1), ("bias", 0)):
+        monkeypatch.setitem(PLAN, f"attn.c_attn.{name}", (dim, 1))
     assert failed(tp=2)
 
 

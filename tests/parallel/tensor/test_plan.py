@@ -27,11 +27,13 @@ from tensor_cases import (
 )
 from training import bits, on_each_rank, reports
 
-from minipar.comm import run_local
+from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
+from minipar.nn import GPT, AdamW, GPTConfig
 from minipar.nn.layers import normal
 from minipar.nn.pretrained import export_gpt2
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.tensor import check_shape, tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.verify import bound, relative_difference, train_on_one_device
@@ -237,3 +239,46 @@ def test_shapes_that_do_not_divide_are_refused_with_the_equation():
         check_shape(6, 24, 3, 8)
     with pytest.raises(UsageError, match=r"heads/tp = 6/5 is not a whole number"):
         run_local(5, lambda comm: tensor_parallel(GPT(GPTConfig(13, 8, 24, 1, 6)), comm))
+
+
+# ---- a user's own script ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [None, DistributedDataParallel, FullyShardedDataParallel])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_obvious_script_trains_what_one_device_trains(sequence, wrap):
+    """Sequence parallelism leaves gradients to be summed; an optimizer's step or the wrapper sums them."""
+    rows = np.random.Generator(np.random.Philox(4)).integers(0, 13, (4, 9))
+
+    def train(comm, tp):
+        mesh = DeviceMesh(comm, tp=tp)
+        model = GPT(GPTConfig(13, 8, 16, 2, 4), dtype="float64")
+        if tp > 1:
+            tensor_parallel(model, mesh.tp, sequence=sequence)
+        wrapper = model if wrap is None else wrap(model, mesh.dp)
+        parameters = wrapper.parameters()
+        optimizer = AdamW(parameters, lr=1e-2, eps=1e-5)
+        own = rows[mesh.dp.rank :: mesh.dp.size]
+        for _ in range(2):
+            loss = wrapper.loss(own[:, :-1], own[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    ranks = 2 if wrap is None else 4
+    (expected,) = run_local(1, train, 1)
+    assert run_local(ranks, train, 2) == pytest.approx([expected] * ranks, rel=1e-12)
+
+
+def test_a_wrapper_of_split_layers_refuses_what_needs_tp():
+    def rank(comm):
+        mesh = DeviceMesh(comm, tp=2)
+        model = GPT(GPTConfig(13, 8, 16, 1, 4), dtype="float64")
+        tensor_parallel(model, mesh.tp)
+        ddp = DistributedDataParallel(model, mesh.dp)
+        for call, name in ((lambda: ddp.clip_grad_norm(1.0), "clip_grad_norm"), (ddp.state_dict, "gather_state")):
+            with pytest.raises(ValueError, match=name):
+                call()
+
+    run_local(2, rank)

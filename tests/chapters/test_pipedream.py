@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from chapters.pipedream import AsynchronousPipeline, Staleness, stale_reference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig, Parameter
-from minipar.parallel.pipeline import AsynchronousPipeline, Staleness, make, stale_reference
+from minipar.parallel.pipeline import make
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=8, n_embd=16, n_layer=8, n_head=2)
 TOKENS = np.random.Generator(np.random.Philox(3)).integers(0, 13, (24, 2, 9))

@@ -31,8 +31,7 @@ from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.schedules import one_f_one_b
-from minipar.parallel.pipeline.split import part_groups
-from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
+from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs, part_groups
 
 Batch = Callable[[int], tuple[np.ndarray, np.ndarray]]  # microbatch -> tokens and targets, (B, T) each
 MakeOptimizer = Callable[[list[Parameter]], AdamW]
