@@ -217,7 +217,6 @@ _deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default
 def defer_weight_gradients() -> AbstractContextManager[DeferredGradients]:
     """Compute only input gradients (kind `I`) in backward passes inside the block, and put off weight gradients (`W`).
 
-    The `run()` of the queue that this yields computes them. Zero Bubble (arXiv 2401.10241, section 2.1) fills pipeline
-    bubbles this way.
+    The `run()` of the queue that this yields computes them, in pipeline bubbles (Zero Bubble, arXiv 2401.10241, 2.1).
     """
     return setting(_deferral, DeferredGradients())

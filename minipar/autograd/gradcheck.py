@@ -19,8 +19,7 @@ def gradcheck(
 
     Returns the largest relative error. `inputs` are float64 host arrays, all of which get a gradient. Each input is
     checked alone, so that one input's error cannot hide in another's. A random projection sees every element for the
-    price of two forwards (full finite differences need two for each element). Raises AssertionError beyond
-    `tolerance`, naming the input, and ValueError for inputs that are not float64.
+    price of two forwards. AssertionError beyond `tolerance`, naming the input; ValueError for another dtype.
     """
     for i, x in enumerate(inputs):
         if x.dtype != np.float64:

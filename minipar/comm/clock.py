@@ -139,10 +139,7 @@ def make_clock(clock: str | Clock | None) -> Clock:
 
 
 class Tracer:
-    """The recorder of one rank's work, as events of a Chrome trace (trace.py). It is off until `start_trace`.
-
-    While it is off it costs one `if` per operation.
-    """
+    """The recorder of one rank's work, as Chrome trace events (trace.py). While off it costs one `if` per operation."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

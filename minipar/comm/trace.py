@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from minipar.comm.clock import Clock, Tracer, WallClock
+from minipar.comm.clock import WallClock
 from minipar.comm.transport import Request
 from minipar.comm.work import Stream, Work
 
@@ -156,30 +156,10 @@ class TimedWork(Work):
         self.clock.resume(max(now, self.time))
 
 
-# ---- the trace of all ranks ------------------------------------------------------------------------------------------
+# ---- the trace of all ranks: `comm` is a Communicator and `mesh` a DeviceMesh, which import this file ----------------
 
 
-class Ranks(Protocol):
-    """The part of a Communicator that a trace of all ranks needs."""
-
-    rank: int
-    ranks: list[int]
-    clock: Clock
-    tracer: Tracer
-
-    def barrier(self) -> None: ...
-    def gather_bytes(self, data: bytes) -> list[bytes] | None: ...
-    def agree(self, error: str | None) -> None: ...
-
-
-class Mesh(Protocol):
-    """The part of a DeviceMesh that is written to a trace."""
-
-    AXES: tuple[str, ...]
-    shape: dict[str, int]
-
-
-def start_trace(comm: Ranks) -> None:
+def start_trace(comm: Any) -> None:
     """Forget all events and record from now on. Collective. Wall clocks of all ranks are set to 0 together."""
     comm.barrier()
     if isinstance(comm.clock, WallClock):
@@ -189,7 +169,7 @@ def start_trace(comm: Ranks) -> None:
     comm.tracer.enabled = True
 
 
-def save_chrome_trace(path: str, comm: Ranks, mesh: Mesh | None = None) -> None:
+def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0. Collective.
 
     otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the slowest axis first.
