@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,11 +69,10 @@ class ShardedDataParallel(Wrapper):
         self._started = 0  # buckets whose reduce-scatter has started: always the first ones
         self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
         self._bucket_of: dict[Tensor, int] = {}
-        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
-                self._restore.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
         self._reset()
 
     def parameters(self) -> list[Parameter]:
@@ -96,15 +94,6 @@ class ShardedDataParallel(Wrapper):
     def _reset(self) -> None:
         self._works, self._started = [], 0
         self._waiting = [bucket.leaves() for bucket in self.buckets]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the block accumulate full gradients on this rank and send none of them."""
-        previous, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = previous
 
     def _on_gradient(self, leaf: Tensor) -> None:
         self.gradient_arrived()
@@ -148,13 +137,6 @@ class ShardedDataParallel(Wrapper):
                 shard.grad = None
         for p in self._bucket_of:
             p.grad = None
-
-    def detach(self) -> None:
-        """Give the model back: forward and backward no longer call this object."""
-        for restore in self._restore:
-            restore()
-        for p in self.model.parameters():
-            p.owner = None
 
 
 # ---- what stages 2 and 3 share: full gradients that exist briefly ----------------------------------------------------
@@ -225,7 +207,6 @@ class ShardedGradients(ShardedDataParallel):
             self._wrap_whole(model)
             return
         for unit in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):
-            self._restore.append(partial(setattr, unit.part, "run", unit.part.run))
             unit.part.run = partial(self._around, unit, unit.part.run)
 
     def _wrap_whole(self, model: Module) -> None:
@@ -235,7 +216,6 @@ class ShardedGradients(ShardedDataParallel):
         self._inside = False
         for module, name in [(model, "loss_sum"), *((module, "forward") for module in model.modules())]:
             setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
-            self._restore.append(partial(delattr, module, name))
 
     def _around_whole(self, unit: UnitPass, run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a function of the module; the outermost one that runs calls the hooks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -79,16 +79,8 @@ class Wrapper(Owner, ABC):
         """Return what this rank's optimizer must receive."""
 
     @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes inside the block accumulate on this rank and send no gradient."""
-
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Give the model back: forward and backward no longer call this object."""
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
@@ -100,6 +92,18 @@ class Wrapper(Owner, ABC):
         of two float64.
         """
         return _GlobalMean.apply(self.model.loss_sum(x, y), self, self.model.target_count(y))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside the block accumulate on this rank and send nothing.
+
+        For all microbatches of a step but the last, which runs outside the block and starts the buckets.
+        """
+        previous, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = previous
 
     def begin_backward(self) -> None:
         """Note that a pass with the global scale begins. RuntimeError if it would add to gradients summed already."""
