@@ -95,15 +95,16 @@ class StepLayout:
         for i, unit in enumerate(units):
             if home[i] != pp:
                 continue
-            kinds = [tensor_placement(name, shape, tp, self.tp, self.sequence_parallel) for name, shape in unit]
-            sizes = [
-                math.prod(kind.local_shape(shape) if isinstance(kind, Shard) and self.tp > 1 else shape)
-                for kind, (_, shape) in zip(kinds, unit, strict=True)
-            ]
+            kinds, sizes = [], []
+            for name, shape in unit:
+                kind = Replicate()
+                if self.tp > 1:
+                    kind = tensor_placement(name, shape, tp, self.tp, self.sequence_parallel)
+                kinds.append(kind)
+                sizes.append(math.prod(kind.local_shape(shape) if isinstance(kind, Shard) else shape))
             for j, (name, shape) in enumerate(unit):
-                kind = kinds[j] if self.tp > 1 else Replicate()
                 flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), dp, self.dp)
-                placements.append(Placement(name, shape, kind, pp, flat, i, len(units)))
+                placements.append(Placement(name, shape, kinds[j], pp, flat, i, len(units)))
         return placements
 
 

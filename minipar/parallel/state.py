@@ -104,11 +104,7 @@ def gather_state(model: Module, parameters: Sequence[Parameter], comm: Communica
         for (piece, shape), array in zip(listed, arrays if listed else [], strict=True):
             pieces.setdefault(piece["name"], []).append((piece["cut"], piece["start"], piece["stop"], array))
             shapes[piece["name"]] = tuple(shape)
-    names = [name for name in _names(model, pieces) if name in pieces]
+    # The serial model's order; names that this rank's model does not have come last.
+    own_names = [placement_of(p).name for p in model.parameters() if p.placement is not None]
+    names = dict.fromkeys(name for name in [*own_names, *pieces] if name in pieces)
     return {name: np.array(to_host(join(shapes[name], dtype, pieces[name])), order="C") for name in names}
-
-
-def _names(model: Module, pieces: dict[str, Any]) -> list[str]:
-    """Return parameter names in the serial model's order; names that this rank's model does not have come last."""
-    own = [placement_of(p).name for p in model.parameters() if p.placement is not None]
-    return own + [name for name in pieces if name not in set(own)]

@@ -60,22 +60,13 @@ def _check_complete(schedule: Schedule) -> None:
         for microbatch in range(schedule.microbatches):
             kinds = {kind for kind in COMPUTE if Action(stage, kind, microbatch) in count}
             if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                splits = bool(kinds & {"I", "W"})
+                problem = "both B and I or W"
+                if not (splits and "B" in kinds):
+                    missing = next(kind for kind in ("FIW" if splits else "FB") if kind not in kinds)
+                    problem = f"{Action(stage, missing, microbatch)} is missing"
                 where = f"rank {schedule.home[stage]}, stage {stage}, microbatch {microbatch}"
-                problem = _incomplete(kinds, stage, microbatch)
                 raise UsageError(f"schedule {schedule.name}, {where}: {problem}")
-
-
-def _incomplete(kinds: set[str], stage: int, microbatch: int) -> str:
-    """Say what is wrong with the kinds of computations of one stage and microbatch."""
-    if "B" in kinds and kinds & {"I", "W"}:
-        return "both B and I or W"
-    if "F" not in kinds:
-        missing = "F"
-    elif "W" in kinds:
-        missing = "I"
-    else:
-        missing = "W" if "I" in kinds else "B"
-    return f"{Action(stage, missing, microbatch)} is missing"
 
 
 def _check_order(schedule: Schedule) -> None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule
@@ -66,10 +67,10 @@ class Timeline:
 
     schedule: Schedule
     ranks: tuple[tuple[Slot, ...], ...]
-    makespan: Time = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "makespan", max((slot.end for slots in self.ranks for slot in slots), default=0))
+    @cached_property
+    def makespan(self) -> Time:
+        return max((slot.end for slots in self.ranks for slot in slots), default=0)
 
     @property
     def bubble_fraction(self) -> Time:
