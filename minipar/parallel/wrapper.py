@@ -181,8 +181,8 @@ class Wrapper(Owner, ABC):
             )
 
     def forget_gradients(self) -> None:
-        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
-        self._state = "none"
+        """Forget what was summed, and a backward pass that failed; `zero_grad` of a model or an optimizer calls it."""
+        self._state, self._scaled = "none", False
 
     # ---- the whole gradient, the whole state -------------------------------------------------------------------------
 
