@@ -22,6 +22,7 @@ RANKS ?= 8
 MESH ?= --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
 DEMO := $(MESH) --microbatches 4 --layers 2 --hidden 128 --heads 4 --seq-len 64 --global-batch 32 --lr 2e-3 --dtype float64
 STEPS ?= 200
+WARMUP = $(shell echo $$(( $(STEPS) < 20 ? $(STEPS) : 20 )))
 
 # A file of tests of each package that takes seconds, and one proof under mpirun. test_matrix.py has every strategy.
 QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_collectives.py parallel/test_ddp.py \
@@ -44,7 +45,7 @@ help:
 # 20 us per message and 1 GB/s.
 demo: $(VENV)/.base
 	@mkdir -p out
-	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --steps $(STEPS) --warmup-steps 20 \
+	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --steps $(STEPS) --warmup-steps $(WARMUP) \
 	    --lr-schedule cosine --metrics out/demo.jsonl --verify
 	@$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --steps 3 --trace out/demo_trace.json \
 	    --clock cpu --network 20e-6 1e-9 > out/demo_trace.log
