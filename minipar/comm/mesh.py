@@ -26,7 +26,9 @@ class DeviceMesh:
         rest = comm.rank
         for axis in self.AXES:
             rest, self.coordinates[axis] = divmod(rest, self.shape[axis])
-        self.tp, self.dp, self.pp = (self._along(axis) for axis in self.AXES)
+        self.tp = self._along("tp")
+        self.dp = self._along("dp")
+        self.pp = self._along("pp")
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""

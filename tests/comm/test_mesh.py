@@ -18,6 +18,21 @@ def test_tp_is_fastest_then_dp_then_pp():
     assert placed[9] == ({"tp": 1, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
 
 
+def test_each_axis_has_its_own_ranks_in_any_order_of_axes():
+    class PipelineFastest(DeviceMesh):
+        AXES = ("pp", "dp", "tp")
+
+        def rank_at(self, **coordinates):
+            place = self.coordinates | coordinates
+            return (place["tp"] * self.shape["dp"] + place["dp"]) * self.shape["pp"] + place["pp"]
+
+    def program(comm):
+        mesh = PipelineFastest(comm, tp=2, dp=3, pp=2)
+        return mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks
+
+    assert run_local(12, program)[0] == ([0, 6], [0, 2, 4], [0, 1])
+
+
 def test_a_mesh_of_some_ranks_knows_their_world_ranks():
     """Which hosts a message goes between hangs on it (HostNetwork). Groups have names of their own, the same on all of
     their members.
