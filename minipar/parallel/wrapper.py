@@ -101,6 +101,7 @@ class Wrapper(Owner, ABC):
         ranks before `backward()` returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. Sends an all-reduce
         of two float64.
         """
+        self._scaled = False  # a backward pass that failed has left it True
         if not self._start_checked:
             self._check_start()
         return _GlobalMean.apply(self.model.loss_sum(x, y), self, self.model.target_count(y))
@@ -181,8 +182,8 @@ class Wrapper(Owner, ABC):
             )
 
     def forget_gradients(self) -> None:
-        """Forget what was summed, and a backward pass that failed; `zero_grad` of a model or an optimizer calls it."""
-        self._state, self._scaled = "none", False
+        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
+        self._state = "none"
 
     # ---- the whole gradient, the whole state -------------------------------------------------------------------------
 
