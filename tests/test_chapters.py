@@ -106,8 +106,8 @@ def test_the_chapters_are_found():
     assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
 
 
-# `make test` stays under ten minutes on two cores. tests/reference/test_notebooks.py has what takes longest: the planning
-# chapter but for one run, the others on two ranks, and the later notebooks (executing one takes half a minute).
+# `make test` stays under ten minutes on two cores. What takes longest is in tests/reference/test_notebooks.py: the
+# planning chapter but for one run, all chapters on two ranks, and the later notebooks (half a minute each).
 RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 8)]
 LATER_RUNS = [
     (chapter, ranks) for chapter, ranks in RUNS if ranks == 2 or (chapter.stem == "08_planning" and ranks != 3)
