@@ -1,4 +1,4 @@
-"""What a planner predicts: its best plans (`minipar.plan --json`), and predictions next to measured layouts.
+"""The planner's predictions: its best plans (`minipar.plan --json`), and predictions next to measured layouts.
 
 The measured ones are the rows of `minipar.bench layouts --machine FILE --json`.
 """
