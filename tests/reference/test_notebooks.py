@@ -1,5 +1,5 @@
-"""What of the chapters takes longest: the later notebooks execute from a clean state, as the first ones do in `make
-test`, and the planning chapter runs on one rank, on two and on eight.
+"""The chapters' longer runs: the later notebooks execute from a clean state, as the first does in `make test`, and the
+chapters run on one and on two ranks, the planning chapter on eight too.
 """
 
 import pytest
