@@ -99,7 +99,7 @@ say(f"{comm.size} rank(s)")
 # the *adjoint* of the derivative: the linear map $J^\top$, computed with about the work of forward.
 #
 # A `Function` keeps the two side by side. LayerNorm (Ba et al. 2016, arXiv 1607.06450) normalizes a row $x$ of $h$
-# numbers and then scales and shifts it:
+# values and then scales and shifts it:
 #
 # $$\hat x = r\,(x - \bar x), \qquad r = \frac{1}{\sqrt{\mathrm{var}(x) + \epsilon}}, \qquad
 # y = \hat x \odot \gamma + \beta .$$
@@ -432,7 +432,7 @@ if comm.rank == 0:
 # - As **head**, every row gets some: each of the $V$ logits has a gradient, softmax minus target.
 #
 # Autograd would simply add the second to the first as it comes. `minipar` does not: `Parameter.tie()` makes a second
-# leaf, with the same numbers and a gradient of its own, and the two are added once, when the optimizer steps.
+# leaf, with the same values and a gradient of its own, and the two are added once, when the optimizer steps.
 
 # %%
 if comm.rank == 0:
@@ -564,7 +564,7 @@ if comm.rank == 0:
 
 # %% [markdown]
 # The first loss is usually *below* $\ln 256$, before any training. Not luck: the head is tied. The residual stream of
-# an untrained model is little more than the input byte's own embedding $e$ plus a position vector, numbers of deviation
+# an untrained model is little more than the input byte's own embedding $e$ plus a position vector, values of deviation
 # $\sigma = 0.02$ each; ln_f divides their sum by its deviation $\sigma\sqrt 2$. So the logit of the input byte itself
 # is about $z = |e|^2 / (\sigma \sqrt 2) = \sigma h / \sqrt 2$, and the others are about 0, with variance $\sigma^2 h$.
 # An untrained GPT-2 predicts that the byte is repeated, and source text repeats many (indentation). With $f$ the share
@@ -585,9 +585,9 @@ say(
 # %% [markdown]
 # ## 4. The same bits on every rank
 #
-# Parallel training will be compared with one device by its bits, so both must start from the same numbers. Two habits
+# Parallel training will be compared with one device by its bits, so both must start from the same values. Two habits
 # make that impossible: one random generator from which the layers draw in turn (a rank that builds only some layers
-# draws other numbers), and seeds that depend on the rank.
+# draws other values), and seeds that depend on the rank.
 #
 # Here each parameter has a generator of its own. *Counter-based* (Philox, Salmon et al. 2011): its $i$-th number is a
 # function of a key and $i$, with no state to carry along. The key is a hash of the seed and the parameter's name.
@@ -628,7 +628,7 @@ say(f"a rank that makes only {name} gets the numbers of the whole model")
 
 
 # %% [markdown]
-# The same with one generator for all, drawn in order. A rank that holds only the last block gets other numbers:
+# The same with one generator for all, drawn in order. A rank that holds only the last block gets other values:
 
 
 # %%
@@ -661,7 +661,7 @@ caught("one generator for all parameters", partial_equals_whole)
 # | gelu | its input and the tanh | $8 N h$ |
 # | mlp.c_proj | its input | $4 N h$ |
 #
-# Together $20 N h + a B T^2 + 2N$. (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1, count for 16-bit numbers
+# Together $20 N h + a B T^2 + 2N$. (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1, count for 16-bit values
 # $34\, s b h + 5\, a s^2 b$ bytes. Without dropout and its masks that is $16 N h$ elements; we keep the tanh besides.)
 # The last norm, the head and the loss keep $2 N h + N + N V$.
 #
@@ -766,7 +766,7 @@ if comm.rank == 0:
 # (`vars(node).clear()` frees a node as soon as it is done). With it, the climb is $N h$ a block, and backward shows one
 # block's activations at a time, made again and dropped. The price is a second forward through the blocks: FLOPs go from
 # $3F$ to $4F$ less the head's. The gradients are the same bits because the second forward does the same arithmetic on
-# the same numbers.
+# the same values.
 #
 # ## 6. Weight gradients can wait
 #

@@ -312,7 +312,7 @@ if rank == 0:
     show_source(recursive_doubling_all_reduce, recursive_halving_all_reduce, ordered_reduce_scatter)
 
 # %% [markdown]
-# **Proof.** Integers first: their sum is exact in any order, so every algorithm must give the same numbers as NumPy,
+# **Proof.** Integers first: their sum is exact in any order, so every algorithm must give the same values as NumPy,
 # `==`. The lengths include one that $p$ does not divide, one shorter than $p$, and zero. MPI's own collective
 # (`algorithm="mpi"`) is one of those compared, where mpirun has started us.
 
@@ -669,7 +669,7 @@ for progress in (False, True):
 # **1. An index off by one.** In the ring's reduce-scatter, receive chunk $r - s - 1$ in step $s$ where it should be
 # $r - s - 2$. All chunks have the same length when $p$ divides $n$, so every message arrives and nothing complains.
 # Every rank's contribution is in every sum, too: it is only another chunk's. What catches it is the comparison with
-# NumPy, and only if the numbers differ *from chunk to chunk*. A test in which each rank brings its rank number is the
+# NumPy, and only if the values differ *from chunk to chunk*. A test in which each rank brings its rank number is the
 # usual one, and it passes.
 
 

@@ -537,7 +537,7 @@ say(f"gradients within {worst(many, one)[0]:.1e}")
 # ## 5.9 Sequence parallelism
 #
 # What is not divided yet? LayerNorm, dropout and the residual stream: all ranks do the same work on the same $N \times
-# h$ numbers, and all keep the same inputs for backward. They work on each token for itself, so they can be divided
+# h$ values, and all keep the same inputs for backward. They work on each token for itself, so they can be divided
 # along the **sequence** (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between the pairs, rank $r$ has
 # $T/t$ tokens with all of their $h$ elements; inside a pair all tokens with $1/t$ of the columns.
 #
@@ -660,7 +660,7 @@ for (ranks, sequence, p), measured in zip(jobs, deal(jobs, layer_alone), strict=
 
 # %% [markdown]
 # The formula is exact, so we may trust it where we cannot run: GPT-3's layer ($s = 2048$, $h = 12\,288$, $a = 96$) in
-# 16-bit numbers. The paper (Table 2) has, in bytes per $sbh$,
+# 16-bit values. The paper (Table 2) has, in bytes per $sbh$,
 #
 # $$34 + 5\tfrac{as}{h} \;\text{ alone}, \qquad 10 + \tfrac{24}{t} + 5\tfrac{as}{ht} \;\text{ with tensor}, \qquad
 # \tfrac{34}{t} + 5\tfrac{as}{ht} \;\text{ with sequence parallelism too}.$$

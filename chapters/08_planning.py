@@ -87,7 +87,7 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 #
 # A layer of GPT has four matrices. With hidden size $h$: queries, keys and values $h \times 3h$; the projection $h
 # \times h$; the MLP $h \times 4h$ and $4h \times h$. Together $12h^2$. Their biases are $3h + h + 4h + h$, the two
-# LayerNorms $2 \cdot 2h$: $13h$ more. Outside of the layers are $V$ tokens and $s$ positions of $h$ numbers each, and
+# LayerNorms $2 \cdot 2h$: $13h$ more. Outside of the layers are $V$ tokens and $s$ positions of $h$ values each, and
 # the last LayerNorm. With $l$ layers
 #
 # $$\Psi = l\,(12h^2 + 13h) + (V + s)\,h + 2h.$$
@@ -616,7 +616,7 @@ for field in fields(MEGATRON):
 #
 # $$(p-1)\,(3 \cdot 4F + 4 \cdot 2A).$$
 #
-# Put in the numbers before you run the cell. (There is more: the embedding, the loss's own sums, messages between
+# Put in the values before you run the cell. (There is more: the embedding, the loss's own sums, messages between
 # stages, the norm. The pencil leaves it out.)
 
 # %%
@@ -1312,7 +1312,7 @@ if rank == 0:
 # constant costs a percent or so, mostly a tenth of one. The best few layouts are nearly tied, and any change breaks the
 # tie anew.
 #
-# But these were numbers. An assumption about *how something is done* weighs more. Three of them, on the same two
+# But these were values. An assumption about *how something is done* weighs more. Three of them, on the same two
 # questions. What if collectives between hosts go round *one* ring, not one for each network card? What if ZeRO-1's
 # gather does not hide behind the next forward? And what if attention does not store its scores, but computes them tile
 # by tile, and once more in backward ("flash", Dao et al. 2022, arXiv 2205.14135; `--attention flash`)? Predict which

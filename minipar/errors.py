@@ -1,9 +1,12 @@
-"""The errors that end a job, and the command-line parser that raises them."""
+"""The errors that end a job, and what commands share: a parser and output that raise them."""
 
 import argparse
 import difflib
+import json
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -17,9 +20,12 @@ class CommunicationError(RuntimeError):
 
 def error_line(error: UsageError, program: str = "minipar") -> str:
     """Format an error as one line. Control characters, such as terminal escapes in a path, are shown escaped."""
-    text = " ".join(str(error).split())
-    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    return f"{program}: error: {shown}"
+    return f"{program}: error: {printable(' '.join(str(error).split()))}"
+
+
+def printable(text: str) -> str:
+    """Escape line breaks and other control characters, so that a path cannot change what a terminal shows."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
@@ -43,3 +49,24 @@ class UsageParser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         if self.prints:
             super()._print_message(message, file)
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write the value of --json; "-" is standard output, which then gets nothing else. UsageError if not possible."""
+    text = json.dumps(value, indent=1) + "\n"
+    if path == "-":
+        write_out(text)
+        return
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def write_out(text: str) -> None:
+    """Write to standard output at once. UsageError if nobody reads it or its disk is full."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        raise UsageError(f"standard output cannot be written: {error.strerror}") from None

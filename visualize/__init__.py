@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "measurements": ["plot_bench", "plot_bytes", "plot_ledger", "plot_loss", "read_ledger", "read_metrics"],
-        "mesh": ["MeshTraffic", "mesh_numbers", "mesh_traffic", "plot_mesh"],
+        "mesh": ["MeshTraffic", "mesh_values", "mesh_traffic", "plot_mesh"],
         "plan": ["plot_agreement", "read_layouts"],
         "schedule": ["gallery", "live_activations", "plot_schedule", "plot_schedules"],
         "style": ["Picture", "picture", "save", "tidy"],

@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib import rc_context
 
-from minipar.errors import UsageError, UsageParser
+from minipar.errors import UsageError, UsageParser, printable, write_json, write_out
 from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, load_csv, make, save_csv, simulate
 from visualize import mesh, schedule, style, timeline
 from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
@@ -29,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
         options = build_parser().parse_args(argv)
         with rc_context({"text.parse_math": False}):  # a "$" in a name is a "$"
             paths = options.run(options)
-        style.write_out("".join(f"{style.printable(path)}\n" for path in paths))
+        write_out("".join(f"{printable(path)}\n" for path in paths))
     except UsageError as error:
-        print(f"visualize: error: {style.printable(str(error))}", file=sys.stderr)
+        print(f"visualize: error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -159,7 +159,7 @@ def run_mesh(options: argparse.Namespace) -> list[str]:
     if options.out:
         style.save(mesh.plot_mesh(traffic), options.out)
     if options.json:
-        style.write_json(options.json, mesh.mesh_numbers(traffic))
+        write_json(options.json, mesh.mesh_values(traffic))
     return [] if options.json == "-" else [path for path in (options.out, options.json) if path]
 
 
@@ -181,7 +181,7 @@ def run_schedule(options: argparse.Namespace) -> list[str]:
         except OSError as error:
             raise UsageError(f"--csv {options.csv} cannot be written: {error.strerror}") from None
     if options.json:
-        style.write_json(options.json, schedule.timeline_numbers(simulated))
+        write_json(options.json, schedule.timeline_values(simulated))
     return [] if options.json == "-" else [path for path in (options.out, options.csv, options.json) if path]
 
 

@@ -108,7 +108,7 @@ def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
     return traffic
 
 
-def mesh_numbers(traffic: MeshTraffic) -> dict[str, Any]:
+def mesh_values(traffic: MeshTraffic) -> dict[str, Any]:
     """Collect for JSON bytes and messages over all steps, by axis, by rank and axis, and by pair of ranks and axis."""
 
     def counts(axis: str, rank: int | None = None) -> dict[str, int]:

@@ -286,7 +286,7 @@ class _Sheet:
         self._beside(panel, 0, "peak", above=7)
 
 
-def timeline_numbers(timeline: Timeline) -> dict[str, Any]:
+def timeline_values(timeline: Timeline) -> dict[str, Any]:
     """Collect the simulation's results for JSON; times are in the units of the durations."""
     return {
         "schedule": timeline.schedule.name,

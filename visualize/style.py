@@ -6,7 +6,6 @@ import io
 import json
 import os
 import stat
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -175,33 +174,6 @@ def number(value: Any, least: float = -LARGEST) -> float:
 
 
 NOT_A_ROW = (AttributeError, KeyError, TypeError, ValueError, OverflowError)  # raised by foreign JSON
-
-
-def write_out(text: str) -> None:
-    """Write to standard output at once. UsageError if nobody reads it or its disk is full."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
-        raise UsageError(f"standard output cannot be written: {error.strerror}") from None
-
-
-def write_json(path: str, value: Any) -> None:
-    """Write the value of --json; "-" is standard output, which then gets nothing else. UsageError if not possible."""
-    text = json.dumps(value, indent=1) + "\n"
-    if path == "-":
-        write_out(text)
-        return
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
-
-
-def printable(text: str) -> str:
-    """Escape line breaks and other control characters, so that a path cannot change what a terminal shows."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))

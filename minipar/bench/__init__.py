@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
-from minipar.plan.report import table, write_json
+from minipar.errors import UsageError, write_json
+from minipar.plan.report import table
 from minipar.train.config import ModelConfig
 
 

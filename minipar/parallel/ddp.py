@@ -7,8 +7,7 @@ count, so the ranks' gradients add up to the gradient of the global mean, whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
@@ -97,18 +96,6 @@ class DistributedDataParallel(Wrapper):
     def _reset(self) -> None:
         self._works = []
         self._waiting = [bucket.leaves() for bucket in self.buckets]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the block accumulate on this rank and send nothing.
-
-        For all microbatches of a step but the last, which runs outside the block and starts the buckets.
-        """
-        previous, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = previous
 
     def _on_gradient(self, leaf: Tensor) -> None:
         """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,15 +95,6 @@ class ShardedDataParallel(Wrapper):
     def _reset(self) -> None:
         self._works, self._started = [], 0
         self._waiting = [bucket.leaves() for bucket in self.buckets]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the block accumulate full gradients on this rank and send none of them."""
-        previous, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = previous
 
     def _on_gradient(self, leaf: Tensor) -> None:
         self.gradient_arrived()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,6 @@ class Wrapper(Owner, ABC):
         """Return what this rank's optimizer must receive."""
 
     @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes inside the block accumulate on this rank and send no gradient."""
-
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
 
@@ -122,6 +118,18 @@ class Wrapper(Owner, ABC):
             for p in bucket.parameters:
                 total = zlib.crc32(to_host(p.data).data, total)
         return total
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside the block accumulate full gradients on this rank and send none of them.
+
+        For all microbatches of a step but the last, which runs outside the block.
+        """
+        previous, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = previous
 
     def begin_backward(self) -> None:
         """Note that a pass with the global scale begins. RuntimeError if it would add to gradients summed already."""

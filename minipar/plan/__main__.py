@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.errors import UsageError, UsageParser, error_line
+from minipar.errors import UsageError, UsageParser, error_line, write_json, write_out
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.plan.cluster import GPUS, Cluster, find_gpu
 from minipar.plan.layout import ATTENTION, PRECISIONS
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
-from minipar.plan.report import Request, as_json, as_text, write_json, write_out
+from minipar.plan.report import Request, as_json, as_text
 from minipar.plan.search import TOP, SearchSpace, plan
 
 MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 20, "global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}

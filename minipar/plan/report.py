@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from minipar.errors import UsageError
 from minipar.plan.cluster import Cluster
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
@@ -189,24 +185,3 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [names, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-def write_json(path: str, value: Any) -> None:
-    """Write the value of --json; "-" is standard output. UsageError if that is not possible."""
-    text = json.dumps(value, indent=1) + "\n"
-    if path == "-":
-        write_out(text)
-        return
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
-
-
-def write_out(text: str) -> None:
-    """Write to standard output at once. UsageError if nobody reads it or its disk is full."""
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
-        raise UsageError(f"standard output cannot be written: {error.strerror}") from None

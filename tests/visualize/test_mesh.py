@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch
 
 from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace, wire_bytes
-from visualize import MeshTraffic, mesh_numbers, mesh_traffic, parse_trace, plot_mesh, read_trace
+from visualize import MeshTraffic, mesh_traffic, mesh_values, parse_trace, plot_mesh, read_trace
 from visualize.__main__ import main
 from visualize.mesh import AXES, BOX, LOOKS, THINNEST, WIDEST, layout
 from visualize.style import byte_label, lightness
@@ -70,7 +70,7 @@ def test_bytes_and_messages_are_counted_and_the_closed_form(tmp_path, sizes):
             ring = wire_bytes("all_reduce", "ring", n, 8, p, place[axis])
             handed_on = 7 * 8 if axis == "pp" and place["pp"] + 1 < p else 0
             assert traffic.per_step(traffic.sent(axis, rank)[1]) == ring + handed_on
-    numbers = mesh_numbers(traffic)
+    numbers = mesh_values(traffic)
     for axis in AXES:
         total = sum(each[axis][1] for each in counted)
         assert numbers["axes"][axis]["bytes"] == total and numbers["axes"][axis]["bytes_per_step"] == total // 2
@@ -225,7 +225,7 @@ def test_the_command_writes_picture_and_json_or_standard_output(tmp_path, capsys
     assert capsys.readouterr() == (f"{out}\n{told}\n", "") and out.stat().st_size > 3000
     assert main(["mesh", str(file), "--json", "-"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers == json.loads(told.read_text()) == mesh_numbers(mesh_traffic(parse_trace(chrome(DP2, bytes=8))))
+    assert numbers == json.loads(told.read_text()) == mesh_values(mesh_traffic(parse_trace(chrome(DP2, bytes=8))))
     assert numbers["links"] == [{"axis": "dp", "source": 0, "dest": 1, "messages": 1, "bytes": 8}]
     assert main(["mesh", str(file)]) == 2
     assert "nothing to do: give --out FIG or --json FILE" in capsys.readouterr().err
