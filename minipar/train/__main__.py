@@ -15,7 +15,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import save_chrome_trace, start_trace
-from minipar.errors import UsageError
+from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
@@ -28,7 +28,6 @@ from minipar.train.progress import (
     describe,
     notes,
     prepare_outputs,
-    printable,
     progress_stream,
     save_ledgers,
     write_export,
@@ -87,7 +86,7 @@ def train(
             print(note, file=out, flush=True)
         if trainer.checkpoint is not None:
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
-            place = printable(trainer.checkpoint.directory)
+            place = printable(str(trainer.checkpoint.directory))
             print(f"minipar: resumed after step {trainer.first_step} from {place}{rest}", file=out, flush=True)
 
     progress = Progress("step", config.optimizer.steps, out)

@@ -18,7 +18,7 @@ from typing import TextIO
 import numpy as np
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
+from minipar.errors import UsageError, printable
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2
@@ -37,11 +37,6 @@ EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
 def progress_stream(config: TrainConfig) -> TextIO:
     """Return where rank 0 prints: standard error if `--metrics -` takes standard output, which then holds only JSON."""
     return sys.stderr if config.run.metrics == "-" else sys.stdout
-
-
-def printable(text: object) -> str:
-    """Return a text, such as a path, with control characters escaped, so that it cannot steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 class Progress:
@@ -199,7 +194,7 @@ class Metrics:
             else:
                 with suppress(OSError):
                     self.file.close()
-                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
+                print(f"minipar: note: {printable(str(self.error))}; training continues without it", flush=True)
             self.file = None
 
     def close(self) -> None:
@@ -296,4 +291,4 @@ def written(config: TrainConfig) -> str:
     """Return the files and directories that the run wrote, each path with its flag; "" if none."""
     run = config.run
     paths = {"metrics": run.metrics, "trace": run.trace, "memory": run.memory, "save": run.save, "export": run.export}
-    return ", ".join(f"{printable(path)} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))
+    return ", ".join(f"{printable(str(path))} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))

@@ -10,7 +10,7 @@ import sys
 import pytest
 from launcher import ROOT, run_mpi
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, printable
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2
 from minipar.train.config import TrainConfig, parse
@@ -20,7 +20,6 @@ from minipar.train.progress import (
     Progress,
     duration,
     prepare_outputs,
-    printable,
     progress_stream,
     write_export,
 )
