@@ -3,7 +3,8 @@
 The public names, in one place. Each is imported from its file when it is first used, so `import minipar` is quick and
 changes nothing in the process. Packages, each of which imports only from those below it:
 
-    train      the trainer, its command line, checkpoints, `--verify`      plan, bench    planner and benchmarks
+    bench      benchmarks
+    train      the trainer, its command line, checkpoints, `--verify`      plan    the planner
     parallel   strategies applied to a serial model: ddp, zero, fsdp, tensor, pipeline
     comm       isend and irecv, and every collective written from them; knows no model
     nn         modules, GPT-2, optimizers; knows no rank

@@ -18,9 +18,9 @@ class CommunicationError(RuntimeError):
     """A failure of communication: a message of the wrong size, a dead peer, a wait that timed out, or a deadlock."""
 
 
-def error_line(error: UsageError, program: str = "minipar") -> str:
+def error_line(error: UsageError) -> str:
     """Format an error as one line. Control characters, such as terminal escapes in a path, are shown escaped."""
-    return f"{program}: error: {printable(' '.join(str(error).split()))}"
+    return f"minipar: error: {printable(' '.join(str(error).split()))}"
 
 
 def printable(text: str) -> str:

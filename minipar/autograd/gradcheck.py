@@ -10,11 +10,10 @@ from minipar.autograd.tensor import Tensor, no_grad
 from minipar.backend import from_host, to_host
 
 STEP = 1e-6
+PROJECTIONS = 4  # random pairs of u and w for each input
 
 
-def gradcheck(
-    function: Callable[..., Tensor], inputs: Sequence[np.ndarray], *, projections: int = 4, tolerance: float = 1e-7
-) -> float:
+def gradcheck(function: Callable[..., Tensor], inputs: Sequence[np.ndarray], *, tolerance: float = 1e-7) -> float:
     """Compare <vjp(w), u> with the central difference of <w, f(x + STEP u)> for random u and w.
 
     Returns the largest relative error. `inputs` are float64 host arrays, all of which get a gradient. Each input is
@@ -32,7 +31,7 @@ def gradcheck(
 
     leaves = [Tensor(from_host(x.copy()), requires_grad=True) for x in inputs]
     worst = 0.0
-    for _ in range(projections):
+    for _ in range(PROJECTIONS):
         for leaf in leaves:
             leaf.grad = None
         output = function(*leaves)

@@ -108,7 +108,6 @@ class Communicator:
         self.ranks = list(range(self.size)) if ranks is None else ranks
         self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
         self.clock = self.engine.clock
-        self.network = self.engine.network
         self.traffic = self.engine.traffic
         self.tracer = self.engine.tracer
         self._stream = Stream(self.engine, transport, axis, name, self.ranks)
@@ -147,7 +146,7 @@ class Communicator:
             raise ValueError(f"{self.title()}, {op}: rank {peer} is not one of the {self.size} ranks")
         if not 0 <= tag < USER_TAGS:
             raise ValueError(f"{self.title()}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
-        host = self._flat(array, op)
+        host = self._flat(array, op) if op == "send" else self._room(array, op)
         array = array if op == "recv" else None
         if not self._takes_time():
             return Message(Work(self._stream, op, "", tag), host, peer, array)
@@ -238,10 +237,7 @@ class Communicator:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order, on every rank. Counted as operation "control"."""
-        lengths = np.zeros(self.size, np.int64)
-        lengths[self.rank] = len(data)
-        self._control(gathers.ring_all_gather, lengths)
-        stops = np.cumsum(lengths).tolist()
+        stops = np.cumsum(self._lengths(data)).tolist()
         bounds = list(pairwise([0, *stops]))
         everything = np.empty(stops[-1], np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
@@ -250,11 +246,18 @@ class Communicator:
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
         """Return every rank's bytes on `root`, in rank order, and None elsewhere. Counted as operation "control"."""
-        lengths = [int(length) for length in self.all_gather_bytes(str(len(data)).encode())]
-        arrays = [np.empty(length, np.uint8) for length in lengths]
+        arrays = [np.empty(length, np.uint8) for length in self._lengths(data)]
         arrays[self.rank][...] = np.frombuffer(data, np.uint8)
         self._control(gathers.gather, arrays, root)
         return [array.tobytes() for array in arrays] if self.rank == root else None
+
+    def _lengths(self, data: bytes) -> list[int]:
+        """Return the length of every rank's bytes, on every rank."""
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = len(data)
+        self._control(gathers.ring_all_gather, lengths)
+        values: list[int] = lengths.tolist()
+        return values
 
     def agree(self, error: str | None = None) -> None:
         """Raise UsageError on every rank if any rank of the group passes an error: the lowest rank's, once.
@@ -299,7 +302,7 @@ class Communicator:
             work = Work(self._stream, op, algorithm, tag)
         steps: Iterator[Iterable[Request]]
         if self.size == 1:
-            steps = _alone(op, *arguments)
+            steps = _alone(*arguments)
         elif algorithm == "mpi":
             steps = _native(self.transport, work, *arguments)
         else:
@@ -329,6 +332,10 @@ class Communicator:
             return x.ravel()  # a view
         return np.ascontiguousarray(backend.to_host(x)).reshape(-1)
 
+    def _room(self, x: Array, op: str) -> np.ndarray:
+        """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
+        return self._flat(x, op) if type(x) is np.ndarray else np.empty(x.size, x.dtype)
+
     def _output(self, op: str, x: Array, out: Array | None, size: int | None) -> tuple[Array, np.ndarray]:
         """Return the array for a result and the flat host array of its values: `size` elements, if given."""
         if out is None:
@@ -338,7 +345,7 @@ class Communicator:
             raise CommunicationError(
                 f"{self.title()}, {op}: out has {out.size} elements of {out.dtype}, expected {size} of {x.dtype}"
             )
-        return out, self._flat(out, op)
+        return out, self._room(out, op)
 
 
 def _combine(op: str) -> np.ufunc:
@@ -358,7 +365,7 @@ def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -
     x[...] = backend.from_host(host.reshape(x.shape))
 
 
-def _alone(op: str, flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
+def _alone(flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
     """Run a collective of one rank: copy the input to the output, where they differ."""
     if out is not None:
         out[...] = flat

@@ -135,9 +135,9 @@ class FlatBuffers:
     def __init__(self, buckets: Sequence[Bucket], gradients: bool = True) -> None:
         members = [p for bucket in reversed(buckets) for p in bucket.parameters]
         whole = Bucket(tuple(members), 0, sum(p.size for p in members))
-        self.size, self.dtype = whole.size, members[0].dtype
-        self.parameters: Array = xp.empty(self.size, dtype=self.dtype)
-        self.gradients: Array = xp.zeros(self.size, dtype=self.dtype) if gradients else None
+        dtype = members[0].dtype
+        self.parameters: Array = xp.empty(whole.size, dtype=dtype)
+        self.gradients: Array = xp.zeros(whole.size, dtype=dtype) if gradients else None
         hold("parameters", self.parameters)
         hold("gradients", self.gradients)
         for p, view in whole.views(self.parameters):

@@ -65,8 +65,7 @@ class ShardedDataParallel(Wrapper):
         self.dtype = self.buckets[0].parameters[0].dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []
-        self._works: list[Work] = []
-        self._started = 0  # buckets whose reduce-scatter has started: always the first ones
+        self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
         self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
         self._bucket_of: dict[Tensor, int] = {}
         self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
@@ -93,7 +92,7 @@ class ShardedDataParallel(Wrapper):
     # ---- backward goes through the buckets (as in ddp.py) ------------------------------------------------------------
 
     def _reset(self) -> None:
-        self._works, self._started = [], 0
+        self._works = []
         self._waiting = [bucket.leaves() for bucket in self.buckets]
 
     def _on_gradient(self, leaf: Tensor) -> None:
@@ -101,12 +100,11 @@ class ShardedDataParallel(Wrapper):
         if not self.syncing:
             return
         self._waiting[self._bucket_of[leaf]].discard(leaf)
-        while self._started < len(self.buckets) and not self._waiting[self._started]:
-            self._start(self.buckets[self._started])
+        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
+            self._start(self.buckets[len(self._works)])
         self.comm.progress()
 
     def _start(self, bucket: Bucket) -> None:
-        self._started += 1
         self._prepare(bucket)
         bucket.complete()
         if self.before_reduce is not None:
@@ -118,7 +116,7 @@ class ShardedDataParallel(Wrapper):
 
     def synchronize(self) -> None:
         """Start what backward has not completed, then wait: every shard's gradient is now the sum over the ranks."""
-        for bucket in self.buckets[self._started :]:
+        for bucket in self.buckets[len(self._works) :]:
             self._start(bucket)
         for work in self._works:
             work.wait()

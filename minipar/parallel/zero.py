@@ -96,8 +96,8 @@ class ZeroOptimizer:
         optimizer.step()         # sums them over dp, updates this rank's shard, gathers the parameters
         optimizer.zero_grad()
 
-    `options` are those of the optimizer class. Sends 2 Psi (p-1)/p elements per rank and step, in two messages per ring
-    step; none of it is hidden behind computation.
+    `options` are those of the optimizer class. Sends 2 Psi (p-1)/p elements per rank and step, in two collectives;
+    none of it is hidden behind computation.
     """
 
     def __init__(

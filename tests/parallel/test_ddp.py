@@ -134,7 +134,7 @@ def test_every_element_is_in_one_bucket_and_buckets_go_backwards():
         assert len(DistributedDataParallel(small_gpt(), comm).buckets) == 1
         ddp = wrapped(comm)
         buckets = ddp.buckets
-        assert len(buckets) > 3 and buckets[0].stop == ddp.buffers.size and buckets[-1].start == 0
+        assert len(buckets) > 3 and buckets[0].stop == ddp.buffers.parameters.size and buckets[-1].start == 0
         assert all(a.start == b.stop for a, b in zip(buckets, buckets[1:], strict=False))
         members = [p for bucket in buckets for p in reversed(bucket.parameters)]
         assert members == list(reversed(ddp.model.parameters())) == list(reversed(ddp.parameters()))

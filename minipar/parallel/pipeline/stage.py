@@ -132,7 +132,6 @@ class PipelineParallel:
 
     stages    this rank's stages, by number
     groups    their parameters, by part; data parallelism sends each group together
-    homes     the rank of every part, by name
 
     The token embedding belongs to the first stage. If the last stage is on another rank, that rank keeps a copy of the
     values for the head. The head's gradient is sent to the first stage, where the two gradients are added as on one
@@ -146,14 +145,14 @@ class PipelineParallel:
         self.model, self.comm = model, comm
         runs = cut(model, balanced_cuts(part_costs(model, length), schedule.stages))
         self.stages = {s: PipelineStage(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
-        self.homes = {part.name: schedule.home[s] for s, run in enumerate(runs) for part in run}
+        homes = {part.name: schedule.home[s] for s, run in enumerate(runs) for part in run}
         self.first, self.last = schedule.home[0], schedule.home[schedule.stages - 1]
         place(model)
         self.groups: list[list[Parameter]] = []
         for i, (part, group) in enumerate(zip(model.parts, part_groups(model), strict=True)):
             for p in group:
-                update(p, pp=self.homes[part.name], unit=i, units=len(model.parts))
-            if self.homes[part.name] == comm.rank:
+                update(p, pp=homes[part.name], unit=i, units=len(model.parts))
+            if homes[part.name] == comm.rank:
                 self.groups.append(group)
         if comm.rank == self.last != self.first:
             model.wte.weight.materialize()

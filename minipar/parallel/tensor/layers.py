@@ -3,6 +3,8 @@
 With `sequence`, activations between these layers are split along the sequence (dim 1). A column layer then begins with
 an all-gather instead of a copy, and a row layer ends with a reduce-scatter instead of an all-reduce. An all-reduce is
 those two one after the other, so the bytes are the same. LayerNorm, dropout and residuals work on 1/t of the tokens.
+The gradients of LayerNorms and row biases must then be summed over the ranks, so only `tensor_parallel`, which knows
+the whole model, sets `sequence`.
 """
 
 from __future__ import annotations
@@ -113,11 +115,10 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         name: str,
         groups: int = 1,
-        sequence_parallel: bool = False,
         bias: bool = True,
         **options: Any,
     ) -> None:
-        self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
+        self.group, self.sequence = TensorGroup.of(comm), False
         _check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
         serial = Linear(n_in, n_out, name=name, bias=bias, deferred=True, **options)
         self.weight, self.bias = serial.weight, serial.bias
@@ -144,10 +145,9 @@ class RowParallelLinear(_ParallelLinear):
         comm: Communicator | TensorGroup,
         *,
         name: str,
-        sequence_parallel: bool = False,
         **options: Any,
     ) -> None:
-        self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
+        self.group, self.sequence = TensorGroup.of(comm), False
         _check_divides(f"{name}: n_in/tp", n_in, self.group.size)
         serial = Linear(n_in, n_out, name=name, deferred=True, **options)
         self.weight, self.bias = serial.weight, serial.bias
@@ -174,10 +174,9 @@ class VocabParallelEmbedding(Embedding):
         comm: Communicator | TensorGroup,
         *,
         name: str,
-        sequence_parallel: bool = False,
         **options: Any,
     ) -> None:
-        self.group, self.sequence = TensorGroup.of(comm), sequence_parallel
+        self.group, self.sequence = TensorGroup.of(comm), False
         self.weight = Embedding(count, dim, name=name, deferred=True, **options).weight
         split(self.weight, self.group.shard(0, count))
         self.materialize()
