@@ -254,7 +254,8 @@ say(f"{Psi:,} parameters in {len(BUCKETS)} buckets of {BUCKETS} elements")
 # What must hold after every run, whatever the stage:
 #
 # 1. The model state in the ledger **is** the formula's, to the byte. Where $N$ does not divide a bucket, the first
-# ranks have one element more, which `own_elements` counts. (Frameworks pad instead.)
+# ranks have one element more. `elements_placed` counts them in a loop over the parameters' *placements*, which record
+# where in a bucket each one is. (Frameworks pad instead.)
 #
 # 2. The bytes sent **are** the closed form's. Next to the large arrays, each step sums a float64 for the loss, and
 # stages 1 to 3 another one for the norm.
@@ -263,9 +264,11 @@ say(f"{Psi:,} parameters in {len(BUCKETS)} buckets of {BUCKETS} elements")
 
 # %%
 from minipar.comm import wire_bytes
-from minipar.parallel.memory import FLOAT64, own_elements
+from minipar.parallel.memory import FLOAT64, elements_placed
+from minipar.parallel.placement import placement_of
 
-OWN = own_elements(BUCKETS, N, rank)
+PLACEMENTS = [placement_of(parameter) for parameter in plain.trainer.ddp.parameters()]
+_, OWN = elements_placed(PLACEMENTS, rank)
 ONE_VALUE = wire_bytes("all_reduce", "ordered", 1, 8, N, rank)
 
 
@@ -638,7 +641,7 @@ say("the activations of all four stages are equal to the byte; with recompute th
 # %%
 from minipar.errors import UsageError
 
-limit = model_state(Psi, own_elements(BUCKETS, N, rank=0), 3, FLOAT64).total  # of the fullest rank
+limit = model_state(*elements_placed(PLACEMENTS, rank=0), 3, FLOAT64).total  # of the fullest rank
 if N == 1:
     limit -= 1  # one rank: no stage helps
 try:

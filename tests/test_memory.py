@@ -12,8 +12,9 @@ from training import config_for, trainer_for
 
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, enter, hold, is_recording
-from minipar.parallel.memory import OF_DTYPE, model_state, own_elements
+from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
 from minipar.train.data import load_tokens
+from minipar.train.traffic import step_layout
 
 STAGES = [0, 1, 2, 3]
 
@@ -130,7 +131,7 @@ TOKENS = load_tokens(None, vocab_size=256, seq_len=11)
 
 
 def ledgers(size, flags):
-    """Each rank's (peak, moments of the second step, bucket sizes)."""
+    """Each rank's (peak, moments of the second step, parameters on it, those of them that it owns)."""
     config = config_for(f"{SHAPE} --global-batch {6 * size} {flags}", size)
 
     def rank(comm):
@@ -140,7 +141,8 @@ def ledgers(size, flags):
             for _ in trainer.train():
                 pass
         # A copy: when the trainer goes, the ledger notes that too.
-        return ledger.peak, list(ledger.moments), [bucket.size for bucket in trainer.ddp.buckets]
+        dp, tp, pp = trainer.mesh.dp.rank, trainer.mesh.tp.rank, trainer.mesh.pp.rank
+        return ledger.peak, list(ledger.moments), *elements_placed(step_layout(config).placements(tp=tp, pp=pp), dp)
 
     return run_local(size, rank)
 
@@ -151,13 +153,21 @@ def ledgers(size, flags):
 @pytest.mark.parametrize("stage", STAGES)
 def test_model_state_is_the_formulas_at_every_moment_of_a_step(stage, size, dtype):
     shares = 0
-    for rank, (_, moments, buckets) in enumerate(ledgers(size, f"--zero-stage {stage} --dtype {dtype} --clip-grad 1")):
-        own = own_elements(buckets, size, rank)
-        state = model_state(sum(buckets), own, stage, OF_DTYPE[dtype])
+    for _, moments, psi, own in ledgers(size, f"--zero-stage {stage} --dtype {dtype} --clip-grad 1"):
+        state = model_state(psi, own, stage, OF_DTYPE[dtype])
         assert {phase for phase, _ in moments} >= {"forward", "backward", "optimizer"}
         assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
         shares += own
-    assert shares == sum(buckets)
+    assert shares == psi
+
+
+@pytest.mark.parametrize("flags", ["--tp 2", "--pp 2 --microbatches 2", "--tp 2 --pp 2"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags):
+    flags = f"{flags} --zero-stage {stage} --hidden 14 --heads 2"
+    for _, moments, psi, own in ledgers(8, flags):
+        state = model_state(psi, own, stage, OF_DTYPE["float32"])
+        assert moments[-1][1][:3] == (state.parameters, state.gradients, state.optimizer)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -165,8 +175,8 @@ def test_model_state_is_the_formulas_at_every_moment_of_a_step(stage, size, dtyp
 def test_accumulating_microbatches_keep_gradients_whole(stage, size):
     """The most that gradients take in a step is the formula's `accumulating` figure; before and after it they are what
     a step of one microbatch has."""
-    for rank, (_, moments, buckets) in enumerate(ledgers(size, f"--zero-stage {stage} --microbatches 3")):
-        figures = sum(buckets), own_elements(buckets, size, rank), stage, OF_DTYPE["float32"]
+    for _, moments, psi, own in ledgers(size, f"--zero-stage {stage} --microbatches 3"):
+        figures = psi, own, stage, OF_DTYPE["float32"]
         gradients = [held[KINDS.index("gradients")] for _, held in moments]
         assert max(gradients) == model_state(*figures, accumulating=True).gradients
         assert gradients[0] == gradients[-1] == model_state(*figures).gradients
@@ -175,15 +185,15 @@ def test_accumulating_microbatches_keep_gradients_whole(stage, size):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_synchronizing_every_microbatch_keeps_gradients_sharded(stage):
     flags = f"--zero-stage {stage} --microbatches 3 --sync-every-microbatch"
-    for rank, (_, moments, buckets) in enumerate(ledgers(3, flags)):
-        state = model_state(sum(buckets), own_elements(buckets, 3, rank), stage, OF_DTYPE["float32"])
+    for _, moments, psi, own in ledgers(3, flags):
+        state = model_state(psi, own, stage, OF_DTYPE["float32"])
         assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
 
 
 @pytest.mark.parametrize("flags", ["", "--recompute full", "--microbatches 2"])
 def test_after_a_step_no_activation_is_left(flags):
     for stage in STAGES:
-        for _, moments, _ in ledgers(2, f"--zero-stage {stage} {flags}"):
+        for _, moments, *_ in ledgers(2, f"--zero-stage {stage} {flags}"):
             activations = [held[KINDS.index("activations")] for _, held in moments]
             assert max(activations) > 0 == activations[-1]
 
@@ -204,6 +214,7 @@ from minipar.comm import DeviceMesh, main
 from minipar.memory import MemoryLedger
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.traffic import step_layout
 from minipar.train.trainer import Trainer
 
 def run(comm):
@@ -247,10 +258,10 @@ def test_the_command_line_writes_every_ranks_ledger(tmp_path):
     content = json.loads(path.read_text())
     assert content["kinds"] == ["parameters", "gradients", "optimizer", "activations", "buffers"]
     assert [account["rank"] for account in content["ranks"]] == [0, 1, 2]
-    buckets = [2197, 2197, (256 + 11 + 2) * 13]
+    placements = step_layout(config_for(flags, 3)).placements()
     for account in content["ranks"]:
         assert set(account) == {"rank", "peak", "peak_parts", "moments"}
-        state = model_state(sum(buckets), own_elements(buckets, 3, account["rank"]), 2, OF_DTYPE["float64"])
+        state = model_state(*elements_placed(placements, account["rank"]), 2, OF_DTYPE["float64"])
         for phase, held in account["moments"]:
             assert phase in ("forward", "backward", "optimizer")
             assert held[:3] == [state.parameters, state.gradients, state.optimizer]

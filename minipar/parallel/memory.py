@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from minipar.comm.gathers import chunk_bounds
 from minipar.errors import UsageError
+from minipar.parallel.placement import Placement
 
 STAGES = (0, 1, 2, 3)
 Count = int | Fraction  # elements or bytes; a Fraction if Psi/N is not rounded
@@ -60,29 +60,35 @@ def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) 
 
 
 def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
-    """Compute the bytes on a rank: the paper's with own = Fraction(psi, N), a run's with own = own_elements(...)."""
+    """Compute the bytes on a rank: the paper's with own = Fraction(psi, N), a run's with elements_placed(...)."""
     parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
     return ModelState(
         parameters * precision.parameters, gradients * precision.gradients, optimizer * precision.optimizer
     )
 
 
-def own_elements(buckets: Sequence[int], ranks: int, rank: int) -> int:
-    """Count the elements that a rank owns of buckets of these sizes: chunk `rank` of each. Rank 0 has the most.
+def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, int]:
+    """Count the elements of placed parameters, and those of them that data-parallel rank `rank` owns: (psi, own).
 
-    NB: minipar pads nothing; if N does not divide a bucket, the first ranks own one element more. Frameworks pad every
-    rank to the longest.
+    Rank 0 owns the most. NB: minipar pads nothing; if N does not divide a bucket, the first ranks own one element more.
+    Frameworks pad every rank to the longest.
     """
-    bounds = (chunk_bounds(size, ranks)[rank] for size in buckets)
-    return sum(stop - start for start, stop in bounds)
+    psi = own = 0
+    for placement in placements:
+        assert placement.dp is not None, f"{placement.name} is in no bucket"
+        psi += placement.dp.size
+        own += len(placement.dp.elements(rank, placement.dp.ranks))
+    return psi, own
 
 
 def check_limit(
-    limit: int, buckets: Sequence[int], ranks: int, stage: int, precision: Precision, accumulating: bool
+    limit: int, placements: Sequence[Placement], ranks: int, stage: int, precision: Precision, accumulating: bool
 ) -> None:
-    """Raise UsageError if the fullest rank's model state is above `limit` bytes, and name the first stage that fits."""
-    psi = sum(buckets)
-    own = own_elements(buckets, ranks, rank=0)
+    """Raise UsageError if the model state of the fullest of the data-parallel `ranks` is above `limit` bytes.
+
+    The error names the first stage that fits. `placements` are those of the parameters on these ranks.
+    """
+    psi, own = elements_placed(placements, rank=0)
 
     def arithmetic(stage: int) -> str:
         counts = elements_held(psi, own, stage, accumulating)

@@ -41,6 +41,7 @@ from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, s
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
 from minipar.train.pipelined import PipelinedStep, schedule_of
+from minipar.train.traffic import step_layout
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Trainer:
         if config.mesh.memory_limit is not None:
             check_limit(
                 config.mesh.memory_limit,
-                [sum(p.size for p in group) for group in options["groups"]],
+                step_layout(config, model.config.n_positions).placements(tp=mesh.tp.rank, pp=mesh.pp.rank),
                 mesh.dp.size,
                 config.mesh.zero_stage,
                 OF_DTYPE[config.run.dtype],

@@ -14,9 +14,10 @@ from minipar.parallel.memory import (
     STAGES,
     check_limit,
     elements_held,
+    elements_placed,
     model_state,
-    own_elements,
 )
+from minipar.parallel.placement import BucketSlice, Placement
 
 # Rajbhandari et al. 2020, Table 1, the 7.5B column: GB on each of N ranks at stages 1, 2, 3. (The table truncates.)
 PAPER = {
@@ -68,29 +69,43 @@ def test_the_precisions_are_what_numpy_arrays_take():
         assert (precision.parameters, precision.gradients, precision.optimizer) == (width, width, 2 * width)
 
 
+def placed(buckets, ranks):
+    """Return placements of parameters of these sizes, given bucket by bucket."""
+    return [
+        Placement("", (size,), dp=BucketSlice(sum(bucket[:i]), size, sum(bucket), 0, ranks))
+        for bucket in buckets
+        for i, size in enumerate(bucket)
+    ]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("buckets", [[1], [10], [7, 13, 2], [3497, 2197, 2197], [8, 16]])
+@pytest.mark.parametrize("buckets", [[[1]], [[10]], [[7], [9, 4], [2]], [[3, 497], [2197], [1, 2196]], [[8], [9, 7]]])
 def test_a_ranks_share_is_its_piece_of_every_bucket(buckets, ranks):
-    cut = [[len(piece) for piece in np.array_split(np.empty(size), ranks)] for size in buckets]
-    shares = [own_elements(buckets, ranks, rank) for rank in range(ranks)]
-    assert shares == [sum(pieces) for pieces in zip(*cut, strict=True)]
-    assert sum(shares) == sum(buckets) and shares[0] == max(shares)  # every element once, no padding
+    pieces = [[len(piece) for piece in np.array_split(np.empty(sum(sizes)), ranks)] for sizes in buckets]
+    shares = []
+    for rank in range(ranks):
+        psi, own = elements_placed(placed(buckets, ranks), rank)
+        assert psi == sum(map(sum, buckets))
+        shares.append(own)
+    assert shares == [sum(each) for each in zip(*pieces, strict=True)]
+    assert sum(shares) == psi and shares[0] == max(shares)  # every element once, no padding
 
 
 # ---- the limit -------------------------------------------------------------------------------------------------------
 
-BUCKETS = [1000, 500]  # float32 on 4 ranks, rank 0 holds 250 + 125: stages take 24,000, 15,000, 10,500 and 6,000 bytes
+# In float32 on 4 ranks, rank 0 holds 250 + 125: the stages take 24,000, 15,000, 10,500 and 6,000 bytes.
+BUCKETS = [[600, 400], [500]]
 
 
 def refusal(limit, stage, ranks=4, accumulating=False, buckets=BUCKETS):
     with pytest.raises(UsageError) as error:
-        check_limit(limit, buckets, ranks, stage, FLOAT32, accumulating)
+        check_limit(limit, placed(buckets, ranks), ranks, stage, FLOAT32, accumulating)
     return str(error.value)
 
 
 @pytest.mark.parametrize(("stage", "total"), list(enumerate([24_000, 15_000, 10_500, 6_000])))
 def test_exactly_the_limit_fits_and_one_byte_less_does_not(stage, total):
-    check_limit(total, BUCKETS, 4, stage, FLOAT32, False)
+    check_limit(total, placed(BUCKETS, 4), 4, stage, FLOAT32, False)
     assert f" = {total:,} bytes" in refusal(total - 1, stage)
 
 
@@ -122,8 +137,8 @@ def test_a_limit_too_small_for_any_stage_says_so():
 
 def test_the_fullest_rank_decides():
     """10 elements on 4 ranks: 3, 3, 2, 2."""
-    check_limit(3 * 16, [10], 4, 3, FLOAT32, False)
-    assert "4*3 (parameters)" in refusal(3 * 16 - 1, 3, buckets=[10])
+    check_limit(3 * 16, placed([[10]], 4), 4, 3, FLOAT32, False)
+    assert "4*3 (parameters)" in refusal(3 * 16 - 1, 3, buckets=[[10]])
 
 
 def test_on_one_rank_nothing_is_shared_out():
@@ -135,7 +150,7 @@ def test_on_one_rank_nothing_is_shared_out():
 def test_accumulating_microbatches_count_whole_gradients_too():
     gradients = [model_state(1500, 375, stage, FLOAT32, accumulating=True).gradients for stage in STAGES]
     assert gradients == [4 * 1500, 4 * 1500, 4 * (1500 + 375), 4 * (1500 + 375)]
-    check_limit(10_500, BUCKETS, 4, 2, FLOAT32, False)
+    check_limit(10_500, placed(BUCKETS, 4), 4, 2, FLOAT32, False)
     # Without a reduce-scatter for each microbatch stage 2 saves nothing over stage 1; stage 3 still does.
     assert "4*1,875 (gradients) + 8*375 (optimizer) = 16,500 bytes; --zero-stage 1 fits" in refusal(15_000, 2, 4, True)
     assert "= 16,500 bytes; --zero-stage 3 fits" in refusal(12_000, 2, 4, True)

@@ -1,5 +1,5 @@
-"""The chapters' longer runs: the later notebooks execute from a clean state, as the first does in `make test`, and the
-chapters run on one and on two ranks, the planning chapter on eight too.
+"""The chapters' runs that `make test` leaves out: the later notebooks from a clean state, the later chapters on eight
+ranks, the planning chapter, and all chapters on one and two ranks.
 """
 
 import pytest
