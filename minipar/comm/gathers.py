@@ -123,7 +123,8 @@ def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
         start, stop = bounds[link.rank - 1]
         yield (link.irecv(x[start:stop], link.rank - 1, 0),)
     yield from gather_places(link, x, first_step=2)
-    yield from unfold(link, x, x)
+    if extras:
+        yield from unfold(link, x, x)
 
 
 def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:

@@ -83,16 +83,18 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     so all ranks end with the same bits.
     """
     q, extras, place = fold(link.size, link.rank)
-    yield from _fold(link, x, combine)
+    if extras:
+        yield from _fold(link, x, combine)
+    received = link.scratch(x.size, x.dtype)
     step, distance = 2, 1
     while place >= 0 and distance < q:
         partner = at_place(place ^ distance, extras)
-        received = link.scratch(x.size, x.dtype)
         yield link.isend(x, partner, step), link.irecv(received, partner, step)
         combine(x, received, out=x)
         distance *= 2
         step += 1
-    yield from unfold(link, x, x)
+    if extras:
+        yield from unfold(link, x, x)
 
 
 def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
@@ -102,7 +104,8 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     other. Steps 0 (the fold) and 2.. are used. The rest of x has no meaning afterwards.
     """
     q, extras, place = fold(link.size, link.rank)
-    yield from _fold(link, x, combine)
+    if extras:
+        yield from _fold(link, x, combine)
     bounds = place_bounds(x.size, link.size)
     first, last = 0, q  # the places whose sum this rank still shares
     step = 2
@@ -138,10 +141,14 @@ def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray,
     """
     total = x.copy()
     yield from _halve(link, total, combine)
-    chunks = [total[start:stop] for start, stop in chunk_bounds(x.size, link.size)]
-    yield from unfold(link, chunks[link.rank - 1], out)
-    if fold(link.size, link.rank)[2] >= 0:
-        out[...] = chunks[link.rank]
+    bounds = chunk_bounds(x.size, link.size)
+    _, extras, place = fold(link.size, link.rank)
+    if extras:
+        start, stop = bounds[link.rank - 1]
+        yield from unfold(link, total[start:stop], out)
+    if place >= 0:
+        start, stop = bounds[link.rank]
+        out[...] = total[start:stop]
 
 
 def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
