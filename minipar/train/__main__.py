@@ -49,11 +49,12 @@ def run(comm: Communicator) -> int:
     config, tokens, evaluation = prepare(config, checkpoint, comm)
     metrics = open_outputs(config, 0 if checkpoint is None else checkpoint.step, comm)
     mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-    ledger = MemoryLedger() if config.run.memory is not None else None
-    with ledger.recording() if ledger is not None else nullcontext():
-        trainer = build(config, mesh, tokens, checkpoint)
+    ledger = MemoryLedger()
+    with ledger.recording() if config.run.memory is not None else nullcontext():
+        with agreeing(comm, "--init-from"):
+            trainer = Trainer(config, mesh, tokens, checkpoint)
         results = train(config, trainer, tokens, evaluation, metrics)
-    if ledger is not None and config.run.memory is not None:
+    if config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
         state = trainer.state_dict()
@@ -128,7 +129,6 @@ def prepare(
 
     An error that one rank alone can see (a file that its host lacks) is every rank's UsageError.
     """
-    tokens = evaluation = None
     with agreeing(comm, "minipar.train"):
         if config.model.init_from is not None:
             config = initial_shape(config, config.model.init_from)
@@ -137,7 +137,6 @@ def prepare(
         tokens, evaluation = read_texts(config, checkpoint)
         if comm.rank == 0:
             prepare_outputs(config)
-    assert tokens is not None
     for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
         if len(set(comm.all_gather_bytes(text.fingerprint()))) > 1:
             raise UsageError(f"{text.name} is not the same text on every rank; give {flag} a file that all hosts share")
@@ -154,15 +153,7 @@ def initial_shape(config: TrainConfig, directory: str) -> TrainConfig:
             "nothing: where transformers is installed, GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) "
             "writes such a directory"
         )
-    shape = load_config(directory)
-    return with_shape(
-        config,
-        layers=shape.n_layer,
-        hidden=shape.n_embd,
-        heads=shape.n_head,
-        vocab_size=shape.vocab_size,
-        positions=shape.n_positions,
-    )
+    return with_shape(config, load_config(directory))
 
 
 def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Tokens, Evaluation | None]:
@@ -187,15 +178,6 @@ def open_outputs(config: TrainConfig, first_step: int, comm: Communicator) -> Me
         if comm.rank == 0:
             metrics = Metrics(config.run.metrics, first_step)
     return metrics
-
-
-def build(config: TrainConfig, mesh: DeviceMesh, tokens: Tokens, checkpoint: Checkpoint | None) -> Trainer:
-    """Return the trainer. If one rank cannot load the model, every rank raises UsageError."""
-    trainer = None
-    with agreeing(mesh.world, "--init-from"):
-        trainer = Trainer(config, mesh, tokens, checkpoint)
-    assert trainer is not None
-    return trainer
 
 
 if __name__ == "__main__":

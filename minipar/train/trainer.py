@@ -56,32 +56,21 @@ class StepResult:
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
-    recompute = config.run.recompute == "full"
-    if config.model.init_from is not None:
-        return load_gpt2(
-            config.model.init_from, config.run.dtype, recompute, deferred=True, dropout=config.optimizer.dropout
-        )
-    if checkpoint is not None:
-        shape = GPTConfig(**checkpoint.manifest["model"])
-    else:
-        shape = GPTConfig(
-            vocab_size=config.model.vocab_size,
-            n_positions=config.model.seq_len,
-            n_embd=config.model.hidden,
-            n_layer=config.model.layers,
-            n_head=config.model.heads,
-        )
-    model = GPT(
-        shape,
-        seed=config.run.seed,
-        dtype=config.run.dtype,
-        recompute=recompute,
-        deferred=True,
-        dropout=config.optimizer.dropout,
-    )
-    if checkpoint is not None:
-        for name, p in model.named_parameters():
-            p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
+    sizes, run = config.model, config.run
+    options: dict[str, Any] = {
+        "dtype": run.dtype,
+        "recompute": run.recompute == "full",
+        "deferred": True,
+        "dropout": config.optimizer.dropout,
+    }
+    if sizes.init_from is not None:
+        return load_gpt2(sizes.init_from, **options)
+    if checkpoint is None:
+        shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
+        return GPT(shape, seed=run.seed, **options)
+    model = GPT(GPTConfig(**checkpoint.manifest["model"]), **options)
+    for name, p in model.named_parameters():
+        p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
     return model
 
 
