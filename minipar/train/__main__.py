@@ -47,7 +47,11 @@ def run(comm: Communicator) -> int:
     if checkpoint is not None:
         config = continued(config, checkpoint)
     config, tokens, evaluation = prepare(config, checkpoint, comm)
-    metrics = open_outputs(config, 0 if checkpoint is None else checkpoint.step, comm)
+    first_step = 0 if checkpoint is None else checkpoint.step
+    with agreeing(comm, "--save"):  # proves before hours of training that both can be written
+        if comm.rank == 0 and config.run.save is not None:
+            prepare_directory(config.run.save, first_step)
+        metrics = Metrics(config.run.metrics if comm.rank == 0 else None, first_step)
     mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
     ledger = MemoryLedger()
     with ledger.recording() if config.run.memory is not None else nullcontext():
@@ -167,17 +171,6 @@ def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Toke
         if checkpoint is None or name is None or name in config.given:
             raise
         raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
-
-
-def open_outputs(config: TrainConfig, first_step: int, comm: Communicator) -> Metrics:
-    """Open the metrics file and prove that `--save` can be written, before hours of training. Collective."""
-    metrics = Metrics(None)
-    with agreeing(comm, "--save"):
-        if comm.rank == 0 and config.run.save is not None:
-            prepare_directory(config.run.save, first_step)
-        if comm.rank == 0:
-            metrics = Metrics(config.run.metrics, first_step)
-    return metrics
 
 
 if __name__ == "__main__":

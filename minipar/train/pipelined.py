@@ -49,12 +49,7 @@ class PipelinedStep:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        schedule: Schedule,
-        pipeline: PipelineParallel,
-        ddp: Wrapper,
-        shape: tuple[int, ...],
+        self, config: TrainConfig, schedule: Schedule, pipeline: PipelineParallel, ddp: Wrapper, shape: tuple[int, ...]
     ) -> None:
         self.pipeline, self.ddp, self.dtype = pipeline, ddp, np.dtype(config.run.dtype)
         self.seed, self.last = config.run.seed, config.data.microbatches - 1

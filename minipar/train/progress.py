@@ -24,6 +24,7 @@ from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
+from minipar.train.checkpoint import agreeing
 from minipar.train.config import TrainConfig
 from minipar.train.traffic import step_layout
 from minipar.train.trainer import StepResult
@@ -42,9 +43,8 @@ def progress_stream(config: TrainConfig) -> TextIO:
 class Progress:
     """One live line on a terminal, about ten plain lines elsewhere; silent on all ranks but 0.
 
-    A process that a launcher started never writes to a terminal: its output goes to the launcher, which passes it on.
-    `isatty` does not tell, because Open MPI gives rank 0 a pseudo-terminal even if mpirun's own output is a file.
-    That file would fill with carriage returns and escape codes. (MPICH gives pipes, where the question is settled.)
+    A process that a launcher started never gets a live line. `isatty` does not tell where its output ends, because
+    Open MPI gives rank 0 a pseudo-terminal even if mpirun's own output is a file.
     """
 
     def __init__(self, label: str, steps: int, stream: TextIO | None) -> None:
@@ -128,8 +128,7 @@ def open_to_append(path: str) -> TextIO:
 def check_export(directory: str) -> None:
     """Raise UsageError if `--export` would mix with, or replace, what no export wrote.
 
-    An export holds two files, and its config.json has no token ids. Those that transformers writes name its version,
-    and OpenAI's have token ids.
+    An export's config.json has no token ids. Those that transformers writes name its version; OpenAI's have token ids.
     """
     names = set(os.listdir(directory))
     other = names - {name + end for name in EXPORT_FILES for end in ("", ".partial")}
@@ -177,10 +176,7 @@ class Metrics:
                     self.file.truncate(_length_before(path, first_step))
 
     def write(self, result: StepResult, validation: float | None = None) -> None:
-        """Append a line, with "eval_loss" if the step was evaluated.
-
-        If the disk is full, training continues without metrics, and `close` raises the error.
-        """
+        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error."""
         if self.file is None:
             return
         try:
@@ -194,7 +190,7 @@ class Metrics:
             else:
                 with suppress(OSError):
                     self.file.close()
-                print(f"minipar: note: {printable(str(self.error))}; training continues without it", flush=True)
+                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
             self.file = None
 
     def close(self) -> None:
@@ -228,15 +224,11 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
     """
     account = {"peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
     gathered = comm.gather_bytes(json.dumps(account).encode())
-    error = None
-    if gathered is not None:
-        ranks = [{"rank": rank, **json.loads(data)} for rank, data in enumerate(gathered)]
-        try:
-            with writing(f"--memory {path}"), open(path, "w", encoding="utf-8") as file:
+    with agreeing(comm, "--memory"), writing(f"--memory {path}"):
+        if gathered is not None:
+            ranks = [{"rank": rank, **json.loads(data)} for rank, data in enumerate(gathered)]
+            with open(path, "w", encoding="utf-8") as file:
                 json.dump({"kinds": KINDS, "ranks": ranks}, file)
-        except UsageError as problem:
-            error = str(problem)
-    comm.agree(error)
 
 
 # ---- what rank 0 says ------------------------------------------------------------------------------------------------

@@ -53,9 +53,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray, scale: float | None = None
 def layer_scales(state: dict[str, np.ndarray]) -> dict[str, float]:
     """Return for each parameter the largest value in its layer, weight and bias together, to compare it on that scale.
 
-    The keys' bias needs this. Its gradient is zero but for rounding, because softmax does not depend on it. AdamW
-    divides that rounding by itself plus `eps`, and the bias, which began at zero, stays a thousand times smaller than
-    the weights to whose products it is added.
+    The keys' bias needs this: it is rounding noise (see `bound`), a thousand times smaller than its layer's weights.
     """
     layers: dict[str, float] = {}
     for name, array in state.items():

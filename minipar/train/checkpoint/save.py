@@ -57,7 +57,6 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
                 raise UsageError(f"{flag}: {partial} holds files that are not a checkpoint's; move them away")
             partial.mkdir()
     path = partial / f"rank-{comm.rank:05d}.safetensors"
-    file: dict[str, Any] = {}
     with agreeing(comm, flag):
         pieces, tensors = _owned_tensors(optimizer)
         # `save_file` would write under a temporary name first, which nothing removes after a kill.
