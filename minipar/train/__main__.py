@@ -86,13 +86,13 @@ def train(
     comm = trainer.mesh.world
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
-        print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
-        for note in notes(config, trainer.model.config.n_positions):
-            print(note, file=out, flush=True)
+        lines = [describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
+        lines += notes(config, trainer.model.config.n_positions)
         if trainer.checkpoint is not None:
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
             place = printable(str(trainer.checkpoint.directory))
-            print(f"minipar: resumed after step {trainer.first_step} from {place}{rest}", file=out, flush=True)
+            lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
+        print(*lines, sep="\n", file=out, flush=True)
 
     progress = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
@@ -134,8 +134,14 @@ def prepare(
     An error that one rank alone can see (a file that its host lacks) is every rank's UsageError.
     """
     with agreeing(comm, "minipar.train"):
-        if config.model.init_from is not None:
-            config = initial_shape(config, config.model.init_from)
+        if (directory := config.model.init_from) is not None:
+            if not os.path.isdir(directory):
+                raise UsageError(
+                    f"--init-from {directory} is not a directory with a config.json and a model.safetensors. minipar "
+                    "downloads nothing: where transformers is installed, "
+                    "GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) writes such a directory"
+                )
+            config = with_shape(config, load_config(directory))
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
         tokens, evaluation = read_texts(config, checkpoint)
@@ -147,17 +153,6 @@ def prepare(
     if checkpoint is not None:
         check_checkpoint(checkpoint, config, tokens, comm)
     return config, tokens, evaluation
-
-
-def initial_shape(config: TrainConfig, directory: str) -> TrainConfig:
-    """Return `config` with the shape of the GPT-2 directory of `--init-from`."""
-    if not os.path.isdir(directory):
-        raise UsageError(
-            f"--init-from {directory} is not a directory with a config.json and a model.safetensors. minipar downloads "
-            "nothing: where transformers is installed, GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) "
-            "writes such a directory"
-        )
-    return with_shape(config, load_config(directory))
 
 
 def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Tokens, Evaluation | None]:

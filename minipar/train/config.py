@@ -31,12 +31,10 @@ def byte_count(text: str) -> int:
     number = text.rstrip("KMGiB ")
     try:
         count = float(number) * UNITS[text[len(number) :].strip()]
-        if not 1 <= count < math.inf:
-            raise ValueError
     except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB"
-        ) from None
+        count = 0.0
+    if not 1 <= count < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB")
     return int(count)
 
 

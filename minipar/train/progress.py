@@ -10,8 +10,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -24,7 +23,7 @@ from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
-from minipar.train.checkpoint import agreeing
+from minipar.train.checkpoint import agreeing, writing
 from minipar.train.config import TrainConfig
 from minipar.train.traffic import step_layout
 from minipar.train.trainer import StepResult
@@ -83,20 +82,8 @@ def duration(seconds: float) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
-
-
 def prepare_outputs(config: TrainConfig) -> None:
-    """Make the directories of the output files and prove that each file can be written, before hours of training.
-
-    For the rank that writes. Raises UsageError naming the flag and the path.
-    """
+    """Make the directories of the output files and prove that each can be written. UsageError names flag and path."""
     run = config.run
     files = [("--metrics", run.metrics), ("--trace", run.trace), ("--memory", run.memory)]
     outputs = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
@@ -164,7 +151,7 @@ class Metrics:
     """The file of `--metrics`: one JSON line per step, flushed at once so that a running job can be watched.
 
     "-" is standard output. A resumed run appends to the file of the run it continues, less the lines of steps from
-    `first_step` on, which it does again. The file then reads as if nothing had been stopped.
+    `first_step` on, which it does again.
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
@@ -222,13 +209,12 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 
     {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each kind]], ...]}, ...]}
     """
-    account = {"peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
+    account = {"rank": comm.rank, "peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
     gathered = comm.gather_bytes(json.dumps(account).encode())
     with agreeing(comm, "--memory"), writing(f"--memory {path}"):
         if gathered is not None:
-            ranks = [{"rank": rank, **json.loads(data)} for rank, data in enumerate(gathered)]
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"kinds": KINDS, "ranks": ranks}, file)
+            content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 # ---- what rank 0 says ------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@
     config = continued(config, checkpoint)                  takes model, data, optimizer and seed from it
     check_checkpoint(checkpoint, config, tokens, comm)      compares and reads every file, before anything is loaded
 
-Parameters come as those of a GPT-2 directory do: the serial model's are read one at a time (`nn.Deferred`) and cut by
-the layout that runs now. The optimizer's means are filled in afterwards, the same way.
+The trainer reads the values one array at a time and keeps its part of each.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
 def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> Checkpoint | None:
     """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective.
 
-    `config` has all values already (see `continued`). UsageError on every rank if a file is missing, cut, changed or
-    foreign, or if the checkpoint is of another run than this one.
+    `config` has all values already (see `continued`).
     """
     checkpoint = find_checkpoint(config, comm)
     if checkpoint is not None:

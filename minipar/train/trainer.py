@@ -87,42 +87,33 @@ class Trainer:
     ) -> None:
         assert config.mesh.dp is not None, "resolve() fills dp in"
         self.config, self.mesh = config, mesh
+        data, adamw = config.data, config.optimizer
         self.checkpoint, self.first_step = checkpoint, 0 if checkpoint is None else checkpoint.step
         self.model = make_model(config, checkpoint)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # of the serial model
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
-        self.tokens_per_step = config.data.global_batch * config.model.seq_len
-        self.samples_per_microbatch = config.data.global_batch // (config.mesh.dp * config.data.microbatches)
+        self.tokens_per_step = data.global_batch * config.model.seq_len
+        self.samples_per_microbatch = data.global_batch // (config.mesh.dp * data.microbatches)
         self.pipelined: PipelinedStep | None = None
         self.ddp = self._parallelize()
-        self.optimizer = AdamW(
-            self.ddp.parameters(),
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-        )
+        self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
             checkpoint.close()
         self.batches = Batches(
-            tokens,
-            seq_len=config.model.seq_len,
-            global_batch=config.data.global_batch,
-            order=config.data.order,
-            seed=config.run.seed,
+            tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
 
     def _parallelize(self) -> Wrapper:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
         config, mesh, model = self.config, self.mesh, self.model
-        options: dict[str, Any] = {}
         # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
         if mesh.tp.size > 1:
             tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         schedule = schedule_of(config) if config.mesh.pp > 1 else None
         pipeline = None
-        options["groups"] = by_unit(model) if schedule is None else part_groups(model)
+        options: dict[str, Any] = {"groups": by_unit(model) if schedule is None else part_groups(model)}
         if schedule is not None and mesh.pp.size > 1:
             pipeline = PipelineParallel(model, mesh.pp, schedule, config.model.seq_len)
             options["groups"] = pipeline.groups
@@ -219,8 +210,7 @@ class Trainer:
         save(self.mesh.world, directory, step, self.optimizer, header)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp, mesh.tp, mesh.pp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, self.mesh.tp, self.mesh.pp)
 
     @property
     def units(self) -> int:

@@ -188,21 +188,18 @@ class OneDevice(Trainer):
         microbatches = range(self.config.data.microbatches)
         losses = dict.fromkeys(self.replicas, 0.0)
 
-        def backward(replica: int, microbatch: int) -> None:
-            losses[replica] += self.backward_microbatch(step, replica, microbatch)
-
-        def backward_replica(replica: int) -> None:
+        def backward(replica: int, microbatches: Iterable[int]) -> None:
             for m in microbatches:
-                backward(replica, m)
+                losses[replica] += self.backward_microbatch(step, replica, m)
 
-        def backward_all_replicas(microbatch: int) -> None:
-            self.accumulate(lambda replica: backward(replica, microbatch), self.replicas)
+        def backward_all_replicas(microbatches: Iterable[int]) -> None:
+            self.accumulate(lambda replica: backward(replica, microbatches), self.replicas)
 
         with self.ddp.no_sync():
             if self.config.mesh.sync_every_microbatch:
-                self.accumulate(backward_all_replicas, microbatches)
+                self.accumulate(lambda m: backward_all_replicas([m]), microbatches)
             else:
-                self.accumulate(backward_replica, self.replicas)
+                backward_all_replicas(microbatches)
         self.ddp.synchronize()
         total = 0.0
         for loss in losses.values():
