@@ -1,7 +1,4 @@
-"""The command `minipar`, also as `python -m minipar`: each sub-command is a program of its own.
-
-minipar train --steps 20        the same as    python -m minipar.train --steps 20
-"""
+"""The command `minipar`, also as `python -m minipar`: `minipar train ...` is `python -m minipar.train ...`."""
 
 from __future__ import annotations
 

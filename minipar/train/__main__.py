@@ -47,13 +47,18 @@ def run(comm: Communicator) -> int:
     if checkpoint is not None:
         config = continued(config, checkpoint)
     config, tokens, evaluation = prepare(config, checkpoint, comm)
-    metrics = open_outputs(config, 0 if checkpoint is None else checkpoint.step, comm)
+    first_step = 0 if checkpoint is None else checkpoint.step
+    with agreeing(comm, "--save"):  # proves before hours of training that both can be written
+        if comm.rank == 0 and config.run.save is not None:
+            prepare_directory(config.run.save, first_step)
+        metrics = Metrics(config.run.metrics if comm.rank == 0 else None, first_step)
     mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-    ledger = MemoryLedger() if config.run.memory is not None else None
-    with ledger.recording() if ledger is not None else nullcontext():
-        trainer = build(config, mesh, tokens, checkpoint)
+    ledger = MemoryLedger()
+    with ledger.recording() if config.run.memory is not None else nullcontext():
+        with agreeing(comm, "--init-from"):
+            trainer = Trainer(config, mesh, tokens, checkpoint)
         results = train(config, trainer, tokens, evaluation, metrics)
-    if ledger is not None and config.run.memory is not None:
+    if config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
         state = trainer.state_dict()
@@ -81,13 +86,13 @@ def train(
     comm = trainer.mesh.world
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
-        print(describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), file=out, flush=True)
-        for note in notes(config, trainer.model.config.n_positions):
-            print(note, file=out, flush=True)
+        lines = [describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
+        lines += notes(config, trainer.model.config.n_positions)
         if trainer.checkpoint is not None:
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
             place = printable(str(trainer.checkpoint.directory))
-            print(f"minipar: resumed after step {trainer.first_step} from {place}{rest}", file=out, flush=True)
+            lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
+        print(*lines, sep="\n", file=out, flush=True)
 
     progress = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
@@ -128,41 +133,26 @@ def prepare(
 
     An error that one rank alone can see (a file that its host lacks) is every rank's UsageError.
     """
-    tokens = evaluation = None
     with agreeing(comm, "minipar.train"):
-        if config.model.init_from is not None:
-            config = initial_shape(config, config.model.init_from)
+        if (directory := config.model.init_from) is not None:
+            if not os.path.isdir(directory):
+                raise UsageError(
+                    f"--init-from {directory} is not a directory with a config.json and a model.safetensors. minipar "
+                    "downloads nothing: where transformers is installed, "
+                    "GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) writes such a directory"
+                )
+            config = with_shape(config, load_config(directory))
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
         tokens, evaluation = read_texts(config, checkpoint)
         if comm.rank == 0:
             prepare_outputs(config)
-    assert tokens is not None
     for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
         if len(set(comm.all_gather_bytes(text.fingerprint()))) > 1:
             raise UsageError(f"{text.name} is not the same text on every rank; give {flag} a file that all hosts share")
     if checkpoint is not None:
         check_checkpoint(checkpoint, config, tokens, comm)
     return config, tokens, evaluation
-
-
-def initial_shape(config: TrainConfig, directory: str) -> TrainConfig:
-    """Return `config` with the shape of the GPT-2 directory of `--init-from`."""
-    if not os.path.isdir(directory):
-        raise UsageError(
-            f"--init-from {directory} is not a directory with a config.json and a model.safetensors. minipar downloads "
-            "nothing: where transformers is installed, GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) "
-            "writes such a directory"
-        )
-    shape = load_config(directory)
-    return with_shape(
-        config,
-        layers=shape.n_layer,
-        hidden=shape.n_embd,
-        heads=shape.n_head,
-        vocab_size=shape.vocab_size,
-        positions=shape.n_positions,
-    )
 
 
 def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Tokens, Evaluation | None]:
@@ -176,26 +166,6 @@ def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Toke
         if checkpoint is None or name is None or name in config.given:
             raise
         raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
-
-
-def open_outputs(config: TrainConfig, first_step: int, comm: Communicator) -> Metrics:
-    """Open the metrics file and prove that `--save` can be written, before hours of training. Collective."""
-    metrics = Metrics(None)
-    with agreeing(comm, "--save"):
-        if comm.rank == 0 and config.run.save is not None:
-            prepare_directory(config.run.save, first_step)
-        if comm.rank == 0:
-            metrics = Metrics(config.run.metrics, first_step)
-    return metrics
-
-
-def build(config: TrainConfig, mesh: DeviceMesh, tokens: Tokens, checkpoint: Checkpoint | None) -> Trainer:
-    """Return the trainer. If one rank cannot load the model, every rank raises UsageError."""
-    trainer = None
-    with agreeing(mesh.world, "--init-from"):
-        trainer = Trainer(config, mesh, tokens, checkpoint)
-    assert trainer is not None
-    return trainer
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minipar.errors import UsageError, UsageParser, suggest
+from minipar.nn.gpt import GPTConfig
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.tensor import check_shape
 
@@ -30,12 +31,10 @@ def byte_count(text: str) -> int:
     number = text.rstrip("KMGiB ")
     try:
         count = float(number) * UNITS[text[len(number) :].strip()]
-        if not 1 <= count < math.inf:
-            raise ValueError
     except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB"
-        ) from None
+        count = 0.0
+    if not 1 <= count < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB")
     return int(count)
 
 
@@ -340,19 +339,17 @@ def check_sizes(config: TrainConfig) -> None:
         )
 
 
-def with_shape(
-    config: TrainConfig, *, layers: int, hidden: int, heads: int, vocab_size: int, positions: int
-) -> TrainConfig:
+def with_shape(config: TrainConfig, shape: GPTConfig) -> TrainConfig:
     """Return `config` with the shape of `--init-from`; the sequence must fit its learned positions."""
-    model = dataclasses.replace(config.model, layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size)
-    if model.seq_len > positions:
+    if config.model.seq_len > shape.n_positions:
         raise UsageError(
-            f"seq-len {model.seq_len} is longer than the {positions} positions of {model.init_from}; "
-            f"give --seq-len {positions} or less"
+            f"seq-len {config.model.seq_len} is longer than the {shape.n_positions} positions of "
+            f"{config.model.init_from}; give --seq-len {shape.n_positions} or less"
         )
-    config = dataclasses.replace(config, model=model)
-    check_sizes(config)
-    return config
+    model = dataclasses.replace(
+        config.model, layers=shape.n_layer, hidden=shape.n_embd, heads=shape.n_head, vocab_size=shape.vocab_size
+    )
+    return dataclasses.replace(config, model=model)
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:

@@ -4,8 +4,7 @@
     batches = Batches(tokens, seq_len=64, global_batch=32, order="random", seed=0)
     inputs, targets = batches.batch(step=7, samples=range(8, 12))        # (4, 64) each, int64
 
-A rank asks for the samples that it computes: one device for all of them, a data-parallel rank for its own share.
-Nothing in this file knows about ranks.
+Nothing in this file knows about ranks: each asks for the samples that it computes.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = 
     """Load the tokens of a text file (its bytes), a nanoGPT .bin (uint16) or, without a path, the standard library.
 
     Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len` tokens and its targets,
-    or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens. That scan takes some tenths of a second if
-    the file is not in memory yet. Errors call the path what `flag` says.
+    or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens. Errors call the path what `flag` says.
     """
     ids, name = (_standard_library(), "the standard library's source") if path is None else (_open(path, flag), path)
     if len(ids) < seq_len + 1:
@@ -108,22 +106,20 @@ def _standard_library() -> np.ndarray:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
-    pieces: list[bytes] = []
-    remaining = STDLIB_BYTES
+    text = bytearray()
     for path in sorted(paths):
-        if remaining == 0:
+        if len(text) == STDLIB_BYTES:
             break
         try:
             with open(path, "rb") as file:
-                pieces.append(file.read(remaining))
+                text += file.read(STDLIB_BYTES - len(text))
         except OSError as error:
             raise UsageError(
                 f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH"
             ) from None
-        remaining -= len(pieces[-1])
-    if remaining == STDLIB_BYTES:
+    if not text:
         raise UsageError(f"this Python's standard library has no source text in {root}; give --data PATH")
-    return np.frombuffer(b"".join(pieces), np.uint8)
+    return np.frombuffer(bytes(text), np.uint8)
 
 
 class Batches:

@@ -8,8 +8,7 @@ gathered by an all-reduce of an array that is zero elsewhere, which rounds nothi
 samples. Two layouts with the same parameters therefore report the same loss to the bit.
 
 Tensor parallelism is the exception: a split matrix product adds its parts in another order. The reported loss is
-rounded to the digits that rounding leaves equal (DIGITS). Two losses that lie on different sides of a rounding boundary
-can still differ, by one in the last of these digits.
+therefore rounded to DIGITS. Two losses beside a rounding boundary can still differ, by one in the last digit.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class Evaluation:
 
     tokens: Tokens
     starts: np.ndarray  # (samples,)
-    length: int
 
     def loss(self, trainer: Trainer) -> float:
         """Return the mean loss in nats per token. Collective over the trainer's mesh.
@@ -45,19 +43,19 @@ class Evaluation:
         Sends, besides the parameters that ZeRO stage 3 gathers and the activations between the layers' ranks, B = 1
         activation per sample and cut of the pipeline, and the losses (8 bytes per sample) over dp and pp.
         """
-        dp, count = trainer.mesh.dp, len(self.starts)
+        dp, count, length = trainer.mesh.dp, len(self.starts), trainer.config.model.seq_len
         losses = np.zeros(-(-count // dp.size) * dp.size)
         with no_grad():  # outside of `dropping`, so dropout is off
             for sample in range(dp.rank, len(losses), dp.size):  # the same number on every rank: ZeRO 3 gathers
                 start = self.starts[min(sample, count - 1)]
-                window = self.tokens.ids[start : start + self.length + 1].astype(np.int64)
+                window = self.tokens.ids[start : start + length + 1].astype(np.int64)
                 losses[sample] = _sample_loss(trainer, window[None, :-1], window[None, 1:])
         for comm in (dp, trainer.mesh.pp):
             comm.all_reduce(losses, algorithm="ordered")
         total = 0.0
         for loss in losses[:count]:
             total += float(loss)
-        return float(f"{total / (count * self.length):.{DIGITS[trainer.config.run.dtype]}g}")
+        return float(f"{total / (count * length):.{DIGITS[trainer.config.run.dtype]}g}")
 
 
 def _sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
@@ -87,8 +85,7 @@ def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | 
     if config.data.eval_every is None:
         return tokens, None
     if config.data.eval_data is not None:
-        vocabulary = config.model.vocab_size
-        text = load_tokens(config.data.eval_data, vocab_size=vocabulary, seq_len=length, flag="--eval-data")
+        text = load_tokens(config.data.eval_data, vocab_size=tokens.vocab_size, seq_len=length, flag="--eval-data")
     else:
         kept = min(SAMPLES * length + 1, len(tokens.ids) // HELD_OUT)
         if kept < length + 1:
@@ -101,4 +98,4 @@ def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | 
     text.check(0, len(text.ids))
     count = min(SAMPLES, (len(text.ids) - 1) // length)
     starts = np.linspace(0, len(text.ids) - 1 - length, count).astype(np.int64)
-    return tokens, Evaluation(text, starts, length)
+    return tokens, Evaluation(text, starts)

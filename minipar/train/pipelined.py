@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 
 from minipar.autograd import Tensor
-from minipar.backend import Array, from_host, xp
+from minipar.backend import from_host, xp
 from minipar.errors import UsageError
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
@@ -17,8 +17,6 @@ from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.parallel.wrapper import Wrapper
 from minipar.train.config import TrainConfig
-
-PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
@@ -49,12 +47,7 @@ class PipelinedStep:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        schedule: Schedule,
-        pipeline: PipelineParallel,
-        ddp: Wrapper,
-        shape: tuple[int, ...],
+        self, config: TrainConfig, schedule: Schedule, pipeline: PipelineParallel, ddp: Wrapper, shape: tuple[int, ...]
     ) -> None:
         self.pipeline, self.ddp, self.dtype = pipeline, ddp, np.dtype(config.run.dtype)
         self.seed, self.last = config.run.seed, config.data.microbatches - 1
@@ -78,9 +71,6 @@ class PipelinedStep:
         is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
         batches = [tuple(map(from_host, batch(step, each))) for each in samples] if is_end else []
 
-        def tokens(m: int) -> Array:
-            return batches[m][0]
-
         def loss(m: int, logits: Tensor) -> Tensor:
             value = pipeline.model.criterion(logits, batches[m][1])
             losses[0] += value.item()
@@ -88,13 +78,13 @@ class PipelinedStep:
 
         @contextmanager
         def around(action: Action) -> Iterator[None]:
-            enter(PHASES[action.kind])
+            enter("forward" if action.kind == "F" else "backward")
             keys = dropping(DropoutKeys(self.seed, step, samples[action.microbatch]))
             sync = nullcontext() if action.microbatch == self.last else self.ddp.no_sync()
             with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
                 yield
 
-        self.executor.run(tokens, loss, lambda m: xp.full((), gradient, dtype=self.dtype), around)
+        self.executor.run(lambda m: batches[m][0], loss, lambda m: xp.full((), gradient, dtype=self.dtype), around)
         pipeline.fetch_tied_gradient()
         self.ddp.synchronize()
         pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last

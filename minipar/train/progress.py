@@ -10,8 +10,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +23,7 @@ from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
+from minipar.train.checkpoint import agreeing, writing
 from minipar.train.config import TrainConfig
 from minipar.train.traffic import step_layout
 from minipar.train.trainer import StepResult
@@ -42,9 +42,8 @@ def progress_stream(config: TrainConfig) -> TextIO:
 class Progress:
     """One live line on a terminal, about ten plain lines elsewhere; silent on all ranks but 0.
 
-    A process that a launcher started never writes to a terminal: its output goes to the launcher, which passes it on.
-    `isatty` does not tell, because Open MPI gives rank 0 a pseudo-terminal even if mpirun's own output is a file.
-    That file would fill with carriage returns and escape codes. (MPICH gives pipes, where the question is settled.)
+    A process that a launcher started never gets a live line. `isatty` does not tell where its output ends, because
+    Open MPI gives rank 0 a pseudo-terminal even if mpirun's own output is a file.
     """
 
     def __init__(self, label: str, steps: int, stream: TextIO | None) -> None:
@@ -83,20 +82,8 @@ def duration(seconds: float) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
-
-
 def prepare_outputs(config: TrainConfig) -> None:
-    """Make the directories of the output files and prove that each file can be written, before hours of training.
-
-    For the rank that writes. Raises UsageError naming the flag and the path.
-    """
+    """Make the directories of the output files and prove that each can be written. UsageError names flag and path."""
     run = config.run
     files = [("--metrics", run.metrics), ("--trace", run.trace), ("--memory", run.memory)]
     outputs = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
@@ -128,8 +115,7 @@ def open_to_append(path: str) -> TextIO:
 def check_export(directory: str) -> None:
     """Raise UsageError if `--export` would mix with, or replace, what no export wrote.
 
-    An export holds two files, and its config.json has no token ids. Those that transformers writes name its version,
-    and OpenAI's have token ids.
+    An export's config.json has no token ids. Those that transformers writes name its version; OpenAI's have token ids.
     """
     names = set(os.listdir(directory))
     other = names - {name + end for name in EXPORT_FILES for end in ("", ".partial")}
@@ -165,7 +151,7 @@ class Metrics:
     """The file of `--metrics`: one JSON line per step, flushed at once so that a running job can be watched.
 
     "-" is standard output. A resumed run appends to the file of the run it continues, less the lines of steps from
-    `first_step` on, which it does again. The file then reads as if nothing had been stopped.
+    `first_step` on, which it does again.
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
@@ -177,10 +163,7 @@ class Metrics:
                     self.file.truncate(_length_before(path, first_step))
 
     def write(self, result: StepResult, validation: float | None = None) -> None:
-        """Append a line, with "eval_loss" if the step was evaluated.
-
-        If the disk is full, training continues without metrics, and `close` raises the error.
-        """
+        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error."""
         if self.file is None:
             return
         try:
@@ -194,7 +177,7 @@ class Metrics:
             else:
                 with suppress(OSError):
                     self.file.close()
-                print(f"minipar: note: {printable(str(self.error))}; training continues without it", flush=True)
+                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
             self.file = None
 
     def close(self) -> None:
@@ -226,17 +209,12 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 
     {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each kind]], ...]}, ...]}
     """
-    account = {"peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
+    account = {"rank": comm.rank, "peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
     gathered = comm.gather_bytes(json.dumps(account).encode())
-    error = None
-    if gathered is not None:
-        ranks = [{"rank": rank, **json.loads(data)} for rank, data in enumerate(gathered)]
-        try:
-            with writing(f"--memory {path}"), open(path, "w", encoding="utf-8") as file:
-                json.dump({"kinds": KINDS, "ranks": ranks}, file)
-        except UsageError as problem:
-            error = str(problem)
-    comm.agree(error)
+    with agreeing(comm, "--memory"), writing(f"--memory {path}"):
+        if gathered is not None:
+            content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 # ---- what rank 0 says ------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@
     config = continued(config, checkpoint)                  takes model, data, optimizer and seed from it
     check_checkpoint(checkpoint, config, tokens, comm)      compares and reads every file, before anything is loaded
 
-Parameters come as those of a GPT-2 directory do: the serial model's are read one at a time (`nn.Deferred`) and cut by
-the layout that runs now. The optimizer's means are filled in afterwards, the same way.
+The trainer reads the values one array at a time and keeps its part of each.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from minipar.train.config import TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
-MUST_AGREE = (
-    "--layers --hidden --heads --vocab-size --seq-len --dtype --global-batch --order --seed --betas".split()
-)  # fmt: skip
+MUST_AGREE = "--layers --hidden --heads --vocab-size --seq-len --dtype --global-batch --order --seed --betas".split()
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
@@ -85,19 +82,16 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
 def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     """Return whether a value from a manifest has the type of the flag's values."""
-    if field.default is None:
-        return value is None or type(value) is field.metadata["kind"]
     types = (int, float) if field.metadata["kind"] is float else (field.metadata["kind"],)
     if isinstance(field.default, tuple):
         return isinstance(value, list) and len(value) == len(field.default) and all(type(x) in types for x in value)
-    return type(value) in types  # type(), since JSON's true is no 1
+    return type(value) in types or (value is None and field.default is None)  # type(), since JSON's true is no 1
 
 
 def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> Checkpoint | None:
     """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective.
 
-    `config` has all values already (see `continued`). UsageError on every rank if a file is missing, cut, changed or
-    foreign, or if the checkpoint is of another run than this one.
+    `config` has all values already (see `continued`).
     """
     checkpoint = find_checkpoint(config, comm)
     if checkpoint is not None:
@@ -106,17 +100,10 @@ def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> 
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens, comm: Communicator) -> None:
-    """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files."""
-    check_agreement(checkpoint, config, tokens)
-    with agreeing(comm, "--resume"):
-        if comm.rank == 0:
-            checkpoint.check_listing()
-        for file in checkpoint.files[comm.rank :: comm.size]:
-            checkpoint.check_file(file)
+    """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files.
 
-
-def check_agreement(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens) -> None:
-    """Raise UsageError with every value that this run has and the checkpoint contradicts."""
+    UsageError with every value that this run has and the checkpoint contradicts, or with the file that is damaged.
+    """
     saved, current = checkpoint.history[-1]["flags"], run_flags(config)
     _compare(checkpoint, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if checkpoint.manifest["data"] != tokens.fingerprint().hex():
@@ -142,6 +129,11 @@ def check_agreement(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens)
             names = [*UPDATE, *(["--steps"] if config.optimizer.lr_schedule == "cosine" else [])]
             why = "; --verify starts from step 0 and needs the same there"
             _compare(checkpoint, names, period["flags"], current, why)
+    with agreeing(comm, "--resume"):
+        if comm.rank == 0:
+            checkpoint.check_listing()
+        for file in checkpoint.files[comm.rank :: comm.size]:
+            checkpoint.check_file(file)
 
 
 def _compare(

@@ -57,32 +57,21 @@ class StepResult:
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
-    recompute = config.run.recompute == "full"
-    if config.model.init_from is not None:
-        return load_gpt2(
-            config.model.init_from, config.run.dtype, recompute, deferred=True, dropout=config.optimizer.dropout
-        )
-    if checkpoint is not None:
-        shape = GPTConfig(**checkpoint.manifest["model"])
-    else:
-        shape = GPTConfig(
-            vocab_size=config.model.vocab_size,
-            n_positions=config.model.seq_len,
-            n_embd=config.model.hidden,
-            n_layer=config.model.layers,
-            n_head=config.model.heads,
-        )
-    model = GPT(
-        shape,
-        seed=config.run.seed,
-        dtype=config.run.dtype,
-        recompute=recompute,
-        deferred=True,
-        dropout=config.optimizer.dropout,
-    )
-    if checkpoint is not None:
-        for name, p in model.named_parameters():
-            p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
+    sizes, run = config.model, config.run
+    options: dict[str, Any] = {
+        "dtype": run.dtype,
+        "recompute": run.recompute == "full",
+        "deferred": True,
+        "dropout": config.optimizer.dropout,
+    }
+    if sizes.init_from is not None:
+        return load_gpt2(sizes.init_from, **options)
+    if checkpoint is None:
+        shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
+        return GPT(shape, seed=run.seed, **options)
+    model = GPT(GPTConfig(**checkpoint.manifest["model"]), **options)
+    for name, p in model.named_parameters():
+        p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
     return model
 
 
@@ -99,42 +88,33 @@ class Trainer:
     ) -> None:
         assert config.mesh.dp is not None, "resolve() fills dp in"
         self.config, self.mesh = config, mesh
+        data, adamw = config.data, config.optimizer
         self.checkpoint, self.first_step = checkpoint, 0 if checkpoint is None else checkpoint.step
         self.model = make_model(config, checkpoint)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # of the serial model
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
-        self.tokens_per_step = config.data.global_batch * config.model.seq_len
-        self.samples_per_microbatch = config.data.global_batch // (config.mesh.dp * config.data.microbatches)
+        self.tokens_per_step = data.global_batch * config.model.seq_len
+        self.samples_per_microbatch = data.global_batch // (config.mesh.dp * data.microbatches)
         self.pipelined: PipelinedStep | None = None
         self.ddp = self._parallelize()
-        self.optimizer = AdamW(
-            self.ddp.parameters(),
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-        )
+        self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
             checkpoint.close()
         self.batches = Batches(
-            tokens,
-            seq_len=config.model.seq_len,
-            global_batch=config.data.global_batch,
-            order=config.data.order,
-            seed=config.run.seed,
+            tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
 
     def _parallelize(self) -> Wrapper:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
         config, mesh, model = self.config, self.mesh, self.model
-        options: dict[str, Any] = {}
         # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
         if mesh.tp.size > 1:
             tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         schedule = schedule_of(config) if config.mesh.pp > 1 else None
         pipeline = None
-        options["groups"] = by_unit(model) if schedule is None else part_groups(model)
+        options: dict[str, Any] = {"groups": by_unit(model) if schedule is None else part_groups(model)}
         if schedule is not None and mesh.pp.size > 1:
             pipeline = PipelineParallel(model, mesh.pp, schedule, config.model.seq_len)
             options["groups"] = pipeline.groups
@@ -231,8 +211,7 @@ class Trainer:
         save(self.mesh.world, directory, step, self.optimizer, header)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp, mesh.tp, mesh.pp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, self.mesh.tp, self.mesh.pp)
 
     @property
     def units(self) -> int:

@@ -53,9 +53,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray, scale: float | None = None
 def layer_scales(state: dict[str, np.ndarray]) -> dict[str, float]:
     """Return for each parameter the largest value in its layer, weight and bias together, to compare it on that scale.
 
-    The keys' bias needs this. Its gradient is zero but for rounding, because softmax does not depend on it. AdamW
-    divides that rounding by itself plus `eps`, and the bias, which began at zero, stays a thousand times smaller than
-    the weights to whose products it is added.
+    The keys' bias needs this: it is rounding noise (see `bound`), a thousand times smaller than its layer's weights.
     """
     layers: dict[str, float] = {}
     for name, array in state.items():
@@ -190,21 +188,18 @@ class OneDevice(Trainer):
         microbatches = range(self.config.data.microbatches)
         losses = dict.fromkeys(self.replicas, 0.0)
 
-        def backward(replica: int, microbatch: int) -> None:
-            losses[replica] += self.backward_microbatch(step, replica, microbatch)
-
-        def backward_replica(replica: int) -> None:
+        def backward(replica: int, microbatches: Iterable[int]) -> None:
             for m in microbatches:
-                backward(replica, m)
+                losses[replica] += self.backward_microbatch(step, replica, m)
 
-        def backward_all_replicas(microbatch: int) -> None:
-            self.accumulate(lambda replica: backward(replica, microbatch), self.replicas)
+        def backward_all_replicas(microbatches: Iterable[int]) -> None:
+            self.accumulate(lambda replica: backward(replica, microbatches), self.replicas)
 
         with self.ddp.no_sync():
             if self.config.mesh.sync_every_microbatch:
-                self.accumulate(backward_all_replicas, microbatches)
+                self.accumulate(lambda m: backward_all_replicas([m]), microbatches)
             else:
-                self.accumulate(backward_replica, self.replicas)
+                backward_all_replicas(microbatches)
         self.ddp.synchronize()
         total = 0.0
         for loss in losses.values():

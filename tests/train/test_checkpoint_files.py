@@ -258,10 +258,11 @@ def test_what_may_change_may_change(whole):
 
 
 def test_a_checkpoint_keeps_positions_beyond_its_sequence(tmp_path):
-    export_gpt2(GPT(GPTConfig(256, 32, 8, 1, 2)), tmp_path / "gpt2")
+    shape = GPTConfig(256, 32, 8, 1, 2)
+    export_gpt2(GPT(shape), tmp_path / "gpt2")
     words = "--seq-len 8 --global-batch 4 --steps 1 --dtype float64"
     config = parse(f"{words} --init-from {tmp_path}/gpt2".split())
-    config = resolve(with_shape(config, layers=1, hidden=8, heads=2, vocab_size=256, positions=32), 1)
+    config = resolve(with_shape(config, shape), 1)
     trainer = trainer_for(config, TOKENS)
     list(trainer.train())
     trainer.save(tmp_path / "run", 1)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from minipar.errors import UsageError, suggest
+from minipar.nn import GPTConfig
 from minipar.train.config import (
     OTHER_NAMES,
     TrainConfig,
@@ -225,10 +226,8 @@ def test_mesh_and_batch_must_divide(argv, ranks, line):
 
 def test_a_model_directory_gives_the_shape():
     config = config_of("--init-from d --seq-len 16")
-    shaped = with_shape(config, layers=3, hidden=48, heads=4, vocab_size=99, positions=16)
+    shaped = with_shape(config, GPTConfig(vocab_size=99, n_positions=16, n_embd=48, n_layer=3, n_head=4))
     assert (shaped.model.layers, shaped.model.hidden, shaped.model.heads, shaped.model.vocab_size) == (3, 48, 4, 99)
     assert shaped.model.seq_len == 16
     with pytest.raises(UsageError, match="seq-len 16 is longer than the 8 positions of d"):
-        with_shape(config, layers=3, hidden=48, heads=4, vocab_size=99, positions=8)
-    with pytest.raises(UsageError, match="hidden 48 is not divisible by heads 5"):
-        with_shape(config, layers=3, hidden=48, heads=5, vocab_size=99, positions=16)
+        with_shape(config, GPTConfig(vocab_size=99, n_positions=8, n_embd=48, n_layer=3, n_head=4))

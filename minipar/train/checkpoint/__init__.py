@@ -22,9 +22,9 @@ checkpoints are removed. save.py writes; load.py reads and needs no communicator
 """
 
 from minipar.train.checkpoint.load import KINDS, MANIFEST, STEP, Checkpoint, checksum, read_regular, restore_optimizer
-from minipar.train.checkpoint.save import agreeing, checkpoints, prepare_directory, run_flags, save
+from minipar.train.checkpoint.save import agreeing, checkpoints, prepare_directory, run_flags, save, writing
 
 __all__ = [
     "KINDS", "MANIFEST", "STEP", "Checkpoint", "agreeing", "checkpoints", "checksum", "prepare_directory",
-    "read_regular", "restore_optimizer", "run_flags", "save",
+    "read_regular", "restore_optimizer", "run_flags", "save", "writing",
 ]  # fmt: skip

@@ -1,7 +1,4 @@
-"""Loading a checkpoint: its files are checked, then the serial model's arrays are joined from their pieces.
-
-The format is described in the package's docstring. Nothing here needs a communicator.
-"""
+"""Loading a checkpoint: its files are checked, then the serial model's arrays are joined from their pieces."""
 
 from __future__ import annotations
 
@@ -34,6 +31,8 @@ _DTYPES = {"float32": "F32", "float64": "F64"}  # safetensors' names
 # The content of a manifest: a dict has exactly these keys, and every item of a list looks like the one item here. A
 # piece's `cut` is None or the _CUT of a tensor-parallel rank's part. `parameters` are shapes by name.
 _CUT = {"dim": int, "groups": int, "rank": int, "ranks": int}
+_PIECE = {"name": str, "start": int, "stop": int, "cut": object}
+_ENTRY = {"name": str, "bytes": int, "sha256": str, "pieces": [_PIECE]}
 _CONTENT: dict[str, Any] = {
     "format": str,
     "version": int,
@@ -47,14 +46,7 @@ _CONTENT: dict[str, Any] = {
     },
     "parameters": dict,
     "history": [{"step": int, "flags": dict}],
-    "files": [
-        {
-            "name": str,
-            "bytes": int,
-            "sha256": str,
-            "pieces": [{"name": str, "start": int, "stop": int, "cut": object}],
-        }
-    ],
+    "files": [_ENTRY],
     "checksum": str,
 }
 

@@ -41,6 +41,15 @@ def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
     comm.agree(message and message.encode(errors="backslashreplace").decode())
 
 
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
+
+
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
     """Write DIR/step-N after `step` optimizer steps. Collective; UsageError on every rank if one of them cannot.
 
@@ -57,7 +66,6 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
                 raise UsageError(f"{flag}: {partial} holds files that are not a checkpoint's; move them away")
             partial.mkdir()
     path = partial / f"rank-{comm.rank:05d}.safetensors"
-    file: dict[str, Any] = {}
     with agreeing(comm, flag):
         pieces, tensors = _owned_tensors(optimizer)
         # `save_file` would write under a temporary name first, which nothing removes after a kill.
@@ -97,8 +105,7 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
     """Return the flags that decide the values of a run, as JSON gives them back."""
     chosen = {"--dtype", "--seed", "--reduction", "--device"}
     values = {flag: value for section, _, flag, value in flags(config) if section != "run" or flag in chosen}
-    from_json: dict[str, Any] = json.loads(json.dumps(values))
-    return from_json
+    return dict(json.loads(json.dumps(values)))
 
 
 def _sync(path: Path) -> None:
@@ -146,15 +153,13 @@ def _remove_leftovers(root: Path) -> None:
 def prepare_directory(directory: str, first_step: int) -> None:
     """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step."""
     root = Path(directory)
-    try:
+    with writing(f"--save {directory}"):
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
         probe = root / "step-00000000.partial"  # if a kill leaves it, the next save removes it
         probe.mkdir()
         probe.rmdir()
         newest = max((step for step, _ in checkpoints(root)), default=0)
-    except OSError as error:
-        raise UsageError(f"--save {directory} cannot be written: {error.strerror}") from None
     if newest > first_step:
         raise UsageError(
             f"--save {directory} holds a checkpoint of step {newest}, but this run starts at step {first_step}: "
