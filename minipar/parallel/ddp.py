@@ -76,7 +76,7 @@ class DistributedDataParallel(Wrapper):
         super().__init__(model, comm, algorithm, before_reduce)
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
-        self.buckets = make_buckets(model, groups, comm)  # in reverse parameter order, as backward completes them
+        self.buckets = make_buckets(groups, comm)  # in reverse parameter order, as backward completes them
         self.buffers = FlatBuffers(self.buckets)
         self._parameters = [p for bucket in reversed(self.buckets) for p in bucket.parameters]
         self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started

@@ -61,7 +61,7 @@ class ShardedDataParallel(Wrapper):
         before_reduce: BeforeReduce | None = None,
     ) -> None:
         super().__init__(model, comm, algorithm, before_reduce)
-        self.buckets = make_buckets(model, by_unit(model) if groups is None else groups, comm)
+        self.buckets = make_buckets(by_unit(model) if groups is None else groups, comm)
         self.dtype = self.buckets[0].parameters[0].dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []

@@ -21,8 +21,8 @@ from minipar.comm.communicator import Communicator
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter
 from minipar.nn.optim import Optimizer
-from minipar.parallel.buckets import Bucket, FlatBuffers
-from minipar.parallel.placement import BucketSlice, Placement, update
+from minipar.parallel.buckets import Bucket, FlatBuffers, make_buckets
+from minipar.parallel.placement import Placement
 from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradients
 from minipar.parallel.wrapper import Wrapper
 
@@ -109,18 +109,14 @@ class ZeroOptimizer:
         **options: Any,
     ) -> None:
         self.parameters, self.comm, self.algorithm = list(parameters), comm, algorithm
-        self.bucket = Bucket(tuple(self.parameters), 0, sum(p.size for p in self.parameters))
-        self.buffers = FlatBuffers([self.bucket])
-        self.own = slice(*self.bucket.chunk(comm.rank, comm.size))
-        offset = 0
         for i, p in enumerate(self.parameters):
-            if p.placement is None:
-                p.placement = Placement(str(i), p.shape)
-            update(p, dp=BucketSlice(offset, p.size, self.bucket.size, comm.rank, comm.size), units=1)
-            offset += p.size
             if isinstance(p.owner, Wrapper):
                 raise ValueError("a wrapper sums these gradients already: write AdamW(wrapper.parameters()) instead")
             p.owner = None
+            p.placement = p.placement or Placement(str(i), p.shape)
+        (self.bucket,) = make_buckets([self.parameters], comm)
+        self.buffers = FlatBuffers([self.bucket])
+        self.own = slice(*self.bucket.chunk(comm.rank, comm.size))
         self.chunk = Chunk(self.bucket, self.buffers.parameters[self.own], self.buffers.gradients[self.own], None)
         self.optimizer = optimizer(self.chunk.shards, **options)
 
