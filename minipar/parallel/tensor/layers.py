@@ -120,8 +120,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
         _check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
-        serial = Linear(n_in, n_out, name=name, bias=bias, deferred=True, **options)
-        self.weight, self.bias = serial.weight, serial.bias
+        super().__init__(n_in, n_out, name=name, bias=bias, deferred=True, **options)
         split(self.weight, self.group.shard(1, n_out, groups))
         if self.bias is not None:
             split(self.bias, self.group.shard(0, n_out, groups))
@@ -138,19 +137,10 @@ class RowParallelLinear(_ParallelLinear):
     sum over the ranks. UsageError if t does not divide n_in. Sends what `leave` sends.
     """
 
-    def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        comm: Communicator | TensorGroup,
-        *,
-        name: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
         _check_divides(f"{name}: n_in/tp", n_in, self.group.size)
-        serial = Linear(n_in, n_out, name=name, deferred=True, **options)
-        self.weight, self.bias = serial.weight, serial.bias
+        super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0, n_in))
         self.materialize()
 
@@ -167,17 +157,9 @@ class VocabParallelEmbedding(Embedding):
     Sends what `leave` sends.
     """
 
-    def __init__(
-        self,
-        count: int,
-        dim: int,
-        comm: Communicator | TensorGroup,
-        *,
-        name: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, count: int, dim: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
-        self.weight = Embedding(count, dim, name=name, deferred=True, **options).weight
+        super().__init__(count, dim, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0, count))
         self.materialize()
 
