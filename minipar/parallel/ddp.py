@@ -58,8 +58,7 @@ class DistributedDataParallel(Wrapper):
     `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank (by default: the sum that
     sequence parallelism needs, if it has been applied to the model).
 
-    Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are (exactly: the sum of
-    `comm.wire_bytes` over the buckets, where p does not divide each of them).
+    Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are.
     """
 
     def __init__(

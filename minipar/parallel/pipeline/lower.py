@@ -23,10 +23,8 @@ def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, 
     if schedule.home[need.stage] == schedule.home[user.stage]:
         return None
     direction = "F" if user.kind == "F" else "B"
-    return (
-        Action(need.stage, f"SEND_{direction}", need.microbatch),
-        Action(user.stage, f"RECV_{direction}", user.microbatch),
-    )
+    send = Action(need.stage, f"SEND_{direction}", need.microbatch)
+    return send, Action(user.stage, f"RECV_{direction}", user.microbatch)
 
 
 def lower(schedule: Schedule) -> Schedule:

@@ -164,10 +164,7 @@ def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_
 
 
 def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
-    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action.
-
-    `name` names the schedule. The bubble_fraction is idle / (ranks * (last end - first start)).
-    """
+    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action."""
     begin = min(slot.start for row in ranks for slot in row)
     slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
     return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)

@@ -193,9 +193,7 @@ class VocabParallelHead:
 class _VocabParallelCrossEntropy(CrossEntropyFunction):
     """The cross entropy of logits whose vocabulary is split; backward is that of the serial operation."""
 
-    def forward(  # type: ignore[override]
-        self, logits: Array, targets: Array, group: TensorGroup
-    ) -> Array:
+    def forward(self, logits: Array, targets: Array, group: TensorGroup) -> Array:  # type: ignore[override]
         self.shape = logits.shape
         logits = logits.reshape(-1, logits.shape[-1])  # (N, V/t)
         targets = targets.reshape(-1)
