@@ -116,19 +116,18 @@ class ZeroOptimizer:
             p.placement = p.placement or Placement(str(i), p.shape)
         (self.bucket,) = make_buckets([self.parameters], comm)
         self.buffers = FlatBuffers([self.bucket])
-        self.own = slice(*self.bucket.chunk(comm.rank, comm.size))
-        self.chunk = Chunk(self.bucket, self.buffers.parameters[self.own], self.buffers.gradients[self.own], None)
+        own = slice(*self.bucket.chunk(comm.rank, comm.size))
+        self.chunk = Chunk(self.bucket, self.buffers.parameters[own], self.buffers.gradients[own], None)
         self.optimizer = optimizer(self.chunk.shards, **options)
 
     def step(self) -> None:
         """Sum the gradients over the ranks, update this rank's shard, and gather the updated parameters."""
         self.bucket.complete()
-        gradients, parameters = self.buffers.gradients, self.buffers.parameters
-        self.comm.reduce_scatter(gradients, out=gradients[self.own], algorithm=self.algorithm)
+        self.comm.reduce_scatter(self.buffers.gradients, out=self.chunk.gradient, algorithm=self.algorithm)
         for shard in self.chunk.shards:
             shard.grad = shard.grad_buffer
         self.optimizer.step()
-        self.comm.all_gather(parameters[self.own], out=parameters, algorithm="pairwise")
+        self.comm.all_gather(self.chunk.data, out=self.buffers.parameters, algorithm="pairwise")
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""

@@ -85,9 +85,8 @@ class Timeline:
 
         This is the bubble rate of Zero Bubble (arXiv 2401.10241, section 5.3).
         """
-        cost, slots = max(
-            ((slots[-1].end - slots[0].start, slots) for slots in self.ranks if slots), key=lambda pair: pair[0]
-        )
+        slots = max((row for row in self.ranks if row), key=lambda row: row[-1].end - row[0].start)
+        cost = slots[-1].end - slots[0].start
         return _ratio(cost - sum(slot.end - slot.start for slot in slots), cost)
 
     @property

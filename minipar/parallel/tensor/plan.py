@@ -119,16 +119,15 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
         if isinstance(placement, Partial):
             p.owner = tensor
             tensor.partial.append(p)
-    column, row = ColumnParallelLinear, RowParallelLinear
     model.wte = VocabParallelEmbedding.from_serial(model.wte, group, sequence)
     model.project = VocabParallelHead(model.config.vocab_size, group, sequence)
     model.criterion = partial(vocab_parallel_cross_entropy_sum, group=group)
     for block in model.h:
         attn, mlp = block.attn, block.mlp
-        attn.c_attn = column.from_serial(attn.c_attn, group, sequence)
-        attn.c_proj = row.from_serial(attn.c_proj, group, sequence)
-        mlp.c_fc = column.from_serial(mlp.c_fc, group, sequence)
-        mlp.c_proj = row.from_serial(mlp.c_proj, group, sequence)
+        attn.c_attn = ColumnParallelLinear.from_serial(attn.c_attn, group, sequence)
+        attn.c_proj = RowParallelLinear.from_serial(attn.c_proj, group, sequence)
+        mlp.c_fc = ColumnParallelLinear.from_serial(mlp.c_fc, group, sequence)
+        mlp.c_proj = RowParallelLinear.from_serial(mlp.c_proj, group, sequence)
         attn.heads //= group.size
         attn.attn_dropout.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
     if sequence:
