@@ -15,7 +15,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.gathers import chunk_bounds
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, Part
-from minipar.parallel.placement import BucketSlice, place, placement_of, update
+from minipar.parallel.placement import BucketSlice, placement_of, update
 
 # PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication starts early.
 BUCKET_BYTES = 25 * 2**20
@@ -102,15 +102,14 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     return groups
 
 
-def make_buckets(model: Module, groups: Sequence[Sequence[Parameter]], comm: Communicator) -> list[Bucket]:
-    """Make a bucket for each group, in the order in which they travel (the last group first), and record placements.
+def make_buckets(groups: Sequence[Sequence[Parameter]], comm: Communicator) -> list[Bucket]:
+    """Make a bucket for each group, in the order in which they travel (the last group first), and update placements.
 
     The groups, one after another, are the flat order. ValueError for parameters of several dtypes, or of none.
     """
     dtypes = {str(p.dtype) for group in groups for p in group}
     if len(dtypes) != 1:
         raise ValueError(f"flat storage needs parameters of one dtype, but there are {sorted(dtypes) or 'none'}")
-    place(model)
     buckets: list[Bucket] = []
     start = 0
     for i, group in enumerate(groups):

@@ -58,8 +58,7 @@ class DistributedDataParallel(Wrapper):
     `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank (by default: the sum that
     sequence parallelism needs, if it has been applied to the model).
 
-    Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are (exactly: the sum of
-    `comm.wire_bytes` over the buckets, where p does not divide each of them).
+    Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class DistributedDataParallel(Wrapper):
         super().__init__(model, comm, algorithm, before_reduce)
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
-        self.buckets = make_buckets(model, groups, comm)  # in reverse parameter order, as backward completes them
+        self.buckets = make_buckets(groups, comm)  # in reverse parameter order, as backward completes them
         self.buffers = FlatBuffers(self.buckets)
         self._parameters = [p for bucket in reversed(self.buckets) for p in bucket.parameters]
         self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started

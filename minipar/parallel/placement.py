@@ -1,7 +1,6 @@
 """Placements: for each parameter of the serial model, what every mesh axis does to it, as seen from one rank.
 
-Each strategy records its part and knows nothing of the others. Everything that spans axes (the gradient's norm, the
-state dict, checkpoints, predicted traffic, memory) is a loop over placements, written once.
+Each strategy records its part and knows nothing of the others. Everything that spans axes is a loop over placements.
 
     tp   Shard(dim), Replicate or Partial   NB: the terms of torch.distributed.tensor
     pp   the pipeline rank that owns the parameter

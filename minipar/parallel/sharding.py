@@ -61,7 +61,7 @@ class ShardedDataParallel(Wrapper):
         before_reduce: BeforeReduce | None = None,
     ) -> None:
         super().__init__(model, comm, algorithm, before_reduce)
-        self.buckets = make_buckets(model, by_unit(model) if groups is None else groups, comm)
+        self.buckets = make_buckets(by_unit(model) if groups is None else groups, comm)
         self.dtype = self.buckets[0].parameters[0].dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []
@@ -238,19 +238,16 @@ class ShardedGradients(ShardedDataParallel):
             self._inside = False
         return _OnBackward.apply(y, partial(self._before_backward, unit, False)) if isinstance(y, Tensor) else y
 
-    def _around(self, unit: UnitPass, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    def _around(self, unit: UnitPass, run: Callable[[Any], Tensor], x: Any) -> Tensor:
         """Run a part, with the hooks below before and after its forward and its backward.
 
         Backward goes through an operation's output first and its input last, so identities at these two places call.
         """
         self._before_forward(unit)
-        inner = next((i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad), None)
-        if inner is not None:
-            x = _OnBackward.apply(inputs[inner], partial(self._after_backward, unit))
-            inputs = (*inputs[:inner], x, *inputs[inner + 1 :])
-        y = run(*inputs)
+        closed = isinstance(x, Tensor) and x.requires_grad
+        y = run(_OnBackward.apply(x, partial(self._after_backward, unit)) if closed else x)
         self._after_forward(unit)
-        return _OnBackward.apply(y, partial(self._before_backward, unit, inner is not None))
+        return _OnBackward.apply(y, partial(self._before_backward, unit, closed))
 
     def _before_forward(self, unit: UnitPass) -> None:
         """Forward is about to run the part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from minipar.comm.communicator import Communicator
@@ -12,7 +13,7 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.wrapper import Wrapper
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
-STAGES: dict[int, type[Wrapper]] = {
+STAGES: dict[int, Callable[..., Wrapper]] = {
     0: DistributedDataParallel,
     1: ZeroStage1,
     2: ZeroStage2,
@@ -32,9 +33,7 @@ def shard(model: Module, comm: Communicator, stage: int, algorithm: str = "ring"
         options.setdefault("groups", by_unit(model))
     if stage < 2:
         options.pop("runs", None)  # the parts of a pipeline's stages: gradients or parameters come and go with them
-    kind: Any = STAGES[stage]
-    wrapper: Wrapper = kind(model, comm, algorithm, **options)
-    return wrapper
+    return STAGES[stage](model, comm, algorithm, **options)
 
 
 def fully_shard(model: Module, comm: Communicator, algorithm: str = "ring") -> FullyShardedDataParallel:

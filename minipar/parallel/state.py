@@ -1,9 +1,8 @@
 """The serial model's state, put together from what the ranks own: loops over placements.
 
 Each element of each parameter is owned by exactly one rank: the data-parallel rank that has its chunk, the
-tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its stage. A piece is the elements
-start:stop, in row-major order, of one tensor-parallel rank's part of a parameter. Checkpoints and the state dict are
-collected in pieces.
+tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its stage. Checkpoints and the state
+dict are collected in pieces.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from minipar.parallel.placement import Shard, elements_of, placement_of
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements start:stop of tensor-parallel rank `cut["rank"]`'s part of a parameter; cut is None where it is whole.
+    """Elements start:stop, in row-major order, of tensor-parallel rank `cut["rank"]`'s part of a parameter.
 
-    `cut` holds dim, groups, rank and ranks, as a checkpoint's manifest writes them.
+    `cut` holds dim, groups, rank and ranks, as a checkpoint's manifest writes them; it is None for a whole parameter.
     """
 
     name: str

@@ -20,6 +20,7 @@ from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.placement import place
 from minipar.parallel.state import gather_state
 
 BeforeReduce = Callable[[Sequence[Parameter]], None]  # called with a bucket's parameters before the bucket is reduced
@@ -72,6 +73,7 @@ class Wrapper(Owner, ABC):
         self.before_reduce = before_reduce
         for p in model.parameters():
             p.owner = self
+        place(model)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)

@@ -21,8 +21,8 @@ from minipar.comm.communicator import Communicator
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter
 from minipar.nn.optim import Optimizer
-from minipar.parallel.buckets import Bucket, FlatBuffers
-from minipar.parallel.placement import BucketSlice, Placement, update
+from minipar.parallel.buckets import Bucket, FlatBuffers, make_buckets
+from minipar.parallel.placement import Placement
 from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradients
 from minipar.parallel.wrapper import Wrapper
 
@@ -109,30 +109,25 @@ class ZeroOptimizer:
         **options: Any,
     ) -> None:
         self.parameters, self.comm, self.algorithm = list(parameters), comm, algorithm
-        self.bucket = Bucket(tuple(self.parameters), 0, sum(p.size for p in self.parameters))
-        self.buffers = FlatBuffers([self.bucket])
-        self.own = slice(*self.bucket.chunk(comm.rank, comm.size))
-        offset = 0
         for i, p in enumerate(self.parameters):
-            if p.placement is None:
-                p.placement = Placement(str(i), p.shape)
-            update(p, dp=BucketSlice(offset, p.size, self.bucket.size, comm.rank, comm.size), units=1)
-            offset += p.size
             if isinstance(p.owner, Wrapper):
                 raise ValueError("a wrapper sums these gradients already: write AdamW(wrapper.parameters()) instead")
             p.owner = None
-        self.chunk = Chunk(self.bucket, self.buffers.parameters[self.own], self.buffers.gradients[self.own], None)
+            p.placement = p.placement or Placement(str(i), p.shape)
+        (self.bucket,) = make_buckets([self.parameters], comm)
+        self.buffers = FlatBuffers([self.bucket])
+        own = slice(*self.bucket.chunk(comm.rank, comm.size))
+        self.chunk = Chunk(self.bucket, self.buffers.parameters[own], self.buffers.gradients[own], None)
         self.optimizer = optimizer(self.chunk.shards, **options)
 
     def step(self) -> None:
         """Sum the gradients over the ranks, update this rank's shard, and gather the updated parameters."""
         self.bucket.complete()
-        gradients, parameters = self.buffers.gradients, self.buffers.parameters
-        self.comm.reduce_scatter(gradients, out=gradients[self.own], algorithm=self.algorithm)
+        self.comm.reduce_scatter(self.buffers.gradients, out=self.chunk.gradient, algorithm=self.algorithm)
         for shard in self.chunk.shards:
             shard.grad = shard.grad_buffer
         self.optimizer.step()
-        self.comm.all_gather(parameters[self.own], out=parameters, algorithm="pairwise")
+        self.comm.all_gather(self.chunk.data, out=self.buffers.parameters, algorithm="pairwise")
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""

@@ -10,6 +10,7 @@ from minipar.comm import run_local, wire_bytes
 from minipar.nn import Parameter
 from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, FlatBuffers, by_size, make_buckets
 from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
+from minipar.parallel.placement import place
 
 SMALL_BUCKETS = {"bucket_bytes": 4000, "first_bucket_bytes": 1000}
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -176,7 +177,8 @@ def test_flat_storage_of_two_dtypes_is_refused():
 def test_flat_buffers_without_gradients_hold_parameters_alone():
     def rank(comm):
         model = small_gpt()
-        buffers = FlatBuffers(make_buckets(model, [model.parameters()], comm), gradients=False)
+        place(model)
+        buffers = FlatBuffers(make_buckets([model.parameters()], comm), gradients=False)
         assert buffers.gradients is None and buffers.parameters.size == sum(p.size for p in model.parameters())
         assert all(p.grad_buffer is None for p in model.parameters())
 

@@ -23,23 +23,20 @@ def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, 
     if schedule.home[need.stage] == schedule.home[user.stage]:
         return None
     direction = "F" if user.kind == "F" else "B"
-    return (
-        Action(need.stage, f"SEND_{direction}", need.microbatch),
-        Action(user.stage, f"RECV_{direction}", user.microbatch),
-    )
+    send = Action(need.stage, f"SEND_{direction}", need.microbatch)
+    return send, Action(user.stage, f"RECV_{direction}", user.microbatch)
 
 
 def lower(schedule: Schedule) -> Schedule:
     """Return the schedule with its messages; one that has messages already is returned as it is."""
     if any(not action.computes for _, action in schedule):
         return schedule
-    timeline = simulate(schedule)
     users: dict[Action, list[Action]] = {}
     for _, action in schedule:
         for need in schedule.needs(action):
             users.setdefault(need, []).append(action)
     # (time, is_start, rank, action): at one time the messages of what has ended come before what starts.
-    slots = [(rank, slot) for rank, row in enumerate(timeline.ranks) for slot in row]
+    slots = [(rank, slot) for rank, row in enumerate(simulate(schedule).ranks) for slot in row]
     events = [(slot.start, 1, rank, slot.action) for rank, slot in slots]
     events += [(slot.end, 0, rank, slot.action) for rank, slot in slots]
     lists: list[list[Action]] = [[] for _ in schedule.ranks]

@@ -55,11 +55,11 @@ class PipelineModule(Module):
                 f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages} is not a whole number"
             )
         per_stage = len(stages) // order.stages
-        self.mesh, self.num_microbatches = mesh, num_microbatches
-        self._modules: dict[int, list[Module]] = {}
+        self.mesh, self.num_microbatches, self.count = mesh, num_microbatches, len(stages)
+        runs: dict[int, list[Part]] = {}
         for s, rank in order.home.items():
             if rank == pp.rank:
-                self._modules[s] = [self._make(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)]
+                runs[s] = [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)]
         place(self)
         for p in self.parameters():
             update(p, pp=pp.rank)
@@ -67,19 +67,14 @@ class PipelineModule(Module):
                 update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
             if mesh.dp.size > 1:
                 p.owner = _OneReplicasGradients(mesh.dp)
-        self.count = len(stages)
         if self.loss_module is not None:
-            self._modules[order.stages - 1].pop()  # its loss_sum is called instead of its forward
-        parts = {
-            s: PipelineStage([Part(str(i), module, module.parameters()) for i, module in enumerate(modules)])
-            for s, modules in self._modules.items()
-        }
-        self.executor = _HeadedExecutor(order, pp, parts)
+            runs[order.stages - 1].pop()  # its loss_sum is called instead of its forward
+        self.executor = _HeadedExecutor(order, pp, {s: PipelineStage(run) for s, run in runs.items()})
 
-    def _make(self, stage: Module | Callable[[DeviceMesh], Module], i: int) -> Module:
+    def _part(self, stage: Module | Callable[[DeviceMesh], Module], i: int) -> Part:
         module = stage if isinstance(stage, Module) else stage(self.mesh)
         setattr(self, f"stage{i}", module)  # its parameters are named stage{i}.NAME
-        return module
+        return Part(str(i), module, module.parameters())
 
     @property
     def loss_module(self) -> Module | None:

@@ -165,19 +165,15 @@ def zbv(p: int, m: int) -> Schedule:
         order += [i, I] * r
         order += [i, w] * (p - r)
         order += [W] * r + [w] * r
-        actions = _number_microbatches(order)
-        lists.append([action for action in actions if action.microbatch < m])
+        # The k-th occurrence of a pair is for microbatch k.
+        count: Counter[tuple[int, str]] = Counter()
+        actions = []
+        for stage, kind in order:
+            if count[stage, kind] < m:
+                actions.append(Action(stage, kind, count[stage, kind]))
+            count[stage, kind] += 1
+        lists.append(actions)
     return Schedule.of("zbv", lists)
-
-
-def _number_microbatches(order: list[tuple[int, str]]) -> list[Action]:
-    """Turn (stage, kind) pairs into actions: the k-th occurrence of a pair is for microbatch k."""
-    count: Counter[tuple[int, str]] = Counter()
-    actions = []
-    for stage, kind in order:
-        actions.append(Action(stage, kind, count[stage, kind]))
-        count[stage, kind] += 1
-    return actions
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {

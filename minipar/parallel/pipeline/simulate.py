@@ -85,9 +85,8 @@ class Timeline:
 
         This is the bubble rate of Zero Bubble (arXiv 2401.10241, section 5.3).
         """
-        cost, slots = max(
-            ((slots[-1].end - slots[0].start, slots) for slots in self.ranks if slots), key=lambda pair: pair[0]
-        )
+        slots = max((row for row in self.ranks if row), key=lambda row: row[-1].end - row[0].start)
+        cost = slots[-1].end - slots[0].start
         return _ratio(cost - sum(slot.end - slot.start for slot in slots), cost)
 
     @property
@@ -164,10 +163,7 @@ def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_
 
 
 def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
-    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action.
-
-    `name` names the schedule. The bubble_fraction is idle / (ranks * (last end - first start)).
-    """
+    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action."""
     begin = min(slot.start for row in ranks for slot in row)
     slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
     return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)

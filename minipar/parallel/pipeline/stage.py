@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
@@ -61,11 +62,8 @@ def cut(model: GPT, counts: Sequence[int]) -> list[list[Part]]:
     """Cut the model's parts into stages of these lengths. UsageError if they do not add up to the model."""
     if sum(counts) != len(model.parts) or min(counts) < 1:
         raise UsageError(f"stages of {list(counts)} parts do not cut the model's {len(model.parts)} parts")
-    stages, start = [], 0
-    for count in counts:
-        stages.append(model.parts[start : start + count])
-        start += count
-    return stages
+    parts = iter(model.parts)
+    return [list(islice(parts, count)) for count in counts]
 
 
 class PipelineStage:

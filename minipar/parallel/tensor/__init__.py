@@ -11,13 +11,7 @@ from minipar.parallel.tensor.layers import (
     leave,
     vocab_parallel_cross_entropy_sum,
 )
-from minipar.parallel.tensor.mappings import (
-    TensorGroup,
-    all_gather,
-    copy_to,
-    reduce_from,
-    reduce_scatter,
-)
+from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 from minipar.parallel.tensor.plan import PLAN, TensorParallel, check_shape, tensor_parallel
 
 __all__ = [

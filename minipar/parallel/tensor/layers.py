@@ -1,10 +1,9 @@
 """Layers of which each rank holds a part: modules that hold this rank's part of the serial model's Parameters.
 
 With `sequence`, activations between these layers are split along the sequence (dim 1). A column layer then begins with
-an all-gather instead of a copy, and a row layer ends with a reduce-scatter instead of an all-reduce. An all-reduce is
-those two one after the other, so the bytes are the same. LayerNorm, dropout and residuals work on 1/t of the tokens.
-The gradients of LayerNorms and row biases must then be summed over the ranks, so only `tensor_parallel`, which knows
-the whole model, sets `sequence`.
+an all-gather instead of a copy, and a row layer ends with a reduce-scatter instead of an all-reduce. LayerNorm, dropout
+and residuals work on 1/t of the tokens. The gradients of LayerNorms and row biases must then be summed over the ranks,
+so only `tensor_parallel`, which knows the whole model, sets `sequence`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.layers import Embedding, Linear
-from minipar.nn.module import Parameter
+from minipar.nn.module import Module, Parameter
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
@@ -66,8 +65,7 @@ def column_linear(
     """Compute `linear(enter(x), weight, bias)` for this rank's columns. Sends what `enter` sends.
 
     Backward computes the weight's gradient while the input's is being summed over the ranks. Forward has nothing to
-    compute meanwhile, because the operation after a row layer needs the whole sum. A product that is cut into chunks
-    could hide a part of it, at twice the messages.
+    compute meanwhile, because the operation after a row layer needs the whole sum.
     """
     return _ColumnLinear.apply(x, weight, bias, group, sequence, transposed)
 
@@ -85,21 +83,21 @@ def _check_divides(what: str, size: int, ranks: int) -> None:
         raise UsageError(f"{what} = {size}/{ranks} is not a whole number: each tensor-parallel rank has as many")
 
 
-class _ParallelLinear(Linear):
-    """A linear layer of which this rank holds a part."""
+class _ParallelLayer(Module):
+    """A layer of which this rank holds a part."""
 
     group: TensorGroup
     sequence: bool
 
     @classmethod
-    def from_parts(cls, weight: Parameter, bias: Parameter | None, group: TensorGroup, sequence: bool) -> Self:
-        """Make a layer of this rank's parts."""
-        layer = cls.__new__(cls)
-        layer.weight, layer.bias, layer.group, layer.sequence = weight, bias, group, sequence
-        return layer
+    def from_serial(cls, layer: Module, group: TensorGroup, sequence: bool) -> Self:
+        """Make a layer of a serial layer's parameters, which hold this rank's part already."""
+        parallel = cls.__new__(cls)
+        vars(parallel).update(vars(layer), group=group, sequence=sequence)
+        return parallel
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(_ParallelLayer, Linear):
     """A linear layer split by columns: of Y = X [A_1 | ... | A_t] + b, rank r computes Y_r = X A_r + b_r.
 
     x is whole, weight (in, out/t), bias (out/t,), and the result is this rank's columns. The columns consist of
@@ -108,20 +106,11 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        comm: Communicator | TensorGroup,
-        *,
-        name: str,
-        groups: int = 1,
-        bias: bool = True,
-        **options: Any,
+        self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, groups: int = 1, **options: Any
     ) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
         _check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
-        serial = Linear(n_in, n_out, name=name, bias=bias, deferred=True, **options)
-        self.weight, self.bias = serial.weight, serial.bias
+        super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(1, n_out, groups))
         if self.bias is not None:
             split(self.bias, self.group.shard(0, n_out, groups))
@@ -131,26 +120,17 @@ class ColumnParallelLinear(_ParallelLinear):
         return column_linear(x, self.weight, self.bias, self.group, self.sequence)  # (B, T, out/t)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(_ParallelLayer, Linear):
     """A linear layer split by rows: Y = X_1 A_1 + ... + X_t A_t + b, where rank r computes X_r A_r.
 
     x is this rank's columns (B, T, in/t), weight (in/t, out), and bias (out,) is whole on every rank. The result is the
     sum over the ranks. UsageError if t does not divide n_in. Sends what `leave` sends.
     """
 
-    def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        comm: Communicator | TensorGroup,
-        *,
-        name: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
         _check_divides(f"{name}: n_in/tp", n_in, self.group.size)
-        serial = Linear(n_in, n_out, name=name, deferred=True, **options)
-        self.weight, self.bias = serial.weight, serial.bias
+        super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0, n_in))
         self.materialize()
 
@@ -160,33 +140,18 @@ class RowParallelLinear(_ParallelLinear):
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(Embedding):
+class VocabParallelEmbedding(_ParallelLayer, Embedding):
     """An embedding split by rows: each rank looks up the tokens in its weight (V/t, h), and the results are summed.
 
     (B, T) -> (B, T, h). A token of another rank gives zeros. A vocabulary that t does not divide is padded with zeros.
     Sends what `leave` sends.
     """
 
-    def __init__(
-        self,
-        count: int,
-        dim: int,
-        comm: Communicator | TensorGroup,
-        *,
-        name: str,
-        **options: Any,
-    ) -> None:
+    def __init__(self, count: int, dim: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
-        self.weight = Embedding(count, dim, name=name, deferred=True, **options).weight
+        super().__init__(count, dim, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0, count))
         self.materialize()
-
-    @classmethod
-    def from_parts(cls, weight: Parameter, group: TensorGroup, sequence: bool) -> Self:
-        """Make a layer of this rank's rows."""
-        layer = cls.__new__(cls)
-        layer.weight, layer.group, layer.sequence = weight, group, sequence
-        return layer
 
     def forward(self, tokens: Array) -> Tensor:
         rows = self.weight.shape[0]
@@ -217,21 +182,18 @@ class VocabParallelHead:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         logits = column_linear(x, weight, None, self.group, self.sequence, transposed=True)
-        padding = weight.shape[0] * (self.group.rank + 1) - self.vocab_size
-        if padding <= 0:
+        real = self.vocab_size - self.group.rank * weight.shape[0]  # the rows from here on are padding
+        if real >= weight.shape[0]:
             return logits
-        real = max(0, weight.shape[0] - padding)
         mask = xp.zeros(weight.shape[0], dtype=logits.dtype)
-        mask[real:] = -xp.inf
+        mask[max(0, real) :] = -xp.inf
         return logits + mask
 
 
 class _VocabParallelCrossEntropy(CrossEntropyFunction):
     """The cross entropy of logits whose vocabulary is split; backward is that of the serial operation."""
 
-    def forward(  # type: ignore[override]
-        self, logits: Array, targets: Array, group: TensorGroup
-    ) -> Array:
+    def forward(self, logits: Array, targets: Array, group: TensorGroup) -> Array:  # type: ignore[override]
         self.shape = logits.shape
         logits = logits.reshape(-1, logits.shape[-1])  # (N, V/t)
         targets = targets.reshape(-1)

@@ -119,16 +119,15 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
         if isinstance(placement, Partial):
             p.owner = tensor
             tensor.partial.append(p)
-    column, row = ColumnParallelLinear, RowParallelLinear
-    model.wte = VocabParallelEmbedding.from_parts(model.wte.weight, group, sequence)
+    model.wte = VocabParallelEmbedding.from_serial(model.wte, group, sequence)
     model.project = VocabParallelHead(model.config.vocab_size, group, sequence)
     model.criterion = partial(vocab_parallel_cross_entropy_sum, group=group)
     for block in model.h:
         attn, mlp = block.attn, block.mlp
-        attn.c_attn = column.from_parts(attn.c_attn.weight, attn.c_attn.bias, group, sequence)
-        attn.c_proj = row.from_parts(attn.c_proj.weight, attn.c_proj.bias, group, sequence)
-        mlp.c_fc = column.from_parts(mlp.c_fc.weight, mlp.c_fc.bias, group, sequence)
-        mlp.c_proj = row.from_parts(mlp.c_proj.weight, mlp.c_proj.bias, group, sequence)
+        attn.c_attn = ColumnParallelLinear.from_serial(attn.c_attn, group, sequence)
+        attn.c_proj = RowParallelLinear.from_serial(attn.c_proj, group, sequence)
+        mlp.c_fc = ColumnParallelLinear.from_serial(mlp.c_fc, group, sequence)
+        mlp.c_proj = RowParallelLinear.from_serial(mlp.c_proj, group, sequence)
         attn.heads //= group.size
         attn.attn_dropout.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
     if sequence:

@@ -72,8 +72,8 @@ def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear,
     for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
         split_along(parameter, group, dim)
     second.bias.placement = Placement("bias", second.bias.shape, Partial() if sequence else Replicate())
-    first = column.from_parts(first.weight, first.bias, group, sequence)
-    second = row.from_parts(second.weight, second.bias, group, sequence)
+    first = column.from_serial(first, group, sequence)
+    second = row.from_serial(second, group, sequence)
     own = (lambda a: np.ascontiguousarray(group.part(a, 1))) if sequence else (lambda a: a)
     whole = (lambda a: group.gather(a, 1)) if sequence else (lambda a: a)
     x = Tensor(own(X), requires_grad=True)
@@ -109,10 +109,9 @@ def test_column_then_row_is_the_serial_pair(size, sequence, reduction):
 def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
     def rank(comm):
         group = TensorGroup(comm)
-        weight = Parameter(Shard(comm.rank, size, dim=1, size=48).part(W1))
-        bias = Parameter(Shard(comm.rank, size, dim=0, size=48).part(B1))
+        weight, bias = Shard(comm.rank, size, dim=1, size=48).part(W1), Shard(comm.rank, size, dim=0, size=48).part(B1)
         own = np.ascontiguousarray(group.part(X, 1)) if sequence else X
-        y = ColumnParallelLinear.from_parts(weight, bias, group, sequence)(Tensor(own, requires_grad=True))
+        y = ColumnParallelLinear.from_serial(Linear.of(weight, bias), group, sequence)(Tensor(own, requires_grad=True))
         return y.data
 
     whole = np.concatenate(run_local(size, rank), axis=-1)
@@ -243,9 +242,10 @@ def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
 
     def rank(comm):
         group = TensorGroup(comm)
-        weight = Parameter(table.copy())
+        table_part = Embedding.of(table.copy())
+        weight = table_part.weight
         split_along(weight, group, 0)
-        y = VocabParallelEmbedding.from_parts(weight, group, sequence)(tokens)
+        y = VocabParallelEmbedding.from_serial(table_part, group, sequence)(tokens)
         y.backward(np.ascontiguousarray(group.part(G, 1)) if sequence else G)
         part = group.part(expected.data, 1) if sequence else expected.data
         assert np.array_equal(y.data, part)

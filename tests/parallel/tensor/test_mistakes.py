@@ -79,7 +79,7 @@ class AddsEveryRanksBias(Trainer):
         super().__init__(*args)
         for parent in [part for block in self.model.h for part in (block.attn, block.mlp)]:
             right = parent.c_proj
-            parent.c_proj = BiasOnEveryRank.from_parts(right.weight, right.bias, right.group, right.sequence)
+            parent.c_proj = BiasOnEveryRank.from_serial(right, right.group, right.sequence)
 
 
 def test_a_bias_on_every_rank_shows_once_the_first_step_moved_it():
