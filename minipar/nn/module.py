@@ -168,16 +168,12 @@ class Module:
     def _items(self) -> Iterator[tuple[str, Parameter | Module]]:
         """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""
         for name, value in vars(self).items():
-            inside: Iterable[tuple[Any, Any]] = ()
-            if isinstance(value, list | tuple):
-                inside = enumerate(value)
-            elif isinstance(value, dict):
-                inside = value.items()
-            elif isinstance(value, Parameter | Module):
+            if isinstance(value, Parameter | Module):
                 yield name, value
-            for key, item in inside:
-                if isinstance(item, Parameter | Module):
-                    yield f"{name}.{key}", item
+            elif isinstance(value, list | tuple | dict):
+                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    if isinstance(item, Parameter | Module):
+                        yield f"{name}.{key}", item
 
     def parameters(self) -> list[Parameter]:
         """Return every parameter once, in the order of `named_parameters`."""
