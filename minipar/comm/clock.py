@@ -178,9 +178,9 @@ class Tracer:
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""
         names: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
-            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+            {"name": "process_name", "ph": "M", "tid": 0, "args": {"name": f"rank {rank}"}},
+            {"name": "process_sort_index", "ph": "M", "tid": 0, "args": {"sort_index": rank}},
         ]
         for tid, name in self._tracks.values():
-            names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}})
-        return names + [event | {"pid": rank} for event in self.events]
+            names.append({"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": name}})
+        return [event | {"pid": rank} for event in names + self.events]

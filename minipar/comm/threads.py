@@ -70,11 +70,8 @@ class ThreadWorld:
         with self.lock:
             if self.failure is not None:
                 raise _Released
-            queue = self.unmatched.get(key)
-            if queue is None:
-                self.unmatched[key] = deque((message,))
-                return message
-            if queue[0].direction == message.direction:
+            queue = self.unmatched.setdefault(key, deque())
+            if not queue or queue[0].direction == message.direction:
                 queue.append(message)
                 return message
             other = queue.popleft()
