@@ -57,8 +57,6 @@ class Linear(Module):
     NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D); torch.nn.Linear stores (out, in).
     """
 
-    bias: Parameter | None
-
     def __init__(
         self,
         n_in: int,
