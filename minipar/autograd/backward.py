@@ -2,9 +2,6 @@
 
 Nodes are numbered as they are created, so every input of a node has a smaller number than the node itself. Visiting
 the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
-
-The state of a pass is in context variables instead of globals, so that ranks that are threads of one process do not
-share it.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minipar.backend import Array, setting
-from minipar.memory import hold, is_recording
+from minipar.memory import hold
 
 
 class LazyGradient:
@@ -115,8 +112,7 @@ class _NodeGradients:
             return (None,) * len(node.edges)
         returned = node.backward(grad)
         results = returned if isinstance(returned, tuple) else (returned,)
-        if is_recording():
-            hold("activations", *results)
+        hold("activations", *results)
         return results
 
 

@@ -1,7 +1,6 @@
 """The operations of a GPT but attention, each as one node: fewer passes over memory, fewer arrays kept for backward.
 
-Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients: they
-are written straight into the gradient buffer, or computed later (see backward.py).
+Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients.
 """
 
 from __future__ import annotations
