@@ -78,9 +78,9 @@ def launch(
     sys.exit(code)  # also where another rank's abort came first: this one's then returns
 
 
-def main(fn: Callable[[Communicator], object]) -> NoReturn:
+def main(fn: Callable[[Communicator], object], clock: str | None = None) -> NoReturn:
     """Run a program with `launch`, then exit with code 0, or with the int that fn returns."""
-    result = launch(fn)
+    result = launch(fn, clock=clock)
     sys.exit(result if isinstance(result, int) else 0)
 
 

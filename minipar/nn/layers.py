@@ -4,8 +4,6 @@ Random values come from counter-based generators that are keyed by a name and ne
 and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
 whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
 batch. Whoever computes a sample, or a part of it, gets its part of that one mask.
-
-With `deferred=True` a layer's values are computed later, by `materialize`.
 """
 
 from __future__ import annotations

@@ -33,14 +33,10 @@ class Deferred:
 
 
 class Owner:
-    """A strategy that looks after parameters. Optimizers call it around each update; by default nothing is to be done.
+    """A strategy that looks after parameters. Optimizers call it around each update; by default it does nothing."""
 
-    `sharded` is True if this rank holds only a shard of each parameter's gradient, and `holds_values` is False if it
-    holds only a shard of the values.
-    """
-
-    sharded = False
-    holds_values = True
+    sharded = False  # whether this rank holds only a shard of each parameter's gradient
+    holds_values = True  # False if it holds only a shard of the values
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""

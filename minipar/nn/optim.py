@@ -17,10 +17,7 @@ BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they
 
 
 class Optimizer:
-    """A list of parameters and the rule that updates them. Subclasses define `update`.
-
-    Weight decay applies to parameters of two or more dims.
-    """
+    """A list of parameters and the rule `update` for them. Weight decay applies to those of two or more dims."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self.parameters = list(parameters)
