@@ -264,6 +264,9 @@ class Tensor:
         y = xp.matmul(a, b)
         return y, lambda g: xp.matmul(g, b.swapaxes(-1, -2)), lambda g: xp.matmul(a.swapaxes(-1, -2), g)
 
+    def __rmatmul__(self, other: Array) -> Tensor:
+        return Tensor(other) @ self
+
     @operation
     def reshape(x: Array, *shape: int) -> Any:
         before = x.shape
