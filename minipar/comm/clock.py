@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from minipar.errors import UsageError
 
-COMPUTATION = "computation"
 MICROSECONDS = 1e6
 
 
@@ -145,7 +144,7 @@ class Tracer:
         self.clock = clock
         self.enabled = False
         self.events: list[dict[str, Any]] = []
-        self._tracks: dict[str, tuple[int, str]] = {COMPUTATION: (0, COMPUTATION)}  # key -> (tid, name)
+        self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}  # key -> (tid, name)
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
