@@ -175,6 +175,7 @@ def run_local(
     `clock` is "wall" (default), "cpu", "model", or a function that makes a rank's clock. `network` prices messages on
     logical clocks. The first exception in time is raised here, with a note that names its rank, and the other ranks are
     released at once. If every rank waits and no message can come, CommunicationError lists what each one waits for.
+    Meanwhile BLAS has one thread in this process, as on every rank.
     """
     if ranks < 1:
         raise UsageError(f"run_local needs at least 1 rank, not {ranks}")

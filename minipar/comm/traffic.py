@@ -42,6 +42,11 @@ class Traffic:
         return table
 
 
+# Closed forms. n elements over p ranks. c_r is the number of elements in chunk r (`chunk_bounds`). Ranks are modulo p.
+# In an algorithm that needs a power of two, q is the largest one not above p, and the first 2(p - q) ranks form pairs
+# of a folded rank and a rank with a place (`gathers.fold`). m_i is the number of elements of place i.
+
+
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:
     """Return the bytes that `rank` sends: the elements of `sent`. ValueError for "auto" and "mpi"."""
     return sent(op, algorithm, n, p, rank, root)[1] * itemsize
@@ -56,14 +61,31 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
     """Return the messages and the elements that `rank` sends. ValueError for "auto" and "mpi".
 
     n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and all_to_all, of out for
-    all_gather. In an algorithm that needs a power of two (`gathers.fold`), a resting rank sends one message, and the
-    rank above it returns the result in one message more.
+    all_gather.
+
+                                         messages           elements
+    all_reduce      ring                 2(p-1)             2n - c_r - c_{r+1}      (= 2n(p-1)/p for equal chunks)
+                    ordered              2(p-1)             n - c_r + (p-1) c_r     (the same for equal chunks)
+                    recursive_doubling   lg q               n lg q
+                    recursive_halving    2 lg q             (n - m_i) + (the all_gather by doubling below)
+    reduce_scatter  ring, ordered        p-1                n - c_r
+                    recursive_halving    lg q               n - m_i
+    all_gather      ring                 p-1                n - c_{r+1}
+                    pairwise             p-1                (p-1) c_r
+                    recursive_doubling   lg q               sum over d = 1, 2, 4, .. < q of the elements in the aligned
+                                                            block of d places around i
+    all_to_all      pairwise             p-1                n - c_r
+    broadcast       binomial             children in tree   n per child
+    barrier         dissemination        ceil(lg p)         0
+
+    A resting rank sends one message instead: n elements, or c_r in all_gather. The rank that has its place returns the
+    result to it in one message more: n elements, or c_{r-1} in reduce_scatter.
     """
     chunks = [stop - start for start, stop in chunk_bounds(n, p)]
     own, right = chunks[rank], chunks[(rank + 1) % p]
     match op, algorithm:
         case "all_reduce", "ring":
-            return 2 * (p - 1), 2 * n - own - right  # 2n(p-1)/p elements for equal chunks, as for "ordered"
+            return 2 * (p - 1), 2 * n - own - right
         case "all_reduce", "ordered":
             return 2 * (p - 1), n - own + (p - 1) * own
         case ("reduce_scatter", "ring" | "ordered") | ("all_to_all", "pairwise"):
@@ -80,8 +102,8 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
 
     places = [stop - start for start, stop in place_bounds(n, p)]
     q, extras, place = fold(p, rank)
-    distances = _powers(q)  # lg q rounds
-    blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)  # aligned blocks of d places around it
+    distances = _powers(q)
+    blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)
     rounds, given, returned = len(distances), n, n  # a resting rank sends what is given, and no other elements
     match op, algorithm:
         case "all_reduce", "recursive_doubling":

@@ -6,9 +6,10 @@ embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary.
 This model is serial. Each strategy changes these things of it, on every rank. Tensor parallelism replaces the Linear
 and Embedding layers by parallel ones, divides `attn.heads`, and replaces the two functions that see the whole
 vocabulary, `project` and `criterion`. It also gives a `mask_slice` to each Dropout that sees a slice of an activation.
-Pipeline parallelism runs a consecutive range of `parts` on each rank. Data parallelism and ZeRO move all parameters
-into flat storage and add gradient hooks. ZeRO stage 3 also replaces the `run` of each part by one that gathers the
-part's parameters before and frees them after.
+Pipeline parallelism runs a consecutive range of `parts` on each rank. The token embedding may then be on two ranks, so
+the head has a leaf of its own (`head_weight`), whose gradient is added to that of `wte` before the step. Data
+parallelism and ZeRO move all parameters into flat storage and add gradient hooks. ZeRO stage 3 also replaces the `run`
+of each part by one that gathers the part's parameters before and frees them after.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ class GPT(Module):
         self.h = [Block(layers, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = layers.layer_norm()
         self.head_weight = self.wte.weight.tie()
+        # Tensor parallelism replaces these two functions on each rank: they see the whole vocabulary.
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)  # (B, T, h), (V, h)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [

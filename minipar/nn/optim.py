@@ -78,6 +78,8 @@ class AdamW(Optimizer):
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         p = (1 - lr wd) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    wd is 0 for parameters of fewer than two dims. A parameter whose gradient is None does not change.
     """
 
     def __init__(
