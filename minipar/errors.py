@@ -43,7 +43,6 @@ class UsageParser(argparse.ArgumentParser):
         self.prints = prints  # whether this rank prints
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError instead of exiting."""
         raise UsageError(message)
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -7,7 +7,6 @@ from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_wei
 from minipar.autograd.checkpoint import checkpoint, randomness
 from minipar.autograd.fused import (
     IGNORE_INDEX,
-    count_flops,
     cross_entropy,
     cross_entropy_sum,
     dropout,
@@ -17,4 +16,4 @@ from minipar.autograd.fused import (
     layer_norm,
     linear,
 )
-from minipar.autograd.tensor import Function, Tensor, concatenate, enable_grad, grad_enabled, no_grad, operation
+from minipar.autograd.tensor import Function, Tensor, enable_grad, grad_enabled, no_grad, operation

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minipar.backend import Array, setting
-from minipar.memory import hold, is_recording
+from minipar.memory import hold
 
 
 class LazyGradient:
@@ -115,8 +115,7 @@ class _NodeGradients:
             return (None,) * len(node.edges)
         returned = node.backward(grad)
         results = returned if isinstance(returned, tuple) else (returned,)
-        if is_recording():
-            hold("activations", *results)
+        hold("activations", *results)
         return results
 
 

@@ -1,7 +1,6 @@
 """The operations of a GPT but attention, each as one node: fewer passes over memory, fewer arrays kept for backward.
 
-Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients: they
-are written straight into the gradient buffer, or computed later (see backward.py).
+Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients.
 """
 
 from __future__ import annotations
@@ -53,15 +52,14 @@ class LinearFunction(Function):
             dx = xp.matmul(g, w if self.transposed else w.T).reshape(self.shape)
             count_flops(*x.shape, g.shape[-1])
         left, right = (g, x) if self.transposed else (x, g)
-        dweight = LazyGradient(lambda out: outer_product(left, right, out)) if self.needs[1] else None
+
+        def product(out: Array | None) -> Array:
+            count_flops(*left.shape, right.shape[-1])
+            return xp.matmul(left.T, right, out=out)
+
+        dweight = LazyGradient(product) if self.needs[1] else None
         dbias = LazyGradient(lambda out: g.sum(axis=0, out=out)) if self.needs[2] else None
         return dx, dweight, dbias, None
-
-
-def outer_product(left: Array, right: Array, out: Array | None) -> Array:
-    """Compute the weight gradient of a product, (N, a), (N, b) -> (a, b), which may be done later."""
-    count_flops(*left.shape, right.shape[-1])
-    return xp.matmul(left.T, right, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:

@@ -307,15 +307,3 @@ class Tensor:
         is_top = x == top
         count = is_top.sum(axis=dim, keepdims=True).astype(x.dtype)
         return top if keepdims else x.max(axis=dim), lambda g: is_top * (g.reshape(count.shape) / count)
-
-
-@operation
-def _concatenate(*parts: Array, dim: int) -> Any:
-    cuts = list(itertools.accumulate(part.shape[dim] for part in parts))[:-1]
-    pieces = [lambda g, i=i: xp.split(g, cuts, axis=dim)[i] for i in range(len(parts))]
-    return xp.concatenate(parts, axis=dim), *pieces
-
-
-def concatenate(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Join tensors along `dim`."""
-    return _concatenate(*parts, dim=dim)

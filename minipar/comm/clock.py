@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from minipar.errors import UsageError
 
-COMPUTATION = "computation"
 MICROSECONDS = 1e6
 
 
@@ -145,19 +144,14 @@ class Tracer:
         self.clock = clock
         self.enabled = False
         self.events: list[dict[str, Any]] = []
-        self._tracks: dict[str, tuple[int, str]] = {COMPUTATION: (0, COMPUTATION)}  # key -> (tid, name)
+        self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}  # key -> (tid, name)
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
         """Record the block as a slice of computation. On a model clock it takes flops / clock.flops_per_second."""
+        start = self.clock.now()
         if isinstance(self.clock, ModelClock):
-            start = self.clock.now()
             self.clock.advance(flops / self.clock.flops_per_second)
-        elif self.enabled:
-            start = self.clock.now()
-        else:
-            yield
-            return
         try:
             yield
         finally:
@@ -183,9 +177,9 @@ class Tracer:
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""
         names: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
-            {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+            {"name": "process_name", "ph": "M", "tid": 0, "args": {"name": f"rank {rank}"}},
+            {"name": "process_sort_index", "ph": "M", "tid": 0, "args": {"sort_index": rank}},
         ]
         for tid, name in self._tracks.values():
-            names.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}})
-        return names + [event | {"pid": rank} for event in self.events]
+            names.append({"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": name}})
+        return [event | {"pid": rank} for event in names + self.events]

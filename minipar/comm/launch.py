@@ -120,8 +120,7 @@ def _started_ranks() -> tuple[int, str, str]:
     rows = [row for row in LAUNCHERS if os.environ.get(row[1])]
     rows = [row for row in rows if row[0] == "mpirun"] or rows
     for _, variable, _ in rows:
-        if not os.environ[variable].isdecimal():
-            value = os.environ[variable]
+        if not (value := os.environ[variable]).isdecimal():
             raise UsageError(f"{variable}={value}: expected a number of ranks; unset it to run one process")
     counts = [(int(os.environ[variable]), launcher, variable) for launcher, variable, _ in rows]
     return max(counts, default=(1, "mpirun", ""))

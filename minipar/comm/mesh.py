@@ -21,7 +21,7 @@ class DeviceMesh:
 
     def __init__(self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1) -> None:
         self.world = comm
-        self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp)
+        self.shape = _mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp)
         self.coordinates: dict[str, int] = {}
         rest = comm.rank
         for axis in self.AXES:
@@ -39,18 +39,15 @@ class DeviceMesh:
         return self.world.row([self.rank_at(**{axis: place}) for place in range(self.shape[axis])], axis)
 
 
-def mesh_shape(
-    ranks: int, launcher: str = "mpirun", dp: int | None = None, tp: int | None = None, pp: int | None = None
-) -> dict[str, int]:
-    """Return {"tp": tp, "dp": dp, "pp": pp} for these ranks, where dp=None takes what tp*pp leaves.
-
-    UsageError, with the sizes that were given, if they do not fit. A size of 1 counts as not given, unless it is dp's.
-    """
-    given = {axis: size for axis, size in (("dp", dp), ("tp", tp), ("pp", pp)) if size is not None}
+def _mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int) -> dict[str, int]:
+    """Return the size of each axis. The errors show the sizes that were given: a tp or pp of 1 counts as not given."""
+    given = {} if dp is None else {"dp": dp}
+    for axis, size in (("tp", tp), ("pp", pp)):
+        if size != 1:
+            given[axis] = size
     for axis, size in given.items():
         if size < 1:
             raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")
-    given = {axis: size for axis, size in given.items() if size > 1 or axis == "dp"}
     product = prod(given.values())
     if ranks != product if dp is not None else ranks % product:
         equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}" + (f" = {product}" * (len(given) > 1))
@@ -60,4 +57,4 @@ def mesh_shape(
         if dp is None:
             raise UsageError(f"{equation} does not divide the {ranks} ranks that {launcher} started")
         raise UsageError(f"{equation}, but {launcher} started {ranks} ranks")
-    return {"tp": tp or 1, "dp": dp or ranks // product, "pp": pp or 1}
+    return {"tp": tp, "dp": dp or ranks // product, "pp": pp}

@@ -57,14 +57,12 @@ class ThreadWorld:
     """The state that the threads share: unmatched messages, what each rank waits for, and the first failure."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self.lock = threading.Lock()
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
         self.news = [False] * size  # a message of this rank was delivered since it last paused
         self.waiting: list[Request | None] = [None] * size
-        self.finished = [False] * size
-        self.idle = 0  # ranks that have returned, or wait and have no news
+        self.busy = set(range(size))  # ranks that neither have returned nor wait without news
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> Request:
@@ -72,11 +70,8 @@ class ThreadWorld:
         with self.lock:
             if self.failure is not None:
                 raise _Released
-            queue = self.unmatched.get(key)
-            if queue is None:
-                self.unmatched[key] = deque((message,))
-                return message
-            if queue[0].direction == message.direction:
+            queue = self.unmatched.setdefault(key, deque())
+            if not queue or queue[0].direction == message.direction:
                 queue.append(message)
                 return message
             other = queue.popleft()
@@ -89,11 +84,10 @@ class ThreadWorld:
             for half in (send, receive):
                 half.done = True
                 rank = half.world_rank
-                if self.waiting[rank] is not None:
-                    if not self.news[rank]:
-                        self.idle -= 1
-                    self.wake[rank].notify()
                 self.news[rank] = True
+                if self.waiting[rank] is not None:
+                    self.busy.add(rank)
+                    self.wake[rank].notify()
             return message
 
     def pause(self, rank: int, waiting_for: Request) -> None:
@@ -101,24 +95,20 @@ class ThreadWorld:
         with self.lock:
             if not self.news[rank] and self.failure is None:
                 self.waiting[rank] = waiting_for
-                self.idle += 1
-                if self.idle == self.size:
+                self.busy.discard(rank)
+                if not self.busy:
                     raise CommunicationError(self._deadlock())
                 self.wake[rank].wait(timeout=LOOK_SECONDS)
                 self.waiting[rank] = None
-                if not self.news[rank]:
-                    self.idle -= 1
+                self.busy.add(rank)
             self.news[rank] = False
             if self.failure is not None:
                 raise _Released
 
     def finish(self, rank: int) -> None:
-        """Note that this rank has returned. If all others wait, wake one of them to report the deadlock."""
+        """Note that this rank has returned. If all others wait, the next of them to look reports the deadlock."""
         with self.lock:
-            self.finished[rank] = True
-            self.idle += 1
-            if self.idle == self.size and not all(self.finished):
-                self.wake[self.finished.index(False)].notify()
+            self.busy.discard(rank)
 
     def fail(self, failure: BaseException) -> bool:
         """Record a failure and release all ranks. Return True if it is the first."""

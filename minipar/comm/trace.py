@@ -41,8 +41,8 @@ class TimedWork(Work):
     """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
 
     It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
-    max(now, sender's clock + alpha + beta*bytes). The messages of a communicator's collectives leave one after the
-    other: p-1 sends posted at once take (p-1)(alpha + beta*bytes), as in the formulas of the literature.
+    max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes), as in the
+    formulas of the literature.
     """
 
     __slots__ = ("called", "clock", "nbytes", "number", "port", "started", "time", "tracer", "waited")

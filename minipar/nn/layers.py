@@ -4,8 +4,6 @@ Random values come from counter-based generators that are keyed by a name and ne
 and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
 whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
 batch. Whoever computes a sample, or a part of it, gets its part of that one mask.
-
-With `deferred=True` a layer's values are computed later, by `materialize`. `of` makes a layer of given values.
 """
 
 from __future__ import annotations
@@ -57,8 +55,6 @@ class Linear(Module):
     NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D); torch.nn.Linear stores (out, in).
     """
 
-    bias: Parameter | None
-
     def __init__(
         self,
         n_in: int,
@@ -75,13 +71,6 @@ class Linear(Module):
         self.bias = Parameter(_constant(0, n_out, dtype)) if bias else None
         if not deferred:
             self.materialize()
-
-    @classmethod
-    def of(cls, weight: Array | Deferred, bias: Array | Deferred | None = None) -> Linear:
-        """Make a layer of these values: weight (in, out), bias (out,) or none."""
-        layer = cls.__new__(cls)
-        layer.weight, layer.bias = Parameter(weight), None if bias is None else Parameter(bias)
-        return layer
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return linear(_tensor(x, self.weight.dtype), self.weight, self.bias)
@@ -105,13 +94,6 @@ class Embedding(Module):
         if not deferred:
             self.materialize()
 
-    @classmethod
-    def of(cls, weight: Array | Deferred) -> Embedding:
-        """Make a layer of these values: weight (count, dim)."""
-        layer = cls.__new__(cls)
-        layer.weight = Parameter(weight)
-        return layer
-
     def forward(self, index: Array) -> Tensor:
         return embedding(self.weight, index)
 
@@ -124,13 +106,6 @@ class LayerNorm(Module):
         self.eps = eps
         if not deferred:
             self.materialize()
-
-    @classmethod
-    def of(cls, weight: Array | Deferred, bias: Array | Deferred, eps: float = 1e-5) -> LayerNorm:
-        """Make a layer of these values: weight and bias (size,)."""
-        layer = cls.__new__(cls)
-        layer.weight, layer.bias, layer.eps = Parameter(weight), Parameter(bias), eps
-        return layer
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return layer_norm(_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)

@@ -33,14 +33,10 @@ class Deferred:
 
 
 class Owner:
-    """A strategy that looks after parameters. Optimizers call it around each update; by default nothing is to be done.
+    """A strategy that looks after parameters. Optimizers call it around each update; by default it does nothing."""
 
-    `sharded` is True if this rank holds only a shard of each parameter's gradient, and `holds_values` is False if it
-    holds only a shard of the values.
-    """
-
-    sharded = False
-    holds_values = True
+    sharded = False  # whether this rank holds only a shard of each parameter's gradient
+    holds_values = True  # False if it holds only a shard of the values
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
@@ -168,16 +164,12 @@ class Module:
     def _items(self) -> Iterator[tuple[str, Parameter | Module]]:
         """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""
         for name, value in vars(self).items():
-            inside: Iterable[tuple[Any, Any]] = ()
-            if isinstance(value, list | tuple):
-                inside = enumerate(value)
-            elif isinstance(value, dict):
-                inside = value.items()
-            elif isinstance(value, Parameter | Module):
+            if isinstance(value, Parameter | Module):
                 yield name, value
-            for key, item in inside:
-                if isinstance(item, Parameter | Module):
-                    yield f"{name}.{key}", item
+            elif isinstance(value, list | tuple | dict):
+                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    if isinstance(item, Parameter | Module):
+                        yield f"{name}.{key}", item
 
     def parameters(self) -> list[Parameter]:
         """Return every parameter once, in the order of `named_parameters`."""

@@ -17,7 +17,7 @@ BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they
 
 
 class Optimizer:
-    """A list of parameters and the rule that updates them. Subclasses define `update`."""
+    """A list of parameters and the rule `update` for them. Weight decay applies to those of two or more dims."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self.parameters = list(parameters)
@@ -44,10 +44,7 @@ class Optimizer:
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent as torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p.
-
-    Weight decay applies to parameters of two or more dims. A parameter whose gradient is None does not change.
-    """
+    """Stochastic gradient descent as torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p."""
 
     def __init__(
         self, parameters: Iterable[Parameter], lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
@@ -75,13 +72,14 @@ class SGD(Optimizer):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
-    In step t, with gradient g, the moments m (`exp_avg`) and v (`exp_avg_sq`) and the parameter p change as
+    In step t the moments m (`exp_avg`) and v (`exp_avg_sq`) and the parameter p, with gradient g and weight decay wd,
+    change as
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         p = (1 - lr wd) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Weight decay wd applies to parameters of two or more dims. A parameter whose gradient is None does not change.
+    wd is 0 for parameters of fewer than two dims. A parameter whose gradient is None does not change.
     """
 
     def __init__(

@@ -10,7 +10,6 @@ from minipar.autograd import (
     Function,
     Tensor,
     checkpoint,
-    concatenate,
     defer_weight_gradients,
     linear,
     no_grad,
@@ -63,7 +62,6 @@ OPERATIONS = {
     "max": (lambda a: a.max(1), [normal(3, 4)]),
     "max over all": (lambda a: a.max(), [normal(3, 4)]),
     "max, keepdims": (lambda a: a.max(0, keepdims=True), [normal(3, 4)]),
-    "concatenate": (lambda a, b, c: concatenate([a, b, c], dim=1), [normal(2, 1), normal(2, 3), normal(2, 2)]),
     "a view used twice": (lambda a: a.reshape(6) * a.transpose(1, 0).reshape(6), [normal(2, 3)]),
     "a residual branch": (lambda a, w: a + (a @ w).tanh() + a, [normal(3, 4), normal(4, 4)]),
 }

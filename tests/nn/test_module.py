@@ -78,15 +78,6 @@ def test_a_layer_has_the_same_weights_wherever_its_name_is_used():
     assert not np.array_equal(Linear(8, 32, name="other", seed=3).weight.data, same.weight.data)
 
 
-def test_layers_of_given_values_hold_those_arrays():
-    weight, bias = RANDOM.standard_normal((2, 3)), RANDOM.standard_normal(3)
-    layer, plain = Linear.of(weight, bias), Linear.of(weight)
-    assert layer.weight.data is weight and layer.bias.data is bias and plain.bias is None
-    x = RANDOM.standard_normal((4, 2))
-    assert np.array_equal(layer(x).data, x @ weight + bias) and np.array_equal(plain(x).data, x @ weight)
-    assert Embedding.of(weight).weight.data is weight and LayerNorm.of(bias, bias, 1e-3).eps == 1e-3
-
-
 def test_a_deferred_layer_gets_its_values_from_materialize():
     layer = Linear(2, 3, name="layer", deferred=True)
     assert np.isnan(layer.weight.data).all()

@@ -99,7 +99,7 @@ def test_a_shard_is_a_view_that_decays_as_the_whole_does():
 
 def test_with_more_ranks_than_elements_a_shard_is_empty():
     def rank(comm):
-        ddp = shard(Linear.of(np.ones((2, 1)), np.zeros(1)), comm, 3)
+        ddp = shard(Linear(2, 1, name="layer"), comm, 3)
         AdamW(ddp.parameters())
         return [p.size for p in ddp.parameters()]
 

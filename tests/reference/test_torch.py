@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from minipar.autograd import Tensor, causal_attention, concatenate, cross_entropy, embedding, gelu, layer_norm, linear
+from minipar.autograd import Tensor, causal_attention, cross_entropy, embedding, gelu, layer_norm, linear
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
 
 RANDOM = np.random.Generator(np.random.Philox(10))
@@ -35,8 +35,6 @@ OPERATIONS = {
     "indexing": (lambda a: a[INDEX], lambda a: a[torch.tensor(INDEX)], [normal(5, 2)]),
     "reductions": (lambda a: a.sum((0, 2)) * a.mean() + a.max(1).sum(),
                    lambda a: a.sum((0, 2)) * a.mean() + a.amax(1).sum(), [normal(2, 3, 4)]),
-    "concatenate": (lambda a, b: concatenate([a, b], 1), lambda a, b: torch.cat([a, b], 1),
-                    [normal(2, 3), normal(2, 1)]),
     "linear": (linear, lambda x, w, b: x @ w + b, [normal(2, 3, 4), normal(4, 5), normal(5)]),
     "embedding": (lambda w: embedding(w, INDEX), lambda w: F.embedding(torch.tensor(INDEX), w), [normal(5, 2)]),
     "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, (8,), w, b), [normal(2, 3, 8), normal(8), normal(8)]),

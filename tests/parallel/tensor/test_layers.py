@@ -8,7 +8,7 @@ from training import Proxy, joined
 
 from minipar.autograd import Function, Tensor, cross_entropy_sum, embedding, gelu, linear
 from minipar.comm import run_local, wire_bytes
-from minipar.nn import Embedding, Linear, Parameter
+from minipar.nn import Linear, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor import (
     ColumnParallelLinear,
@@ -43,6 +43,13 @@ def split_along(weight, group, dim):
     split(weight, group.shard(dim, weight.shape[dim]))
 
 
+def linear_of(weight, bias):
+    """A layer with copies of these values."""
+    layer = Linear(*weight.shape, name="layer", dtype="float64")
+    layer.weight.data, layer.bias.data = weight.copy(), bias.copy()
+    return layer
+
+
 def backward(y, gradient, x, parameters):
     """Gradients of x and of the parameters, by name."""
     y.backward(np.ascontiguousarray(gradient))
@@ -53,7 +60,7 @@ def backward(y, gradient, x, parameters):
 
 
 def serial_pair():
-    x, first, second = Tensor(X, requires_grad=True), Linear.of(W1.copy(), B1.copy()), Linear.of(W2.copy(), B2.copy())
+    x, first, second = Tensor(X, requires_grad=True), linear_of(W1, B1), linear_of(W2, B2)
     y = second(gelu(first(x)))
     return y.data, backward(y, G, x, named(first, second))
 
@@ -68,7 +75,7 @@ def named(first, second):
 def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear, row=RowParallelLinear, summed=True):
     """A rank's outputs and gradients, made whole where they are parts."""
     group = TensorGroup(comm, reduction)
-    first, second = Linear.of(W1.copy(), B1.copy()), Linear.of(W2.copy(), B2.copy())
+    first, second = linear_of(W1, B1), linear_of(W2, B2)
     for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
         split_along(parameter, group, dim)
     second.bias.placement = Placement("bias", second.bias.shape, Partial() if sequence else Replicate())
@@ -270,10 +277,10 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
         TensorParallel(group).sum_partial([weight])
         return weight.grad
 
-    serial = Embedding.of(table.copy())
-    serial(np.arange(T)).backward(np.ones((T, H)))
+    serial = Parameter(table.copy())
+    embedding(serial, np.arange(T)).backward(np.ones((T, H)))
     for gradient in run_local(size, rank):
-        assert np.array_equal(gradient, serial.weight.grad)
+        assert np.array_equal(gradient, serial.grad)
 
 
 def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGroup):
