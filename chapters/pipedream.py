@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar.autograd import Tensor
-from minipar.backend import Array, from_host, xp
+from minipar.backend import from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT
@@ -141,18 +141,15 @@ class AsynchronousPipeline:
         self.losses = np.zeros(microbatches)
 
     def run(self, batch: Batch) -> None:
-        """Train on all microbatches. Each loss is a mean over tokens, and its gradient is divided by `group`."""
+        """Train on all microbatches, of equal size. The loss is a mean over tokens, its gradient divided by `group`."""
 
         def loss(m: int, logits: Tensor) -> Tensor:
             value = self.model.criterion(logits, from_host(batch(m)[1]))
             self.losses[m] = value.item() / batch(m)[1].size
             return value
 
-        def gradient(m: int) -> Array:
-            scale = 1 / (batch(m)[1].size * self.staleness.group)
-            return xp.full((), scale, dtype=self.model.wte.weight.dtype)
-
-        self.executor.run(lambda m: from_host(batch(m)[0]), loss, gradient, self._around)
+        scale = 1 / (batch(0)[1].size * self.staleness.group)
+        self.executor.run(lambda m: from_host(batch(m)[0]), loss, scale, self._around)
         self.weights.use(self.weights.latest)
 
     @contextmanager

@@ -73,7 +73,7 @@ def execute_rank(
     executor.run(
         tokens=lambda i: TEXT[i, :, :T].copy(),
         loss=lambda i, logits: model.criterion(logits, TEXT[i, :, 1:]),
-        loss_gradient=lambda i: SCALE,
+        scale=float(SCALE),
         around=around,
     )
     return Run(comm, model, stages, executor)

@@ -21,7 +21,7 @@ class DeviceMesh:
 
     def __init__(self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1) -> None:
         self.world = comm
-        self.shape = _mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp)
+        self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp)
         self.coordinates: dict[str, int] = {}
         rest = comm.rank
         for axis in self.AXES:
@@ -39,8 +39,11 @@ class DeviceMesh:
         return self.world.row([self.rank_at(**{axis: place}) for place in range(self.shape[axis])], axis)
 
 
-def _mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int) -> dict[str, int]:
-    """Return the size of each axis. The errors show the sizes that were given: a tp or pp of 1 counts as not given."""
+def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int) -> dict[str, int]:
+    """Return the size of each axis; dp=None takes what tp*pp leaves. UsageError if the sizes do not fit the ranks.
+
+    The errors show the sizes that were given: a tp or pp of 1 counts as not given.
+    """
     given = {} if dp is None else {"dp": dp}
     for axis, size in (("tp", tp), ("pp", pp)):
         if size != 1:
@@ -54,7 +57,7 @@ def _mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int) -> 
         if ranks == 1:
             start = f"start {product} with mpirun -n {product} python ..."
             raise UsageError(f"{equation}, but this process is one rank; {start}")
-        if dp is None:
+        if dp is None and product < ranks:
             raise UsageError(f"{equation} does not divide the {ranks} ranks that {launcher} started")
         raise UsageError(f"{equation}, but {launcher} started {ranks} ranks")
     return {"tp": tp, "dp": dp or ranks // product, "pp": pp}

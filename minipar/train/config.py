@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, UsageParser, suggest
 from minipar.nn.gpt import GPTConfig
 from minipar.parallel.pipeline import SCHEDULES
@@ -354,10 +355,8 @@ def with_shape(config: TrainConfig, shape: GPTConfig) -> TrainConfig:
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not divide."""
-    tp, pp = config.mesh.tp, config.mesh.pp
-    dp = config.mesh.dp if config.mesh.dp is not None else max(1, world_size // (tp * pp))
-    if dp * tp * pp != world_size:
-        raise UsageError(mesh_error(config.mesh, world_size))
+    tp = config.mesh.tp
+    dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp)["dp"]
     model, sequence = config.model, config.mesh.sequence_parallel
     check_sizes(config)
     check_shape(model.heads, model.hidden, tp, model.seq_len if sequence else None)
@@ -367,16 +366,3 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
             f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{microbatches} = {dp * microbatches}"
         )
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
-
-
-def mesh_error(mesh: MeshConfig, world_size: int) -> str:
-    """Return why a mesh does not fit the ranks, with the equation of the axes that the user gave."""
-    axes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}
-    sizes = {axis: size for axis, size in axes.items() if size is not None and size > 1} or {"dp": 1}
-    product = math.prod(sizes.values())
-    equation = f"{'*'.join(sizes)} = {'*'.join(map(str, sizes.values()))}{f' = {product}' if len(sizes) > 1 else ''}"
-    if world_size == 1:
-        return f"{equation}, but there is one rank; start {product} with mpirun -n {product}"
-    if mesh.dp is None and product < world_size:
-        return f"{equation} does not divide the {world_size} ranks that mpirun started"
-    return f"{equation}, but mpirun started {world_size} ranks"

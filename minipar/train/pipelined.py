@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 
 from minipar.autograd import Tensor
-from minipar.backend import from_host, xp
+from minipar.backend import from_host
 from minipar.errors import UsageError
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
@@ -58,9 +58,9 @@ class PipelinedStep:
         step: int,
         samples: Sequence[range],
         batch: Callable[[int, range], tuple[np.ndarray, np.ndarray]],
-        gradient: float,
+        scale: float,
     ) -> float:
-        """Run forward and backward of all microbatches and return the replica's summed loss.
+        """Run forward and backward of all microbatches of `scale` * loss, and return the replica's summed loss.
 
         samples[m] are those of microbatch m. Sends over pp B T h elements per microbatch, cut and direction, V h for
         the gradient of the embedding, and one float64.
@@ -84,7 +84,7 @@ class PipelinedStep:
             with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
                 yield
 
-        self.executor.run(lambda m: batches[m][0], loss, lambda m: xp.full((), gradient, dtype=self.dtype), around)
+        self.executor.run(lambda m: batches[m][0], loss, scale, around)
         pipeline.fetch_tied_gradient()
         self.ddp.synchronize()
         pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last

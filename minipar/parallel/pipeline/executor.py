@@ -56,17 +56,17 @@ class PipelineExecutor:
         self,
         tokens: Callable[[int], Array],
         loss: Callable[[int, Tensor], Tensor],
-        loss_gradient: Callable[[int], Array],
+        scale: float,
         around: Callable[[Action], AbstractContextManager[None]],
     ) -> None:
         """Run one step: every action of this rank's list, each computation inside `around(action)`.
 
-        tokens(m) returns the first stage's input, loss(m, logits) the loss of the last stage's output, and
-        loss_gradient(m) the gradient with which its backward begins.
+        tokens(m) returns the first stage's input, and loss(m, logits) the loss of the last stage's output, whose
+        gradients are multiplied by `scale`.
         """
         for action in self.actions:
             if action.computes:
-                self._compute(action, tokens, loss, loss_gradient, around)
+                self._compute(action, tokens, loss, scale, around)
                 self.peak_alive = max(self.peak_alive, sum(stage.alive for stage in self.stages.values()))
             else:
                 self._message(action)
@@ -79,7 +79,7 @@ class PipelineExecutor:
         action: Action,
         tokens: Callable[[int], Array],
         loss: Callable[[int, Tensor], Tensor],
-        loss_gradient: Callable[[int], Array],
+        scale: float,
         around: Callable[[Action], AbstractContextManager[None]],
     ) -> None:
         s, m = action.stage, action.microbatch
@@ -88,13 +88,15 @@ class PipelineExecutor:
             x = tokens(m) if s == 0 else Tensor(self._take(s, "F", m), requires_grad=True)
             with around(action):
                 y = stage.forward(m, x, (lambda logits: loss(m, logits)) if is_last else None)
-            if not is_last:
+            if is_last:
+                self._arrived[s, "B", m] = xp.full_like(y, scale)
+            else:
                 self._give(s, s + 1, "F", m, y)
         elif action.kind == "W":
             with around(action):
                 stage.backward_weight(m)
         else:
-            gradient = loss_gradient(m) if is_last else self._take(s, "B", m)
+            gradient = self._take(s, "B", m)
             with around(action):
                 dx = stage.backward(m, gradient) if action.kind == "B" else stage.backward_input(m, gradient)
             if s > 0:

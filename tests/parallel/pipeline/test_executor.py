@@ -221,7 +221,7 @@ def test_a_second_step_adds_to_the_gradients_of_the_first():
         run.executor.run(
             lambda i: TEXT[i, :, :T],
             lambda i, y: model.criterion(y, TEXT[i, :, 1:]),
-            lambda i: SCALE,
+            float(SCALE),
             lambda a: keys(a.microbatch),
         )
         for name, g in gradients(model).items():

@@ -8,7 +8,7 @@ from training import Proxy, joined
 
 from minipar.autograd import Function, Tensor, cross_entropy_sum, embedding, gelu, linear
 from minipar.comm import run_local, wire_bytes
-from minipar.nn import Linear, Parameter
+from minipar.nn import Embedding, Linear, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor import (
     ColumnParallelLinear,
@@ -118,7 +118,7 @@ def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
         group = TensorGroup(comm)
         weight, bias = Shard(comm.rank, size, dim=1, size=48).part(W1), Shard(comm.rank, size, dim=0, size=48).part(B1)
         own = np.ascontiguousarray(group.part(X, 1)) if sequence else X
-        y = ColumnParallelLinear.from_serial(Linear.of(weight, bias), group, sequence)(Tensor(own, requires_grad=True))
+        y = ColumnParallelLinear.from_serial(linear_of(weight, bias), group, sequence)(Tensor(own, requires_grad=True))
         return y.data
 
     whole = np.concatenate(run_local(size, rank), axis=-1)
@@ -249,8 +249,9 @@ def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
 
     def rank(comm):
         group = TensorGroup(comm)
-        table_part = Embedding.of(table.copy())
+        table_part = Embedding(vocab, H, name="table", dtype="float64")
         weight = table_part.weight
+        weight.data = table.copy()
         split_along(weight, group, 0)
         y = VocabParallelEmbedding.from_serial(table_part, group, sequence)(tokens)
         y.backward(np.ascontiguousarray(group.part(G, 1)) if sequence else G)
