@@ -247,8 +247,8 @@ say(f"{MINE} --zero-stage 3\n{verdict.line}")
 # which `StepLayout.placements` computes for any rank before anything has run.
 
 # %%
-from minipar.parallel.traffic import buckets, dp_bytes, pp_bytes, tp_bytes
-from minipar.train.traffic import predicted_traffic
+from minipar.parallel.traffic import buckets, dp_bytes, pp_bytes, predicted_traffic, tp_bytes
+from minipar.train.layout import step_layout
 
 if rank == 0:
     show_source(buckets, tp_bytes, dp_bytes, pp_bytes)
@@ -259,7 +259,7 @@ for stage in (0, 1, 3):
     comm.traffic.reset()
     trainer.step(0)
     sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
-    assert sent == predicted_traffic(trainer.config, rank)
+    assert sent == predicted_traffic(step_layout(trainer.config), rank)
     ranks = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(sent).encode())]
     total = "".join(f"{sum(each[axis] for each in ranks):>12,}" for axis in AXES)
     say(f"{MINE.split(' --micro')[0]} --zero-stage {stage}{total}   predicted on every rank, ==")
@@ -272,7 +272,8 @@ if rank == 0:
     say(f"{'bytes of one step, all eight ranks':<62}{'tp':>12}{'dp':>12}{'pp':>12}")
     for label, flags in LAYOUTS.items():
         config = resolve(parse(f"{TRAINING} {flags} --global-batch {BATCH}".split()), 8)
-        assert [answer["sent"] for answer in runs[label]] == [predicted_traffic(config, r) for r in range(8)]
+        predicted = [predicted_traffic(step_layout(config), r) for r in range(8)]
+        assert [answer["sent"] for answer in runs[label]] == predicted
         total = "".join(f"{sum(answer['sent'][axis] for answer in runs[label]):>12,}" for axis in AXES)
         say(f"{' '.join(label.split()):<62}{total}")
 
@@ -659,7 +660,7 @@ def examine(comm, kind, mesh):
     parameters = trainer.ddp.parameters()  # of this rank's stage
     whole = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
     alike = [same(trainer.mesh.dp, [p.data for p in parameters]), same(trainer.mesh.tp, whole)]
-    seen = {"ranks": not all(alike), "bytes": sent != predicted_traffic(trainer.config, usual)}
+    seen = {"ranks": not all(alike), "bytes": sent != predicted_traffic(step_layout(trainer.config), usual)}
     state, line = trainer.state_dict(), ""
     if comm.rank == 0:
         verdict = compare(state, right[0], results, right[1], exact=False, ranks=8, dtype="float64")

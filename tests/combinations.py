@@ -17,8 +17,9 @@ from training import config_for
 from minipar.comm import DeviceMesh
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.placement import Shard
+from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens
-from minipar.train.traffic import predicted_traffic
+from minipar.train.layout import step_layout
 from minipar.train.trainer import Trainer
 from minipar.train.verify import OneDevice, bound, relative_difference, same_on_all_ranks
 
@@ -228,7 +229,7 @@ def check(comm, combination: Combination, kind: type[Trainer] = Trainer) -> list
     trainer = kind(config, DeviceMesh(comm, **dict(zip(("dp", "tp", "pp"), combination.layout, strict=True))), TEXT)
     states, reports, sent = run_steps(trainer)
     wrong = []
-    expected = predicted_traffic(config, comm.rank)
+    expected = predicted_traffic(step_layout(config), comm.rank)
     wrong += [f"sent {count}, predicted {expected}" for count in sent if count != expected]
     if not same_on_all_ranks(trainer):
         wrong.append("replicas hold different parameters")

@@ -12,7 +12,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 MOST_FILES = 100  # in minipar and visualize together
 MOST_LINES = 400  # of one file
-MOST_LINES_OF_MINIPAR = 10_800  # without plan and bench; the goal is 10,500, and nothing may move away from it
+MOST_LINES_OF_MINIPAR = 10_500  # without plan and bench
 MOST_BAD_OPENINGS = 3  # of 100 docstrings
 LONGEST_NAME = 60  # of a test
 

@@ -128,13 +128,11 @@ CLOCKS: dict[str, Callable[[], Clock]] = {"wall": WallClock, "cpu": CpuClock, "m
 
 def make_clock(clock: str | Clock | None) -> Clock:
     """Return the clock of that name. None means "wall". UsageError for an unknown name."""
-    if clock is None:
-        return WallClock()
-    if isinstance(clock, str):
-        if clock not in CLOCKS:
-            raise UsageError(f'clock "{clock}": expected one of {", ".join(CLOCKS)}')
-        return CLOCKS[clock]()
-    return clock
+    if not isinstance(clock, str | None):
+        return clock
+    if (name := clock or "wall") not in CLOCKS:
+        raise UsageError(f'clock "{name}": expected one of {", ".join(CLOCKS)}')
+    return CLOCKS[name]()
 
 
 class Tracer:

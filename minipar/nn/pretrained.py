@@ -45,8 +45,9 @@ def load_config(directory: str | Path) -> GPTConfig:
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
         raise UsageError(
-            f"{directory}: no such directory; expected one with config.json and model.safetensors "
-            "(minipar does not download models by name)"
+            f"{directory} is not a directory with a config.json and a model.safetensors. minipar downloads nothing: "
+            "where transformers is installed, GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) writes such "
+            "a directory"
         )
     content = read_json(path)
 

@@ -100,10 +100,8 @@ def check_limit(
     if model_state(psi, own, stage, precision, accumulating).total <= limit:
         return
     fitting = [s for s in STAGES if model_state(psi, own, s, precision, accumulating).total <= limit]
-    message = (
-        f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} data-parallel "
-    )
-    message += f"rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
+    message = f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} "
+    message += f"data-parallel rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
     note = ""
     if accumulating and ranks > 1:
         note = " (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "

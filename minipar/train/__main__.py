@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from contextlib import nullcontext
 
@@ -135,12 +134,6 @@ def prepare(
     """
     with agreeing(comm, "minipar.train"):
         if (directory := config.model.init_from) is not None:
-            if not os.path.isdir(directory):
-                raise UsageError(
-                    f"--init-from {directory} is not a directory with a config.json and a model.safetensors. minipar "
-                    "downloads nothing: where transformers is installed, "
-                    "GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) writes such a directory"
-                )
             config = with_shape(config, load_config(directory))
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)

@@ -22,7 +22,6 @@ from minipar.nn.layers import generator
 
 STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
 SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; later ones are checked when drawn
-_SCAN_PIECE = 2**22
 
 # Tests and tables are not what people mean by the library's source; the rest is not the library.
 _EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
@@ -54,14 +53,13 @@ class Tokens:
         """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
         if self.vocab_size > np.iinfo(self.ids.dtype).max:
             return  # no value of this dtype is too large
-        for first in range(start, stop, _SCAN_PIECE):
-            piece = self.ids[first : min(first + _SCAN_PIECE, stop)]
-            if piece.max() >= self.vocab_size:
-                offset = int(np.argmax(piece >= self.vocab_size))
-                raise UsageError(
-                    f"{self.name}: token {piece[offset]} at position {first + offset} is not below "
-                    f"vocab-size {self.vocab_size}"
-                )
+        piece = self.ids[start:stop]
+        if piece.max() >= self.vocab_size:
+            offset = int(np.argmax(piece >= self.vocab_size))
+            raise UsageError(
+                f"{self.name}: token {piece[offset]} at position {start + offset} is not below vocab-size "
+                f"{self.vocab_size}"
+            )
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:

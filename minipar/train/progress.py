@@ -25,7 +25,7 @@ from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing, writing
 from minipar.train.config import TrainConfig
-from minipar.train.traffic import step_layout
+from minipar.train.layout import step_layout
 from minipar.train.trainer import StepResult
 
 LINES = 10  # plain lines per run when the output is not a terminal

@@ -40,8 +40,8 @@ from minipar.parallel.wrapper import Wrapper
 from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
+from minipar.train.layout import step_layout
 from minipar.train.pipelined import PipelinedStep, schedule_of
-from minipar.train.traffic import step_layout
 
 
 @dataclass(frozen=True)

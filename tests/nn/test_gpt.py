@@ -182,7 +182,7 @@ def _edit_tensors(directory, change):
 
 BAD_DIRECTORIES = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: No such file"),
-    "no directory": (shutil.rmtree, r"no such directory.*does not download models by name"),
+    "no directory": (shutil.rmtree, r"is not a directory with a config.json.*downloads nothing"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors: no such file"),
     "not JSON": (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
     "a list": (lambda d: (d / "config.json").write_text("[]"), "expected a JSON object"),

@@ -129,7 +129,7 @@ BAD_INPUT = {
         "token 120 at position 3 is not below vocab-size 100"),
     "half a token": (2, "--data {tmp}/odd.bin", "odd number"),
     "no GPT-2 directory": (2, "--init-from {tmp}/nowhere", "config.json"),
-    "a model's name": (2, "--init-from gpt2", "--init-from gpt2 is not a directory with a config.json"),
+    "a model's name": (2, "--init-from gpt2", "gpt2 is not a directory with a config.json"),
     "a tensor missing": (2, "--init-from {tmp}/gpt2", "missing ln_f.bias"),
     "an unknown flag": (2, "--layer 3", "unrecognized arguments: --layer 3; did you mean --layers?"),
     "an unknown choice": (2, "--reduction tree", "tree"),

@@ -1,4 +1,4 @@
-"""The traffic of a configured run: a TrainConfig in the terms of `minipar.parallel.traffic`."""
+"""The layout of a configured run, from which traffic and memory are computed before it starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 
 from minipar.nn.gpt import GPTConfig
 from minipar.parallel.layout import StepLayout
-from minipar.parallel.traffic import predicted_traffic as predict
 from minipar.train.config import TrainConfig
 from minipar.train.pipelined import schedule_of
 
@@ -31,8 +30,3 @@ def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout
         reduction=config.run.reduction,
         sync_every_microbatch=mesh.sync_every_microbatch,
     )
-
-
-def predicted_traffic(config: TrainConfig, rank: int, positions: int | None = None) -> dict[str, int]:
-    """Return the bytes that `rank` sends on each axis in one step: {"dp": b, "tp": b, "pp": b}."""
-    return predict(step_layout(config, positions), rank)
