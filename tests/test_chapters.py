@@ -22,6 +22,7 @@ nbclient = pytest.importorskip("nbclient")
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9]*.py"))
 PICTURES = ("image/png", "image/svg+xml")
 EXPECTED = {
+    "00_in_one_file",
     "01_autograd_and_gpt",
     "02_collectives",
     "03_data_parallel",
@@ -31,6 +32,8 @@ EXPECTED = {
     "07_3d_parallel",
     "08_planning",
 }
+
+STANDALONE = {"00_in_one_file"}  # it uses NumPy and mpi4py only: no pictures, and headings that it prints itself
 
 # An engine's error under %autopx is an output like any other: it does not fail the cell.
 FAILURE = re.compile(r"Traceback \(most recent call last\)|AssertionError|magic function .* not found|\[\d+:execute\]")
@@ -81,8 +84,8 @@ def errors(notebook):
     return found
 
 
-def problems(notebook, script):
-    """List the reasons why this notebook does not belong to this script."""
+def problems(notebook, script, draws=True):
+    """List the reasons why this notebook does not belong to this script. `draws`: it has pictures."""
     found = errors(notebook)
     if cells(notebook) != cells(script):
         found.append("the notebook is out of step with its script: make notebooks")
@@ -90,7 +93,7 @@ def problems(notebook, script):
     counts = [cell.execution_count for cell in code]
     if counts != list(range(1, len(code) + 1)):
         found.append(f"not executed from top to bottom: {counts}")
-    if not any(set(PICTURES) & set(output.get("data", ())) for _, output in outputs(notebook)):
+    if draws and not any(set(PICTURES) & set(output.get("data", ())) for _, output in outputs(notebook)):
         found.append("no picture")
     for number, output in outputs(notebook):
         if VALUE.search(text_of(output)):
@@ -106,7 +109,7 @@ def test_the_chapters_are_found():
     assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
 
 
-# `make test` runs the first three chapters on three and on eight ranks, the next four on three, and the first notebook.
+# `make test` runs the first four chapters on three and on eight ranks, the next four on three, and the first notebook.
 # All other runs are in tests/reference/test_notebooks.py: they take a minute each.
 RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 8)]
 EARLIER_RUNS = [(c, n) for c, n in RUNS if (n == 3 and c.stem < "08") or (n == 8 and c.stem < "04")]
@@ -122,17 +125,19 @@ def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
 def run_as_a_script(chapter, ranks, tmp_path):
     result = run_mpi(ranks, [str(chapter)], timeout=240, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
-    assert list((tmp_path / "out").glob("*.png")), "it drew nothing"
+    assert chapter.stem in STANDALONE or list((tmp_path / "out").glob("*.png")), "it drew nothing"
     script = chapter.read_text()
     last = ast.parse(script).body[-1].lineno
     titles = [text for line, text in headings(script) if line < last]
+    if chapter.stem in STANDALONE:
+        titles = [text.split("\n")[1] for text in titles]  # without underline and question
     places = [result.stdout.find(f"{text}\n") for text in titles]
     assert -1 not in places and places == sorted(places), "each section's heading, in order"
 
 
 @chapters
 def test_notebook_is_the_script_executed(chapter):
-    assert problems(notebook_of(chapter), jupytext.read(chapter)) == []
+    assert problems(notebook_of(chapter), jupytext.read(chapter), chapter.stem not in STANDALONE) == []
 
 
 @pytest.mark.parametrize("chapter", NOTEBOOKS, ids=str_of)
@@ -148,7 +153,7 @@ def execute_from_a_clean_state(chapter, tmp_path, monkeypatch):
     notebook = jupytext.read(path)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    assert problems(notebook, jupytext.read(path)) == []
+    assert problems(notebook, jupytext.read(path), chapter.stem not in STANDALONE) == []
 
 
 @chapters
@@ -177,6 +182,15 @@ def test_saving_a_notebook_leaves_its_script_as_it_is(chapter, started_in, tmp_p
     call(contents.save, model, name)
     assert (tmp_path / "chapters" / chapter.name).read_bytes() == chapter.read_bytes()
     assert nbformat.read(path, as_version=4).metadata.kernelspec.name == "mine", "it was saved"
+
+
+def test_chapter_0_is_one_file_of_at_most_450_lines():
+    """It imports nothing of minipar before its last section, which compares it with the library."""
+    script = CHAPTERS[0].read_text()
+    assert len(script.splitlines()) <= 450
+    alone, library = script.split("# ## 0.8 ")
+    modules = set(re.findall(r"^(?:import|from) (\w+)", alone, re.MULTILINE))
+    assert modules == {"functools", "math", "mpi4py", "numpy", "os"} and "import minipar" in library
 
 
 # ---- the checks notice what they are for -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import SCHEDULES, make, save_csv
 from minipar.parallel.tensor import TensorGroup
 from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
-from minipar.train import traffic
+from minipar.train.layout import step_layout
 from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import make_model
 
@@ -63,14 +63,14 @@ CASES = {
 def test_every_rank_sends_on_each_axis_what_was_predicted(name):
     ranks, flags = CASES[name]
     config = config_for(flags, ranks)
-    assert counted(config) == [traffic.predicted_traffic(config, rank) for rank in range(ranks)]
+    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 @pytest.mark.parametrize("zero", range(4))
 def test_16_ranks_in_three_dimensions(schedule, zero):
     config = Combination((2, 4, 2), schedule, zero % 2 == 1, 4, zero, recompute=zero > 1).config()
-    assert counted(config) == [traffic.predicted_traffic(config, rank) for rank in range(16)]
+    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(16)]
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -83,7 +83,7 @@ def test_a_model_with_more_positions_than_the_sequence(tmp_path, zero):
     config = training.config_for(f"--seq-len 8 {flags}", 8)
     shape = replace(config.model, layers=5, hidden=20, heads=4, vocab_size=VOCAB)
     config = replace(config, model=shape)
-    assert counted(config) == [traffic.predicted_traffic(config, rank, positions=20) for rank in range(8)]
+    assert counted(config) == [predicted_traffic(step_layout(config, positions=20), rank) for rank in range(8)]
 
 
 def test_a_schedule_from_a_file(tmp_path):
@@ -91,7 +91,7 @@ def test_a_schedule_from_a_file(tmp_path):
     flags = "--pp 3 --dp 2 --zero-stage 3 --microbatches 4 --global-batch 8 --schedule"
     save_csv(schedule_of(config_for(f"{flags} zb-h1", 6)), path)
     config = config_for(f"{flags} {path}", 6)
-    assert counted(config) == [traffic.predicted_traffic(config, rank) for rank in range(6)]
+    assert counted(config) == [predicted_traffic(step_layout(config), rank) for rank in range(6)]
 
 
 # ---- the formulas of the papers --------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_a_rank_that_is_not_there():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_one_sum_too_many_or_too_few_is_seen(sequence, monkeypatch):
     config = Combination((1, 2, 1), sequence=sequence).config()
-    expected = [traffic.predicted_traffic(config, rank) for rank in range(2)]
+    expected = [predicted_traffic(step_layout(config), rank) for rank in range(2)]
     assert counted(config) == expected
     right = TensorGroup.start_sum
     monkeypatch.setattr(TensorGroup, "start_sum", lambda self, x: (right(self, x)(), right(self, x))[1])

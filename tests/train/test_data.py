@@ -179,7 +179,7 @@ def test_checking_a_large_file_is_quick(tmp_path):
     path = tmp_path / "large.bin"
     with open(path, "wb") as file:
         file.truncate(2**30)  # 2**29 tokens, a file with nothing but a hole
-    start = time.perf_counter()
+    start = time.process_time()  # what other processes take does not count
     tokens = load_tokens(str(path), vocab_size=256, seq_len=64)
     tokens.fingerprint()
-    assert time.perf_counter() - start < 2.0  # about 0.3 s on a machine with nothing else to do
+    assert time.process_time() - start < 2.0  # about 0.3 s; reading all of it takes several
