@@ -184,14 +184,19 @@ caught("statistics taken for constants", lambda: gradcheck(forgetful_norm, [rows
 #
 # Backward may visit a node only when the gradient of its output is complete, that is, after all users of that output.
 # An order in which every user comes before what it used is a *topological order*, and textbooks find it by a recursive
-# depth-first search. Here it costs nothing. Nodes are numbered as they are made, and an operation cannot use what does
-# not exist yet:
+# depth-first search. Here no search is needed. Nodes are numbered as they are made, and an operation cannot use what
+# does not exist yet:
 #
 # > Every edge leads from a node to one with a smaller number. So going through the numbers from large to small visits
 # > every user before what it used.
 #
 # Backward is then a plain loop. `reachable` collects nodes with a stack of its own and sorts them by number.
 # (NB: PyTorch's engine numbers its nodes too, `sequence_nr`, and prefers the largest among those that are ready.)
+#
+# A *leaf*, such as a parameter, is no node and has no number. How does it know that its gradient is complete? While
+# `reachable` collects the nodes, it counts the edges that lead to each leaf: its *uses*. Backward takes one off for
+# each contribution that it sends to the leaf. At zero the gradient is complete, and the leaf's hooks run. Chapter 3
+# needs exactly this moment: a gradient may be sent to other ranks as soon as no contribution to it is missing.
 
 # %%
 if comm.rank == 0:

@@ -463,8 +463,10 @@ if rank == 0:
 # $$ n^* = \frac{\alpha}{\beta}\cdot\frac{2(p-1) - \lg p}{\lg p - 2(p-1)/p}, $$
 #
 # and doubling and halving at $n^* = \frac{\alpha}{\beta}\cdot\frac{\lg p}{\lg p - 2(p-1)/p}$. The ratio $\alpha/\beta$
-# is the number of bytes that a message could carry in the time it takes to get started: 16 KiB with our prices. Lines
-# are the formulas; each dot is a run of the library's code on 16 simulated ranks.
+# is the number of bytes that a message could carry in the time it takes to get started: 16 KiB with our prices. (Both
+# formulas are for $p = 2^k$ above 2. With two ranks doubling sends as few bytes as the ring, in half as many messages:
+# it is always better, and the denominators are zero.) Lines are the formulas; each dot is a run of the library's code
+# on 16 simulated ranks.
 
 # %%
 if rank == 0:
@@ -508,8 +510,8 @@ if rank == 0:
 # The rule of this library is in one function, and it follows the model only in part. Where ranks share cores, each
 # *wait* costs more than $\alpha$: a rank that has nothing to do must give its core away and get it back. So large
 # arrays take the way with the fewest rounds of waiting. On another machine another rule would be right, which is why
-# MPI and NCCL carry tables of measured thresholds. `"auto"` is for callers who want speed; who needs stated bits names
-# the algorithm.
+# MPI and NCCL carry tables of measured thresholds. `"auto"` is for callers who want speed; a caller who needs stated
+# bits names the algorithm.
 
 # %%
 if rank == 0:

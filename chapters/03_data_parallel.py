@@ -434,9 +434,9 @@ if rank == 0:
 
 # %% [markdown]
 # On the right most of the purple lies under the orange. What sticks out is the *tail*: the last bucket cannot start
-# before backward ends. In GPT-2 it holds the token embedding, the first parameter and, as the output head is tied to
-# it, one that is complete only at the very end. In the real GPT-2 (124 million parameters) that is almost a third of
-# all bytes, which nothing hides.
+# before backward ends. In GPT-2 it holds the token embedding. That is the first parameter, and because the output head
+# is tied to it, its gradient is complete only at the very end. In the real GPT-2 (124 million parameters) it is almost
+# a third of all bytes, which nothing hides.
 #
 # ### How large should a bucket be?
 #
@@ -516,10 +516,11 @@ say(f"{SHARD} microbatches on {p} ranks = 1 device, bit for bit; {once:,} bytes 
 
 # %% [markdown]
 # What happens without `no_sync`? Each backward pass sends everything, so the bytes double. And here the gradient is
-# *wrong*: after the first all-reduce the buffer holds the global sum $G_1$; the second adds the local $g_2$ and reduces
-# the lot, which gives $p\,G_1 + G_2$. (PyTorch averages over ranks instead of summing, so there the same mistake costs
-# only bytes: $\frac1p(p\,G_1 + G_2^{\text{sum}})$ is right.) The library refuses the second pass. To see the damage, we
-# make it forget that it has summed these gradients.
+# *wrong*: after the first all-reduce the buffer holds the global sum $G_1$. The second pass adds each rank's own $g_2$
+# and sums again, which gives $p\,G_1 + G_2$. (PyTorch averages over ranks instead of summing. There the buffer holds
+# the global *average* $\bar G_1$ after the first pass, and the second gives $\frac1p(p\,\bar G_1 + G_2) = \bar G_1 +
+# \bar G_2$, which is right: the same mistake costs only bytes.) The library refuses the second pass. To see the damage,
+# we make it forget that it has summed these gradients.
 
 
 # %%
@@ -860,8 +861,9 @@ for name, line in lines.items():
 # constant factor cancels: the parameters move as they should, up to `eps`. Only the gradient *norm*, which `verify`
 # compares too, is $p$ times too large. The mistake shows when clipping is turned on, or with SGD.
 #
-# **Mistake 3 would be right with SGD.** For $\theta \leftarrow \theta - \eta\, g$ the average of the updated weights is
-# the update with the averaged gradient. AdamW is not linear in $g$: the mean of $g_r/\sqrt{v_r}$ is not
+# **Mistake 3 would be right with plain SGD.** For $\theta \leftarrow \theta - \eta\, g$ the average of the updated
+# weights is the update with the averaged gradient. It is wrong as soon as gradients are clipped, because each rank then
+# clips by the norm of its own gradient. And AdamW is not linear in $g$: the mean of $g_r/\sqrt{v_r}$ is not
 # $\bar g/\sqrt{\bar v}$. Replicas agree, the bytes are right, the loss falls; only the comparison with one device
 # objects.
 #

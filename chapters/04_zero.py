@@ -405,8 +405,9 @@ prove(one)
 # unit (`_prepare`), reduce-scatter it when it is complete, and free it. `_prepare` waits until at most one older bucket
 # still travels, so there are never more than two full gradients of buckets.
 #
-# Who tells that backward arrives? Backward goes through the operations in reverse. An identity applied to a unit's
-# *output* is passed just before the unit's backward, one applied to its *input* just after.
+# How does a unit notice that backward arrives? Backward goes through the operations in reverse. An identity operation
+# that is applied to the unit's *output* has its backward just before the unit's, and one that is applied to the unit's
+# *input* just after.
 
 # %%
 if rank == 0:
@@ -430,8 +431,8 @@ prove(two)
 #
 # Letting go of a unit really frees its memory only if nobody else refers to it. Backward's saved arrays are such
 # references: a matrix product needs its weight again. So a node of the graph keeps the *parameter*, not its values, and
-# asks for them when backward comes. While a unit is away its parameters hold a `placeholder`, one NaN that is read at
-# every place: using it shows.
+# asks for them when backward comes. While a unit is away its parameters hold a `placeholder`: a single NaN, which
+# stands for every element. Code that uses a parameter at the wrong time computes NaN.
 
 # %%
 from minipar.parallel.fsdp import FullyShardedDataParallel
@@ -491,8 +492,8 @@ say("ring: stages 0, 1, 2 and 3 have the same bits as one another")
 # ## 4.7 What stage 3 pays
 #
 # Half as many bytes again, and *latency*: each unit costs three collectives of at least $(N-1)\alpha$, not two. And a
-# gather is worse to have than a reduction. A reduction that is late delays the end of backward, but a gather that is
-# late stops a computation that waits for its weights. The remedy is **prefetch**: while one unit computes, the next
+# late gather costs more than a late reduction. A late reduction delays the end of backward, but a late gather stops a
+# computation that waits for its weights. The remedy is **prefetch**: while one unit computes, the next
 # one's parameters are on their way.
 #
 # To see time, we use the model clock of chapters 2 and 3: real messages, priced with $\alpha + \beta n$; computation at

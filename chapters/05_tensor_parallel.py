@@ -208,7 +208,7 @@ for mapping, x, forward, backward in (
 # ## 5.3 A layer of each kind
 #
 # `ColumnParallelLinear` begins with $f$, `RowParallelLinear` ends with $g$. (`column_linear` is $f$ and the product in
-# one node. Why, is the matter of 5.11.)
+# one node; 5.11 says why.)
 
 # %%
 from minipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -224,7 +224,7 @@ if rank == 0:
 # ### Heads
 #
 # Attention is the same pattern. The columns of the query, key and value matrices are grouped in heads, and heads do not
-# interact before the output projection: softmax works in each head for itself. So heads play the part of gelu's
+# interact before the output projection: softmax works on each head separately. So heads play the part of gelu's
 # columns. Rank $r$ computes $1/t$ of the heads, whole, and `c_proj` is a row layer.
 #
 # One thing needs care. GPT-2 stores $q$, $k$ and $v$ side by side in one matrix `c_attn` of $h \times 3h$. Cut straight
@@ -241,7 +241,7 @@ assert [name[1] for name in held[0]] == ["0", "1"] * 3
 
 # %% [markdown]
 # The first is useless: rank 0 has the queries of four heads and no value. In the second each of $q$, $k$, $v$ is cut
-# for itself, and a rank has all of its heads. In the plan this is `(1, 3)`: dim 1, in 3 groups.
+# separately, and a rank has all of its heads. In the plan this is `(1, 3)`: dim 1, in 3 groups.
 #
 # ## 5.4 The plan
 #
@@ -329,6 +329,14 @@ if rank == 0:
 # token needs only three values of its row: with $m = \max_v z_v$,
 #
 # $$\ell = \log \sum_v e^{z_v - m} - (z_{\text{target}} - m).$$
+#
+# Why the maximum? Without it $e^{z_v}$ overflows, in float32 for every logit above 88.7, and the loss is infinite. To
+# subtract a constant $m$ from all logits of a row and add it again behind the logarithm changes nothing in exact
+# arithmetic. With the largest logit as $m$, no term is above 1 and one of them is 1.
+#
+# Why must all ranks use the *same* $m$? Rank $r$ adds up $e^{z_v - m_r}$ over its own tokens. Two such sums with
+# different $m_r$ are in different units, $e^{-m_r}$, and cannot be added. (One could multiply each by $e^{m_r - m}$
+# first, but that needs $m$ as well.) So the maximum over all ranks comes first.
 #
 # A maximum over ranks, a sum of exponentials over ranks, and the target's logit from the one rank that has it. Two
 # small all-reduces: $N$ maxima; then $2N$ sums. Backward, $\mathrm{softmax} - \mathrm{onehot}$, is local.
@@ -537,7 +545,7 @@ say(f"gradients within {worst(many, one)[0]:.1e}")
 # ## 5.9 Sequence parallelism
 #
 # What is not divided yet? LayerNorm, dropout and the residual stream: all ranks do the same work on the same $N \times
-# h$ values, and all keep the same inputs for backward. They work on each token for itself, so they can be divided
+# h$ values, and all keep the same inputs for backward. They work on each token separately, so they can be divided
 # along the **sequence** (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between the pairs, rank $r$ has
 # $T/t$ tokens with all of their $h$ elements; inside a pair all tokens with $1/t$ of the columns.
 #
@@ -694,7 +702,7 @@ if rank == 0:
 #
 # ## 5.10 With data parallelism and ZeRO
 #
-# The mesh (chapter 2) has tp as its fastest axis: the ranks of one tensor group are neighbours, on one machine. Ranks
+# The mesh (chapter 7) has tp as its fastest axis: the ranks of one tensor group are neighbours, on one machine. Ranks
 # with the same part of the model form a dp group, and data parallelism or ZeRO runs over it, unchanged: it sees a model
 # with smaller parameters. One thing must know of both, the gradient norm for clipping. It is a loop over the
 # parameters' placements: the squares of split parameters are summed over tp; replicated ones count once.
@@ -865,7 +873,7 @@ if rank == 0:
 
 # %% [markdown]
 # On the left the purple of backward stands alone, as in forward. On the right it lies under the grey products of the
-# weight gradients. What is hidden of each all-reduce is the smaller of its own time and that product's:
+# weight gradients. Of each all-reduce as much is hidden as the product takes, at most all of it. The rest is exposed:
 #
 # $$\text{exposed} = \max\left(0,\; 2(t-1)\left(\alpha + \beta\tfrac{M}{t}\right) - \frac{2N h\, h_{\text{out}}}{t\, S}
 # \right), \qquad h_{\text{out}} = 3h, 4h, V,$$
@@ -911,8 +919,8 @@ for sequence in (False, True):
 # %% [markdown]
 # Half of the all-reduces are in backward at a column layer. With two ranks the weight gradients last longer than they
 # do, and all of that half is hidden. With more ranks the products become shorter and the all-reduces do not. (Sequence
-# parallelism can hide only the reduce-scatter, half of the half; at $t = 8$ the product is shorter than either, and the
-# two are equal.)
+# parallelism can hide only the reduce-scatters, which are half of those bytes. At $t = 8$ the product is shorter than
+# the reduce-scatter and than the all-reduce, so both ways hide the same time.)
 #
 # ### The crossover
 #

@@ -376,13 +376,14 @@ say(
 #
 # Take 1F1B and split each B. If W followed I at once, only the gradients' way up would get shorter, by $(p-1)W$. Put W
 # off further: rank $r$ does W of microbatch $i$ after I of microbatch $i + r$. The last rank starts after $(p-1)F$ and
-# never waits. It keeps $p-1$ of its W for the end, so its last I is done $(p-1)W$ earlier. That gradient climbs $p-1$
-# ranks, and each adds I alone. Rank 0, which does not put off anything, then adds the last W. Together, beyond the work
-# $m(F+I+W)$,
+# never waits. It keeps $p-1$ of its W for the end, so its last I is done $(p-1)W$ earlier. The gradient then passes the
+# $p-1$ other ranks, and each adds the time of one I. Rank 0 has put nothing off; it adds the last W. Together, beyond
+# the work $m(F+I+W)$,
 #
 # $$X = \underbrace{(p-1)F}_{\text{down}} + \underbrace{(p-1)I}_{\text{up}} - \underbrace{(p-1)W}_{\text{put off}}.$$
 #
-# With $F = I = W$ that is a third of 1F1B's. No more activations are alive.
+# With $F = I = W$ that is a third of 1F1B's. No more forwards wait for their backward than with 1F1B. But a W that is
+# put off keeps its inputs alive, $x$ and $g$ of every product: on rank $r$ those of up to $r + 1$ microbatches.
 
 # %%
 from minipar.parallel.pipeline import schedules
@@ -667,10 +668,10 @@ if rank == 0:
 # We train some steps, drop the first, and compare each step's bubble with two predictions. The vocabulary is small, 32
 # tokens drawn at random, so that the head adds next to nothing to the last stage: the stages are as good as equal.
 #
-# - *replayed*: the simulator with **each action's own** measured time. What is missing to the measured bubble is time
+# - *replayed*: the simulator with **each action's own** measured time. The measured bubble is larger by the time
 #   between actions: fetching tokens, handing over messages, Python.
 #
-# - *from means*: the simulator with the mean F, B or F, I, W **of each stage**. What is missing to *replayed* is noise:
+# - *from means*: the simulator with the mean F, B or F, I, W **of each stage**. It differs from *replayed* by noise:
 #   an action that takes longer than usual makes all that depend on it wait, and faster ones seldom make up for it. So
 #   uneven times widen a bubble even if the means are equal.
 #
@@ -847,10 +848,11 @@ if N % 2 == 0 and PP > 1:
 # 2019) does not drain. Microbatch after microbatch enters, in 1F1B's order, and a stage updates its weights after every
 # backward. Only the first and the last microbatches of the whole training see a bubble.
 #
-# But then a microbatch meets weights of different age. On stage $s$ its forward sees the weights before the $p-1-s$
-# updates of the microbatches under way. Its backward must use the same weights, or its gradient is one of no function.
-# So stage $s$ keeps up to $p-s$ versions: *weight stashing*. **2BW** (Narayanan et al. 2020, arXiv 2006.09503) updates
-# only after $m$ microbatches, so that two versions are enough, and every stage sees the same delay:
+# But then a microbatch meets weights of different age. Between its forward and its backward stage $s$ makes $p-1-s$
+# updates, for the microbatches that entered before it. Its backward must use the weights of its forward; otherwise the
+# result is not the gradient of any function. So stage $s$ keeps up to $p-s$ versions: *weight stashing*. **2BW**
+# (Narayanan et al. 2020, arXiv 2006.09503) updates only after $m$ microbatches, so that two versions are enough, and
+# every stage sees the same delay:
 #
 # $$W_{t+1} = W_t - \eta\, \nabla f(W_{t-1}).$$
 #

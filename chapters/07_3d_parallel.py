@@ -429,8 +429,8 @@ if rank == 0:
 # Below a rank's computation are its rows of communication, from above: dp, pp (sums), pp (messages), tp. Ranks 0 and 1
 # are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after each pair of products comes a
 # sum that both wait for. On the left these sums are hairlines. On the right they fill the lowest row, and every F and B
-# is longer by them: F more than B, which hides half of its own. There the messages of pp are short, on the left they
-# are the grey pieces.
+# is longer by them: F more than B, which hides half of its own. On the right the messages of pp are short; on the left
+# they are the grey pieces.
 #
 # The order of actions is the same in both halves: 1F1B. After its last backward each stage sums its gradients over dp.
 # The second stage is done first, and then waits for the norm, which needs every stage. The last piece on the left is
@@ -440,7 +440,7 @@ if rank == 0:
 #
 # A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
 # Each rank writes the elements that *it* owns, and says which they are of the serial model's: that is in its
-# parameters' placements. Nobody gathers anything. Who resumes puts each parameter together and takes its own part.
+# parameters' placements. Nobody gathers anything. A rank that resumes puts each parameter together and takes its part.
 
 # %%
 import tempfile

@@ -12,9 +12,9 @@
 #
 # **You have a model and a number of GPUs. Which layout do you start, and how fast will it be?**
 #
-# A run on a thousand GPUs is not tried out: an hour of it costs as much as a car, and there are thousands of layouts.
-# But everything in it can be counted. The chapters before have counted it: parameters, activations, bytes on each axis,
-# bubbles. This one puts a price on what they counted, and searches.
+# A run on a thousand GPUs is not tried out: an hour of it costs thousands of dollars, and there are thousands of
+# layouts. But everything in it can be counted. The chapters before have counted it: parameters, activations, bytes on
+# each axis, bubbles. This one puts a price on what they counted, and searches.
 #
 # The order is that of the title. **Memory** says what is possible at all. **Bandwidth** says which axis may lie on
 # which wires. The **bubble** says how far a pipeline may grow. At each step: predict first, on paper, then run the
@@ -129,7 +129,7 @@ say(
 )
 
 # %% [markdown]
-# Divide the operations of a sequence by its tokens and you get the rule that everybody has in the head:
+# Divide the operations of a sequence by its tokens and you get the well-known rule:
 #
 # $$\frac{\text{operations}}{\text{token}} \approx 6\,\Psi: \quad 2 \text{ forward}, 4 \text{ backward, for each
 # parameter.}$$
@@ -178,12 +178,12 @@ for name, (gpus, batch, *_, seconds, slower, printed) in KORTHIKANTI.items():
 
 # %% [markdown]
 # Our count gives their MFU to three tenths of a point. Look at the last two columns: with full recompute the GPUs are
-# *as busy* as before, and take 30 % longer. Who compares HFU compares heaters.
+# *as busy* as before, and take 30 % longer. HFU says how busy the GPUs are; only MFU says how fast the model trains.
 #
 # (HFU needs care for another reason: people count differently. For selective recompute on the last row the paper prints
-# 57.0 %, half a point above ours. Of attention's core the model's operations have the term $s/6h$: forward once,
-# backward twice. Computing it again adds a third of that. Their appendix writes $s/3h$: the core computed again is
-# charged three times its forward.)
+# 57.0 %, half a point above ours. In the model's operations attention's core is the term $s/6h$, which holds its
+# forward once and its backward, twice as much. Computing the forward again adds a third of that. Their appendix writes
+# $s/3h$: it counts the repeated forward three times.)
 
 # %%
 model, (gpus, batch, *_, seconds, _, _) = find_model("megatron-1t"), KORTHIKANTI["megatron-1t"]
@@ -566,8 +566,9 @@ if rank == 0:
     show(plot_bubbles(panels), "08_bubble")
 
 # %% [markdown]
-# Interleaving divides the bubble by $v$, and multiplies messages by $v$ (cheap, 8.3) and memory by a little. ZB-H1
-# divides it by three, with F, I and W equal, without more messages. With eight microbatches per stage and more, all are
+# Interleaving divides the *idle time* by $v$, and multiplies messages by $v$ (cheap, 8.3) and memory by a little. ZB-H1
+# divides the idle time by three, with F, I and W equal, without more messages. The bubble fraction, idle / total, falls
+# less: with $p = m = 8$ from 0.467 to 0.304 ($v = 2$) and to 0.226. With eight microbatches per stage and more, all are
 # good. On the right: with the batch fixed, pp 64 is out of the question from a few replicas on. That is where
 # interleaving and zero bubble earn their keep, and where more tp and less pp may win.
 #
@@ -672,9 +673,9 @@ assert isclose(seconds, step.total, rel_tol=1e-4)
 #
 # ### The program, on a clock without noise
 #
-# Now the ranks of this run, over MPI. Hosts of four: between them a message takes 14 µs and 0.5 GB/s. Everything at
-# once: data parallelism, ZeRO, tensor and sequence parallelism, schedules, recompute. With eight ranks, which layouts
-# will be off? (A hint: in `pp 8` one hop of seven leaves a host.)
+# Now the ranks of this run, over MPI, four to a host. Between hosts a message takes 14 µs, and its bytes travel at 0.5
+# GB/s. Everything at once: data parallelism, ZeRO, tensor and sequence parallelism, schedules, recompute. With eight
+# ranks, which layouts will be off? (A hint: in `pp 8` one hop of seven leaves a host.)
 
 # %%
 from minipar.bench.pipeline import random_tokens
@@ -1206,8 +1207,8 @@ if rank == 0:
 # best. (With stored attention, which these runs did not have, the same rows come out within about 20 %. Two errors of
 # opposite sign again. One number that agrees is not a model that agrees: that is why 8.5 compared part by part.)
 #
-# Errors that all layouts share do no harm to a choice between them. A planner is for ranking; for promises take
-# something off.
+# Errors that all layouts share do no harm to a choice between them. Use a planner to rank layouts; if you promise a
+# speed, promise less than it says.
 #
 # ## 8.8 Where the model is wrong, and why
 #
@@ -1356,9 +1357,10 @@ for what, choice in zip(HOW, ("tp 8", "ZeRO-3", "tp 1"), strict=True):
 # %% [markdown]
 # Each of them can weigh more than any constant but the first. And they do move the choice:
 #
-# - **One ring**: of the 7.5B's layout four GPUs of each host are in the same sum. With one ring they share one of the
-# host's cards, and a step takes more than half as long again. The planner then prefers tp 8, where only one GPU of each
-# host is in a sum, and all cards are busy in any case. The 70B's pipeline sends few gradients and hardly notices.
+# - **One ring**: in the 7.5B's layout, four GPUs of each host take part in the same sum. With one ring they share one
+# of the host's cards, and a step takes more than half as long again. The planner then prefers tp 8, where only one GPU
+# of each host is in a sum, and all cards are busy in any case. The 70B's pipeline sends few gradients and hardly
+# notices.
 #
 # - **Gathers that wait**: with one or two microbatches to hide behind, ZeRO-1's gather is an eighth of the step.
 # ZeRO-3, which gathers while it computes, gets most of that back: a planner that does not know how the gather is done
@@ -1387,9 +1389,9 @@ for count in (8, 64, 512, 4096):
 # %% [markdown]
 # And one GPU that is throttled by 10 % costs the whole cluster 10 %. The planner's GPUs are all the same.
 #
-# **Tiles.** A product is cut into tiles, and the tiles are dealt to the GPU's multiprocessors, in rounds. The last
-# round may be nearly empty. An A100 has 108 of them. Tiles of 128 x 256, the MLP's first product with tp 8, for two
-# microbatch sizes:
+# **Tiles.** A product is cut into tiles, and the GPU's multiprocessors (an A100 has 108) compute them in rounds. The
+# last round may be nearly empty. Here is the MLP's first product with tp 8 in tiles of 128 x 256, for two microbatch
+# sizes:
 
 # %%
 MULTIPROCESSORS, TILE = 108, (128, 256)
