@@ -111,6 +111,13 @@ say(f"{comm.size} rank(s)")
 # \frac{\partial L}{\partial \gamma} = \sum_{\text{rows}} w \odot \hat x, \qquad
 # \frac{\partial L}{\partial \beta} = \sum_{\text{rows}} w .$$
 #
+# Step by step: let $c = x - \bar x$, so that $\hat x = r c$ and $r = (\overline{c^2} + \epsilon)^{-1/2}$.
+#
+# - Directly: $\hat x$ is $c$ times $r$, so $c$ receives $r\,g$. - Through $r$: $\partial r / \partial c_j = -r^3 c_j /
+# h$, and $r$ receives $\sum_i g_i c_i = h\, \overline{g \hat x} / r$. So $c$ receives $-r^2 c\; \overline{g \hat x} =
+# -r\, \hat x\, \overline{g \hat x}$. - Through $\bar x$: $c = x - \bar x$, so $x$ receives what $c$ has received, less
+# its mean. The mean of the first line is $r \bar g$; that of the second is 0, because $\hat x$ has the mean 0.
+#
 # The code is these lines, with as few temporary arrays as possible. It keeps $\hat x$ and $r$, not $x$.
 
 # %%
@@ -291,6 +298,65 @@ loss = note("cross_entropy", cross_entropy(logits, targets))
 assert np.array_equal(logits.data, model(inputs).data)
 say("\n".join(shapes[:9] + ["..."] + shapes[-3:]))
 say(f"\nwritten out = GPT.forward, bit for bit: {logits.data.size:,} logits")
+
+# %% [markdown]
+# ### Backward of softmax, cross-entropy and attention
+#
+# *Softmax.* Let $p = \mathrm{softmax}(z)$. From $p_i = e^{z_i} / \sum_j e^{z_j}$ follows $\partial p_i / \partial z_j =
+# p_i (\delta_{ij} - p_j)$. So with $g$ the gradient of $p$, that of $z$ is $p \odot (g - \sum_j p_j g_j)$.
+#
+# *Cross-entropy.* The loss of a token with target $y$ is $-\log p_y = \log \sum_j e^{z_j} - z_y$. Its gradient is
+# $\partial / \partial z = p - e_y$, where $e_y$ is 1 at the target and 0 elsewhere. To compute it safely, subtract the
+# row's maximum $m$ from all logits first: $\log \sum_j e^{z_j - m} - (z_y - m)$ is the same value, and no term of the
+# sum is above 1. Without that, $e^z$ overflows, in float32 from $z = 88.8$ on.
+#
+# *Attention* of one head, with $S = Q K^\top / \sqrt d$, $P = \mathrm{softmax}(S)$ row by row, $O = P V$, and $G$ the
+# gradient of $O$. Products of matrices give $dV = P^\top G$ and $dP = G V^\top$. Softmax gives $dS = P \odot (dP - D)$
+# with $D_i = \sum_j P_{ij}\, dP_{ij}$, the same for a whole row. It need not be computed from two $T \times T$
+# matrices: $D_i = \sum_j P_{ij}\, (G_i \cdot V_j) = G_i \cdot O_i$. At last $dQ = dS\, K / \sqrt d$ and $dK = dS^\top Q
+# / \sqrt d$.
+#
+# On plain arrays, and compared with the library's operations:
+
+
+# %%
+def attention_by_hand(q, k, v, g):
+    """The output of one head, (T, d), and the gradients of q, k and v for the output's gradient g."""
+    length, d = q.shape
+    scores = q @ k.T / math.sqrt(d) + np.triu(np.full((length, length), -np.inf), 1)  # (T, T); no later tokens
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    output = p @ v
+    dscores = p * (g @ v.T - (g * output).sum(axis=1, keepdims=True))
+    return output, dscores @ k / math.sqrt(d), dscores.T @ q / math.sqrt(d), p.T @ g
+
+
+def cross_entropy_by_hand(z, y):
+    """The summed loss of logits (N, V) with targets (N,), and its gradient."""
+    z = z - z.max(axis=1, keepdims=True)
+    total, each = np.exp(z).sum(axis=1, keepdims=True), np.arange(len(y))
+    gradient = np.exp(z) / total
+    gradient[each, y] -= 1
+    return (np.log(total[:, 0]) - z[each, y]).sum(), gradient
+
+
+d, draw = h // a, np.random.Generator(np.random.Philox(2))
+qkv, upstream = Tensor(draw.standard_normal((1, T, 3 * d)), requires_grad=True), draw.standard_normal((1, T, d))
+output = causal_attention(qkv, heads=1)
+output.backward(upstream)
+by_hand = attention_by_hand(*np.split(qkv.data[0], 3, axis=1), upstream[0])
+assert np.allclose(by_hand[0], output.data[0], rtol=1e-12, atol=1e-14)
+assert np.allclose(np.concatenate(by_hand[1:], axis=1), qkv.grad[0], rtol=1e-11, atol=1e-14)
+
+some_logits = Tensor(draw.standard_normal((N, V)), requires_grad=True)
+total_loss = cross_entropy(some_logits, targets.reshape(-1))
+total_loss.backward()
+expected_loss, expected_gradient = cross_entropy_by_hand(some_logits.data, targets.reshape(-1))
+assert math.isclose(total_loss.item(), expected_loss / N, rel_tol=1e-12)
+assert np.allclose(some_logits.grad, expected_gradient / N, rtol=1e-12, atol=1e-16)
+with np.errstate(over="ignore"):
+    assert np.isinf(np.exp(np.float32(88.8))) and np.isfinite(np.exp(np.float32(88.7)))
+say("attention and cross-entropy by hand = the library's, forward and backward, within rounding")
 
 # %% [markdown]
 # The graph that such lines record, for a GPT of one block. Each row is a node with its number and the parameters it
@@ -525,6 +591,39 @@ say(f"all {counted:,} parameters along one direction: relative error {check_slop
 #   what came before. Below it, the model uses context.
 #
 # A step is five lines: forward, backward, rate, optimizer, and forgetting the gradients.
+#
+# The optimizer is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), as in PyTorch. For each parameter $\theta$ it
+# keeps two running means, of the gradient $g$ and of its square. In step $t = 1, 2, \dots$
+#
+# $$m \leftarrow \beta_1 m + (1 - \beta_1)\, g, \qquad v \leftarrow \beta_2 v + (1 - \beta_2)\, g^2, \qquad
+# \theta \leftarrow (1 - \eta \lambda)\, \theta - \eta\, \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} +
+# \epsilon}.$$
+#
+# - Both means start from 0, so after $t$ steps the weights of the gradients in them add up to $1 - \beta^t$ only. The
+#   divisions correct that: in step 1 the fraction is $g / (|g| + \epsilon)$, about $\pm 1$.
+# - A gradient that is always twice as large gives the same step, up to $\epsilon$. That matters later: a wrong constant
+#   factor in a sum over ranks hides behind it.
+# - *Decoupled* weight decay shrinks $\theta$ itself, by $\eta \lambda$, and does not pass through $m$ and $v$. It
+#   applies to matrices, not to biases and LayerNorms.
+# - The update works on each element alone. So a rank may update any part of the parameters if it has that part's $g$,
+#   $m$ and $v$: that is what ZeRO uses (chapter 4). The *optimizer state*, $m$ and $v$, is two values per parameter.
+
+# %%
+theta, gradient_1 = draw.standard_normal((3, 4)), draw.standard_normal((3, 4))
+parameter = nn.Parameter(theta.copy())
+adamw = nn.AdamW([parameter], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+m_mean, v_mean = np.zeros_like(theta), np.zeros_like(theta)
+for t in (1, 2, 3):
+    g_t = gradient_1 * t
+    m_mean, v_mean = 0.9 * m_mean + 0.1 * g_t, 0.999 * v_mean + 0.001 * g_t**2
+    update = m_mean / (1 - 0.9**t) / (np.sqrt(v_mean / (1 - 0.999**t)) + 1e-8)
+    theta = (1 - 0.01 * 0.1) * theta - 0.01 * update
+    parameter.grad = g_t.copy()
+    adamw.step()
+    if t == 1:
+        assert np.allclose(np.abs(update), 1, atol=1e-6)
+assert np.allclose(parameter.data, theta, rtol=1e-13)
+say("AdamW by hand = nn.AdamW for three steps, within rounding; the first step moves every element by about lr")
 
 # %%
 STEPS, BATCH, LENGTH, RATE = 50, 8, 32, 4e-3
@@ -671,7 +770,12 @@ caught("one generator for all parameters", partial_equals_whole)
 # The last norm, the head and the loss keep $2 N h + N + N V$.
 #
 # *Recompute* (activation checkpointing; Chen et al. 2016, arXiv 1604.06174) keeps only a block's input, $N h$ elements,
-# and runs the block's forward again when backward reaches it. Then one block's activations live at a time.
+# and runs the block's forward again when backward reaches it. Then one block's activations live at a time. So with $l$
+# blocks the peak falls from $l\,(20 N h + a B T^2 + 2N)$ to
+#
+# $$l\, N h + (20 N h + a B T^2 + 2 N)$$
+#
+# elements, and what the head keeps. The gradients on their way, a few $N h$, come on top.
 
 # %%
 if comm.rank == 0:
@@ -757,6 +861,8 @@ assert flops["no recompute"] == 3 * F and flops["recompute"] == 4 * F - F_head
 peaks = {run: max(peak for _, _, peak in log) for run, log in memory.items()}
 ratio = peaks["recompute"] / peaks["no recompute"]
 assert ratio < 0.5
+least = 8 * (deep.n_layer * N * h + per_block)  # bytes: all inputs, and one block made again
+assert least < peaks["recompute"] < 1.5 * (least + 8 * per_head)
 for log in memory.values():  # a node's arrays are gone as soon as backward has passed it
     falling = [held for name, held, _ in log if name.startswith("backward")]
     assert falling == sorted(falling, reverse=True)
@@ -889,7 +995,7 @@ check_slope(twins)  # nothing wrong with its gradients
 caught("weights keyed by shape", lambda: matrices_differ(twins))
 
 # %% [markdown]
-# **Open questions**
+# ### For you
 #
 # 1. From which $T$ on do the attention probabilities take more memory than all else in a block ($a B T^2 = 20 N h$)?
 #    What would it save to recompute only attention, and what would it cost in FLOPs? Compare with Korthikanti et al.,
@@ -900,6 +1006,59 @@ caught("weights keyed by shape", lambda: matrices_differ(twins))
 #    depend on anything but the program? Then why do two GPUs of one kind sometimes disagree?
 # 4. What if softmax subtracted the maximum of the whole score matrix instead of each row's? For which scores would
 #    forward and the gradient checker both be happy, and which input would show the mistake?
+
+# %% [markdown]
+# ### Answers
+#
+# 1. $a B T^2 = 20 N h$ at $T = 20 h / a$, twenty times the size of a head: 1280 tokens for GPT-2. Recomputing only
+#    attention's core saves $a B T^2$ elements a block, and costs its forward once more, $4 B T^2 h$ operations. That is
+#    $T / (6h + T)$ of the block's forward: little while $T$ is below $h$.
+# 2. The inputs $X$ and the gradients $dY$ of the four products: $(1 + 1 + 1 + 4) N h$ and $(3 + 1 + 4 + 1) N h$, so
+#    $16 N h$ elements a block. Backward itself would have freed them as it passed each node.
+# 3. The order depends on the numbers of the nodes, so on the program alone. GPUs disagree because a kernel may add in
+#    the order in which its threads finish (atomics), and because libraries choose among kernels by measuring them.
+# 4. Both are happy while all rows have similar maxima: softmax does not change when a constant is subtracted. A row
+#    whose largest score is some 750 below the matrix's maximum shows it, in float64: all its exponentials are 0, and
+#    0 / 0 is NaN.
+#
+# ### Worked problems
+#
+# 1. GPT-3 has 96 blocks, $h = 12288$, 50257 tokens and 2048 positions. How many parameters, and how many bytes are
+#    parameters, gradients and AdamW's means in float32?
+# 2. GPT-2 small trains on 8 samples of 1024 tokens in float32. How many bytes do the blocks keep for backward, and how
+#    many with recompute?
+# 3. How many operations does the forward of GPT-3 take for each token of a sequence of 2048, and how far is the rule
+#    "two per parameter" from that?
+
+# %%
+gpt3 = nn.GPTConfig(vocab_size=50257, n_positions=2048, n_embd=12288, n_layer=96, n_head=96)
+parameters = parameter_count(gpt3)
+assert 174.5e9 < parameters < 175.5e9
+say(f"1. {parameters / 1e9:.1f} billion parameters; 4 + 4 + 8 = 16 bytes each: {16 * parameters / 1e12:.2f} TB")
+
+c, samples, length = nn.GPTConfig(), 8, 1024
+elements = 20 * samples * length * c.n_embd + c.n_head * samples * length**2 + 2 * samples * length
+kept, with_recompute = 4 * c.n_layer * elements, 4 * (c.n_layer * samples * length * c.n_embd + elements)
+assert 10.8e9 < kept < 10.9e9 and 1.1e9 < with_recompute < 1.3e9
+say(f"2. {kept / 1e9:.2f} GB, with recompute {with_recompute / 1e9:.2f} GB: a block at a time, and 12 inputs")
+
+per_token = gpt3.forward_flops(1, 2048) / 2048
+assert abs(per_token / (2 * parameters) - 1) < 0.03
+say(f"3. {per_token / 1e9:.0f} billion operations, {per_token / (2 * parameters):.3f} of 2 per parameter")
+
+# %% [markdown]
+# ### PyTorch's names
+#
+# | minipar | PyTorch |
+# | --- | --- |
+# | `Function.forward`, `backward`, `apply` | `torch.autograd.Function` |
+# | `gradcheck` | `torch.autograd.gradcheck` (with `fast_mode=True`, which also uses random directions) |
+# | `register_post_accumulate_grad_hook` | the same name, on `torch.Tensor` |
+# | `queue_callback` | `Variable._execution_engine.queue_callback` |
+# | `checkpoint` | `torch.utils.checkpoint.checkpoint` |
+# | `GPT`, `load_gpt2` | `transformers.GPT2LMHeadModel`, with the same names of parameters |
+# | `AdamW` | `torch.optim.AdamW` |
+# | I and W of a backward | `stage_backward_input`, `stage_backward_weight` in `torch.distributed.pipelining` |
 
 # %% tags=["active-ipynb"]
 # %autopx

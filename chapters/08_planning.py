@@ -573,7 +573,97 @@ if rank == 0:
 # interleaving and zero bubble earn their keep, and where more tp and less pp may win.
 #
 # Memory, bandwidth, bubble: each pulls another way. More pp saves state and costs bubble. More tp saves everything and
-# costs sums. More dp costs nothing until the batch is used up. Time to add them up.
+# costs sums. More dp costs nothing until the batch is used up.
+#
+# ### ZeRO-3 alone, with tp, or tp x pp?
+#
+# Section 8.2 left two families. Now they can stand side by side. Let $\nu$ be the tokens of the global batch per GPU
+# and step, $s$ the tokens of a sequence, $g = 8$ the GPUs of a host, $\beta$ the network's and $\beta'$ NVLink's
+# seconds per byte.
+#
+# **ZeRO-3 with tp $t$** (alone: $t = 1$). A replica is $t$ GPUs, and a host holds $g/t$ of them. Each of the $t$ parts
+# of the model is gathered by one ring, which enters and leaves the host once. So all the host's cards together carry
+# $6\Psi$ bytes with each microbatch, whatever $t$ is, beside the $6\Psi \cdot g\nu$ operations of the host's $g$ GPUs:
+#
+# $$\text{bandwidth: } g\,\nu \ge F\beta, \qquad \text{batch: } \nu\, t \ge s, \qquad \text{memory: }
+# \frac{16\Psi}{G} + \frac{\text{activations}}{t} \le M, \qquad \text{price of tp: } \frac{(t-1)\,F\beta'}{3h}.$$
+#
+# (In 8.3 a replica fills a host: $t = g$, and $n = g\nu$.) The first does not depend on $t$. The second and the third
+# ask for tp, the last for none. If the activations do not fit, more tp competes with full recompute, which costs a
+# third of the step. So **the best $t$ is the smallest power of two, inside a host, that gives each replica a sequence
+# and lets the activations fit**.
+#
+# **tp x pp.** With $t = g$, a pipeline of $g\,p$ GPUs has $g\nu p$ tokens, so $m = g\nu p / s$ microbatches of one
+# sequence, and its idle / ideal time is
+#
+# $$\frac{p-1}{m} = \frac{(p-1)\, s}{g\nu p} \approx \frac{s}{g\nu} \qquad\text{beside ZeRO-3's exposed}\qquad
+# \frac{F\beta}{g\nu} - 1 \text{, if that is positive.}$$
+#
+# Both fall with $\nu$. With many tokens per GPU both are small, and memory decides. With few, the pipeline wins as soon
+# as $F\beta > s + g\nu$.
+#
+# Predict for Llama 2 70B on A100s, with 1024 sequences of 4096 for the whole cluster: from 64 to 4096 GPUs, which
+# family is the fastest? The planner, with the best microbatch and recompute that fit:
+
+# %%
+FAMILIES = {"ZeRO-3": (1, 1, 3), "tp 2, ZeRO-3": (2, 1, 3), "tp 8, ZeRO-3": (8, 1, 3), "tp 8 x pp 8, ZeRO-1": (8, 8, 1)}
+
+
+def fastest(family, gpus):
+    """Seconds of a step with the family's best microbatch and recompute that fit, and that recompute; None if none."""
+    tp, pp, zero = FAMILIES[family]
+    model, dp, found = find_model(MIDDLE), gpus // (tp * pp), []
+    for b in (1, 2, 4, 8, 16):
+        for recompute in ("none", "selective", "full") if 1024 % (dp * b) == 0 else ():
+            layout = Layout(dp, tp, pp, b, 1024 // (dp * b), zero, sequence_parallel=tp > 1, recompute=recompute)
+            if memory(model, layout, LENGTH[MIDDLE]).total < 0.92 * A100_MEMORY:
+                seconds = step_time(model, layout, Cluster(GPUS["a100"], gpus), LENGTH[MIDDLE]).total
+                found.append((seconds, recompute))
+    return min(found) if found else None
+
+
+sizes = (64, 256, 1024, 2048, 4096)
+jobs = [(family, gpus) for family in FAMILIES for gpus in sizes]
+best = dict(zip(jobs, shared(fastest, jobs), strict=True))
+say(f"{'GPUs':<22}{''.join(f'{gpus:>18,}' for gpus in sizes)}")
+say(f"{'tokens per GPU':<22}{''.join(f'{1024 * 4096 // gpus:>18,}' for gpus in sizes)}")
+for family in FAMILIES:
+    cells = [best[family, gpus] for gpus in sizes]
+    say(f"{family:<22}{''.join(f'{c[0]:>8.1f} s {c[1]:<9}' if c else '      -           ' for c in cells)}")
+winners = [min((best[family, gpus], family) for family in FAMILIES if best[family, gpus])[1] for gpus in sizes]
+assert winners == ["tp 8 x pp 8, ZeRO-1", *["tp 2, ZeRO-3"] * 3, "tp 8 x pp 8, ZeRO-1"]
+assert best["ZeRO-3", 64][1] == "full" and best["ZeRO-3", 2048] is None
+assert [8 * 1024 * 4096 / gpus > BALANCE["a100"]["network"] for gpus in sizes] == [True] * 4 + [False]  # g nu > F beta
+for gpus in (256, 1024):
+    assert 1.10 < best["ZeRO-3", gpus][0] / best["tp 2, ZeRO-3", gpus][0] < 1.15
+
+# %% [markdown]
+# - **64 GPUs**: $\nu$ = 65,536. Neither gather nor bubble matters; memory does. ZeRO-3 alone has the activations of
+#   whole sequences and pays for full recompute. tp x pp cuts them, and wins.
+# - **256 to 2048**: $g\nu$ is above $F\beta$ = 11,700, so the gathers hide. With tp 2 and sequence parallelism the
+#   activations fit with selective recompute, and a replica has a sequence. ZeRO-3 with this smallest $t$ wins; more tp
+#   only costs. ZeRO-3 alone is 10 to 15 % slower, and at 2048 GPUs it ends: a GPU has less than one sequence.
+# - **4096**: $g\nu$ = 8,192. The exposed gathers take 0.43 of the computing time, and the pipeline's bubble 7/16: by
+#   the inequality almost a tie. The planner decides for the pipeline, because hidden communication is not free either.
+#   It takes 20 % of its time from the computation (8.3), and ZeRO-3 hides the most.
+#
+# ### The third wire: a GPU's own memory
+#
+# A product also waits for its GPU's memory (HBM). $n$ tokens times a matrix of $k \times k'$ take $2nkk'$ operations
+# and move $2(nk + kk' + nk')$ bytes: $1 / (1/n + 1/k + 1/k')$ operations per byte. An A100 with 2 TB/s reaches its
+# speed from some 120 operations per byte on, so $n$, $k$ and $k'$ must all be well above that. Training satisfies it;
+# tp makes $k'$ smaller, by $t$. LayerNorm, gelu, dropout and residual sums do about one operation per byte. They always
+# run at the memory's speed. This is the *roofline* (Williams et al. 2009): time is the larger of operations / $F$ and
+# bytes $\cdot \beta_{\text{HBM}}$. The planner prices products and elementwise work this way.
+
+# %%
+hbm = 2.039e12  # bytes per second of an A100 with 80 GB
+ridge = GPUS["a100"].peak * Assumptions().products / hbm
+for ways in (1, 8):
+    intensity = 1 / (1 / 4096 + 1 / 8192 + 1 / (4 * 8192 / ways))
+    say(f"70B's first MLP product, 4096 tokens, tp {ways}: {intensity:,.0f} operations per byte, needed {ridge:.0f}")
+    assert intensity > 10 * ridge
+assert 110 < ridge < 120
 
 # %% [markdown]
 # ## 8.5 Predict, run, compare

@@ -1,5 +1,5 @@
-"""The chapters' runs that `make test` leaves out: the later notebooks from a clean state, the later chapters on eight
-ranks, the planning chapter, and all chapters on one and two ranks.
+"""The chapters' runs that `make test` leaves out: notebooks from a clean state, one, two and eight ranks, and the
+planning chapter.
 """
 
 import pytest
