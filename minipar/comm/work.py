@@ -190,6 +190,14 @@ class Work:
         self.stream.add(self)
         return self
 
+    def run(self, steps: Iterator[Iterable[Request]], result: Any) -> Any:
+        """Run the operation to its end, where no other is under way on its communicator; return its result."""
+        for requests in steps:
+            for request in requests:
+                if not request.test():
+                    self.stream.engine.wait(request)
+        return result
+
     def test(self) -> bool:
         """Advance the operation if possible, and return True once it is finished."""
         if not self.done:

@@ -225,14 +225,8 @@ class Trainer:
         return parameter.data
 
     def _learning_rate(self, step: int) -> float:
-        options = self.config.optimizer
-        return learning_rate(
-            step,
-            lr=options.lr,
-            schedule=options.lr_schedule,
-            warmup_steps=options.warmup_steps,
-            total_steps=options.steps,
-        )
+        o = self.config.optimizer
+        return learning_rate(step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps)
 
     def _model_clock(self) -> AbstractContextManager[None]:
         """Advance a model clock by each matrix product's operations / its speed. All else takes no time on it."""
