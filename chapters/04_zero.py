@@ -537,16 +537,19 @@ def prove_bare(name, train_bare, elements, collectives):
         weights = train_bare()
     sent = comm.traffic.bytes()
     assert sent == BARE_STEPS * LAYERS * sum(wire_bytes(op, how, ONE, 8, N, rank) for op, how in collectives)
+    together = int(comm.all_reduce(np.array([sent]))[0])  # of all ranks
+    travels = max(2, len(collectives))  # an all-reduce is two
+    assert together == 8 * BARE_STEPS * travels * ALL * (N - 1)
     highest = [max(held[kind] for _, held in ledger.moments) for kind in (0, 1, 2)]
     assert highest == [8 * count for count in elements], (highest, elements)
     parameters, gradients, optimizer = highest
-    say(f"{name}: at most {parameters:,} + {gradients:,} + {optimizer:,} bytes; sent {sent:,} bytes")
+    say(f"{name}: at most {parameters:,} + {gradients:,} + {optimizer:,} bytes; all ranks sent {together:,} bytes")
     return np.concatenate([weights(i) for i in range(LAYERS)])
 
 
 OWNED, ALL = LAYERS * (end - begin), LAYERS * ONE
 SCATTER, GATHER = ("reduce_scatter", "ring"), ("all_gather", "pairwise")
-say("most bytes of parameters, gradients and optimizer state on rank 0; bytes sent in three steps:")
+say("most bytes of parameters, gradients and optimizer state on rank 0; bytes sent by all ranks in three steps:")
 bare = prove_bare("stage 0", bare_stage_0, (ALL, ALL, 2 * ALL), [("all_reduce", "ring")])
 bits = prove_bare("stage 2", bare_stage_2, (ALL, OWNED + ONE, 2 * OWNED), [SCATTER, GATHER])
 assert same_bits(bits, bare)
