@@ -22,7 +22,9 @@
 # method in four ways to see which check notices.
 #
 # Run it as `mpirun -n 8 python chapters/03_data_parallel.py`, with any number of ranks. With one rank every sum has one
-# term and nothing is sent: all claims hold, and say little.
+# term and nothing is sent: all claims hold, and say little. Letters: $p$ ranks, of which this one is $r$; $N$ tokens of
+# the global batch, $T$ tokens per sample; $\Psi$ parameters; an array of $n$ bytes; $\alpha$ seconds per message,
+# $\beta$ seconds per byte.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -69,6 +71,8 @@ say(f"{p} rank{'s' if p > 1 else ''}")
 # The text is the source of Python's standard library, one token per byte. The model is a GPT-2 of toy size, in float64.
 
 # %%
+import math
+
 import numpy as np
 
 from minipar.nn import GPT, GPTConfig
@@ -145,12 +149,29 @@ def left_to_right(arrays):
     return total
 
 
+def same_bits(a, b):
+    return a.tobytes() == b.tobytes()
+
+
+def everywhere(ok):
+    """Whether `ok` holds on every rank."""
+    return all(one == b"1" for one in comm.all_gather_bytes(b"1" if ok else b"0"))
+
+
 expected = left_to_right(g)
 
 # %% [markdown]
 # ## 3.2 Naive: one all-reduce after backward
 #
 # Each rank runs backward on its own shard. Then one all-reduce over the whole flat gradient:
+
+# %%
+assert everywhere(same_bits(comm.all_reduce(g[rank].copy(), algorithm="ordered"), expected))
+say(f"one all-reduce of the shards' gradients: one device's gradient on all {p} ranks, bit for bit")
+
+# %% [markdown]
+# That line is data parallelism. The library's function adds what lies around it: it joins the gradients of all
+# parameters to one array, counts a parameter that the loss did not use as zero, and writes the sum back.
 
 # %%
 from minipar.parallel.ddp import all_reduce_gradients
@@ -178,15 +199,6 @@ def naive(algorithm):
 
 # %%
 import hashlib
-
-
-def same_bits(a, b):
-    return a.tobytes() == b.tobytes()
-
-
-def everywhere(ok):
-    """Whether `ok` holds on every rank."""
-    return all(one == b"1" for one in comm.all_gather_bytes(b"1" if ok else b"0"))
 
 
 def same_on_all_ranks(array):
@@ -308,17 +320,81 @@ if p > 1:
 #
 # 4. When backward ends, `synchronize` waits for what is still under way.
 #
-# All parameters move into one flat array and all gradients into another (`FlatBuffers`). A bucket is a slice of both.
-# So it is one piece of memory that can be sent as it lies: backward writes straight into it.
+# How does a parameter know that its gradient is complete? Before backward starts, the engine counts how often each
+# parameter is used. It counts down with each contribution, and at zero it calls the parameter's hooks (chapter 1). A
+# bucket does the same one level higher: it counts its parameters down, and at zero it leaves. Here are buckets and
+# their hook on plain arrays. (The output head is tied to the token embedding: `ties` are such leaves with a gradient of
+# their own. A bucket is complete only with them, and `fold_tied_gradients` adds them up.)
+
+# %%
+from functools import partial
+
+
+def cut(parameters, elements):
+    """Group parameters in reverse order into buckets of `elements` or more."""
+    buckets = [[]]
+    for parameter in reversed(parameters):
+        if sum(member.size for member in buckets[-1]) >= elements:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
+
+
+def backward_with_buckets(elements):
+    """Backward on this rank's shard, with overlap; the model, and for each bucket when it left and its size."""
+    model = fresh()
+    buckets = cut(model.parameters(), elements)
+    leaves = [{leaf for member in bucket for leaf in (member, *member.ties)} for bucket in buckets]
+    missing, under_way, completed, log = [len(some) for some in leaves], [], 0, []
+
+    def hook(number, leaf):  # backward calls it when the gradient of `leaf` is complete
+        nonlocal completed
+        completed += 1
+        missing[number] -= 1
+        while len(under_way) < len(buckets) and missing[len(under_way)] == 0:  # strictly in order
+            bucket = buckets[len(under_way)]
+            for member in bucket:
+                member.fold_tied_gradients()
+            flat = np.concatenate([member.grad.reshape(-1) for member in bucket])
+            under_way.append((flat, comm.all_reduce(flat, algorithm="ordered", async_op=True)))
+            log.append((completed, flat.size))
+
+    for number, some in enumerate(leaves):
+        for leaf in some:
+            leaf.register_post_accumulate_grad_hook(partial(hook, number))
+    backward(model, *shard(rank), N)
+    assert len(under_way) == len(buckets) and completed == sum(map(len, leaves))
+    for bucket, (flat, work) in zip(buckets, under_way, strict=True):
+        work.wait()
+        stops = np.cumsum([member.size for member in bucket])
+        for member, part in zip(bucket, np.split(flat, stops[:-1]), strict=True):
+            member.grad[...] = part.reshape(member.shape)
+    return model, log
+
+
+comm.traffic.reset()
+model, log = backward_with_buckets(4096)
+assert same_bits(flat_gradient(model), expected)
+formula = sum(wire_bytes("all_reduce", "ordered", size, 8, p, rank) for _, size in log)
+assert comm.traffic.bytes("all_reduce") == formula and sum(size for _, size in log) == Psi
+for number, (completed, size) in enumerate(log):
+    say(f"bucket {number}: {size:>6,} values, left when {completed:>2} of {log[-1][0]} gradients were complete")
+say(f"the bits of one device, and {formula:,} bytes sent by rank 0 as the formula says")
+
+# %% [markdown]
+# The library's version adds three things. All parameters move into one flat array and all gradients into another
+# (`FlatBuffers`), of which a bucket is a slice, so backward writes straight into what is sent and nothing is copied. It
+# serves many steps: `synchronize` fills the counts again, and sends zeros for what the loss did not use. And each hook
+# calls `progress`, which moves the messages under way while backward goes on.
 
 # %%
 from minipar.parallel.buckets import FlatBuffers, by_size, by_unit
 from minipar.parallel.ddp import DistributedDataParallel
 
 if rank == 0:
-    show_source(by_size, FlatBuffers)
-    show_source(DistributedDataParallel.__init__, DistributedDataParallel._on_gradient)
-    show_source(DistributedDataParallel._start, DistributedDataParallel.synchronize)
+    show_source(by_size, FlatBuffers.__init__)
+    show_source(DistributedDataParallel._on_gradient, DistributedDataParallel._start)
+    show_source(DistributedDataParallel.synchronize)
 
 # %% [markdown]
 # Who uses it writes two lines. `ddp.loss` is the mean over the tokens of all ranks: it sums two values over the ranks,
@@ -428,15 +504,18 @@ if rank == 0:
     assert abs(after["seconds"] - predicted) < 1e-12
     assert COMPUTATION < during["seconds"] < after["seconds"]
     hidden = (after["seconds"] - during["seconds"]) / (after["seconds"] - COMPUTATION)
+    assert [round(s * 1e3, 3) for s in (after["seconds"], COMPUTATION, during["seconds"])] == [1.155, 0.755, 0.830]
+    assert during["buckets"] == 7 and round(hidden, 2) == 0.81
     say(f"naive:   {after['seconds'] * 1e3:.3f} ms = forward + backward {COMPUTATION * 1e3:.3f} + all-reduce")
     say(f"         as 2(p-1)(alpha + beta n/p) predicts: {predicted * 1e3:.3f} ms")
     say(f"buckets: {during['seconds'] * 1e3:.3f} ms with {during['buckets']} buckets: {hidden:.0%} is hidden")
 
 # %% [markdown]
-# On the right most of the purple lies under the orange. What sticks out is the *tail*: the last bucket cannot start
-# before backward ends. In GPT-2 it holds the token embedding. That is the first parameter, and because the output head
-# is tied to it, its gradient is complete only at the very end. In the real GPT-2 (124 million parameters) it is almost
-# a third of all bytes, which nothing hides.
+# One all-reduce after backward exposes 0.400 ms of 1.155 ms. With 7 buckets a step takes 0.830 ms, and 81 % of that
+# time is hidden: on the right most of the purple lies under the orange. What sticks out is the *tail*: the last bucket
+# cannot start before backward ends. In GPT-2 it holds the token embedding. That is the first parameter, and because the
+# output head is tied to it, its gradient is complete only at the very end. In the real GPT-2 (124 million parameters)
+# it is almost a third of all bytes, which nothing hides.
 #
 # ### How large should a bucket be?
 #
@@ -457,11 +536,15 @@ if rank == 0:
     best = min(rows, key=lambda row: row["seconds"])
     assert rows[0]["seconds"] > best["seconds"] < rows[-1]["seconds"]
     assert rows[-1]["buckets"] == 1 and abs(rows[-1]["seconds"] - none["seconds"]) < 1e-12
+    assert [round(row["seconds"] * 1e3, 3) for row in (best, rows[0], rows[-1])] == [0.830, 0.983, 1.155]
+    assert best["bucket_bytes"] == 128 * 1024
     say(f"best: {best['bucket_bytes'] // 1024} KiB ({best['buckets']} buckets), {best['seconds'] * 1e3:.3f} ms")
     say(f"smallest: {rows[0]['buckets']} buckets, {rows[0]['seconds'] * 1e3:.3f} ms: latency")
     say(f"largest: 1 bucket, {rows[-1]['seconds'] * 1e3:.3f} ms: exactly the naive form")
 
 # %% [markdown]
+# Here 128 KiB are best: 7 buckets and 0.830 ms. The smallest buckets take 0.983 ms, one bucket 1.155 ms.
+#
 # PyTorch's default is 25 MiB, and 1 MiB for the first bucket so that the wire starts early. Those sizes fit its GPUs
 # and models of hundreds of MiB; Li et al. (section 5.3) measure the same bowl. minipar has the same defaults. For a toy
 # model of 0.8 MiB they mean one bucket.
@@ -612,7 +695,9 @@ say(f"mean of the ranks' means:     relative difference from one device {relativ
 # %% [markdown]
 # The wrong version trains. Its loss falls, its curve looks like a loss curve. It just minimizes something else. The
 # same mistake over *microbatches* stood in widely used trainers until October 2024, when its effect on fine-tuning with
-# padded batches was noticed.
+# padded batches was noticed. Of $m$ microbatches with losses $s_i$ over $n_i$ tokens, each was divided by its own
+# count: $\frac1m \sum_i s_i / n_i$ is not $\sum_i s_i / \sum_i n_i$. All $n_i$ must be counted before the first
+# backward.
 #
 # ## 3.7 The real trainer
 #
@@ -882,6 +967,65 @@ if p > 1:
     say("caught: by the comparison with one device, and only because the test used unequal counts")
 
 # %% [markdown]
+# ## 3.9 PyTorch's names, problems and answers
+#
+# ### PyTorch's names
+#
+# | minipar | PyTorch | Megatron-LM, DeepSpeed |
+# | --- | --- | --- |
+# | `DistributedDataParallel(model, comm)` | `DistributedDataParallel(model)` | the same name in Megatron-LM |
+# | `ddp.loss`: the global mean | a local mean; DDP averages over ranks | `calculate_per_token_loss` |
+# | `bucket_bytes`, 25 MiB | `bucket_cap_mb`, 25 | `--ddp-bucket-size`, `reduce_bucket_size` |
+# | overlap, always | always | `--overlap-grad-reduce`, `overlap_comm` |
+# | `register_post_accumulate_grad_hook` | the same name | |
+# | `no_sync` | `no_sync` | `no_sync_func` |
+# | `FlatBuffers` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
+# | `all_reduce(..., async_op=True)`, `wait` | the same names in `torch.distributed` | |
+#
+# ### Worked problems
+#
+# 1. A model has 1.5 billion parameters and fp32 gradients. How many GB does each rank send per step, among 8 ranks and
+# among 1,024?
+#
+# 2. 64 ranks all-reduce 6 GB of gradients; $\alpha = 10\,\mu s$, $1/\beta$ = 25 GB/s. How long do the bytes take? How
+# much latency is added with one bucket, and with buckets of 25 MiB? How large must a bucket be so that the latency is
+# at most 5 % of the bytes' time?
+#
+# 3. Rank 0 has 100 tokens, whose losses add up to 200. Rank 1 has 28 tokens, whose losses add up to 84. What is the
+# mean loss, and what is the mean of the ranks' means?
+#
+# 4. Four ranks hold $10^{16}$, $1$, $-10^{16}$ and $1$ in every element. Which sum does `ordered` give in float64, and
+# which does `ring` give in each of its four chunks?
+
+# %%
+gigabytes = [2 * 1.5e9 * 4 * (q - 1) / q / 1e9 for q in (8, 1024)]
+assert [round(value, 2) for value in gigabytes] == [10.5, 11.99]
+say(f"1. {gigabytes[0]:.1f} GB and {gigabytes[1]:.2f} GB: 128 times as many ranks send 14 % more each")
+
+latency, wire = 2 * 63 * 10e-6, 2 * 63 / 64 * 6e9 / 25e9  # of one bucket; of all bytes
+in_buckets = math.ceil(6e9 / (25 * 2**20)) * latency
+at_most = int(0.05 * wire / latency)
+assert [round(1e3 * value, 2) for value in (wire, latency, in_buckets)] == [472.5, 1.26, 288.54] and at_most == 18
+say(f"2. bytes {wire * 1e3:.1f} ms; latency {latency * 1e3:.2f} ms, or {in_buckets * 1e3:.1f} ms in 25 MiB buckets;")
+say(f"   at most {at_most} buckets, so {6e9 / at_most / 1e6:.0f} MB or more in each")
+
+mean, of_means = (200 + 84) / (100 + 28), (200 / 100 + 84 / 28) / 2
+assert (mean, of_means) == (2.21875, 2.5)
+say(f"3. {mean}; the mean of means is {of_means}: a token of rank 1 counts 100/28 times as much as one of rank 0")
+
+
+def sums(comm):
+    array = np.full(4, [1e16, 1.0, -1e16, 1.0][comm.rank])
+    return [comm.all_reduce(array.copy(), algorithm=algorithm).tolist() for algorithm in ("ordered", "ring")]
+
+
+if rank == 0:
+    in_order, around = run_local(4, sums)[0]
+    assert in_order == [1, 1, 1, 1] and around == [0, 1, 0, 1]
+    say(f"4. ordered {in_order}, ring {around}; the exact sum is 2. Chunk 0 is added in the order of ranks 1, 2, 3, 0:")
+    say("   1 - 1e16 and the next sum lose a one each, since float64 values near 1e16 are 2 apart; 1e16 then leaves 0")
+
+# %% [markdown]
 # ### For you
 #
 # 1. In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete, whatever came
@@ -894,6 +1038,21 @@ if p > 1:
 # takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done
 # *between* the two, so that each rank keeps only $1/p$ of the optimizer's state, for the same bytes? (That is ZeRO
 # stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
+#
+# ### Answers
+#
+# 1. A model whose ranks complete gradients in different orders: one whose path depends on the data, such as layers that
+# are skipped or experts that some ranks do not use. Then collectives of different buckets meet. Buckets of equal size
+# give wrong values without any sign. Of unequal size they give an error where lengths are checked, and a hang
+# elsewhere.
+#
+# 2. The token and the position embedding, the first parameters. The head's part of the token embedding's gradient is
+# complete at the very beginning. It could be summed over the ranks by itself at once, and the lookup's part at the end
+# as the few rows of the tokens that occurred. Without a tie, the head's gradient leaves first and only the lookup's is
+# late.
+#
+# 3. After the reduce-scatter rank $r$ has chunk $r$ of the summed gradient. It updates chunk $r$ of the parameters, for
+# which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 4 builds this.
 
 # %% tags=["active-ipynb"]
 # %autopx

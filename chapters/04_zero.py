@@ -27,7 +27,9 @@
 # and 3 do not like pipelines.
 #
 # Run it as `mpirun -n 8 python chapters/04_zero.py`, with any number of ranks. With one rank there is nothing to share
-# out: all stages hold the same, and the claims say little.
+# out: all stages hold the same, and the claims say little. Letters: $N$ ranks, of which this one is $r$; $\Psi$
+# parameters; $m$ microbatches per rank and step; $T$ tokens per sample; $\alpha$ seconds per message, $\beta$ seconds
+# per byte. In 4.10 $p$ counts the stages of a pipeline.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -85,19 +87,19 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 # | 1 | $\Psi$ | $\Psi$ | $\Psi/N$ | $4\Psi + 12\Psi/N$ |
 # | 2 | $\Psi$ | $\Psi/N$ | $\Psi/N$ | $2\Psi + 14\Psi/N$ |
 # | 3 | $\Psi/N$ | $\Psi/N$ | $\Psi/N$ | $16\Psi/N$ |
-
-# %%
-from minipar.parallel.memory import MIXED, elements_held, model_state
-
-if rank == 0:
-    show_source(elements_held, model_state)
-
-# %% [markdown]
+#
 # The paper's Table 1 for 7.5 billion parameters, from this formula, in GB ($10^9$ bytes); the paper's own figures in
 # brackets:
 
 # %%
 from fractions import Fraction
+
+
+def bytes_per_rank(psi, ranks, stage):
+    """Model state in mixed precision. A fraction, because `ranks` need not divide `psi`."""
+    own = Fraction(psi, ranks)
+    return 2 * (own if stage >= 3 else psi) + 2 * (own if stage >= 2 else psi) + 12 * (own if stage >= 1 else psi)
+
 
 PAPER = {
     4: (52.5, 41.3, 30.0),
@@ -109,7 +111,7 @@ PAPER = {
 psi = 7_500_000_000
 say("ranks   stage 0          stage 1          stage 2          stage 3")
 for ranks, printed in PAPER.items():
-    ours = [float(model_state(psi, Fraction(psi, ranks), stage, MIXED).total) / 1e9 for stage in (0, 1, 2, 3)]
+    ours = [float(bytes_per_rank(psi, ranks, stage)) / 1e9 for stage in (0, 1, 2, 3)]
     assert ours[0] == 120
     assert all(abs(a - b) < 1 for a, b in zip(ours[1:], printed, strict=True))
     pairs = "  ".join(f"{a:>7.2f} ({b:>5})" for a, b in zip(ours[1:], printed, strict=True))
@@ -117,9 +119,25 @@ for ranks, printed in PAPER.items():
 say("every figure within 1 GB of the paper's: they differ by rounding")
 
 # %% [markdown]
-# With many ranks stage 1 alone takes three quarters away, and stage 2 seven eighths. Both stop at a floor, $4\Psi$ and
-# $2\Psi$. Only stage 3 falls as $1/N$, so only stage 3 lets a model grow with the number of ranks.
+# With many ranks stage 1 alone takes three quarters away, and stage 2 seven eighths: 120 GB become 31.4 GB and 16.6 GB
+# on 64 ranks. Both stop at a floor, $4\Psi$ and $2\Psi$, which are 30 GB and 15 GB here. Only stage 3 falls as $1/N$,
+# to 1.9 GB on 64 ranks, so only stage 3 lets a model grow with the number of ranks.
 #
+# The library's version takes the number of elements that a rank really owns, other precisions (this chapter's runs are
+# in float64), and the case that gradients accumulate (4.10). It is the function that `--memory-limit` uses (4.9).
+
+# %%
+from minipar.parallel.memory import MIXED, elements_held, model_state
+
+assert all(
+    bytes_per_rank(psi, ranks, stage) == model_state(psi, Fraction(psi, ranks), stage, MIXED).total
+    for ranks in PAPER
+    for stage in (0, 1, 2, 3)
+)
+if rank == 0:
+    show_source(elements_held, model_state)
+
+# %% [markdown]
 # ## 4.2 What is redundant?
 #
 # Two facts from chapter 3 make the stages possible.
@@ -127,9 +145,15 @@ say("every figure within 1 GB of the paper's: they differ by rounding")
 # **An all-reduce is a reduce-scatter and an all-gather.** The first leaves rank $r$ with chunk $r$ of the sum, the
 # second hands all chunks to all. Each sends $\Psi\frac{N-1}{N}$ elements per rank. Something can be done in between.
 #
-# **AdamW works element by element.** The new value of element $i$ depends on the history of element $i$ alone. So the
-# rank that has chunk $r$ of the gradient sum can update chunk $r$ of the parameters, with chunk $r$ of the means, and
-# nobody else needs them.
+# **AdamW works element by element.** In step $k$ each element $\theta$ of the parameters, with gradient $g$, has two
+# running means $\mu$ and $\nu$, the learning rate $\eta$ and the weight decay $\lambda$, and changes as
+#
+# $$\mu \leftarrow \beta_1 \mu + (1-\beta_1)\,g, \quad \nu \leftarrow \beta_2 \nu + (1-\beta_2)\,g^2, \quad
+# \theta \leftarrow (1-\eta\lambda)\,\theta - \eta\,
+# \frac{\mu / (1-\beta_1^k)}{\sqrt{\nu / (1-\beta_2^k)} + \epsilon} .$$
+#
+# No other element appears in this rule. So the rank that has chunk $r$ of the gradient sum can update chunk $r$ of the
+# parameters, with chunk $r$ of the means, and nobody else needs them.
 #
 # So instead of *reduce-scatter, all-gather the gradients, then everybody updates everything*, do *reduce-scatter,
 # update the own chunk, all-gather the parameters*. Here are both, on bare arrays:
@@ -180,10 +204,37 @@ say(f"sent by rank 0 per step: {in_one:,} bytes with an all-reduce, {in_two:,} w
 # ledger adds its bytes, and takes them off when the array is *really* freed, which a weak reference tells. A reference
 # that somebody forgot shows as memory. There are five kinds: parameters, gradients and optimizer are the model state;
 # *activations* are what forward keeps for backward; *buffers* are copies that live briefly, such as gathered parameters
-# and room for messages.
+# and room for messages. The idea takes a few lines:
 
 # %%
-from minipar.memory import MemoryLedger
+import weakref
+
+held_now = [0]
+
+
+def announce(array):
+    """Count the bytes of this array until it is freed."""
+    held_now[0] += array.nbytes
+    weakref.finalize(array, released, array.nbytes)
+
+
+def released(nbytes):
+    held_now[0] -= nbytes
+
+
+first, second = np.zeros(100), np.zeros(10)
+announce(first)
+announce(second)
+assert held_now[0] == 880
+first = None  # the last reference: the array is freed here
+assert held_now[0] == 80
+
+# %% [markdown]
+# The library's ledger keeps one sum for each kind, counts the memory of views once, and records every change as a
+# moment, for the pictures below.
+
+# %%
+from minipar.memory import MemoryLedger, hold
 
 if rank == 0:
     show_source(MemoryLedger.hold, MemoryLedger._freed)
@@ -364,12 +415,11 @@ assert all(same_bits(state[name], states[0][name]) for state in states for name 
 say("one step in each of the stages 0, 1, 2 and 3: the same bits")
 
 # %% [markdown]
-# Inside, buckets are reduce-scattered during backward, as their gradients become complete. The optimizer sees only
-# *shards*: the pieces of parameters that lie in this rank's chunks. When it has updated them, it calls the wrapper's
-# `after_step`, which gathers what the others made of theirs.
-#
-# A shard is one-dimensional. So it must remember whether its whole parameter was a matrix: AdamW here decays matrices
-# and leaves biases alone.
+# Inside are the three lines of 4.2, and the library adds three things. Buckets are reduce-scattered during backward, as
+# their gradients become complete, and not after it. The optimizer sees *shards*, the pieces of parameters that lie in
+# this rank's chunks, and a shard remembers whether its whole parameter was a matrix, because AdamW here decays matrices
+# and leaves biases alone. And when the optimizer has updated them, it calls the wrapper's `after_step` by itself, which
+# gathers what the others made of theirs.
 
 # %%
 from minipar.parallel.placement import ParameterShard
@@ -377,8 +427,9 @@ from minipar.parallel.sharding import Chunk
 from minipar.parallel.zero import ZeroStage1, ZeroStage2, gather_parameters
 
 if rank == 0:
-    show_source(ParameterShard, Chunk, ZeroStage1._start, ZeroStage1.synchronize)
-    show_source(ZeroStage1, gather_parameters)
+    show_source(ZeroStage1.__init__, Chunk.__init__, ParameterShard.__init__)
+    show_source(ZeroStage1._on_gradient, ZeroStage1._reduce_scatter, ZeroStage1.synchronize)
+    show_source(ZeroStage1.after_step, gather_parameters)
 
 # %% [markdown]
 # **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
@@ -400,14 +451,126 @@ prove(one)
 #
 # ## 4.4 Stage 2: shard the gradients
 #
-# After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient of the bucket must
-# exist, for backward writes into it. The trick is to have it only then: make it when backward arrives at the bucket's
-# unit (`_prepare`), reduce-scatter it when it is complete, and free it. `_prepare` waits until at most one older bucket
-# still travels, so there are never more than two full gradients of buckets.
+# After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient must exist, because
+# backward computes it. So let it exist only then: compute the gradient of one layer, reduce-scatter it, free it, and go
+# on to the layer before.
 #
-# How does a unit notice that backward arrives? Backward goes through the operations in reverse. An identity operation
-# that is applied to the unit's *output* has its backward just before the unit's, and one that is applied to the unit's
-# *input* just after.
+# Here it is on bare arrays. The model has four layers $y = \tanh(x W)$ without biases, and every rank has its own
+# samples. The loss is half the sum of squares of the output, so the gradient of the output is the output. One training
+# loop serves all stages. A stage says where the matrix of a layer comes from (`weights`) and what becomes of its
+# gradient (`finished`).
+
+# %%
+LAYERS, WIDTH, BARE_STEPS = 4, 9, 3
+ONE = WIDTH * WIDTH  # parameters of one layer
+begin, end = chunk_bounds(ONE, N)[rank]  # this rank's chunk of each layer
+
+
+def initial(layer):
+    return np.random.default_rng([1, layer]).normal(0, 0.3, ONE)  # the same values on every rank
+
+
+def train_layers(weights, finished, optimizer, after_step=lambda: None):
+    for step in range(BARE_STEPS):
+        kept = [np.random.default_rng([2, step, rank]).normal(size=(5, WIDTH))]  # 5 samples; other ones on each rank
+        for i in range(LAYERS):
+            w = weights(i)
+            kept.append(np.tanh(kept[i] @ w))
+            del w  # stage 3 frees the matrix here
+        g = kept[LAYERS]
+        for i in reversed(range(LAYERS)):
+            g = g * (1 - kept[i + 1] ** 2)
+            finished(i, kept[i].T @ g)
+            w = weights(i)
+            g = g @ w.T
+            del w
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+def bare_stage_0():
+    whole = [Parameter(initial(i)) for i in range(LAYERS)]
+    hold("parameters", *(w.data for w in whole))
+
+    def weights(i):
+        return whole[i].data.reshape(WIDTH, WIDTH)
+
+    def finished(i, gradient):
+        hold("gradients", gradient)
+        whole[i].grad = comm.all_reduce(gradient.reshape(-1), algorithm="ring")  # in place
+
+    train_layers(weights, finished, AdamW(whole))
+    return weights
+
+
+def reduce_scatter_into(chunks):
+    def finished(i, full):
+        hold("gradients", full)
+        chunks[i].grad = comm.reduce_scatter(full.reshape(-1), algorithm="ring").copy()
+        hold("gradients", chunks[i].grad)  # the full gradient is freed when this function returns
+
+    return finished
+
+
+def bare_stage_2():
+    whole = [initial(i) for i in range(LAYERS)]
+    chunks = [Parameter(w[begin:end]) for w in whole]  # views: the optimizer writes into `whole`
+    hold("parameters", *whole)
+
+    def weights(i):
+        return whole[i].reshape(WIDTH, WIDTH)
+
+    def after_step():
+        for w, chunk in zip(whole, chunks, strict=True):
+            comm.all_gather(chunk.data, out=w, algorithm="pairwise")
+
+    train_layers(weights, reduce_scatter_into(chunks), AdamW(chunks), after_step)
+    return weights
+
+
+def prove_bare(name, train_bare, elements, collectives):
+    """Train; return the parameters' bits. `elements`: the most that a rank holds of each kind, by the formula."""
+    ledger = MemoryLedger()
+    comm.traffic.reset()
+    with ledger.recording():
+        weights = train_bare()
+    sent = comm.traffic.bytes()
+    assert sent == BARE_STEPS * LAYERS * sum(wire_bytes(op, how, ONE, 8, N, rank) for op, how in collectives)
+    together = int(comm.all_reduce(np.array([sent]))[0])  # of all ranks
+    travels = max(2, len(collectives))  # an all-reduce is two
+    assert together == 8 * BARE_STEPS * travels * ALL * (N - 1)
+    highest = [max(held[kind] for _, held in ledger.moments) for kind in (0, 1, 2)]
+    assert highest == [8 * count for count in elements], (highest, elements)
+    parameters, gradients, optimizer = highest
+    say(f"{name}: at most {parameters:,} + {gradients:,} + {optimizer:,} bytes; all ranks sent {together:,} bytes")
+    return np.concatenate([weights(i) for i in range(LAYERS)])
+
+
+OWNED, ALL = LAYERS * (end - begin), LAYERS * ONE
+SCATTER, GATHER = ("reduce_scatter", "ring"), ("all_gather", "pairwise")
+say("most bytes of parameters, gradients and optimizer state on rank 0; bytes sent by all ranks in three steps:")
+bare = prove_bare("stage 0", bare_stage_0, (ALL, ALL, 2 * ALL), [("all_reduce", "ring")])
+bits = prove_bare("stage 2", bare_stage_2, (ALL, OWNED + ONE, 2 * OWNED), [SCATTER, GATHER])
+assert same_bits(bits, bare)
+say("stage 2 has the bits of stage 0")
+
+# %% [markdown]
+# The ledger proves the sentence above: next to its chunks, a rank never holds more than *one* full gradient of a layer.
+#
+# The library's stage adds three things. It is asynchronous: `_prepare` makes the array for a bucket's full gradient
+# when backward arrives at the bucket's unit, and waits until at most one older bucket still travels, so there are never
+# more than two. The message alone refers to the full gradient, so the gradient is freed when it has been sent. And
+# nobody writes a training loop with `finished` in it: the unit must notice by itself that backward arrives.
+#
+# How does it notice? Backward goes through the operations in reverse. An identity operation that is applied to the
+# unit's *output* runs its backward just before the unit's backward. An identity that is applied to the unit's *input*
+# runs its backward just after the unit's backward:
+#
+# | | first | then | last |
+# | --- | --- | --- | --- |
+# | forward | identity on the input | the unit | identity on the output |
+# | backward | identity on the output: `_before_backward` | the unit | identity on the input: `_after_backward` |
 
 # %%
 if rank == 0:
@@ -429,18 +592,43 @@ prove(two)
 # $$\underbrace{\Psi}_{\text{gather for forward}} + \underbrace{\Psi}_{\text{gather for backward}} +
 # \underbrace{\Psi}_{\text{reduce-scatter}} = 3\Psi, \text{ each times } \tfrac{N-1}{N} .$$
 #
-# Letting go of a unit really frees its memory only if nobody else refers to it. Backward's saved arrays are such
-# references: a matrix product needs its weight again. So a node of the graph keeps the *parameter*, not its values, and
-# asks for them when backward comes. While a unit is away its parameters hold a `placeholder`: a single NaN, which
-# stands for every element. Code that uses a parameter at the wrong time computes NaN.
+# On the bare arrays of 4.4, `weights` now gathers a layer, and the training loop frees it after use, once in forward
+# and once in backward. After the step there is nothing to do:
+
+
+# %%
+def bare_stage_3():
+    chunks = [Parameter(initial(i)[begin:end].copy()) for i in range(LAYERS)]
+    hold("parameters", *(chunk.data for chunk in chunks))
+
+    def weights(i):
+        w = np.empty(ONE)
+        hold("parameters", w)
+        comm.all_gather(chunks[i].data, out=w, algorithm="pairwise")
+        return w.reshape(WIDTH, WIDTH)
+
+    train_layers(weights, reduce_scatter_into(chunks), AdamW(chunks))
+    return weights
+
+
+bits = prove_bare("stage 3", bare_stage_3, (OWNED + ONE, OWNED + ONE, 2 * OWNED), [GATHER, GATHER, SCATTER])
+assert same_bits(bits, bare)
+say("stage 3 has the bits of stage 0, and next to its chunks a rank never holds more than one whole layer")
+
+# %% [markdown]
+# The library adds **prefetch**: while a unit computes, the next one's parameters are on their way, so that two units
+# exist at a time (4.7). It frees a unit although the graph of backward needs it: a matrix product's backward reads the
+# weight, so a node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it
+# makes mistakes visible: while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every
+# element, so that code that uses a parameter at the wrong time computes NaN.
 
 # %%
 from minipar.parallel.fsdp import FullyShardedDataParallel
 
 FSDP = FullyShardedDataParallel
 if rank == 0:
-    show_source(FSDP._before_forward, FSDP._after_forward, FSDP._before_backward, FSDP._after_backward)
     show_source(FSDP._fetch, FSDP._gather, FSDP._release, FSDP._free)
+    show_source(FSDP._before_forward, FSDP._after_forward, FSDP._before_backward, FSDP._after_backward)
 
 # %%
 three = train(3)
@@ -570,17 +758,27 @@ if rank == 0:
     say(f"without prefetch {traced[0][0] * 1e3:.4f} ms, with it {traced[1][0] * 1e3:.4f} ms")
 
 # %% [markdown]
-# Without prefetch, computation stops for each block's gather. In backward the gather even queues behind the
-# reduce-scatter of the block before: a communicator does one thing after the other. With prefetch, a step waits at its
-# two ends only: for the first gathers, before which nothing can compute, and for the last reduce-scatters, after which
-# nothing does.
+# Without prefetch a step takes 1.296 ms, with it 0.873 ms. Without it, computation stops for each block's gather. In
+# backward the gather even queues behind the reduce-scatter of the block before: a communicator does one thing after the
+# other. With prefetch, a step waits at its two ends only: for the first gathers, before which nothing can compute, and
+# for the last reduce-scatters, after which nothing does.
 #
-# Against stages 0 and 1, on three networks:
+# **When is a gather hidden?** Let a unit have $\Psi_u$ parameters of $b$ bytes, and let a rank compute $B$ samples of
+# $T$ tokens at $S$ operations per second. A token costs two operations per parameter, so the forward of a unit takes $2
+# B T \Psi_u / S$ seconds. Meanwhile the next unit, of the same size, is gathered in $\frac{N-1}{N}\, b \Psi_u \beta$
+# seconds and some latency. The gather is hidden if its time is not longer, and $\Psi_u$ cancels:
+#
+# $$B T \;\ge\; \frac{N-1}{N} \cdot \frac{b\, S\, \beta}{2} .$$
+#
+# In backward computation takes twice as long, and a gather and a reduce-scatter are to be hidden: the same condition.
+# Stage 0 hides a reduce-scatter and an all-gather behind backward: the same again. Here $\frac34 \cdot 4 \cdot
+# 10^{12} \beta / 2$ is 375 tokens at 4 GB/s, 1,500 at 1 GB/s and 6,000 at 0.25 GB/s, and $B T$ is 512. So only the
+# fastest of these networks should hide it. Stage 3 next to stages 0 and 1:
 
 # %%
 if rank == 0:
     say("network     stage 0    stage 1    stage 3, no prefetch    stage 3    stage 3 / stage 0")
-    ratio = {}
+    ratio, figures = {}, {}
     for bandwidth in (0.25, 1, 4):
         network = Network(alpha=1e-6, beta=1 / (bandwidth * 1e9))
         rows, _ = run_local(DEVICES, simulate, clock="model", network=network)[0]
@@ -588,24 +786,30 @@ if rank == 0:
         assert COMPUTATION < zero <= first and on < off
         assert 2 * nbytes == 3 * zero_bytes and 2 * messages == 3 * zero_messages
         ratio[bandwidth] = on / zero
+        figures[bandwidth] = [round(seconds * 1e3, 3) for seconds in (zero, first, off, on)]
+        needed = Fraction(DEVICES - 1, DEVICES) * 4 * int(SPEED) / int(bandwidth * 1e9) / 2  # tokens
+        assert needed == {0.25: 6000, 1: 1500, 4: 375}[bandwidth]
+        assert (abs(ratio[bandwidth] - 1) < 1e-9) == (BATCH * LENGTH >= needed)
         a, b, c, d = (f"{seconds * 1e3:.3f} ms" for seconds in (zero, first, off, on))
         say(f"{bandwidth:>4} GB/s {a:>9} {b:>10} {c:>23} {d:>10} {ratio[bandwidth]:>20.2f}")
     say(
         f"computation alone: {COMPUTATION * 1e3:.3f} ms; stage 3 sends {nbytes / zero_bytes} times the bytes of stage 0"
     )
     assert rows == traced  # the model clock is exact: the same again, to its last bit
-    assert abs(ratio[4] - 1) < 1e-9 and ratio[0.25] > 1.3
+    assert figures[4] == [0.873, 0.994, 1.296, 0.873] and round(COMPUTATION * 1e3, 3) == 0.755
+    assert figures[0.25] == [5.726, 5.726, 8.740, 7.985] and round(ratio[0.25], 2) == 1.39
 
 # %% [markdown]
-# On the fastest of these networks stage 3 costs *nothing*, although it sends half as much again. The second gather
-# hides under computation, and what cannot hide is the same in both: the embedding's unit and the first block's. Stage 0
-# all-reduces them after the last computation. Stage 3 gathers them before the first one and reduce-scatters them after
-# the last. On a slow network the wire is the bottleneck, and the ratio goes towards $3\Psi / 2\Psi = 1.5$: nothing
-# hides what takes longer than the computation.
+# On the fastest of these networks stage 3 costs *nothing*, although it sends half as much again: both take 0.873 ms, of
+# which 0.755 ms are computation. The second gather hides under computation, and what cannot hide is the same in both:
+# the embedding's unit and the first block's. Stage 0 all-reduces them after the last computation. Stage 3 gathers them
+# before the first one and reduce-scatters them after the last. At 0.25 GB/s the wire is the bottleneck: 5.7 ms become
+# 8.0 ms, 1.39 times as much, and the ratio goes towards $3\Psi / 2\Psi = 1.5$: nothing hides what takes longer than the
+# computation.
 #
-# And on a fast network stage 1 is slower than stage 0, with the same bytes. Stage 0 does its whole all-reduce during
-# backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing computes. (Megatron can
-# overlap it with the next forward, `--overlap-param-gather`. Stage 3 does so by its nature.)
+# And on a fast network stage 1 is slower than stage 0, with the same bytes: 0.994 ms. Stage 0 does its whole all-reduce
+# during backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing computes.
+# (Megatron can overlap it with the next forward, `--overlap-param-gather`. Stage 3 does so by its nature.)
 #
 # ## 4.8 What no stage divides
 #
@@ -673,14 +877,14 @@ if N > 1:
 # %% [markdown]
 # ## 4.10 Gradient accumulation, and why pipelines object
 #
-# Let a rank run $M$ microbatches per step and add up their gradients. In stages 0 and 1, `no_sync` keeps them in the
+# Let a rank run $m$ microbatches per step and add up their gradients. In stages 0 and 1, `no_sync` keeps them in the
 # full gradient and sends once. In stages 2 and 3 there is no full gradient to add to. There are two ways out:
 #
 # - **Keep it whole while accumulating** (`no_sync`). Bytes: one reduce-scatter. Memory: $\Psi$ gradients on every rank
 #   until the last backward. The saving of stage 2 is gone.
 #
 # - **Reduce-scatter after every microbatch** (`--sync-every-microbatch`) and add up the chunks. Memory: $\Psi/N$.
-#   Bytes: $M$ reduce-scatters.
+#   Bytes: $m$ reduce-scatters.
 #
 # Stage 3 also gathers parameters for every microbatch, twice:
 #
@@ -688,23 +892,23 @@ if N > 1:
 # | --- | --- | --- | --- |
 # | stage 0, 1 | $\Psi$ | $\Psi$ | $2\Psi$ |
 # | stage 2, `no_sync` | $\Psi$ | $\Psi$ | $2\Psi$ |
-# | stage 2, every microbatch | $M\Psi$ | $\Psi$ | $(M+1)\Psi$ |
-# | stage 3, `no_sync` | $\Psi$ | $2M\Psi$ | $(2M+1)\Psi$ |
-# | stage 3, every microbatch | $M\Psi$ | $2M\Psi$ | $3M\Psi$ |
+# | stage 2, every microbatch | $m\Psi$ | $\Psi$ | $(m+1)\Psi$ |
+# | stage 3, `no_sync` | $\Psi$ | $2m\Psi$ | $(2m+1)\Psi$ |
+# | stage 3, every microbatch | $m\Psi$ | $2m\Psi$ | $3m\Psi$ |
 #
-# One step of each, with $M = 3$:
+# One step of each, with $m = 3$:
 
 # %%
-M = 3
-MANY = ("--global-batch", str(M * N), "--microbatches", str(M))
+m = 3
+MANY = ("--global-batch", str(m * N), "--microbatches", str(m))
 EVERY = "--sync-every-microbatch"
 GRADIENTS = 1  # of memory.KINDS
 cases = {
     "stage 1, no_sync": (train(1, *MANY, steps=1), Psi, 1, 1),
     "stage 2, no_sync": (train(2, *MANY, steps=1), Psi + OWN, 1, 1),
-    "stage 2, every microbatch": (train(2, *MANY, EVERY, steps=1), OWN, M, 1),
-    "stage 3, no_sync": (train(3, *MANY, steps=1), Psi + OWN, 1, 2 * M),
-    "stage 3, every microbatch": (train(3, *MANY, EVERY, steps=1), OWN, M, 2 * M),
+    "stage 2, every microbatch": (train(2, *MANY, EVERY, steps=1), OWN, m, 1),
+    "stage 3, no_sync": (train(3, *MANY, steps=1), Psi + OWN, 1, 2 * m),
+    "stage 3, every microbatch": (train(3, *MANY, EVERY, steps=1), OWN, m, 2 * m),
 }
 for name, (run, elements, reductions, gathers) in cases.items():
     assert most(run, GRADIENTS) == 8 * elements
@@ -733,10 +937,10 @@ if rank == 0:
 # price is in the table.
 #
 # **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ stages its idle fraction is
-# $(p-1)/(M+p-1)$ (chapter 6), so $M$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
-# back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $M$ times per step,
+# $(p-1)/(m+p-1)$ (chapter 6), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
+# back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $m$ times per step,
 # and each time with the work of one microbatch to hide behind. The figures above are this cost, without a pipeline.
-# That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $M$
+# That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $m$
 # is. Chapter 7 takes it up.
 #
 # ## 4.11 Exercises: break it, and see what notices
@@ -866,6 +1070,62 @@ say("\n".join(lines))
 # does not fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units
 # gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.)
 #
+# ## 4.12 PyTorch's names, problems and answers
+#
+# ### PyTorch's names
+#
+# | minipar | PyTorch | DeepSpeed, Megatron-LM |
+# | --- | --- | --- |
+# | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
+# | `shard(model, comm, 2)` | near it: `reshard_after_forward=False` | ZeRO stage 2 |
+# | `fully_shard(model, comm)` | `fully_shard` (FSDP2), `FULL_SHARD` (FSDP1) | ZeRO stage 3 |
+# | unit | a module for which `fully_shard` was called | a submodule |
+# | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
+# | `_gather`, `_release` | `unshard()`, `reshard()` | `GatheredParameters` |
+# | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
+# | `no_sync` | `set_requires_gradient_sync(False)` | |
+# | `Deferred` | the device `meta` | `deepspeed.zero.Init` |
+# | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
+#
+# ### Worked problems
+#
+# 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take
+# 20 GB of each. Which is the first stage that fits?
+#
+# 2. Parameters and gradients travel in fp16. How many GB does each of these GPUs send per step with $m = 8$
+# microbatches: in stage 1; in stage 2 with a reduce-scatter after every microbatch; in stage 3 likewise?
+#
+# 3. A GPU has 60 GB for the model state. How large a model can be trained with stages 1, 2 and 3 on 8 GPUs, and how
+# large on 1,024?
+#
+# 4. 64 GPUs reach $4 \cdot 10^{14}$ operations per second each and send 50 GB/s each, in fp16. How many tokens must a
+# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step take with 4,096 tokens?
+
+# %%
+psi = 13 * 10**9
+say("1. GB per GPU, with 20 GB of activations and buffers:")
+fits = {stage: float(bytes_per_rank(psi, 8, stage)) / 1e9 + 20 for stage in range(4)}
+assert list(fits.values()) == [228, 91.5, 68.75, 46]
+say("  ", {stage: f"{gigabytes:.2f}" for stage, gigabytes in fits.items()}, "so stage 2 is the first below 80 GB")
+
+once_around = psi * 2 * Fraction(7, 8) / 10**9  # GB of one reduce-scatter or all-gather of everything, per GPU
+sent_gb = [float(times * once_around) for times in (2, 8 + 1, 3 * 8)]
+assert sent_gb == [45.5, 204.75, 546]
+say(f"2. {sent_gb[0]}, {sent_gb[1]} and {sent_gb[2]} GB: 2, m + 1 and 3m times {float(once_around)} GB (table in 4.10)")
+
+largest = {ranks: [60e9 / float(bytes_per_rank(1, ranks, stage)) / 1e9 for stage in (1, 2, 3)] for ranks in (8, 1024)}
+assert [round(billions, 1) for billions in largest[8]] == [10.9, 16, 30]
+assert [round(billions, 1) for billions in largest[1024]] == [15, 29.8, 3840]
+for ranks, (first_stage, second_stage, third_stage) in largest.items():
+    say(f"3. {ranks:>4} GPUs: {first_stage:.1f}, {second_stage:.1f} and {third_stage:.1f} billion parameters")
+say("   stages 1 and 2 end at 60/4 and 60/2 billion, however many GPUs there are; stage 3 has no end")
+
+needed = Fraction(63, 64) * 2 * Fraction(4 * 10**14, 50 * 10**9) / 2
+assert needed == 7875 and round(float(needed / 4096), 2) == 1.92
+longer = float(needed / 4096)
+say(f"4. {needed} tokens; with 4,096 the wire is the bottleneck, and a step takes {longer:.2f} times as long")
+
+# %% [markdown]
 # ### For you
 #
 # 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
@@ -877,6 +1137,39 @@ say("\n".join(lines))
 #
 # 3. A run on 8 ranks is to be continued on 6. Which arrays must a checkpoint hold, in which form, and which of this
 # chapter's bits can the continued run not reproduce?
+#
+# ### Answers
+#
+# 1. For the gather of its own buckets, and for nothing else. Start the gathers in the model's order, so that the first
+# unit's comes first. `_fetch` starts a gather and `_gather` waits for it when the unit's forward comes.
+#
+# 2. One all-gather of a block, $\frac{N-1}{N}\Psi_u$ elements. The next cell keeps the block and counts. The peak of
+# the step does not rise, because the library gathers the last block again already when the head's forward begins, so
+# that it is there for backward: it is away for a moment only. The first block would stay through all of forward and
+# backward.
+#
+# 3. Parameters, both means of AdamW, the number of the step, and the position in the data. Each array is stored under
+# its parameter's name as elements of the *whole* parameter, because 6 ranks cut chunks in other places than 8. The sums
+# over ranks have other terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits
+# from those of a run that stays on 8. What is restored (parameters and means) has the same bits.
+
+
+# %%
+class KeepsLastBlock(FSDP):
+    def _after_forward(self, unit):
+        if unit.part is not self.model.parts[-2]:  # the last part is the head
+            super()._after_forward(unit)
+
+
+def top(run):
+    return max(sum(held) for _, held in run.ledger.moments)
+
+
+kept = train(3, wrapper=KeepsLastBlock)
+saved = sum(three.sent.values()) - sum(kept.sent.values())
+assert same_bits(kept.bits(), plain.bits())
+assert saved == wire_bytes("all_gather", "pairwise", BUCKETS[0], 8, N, rank)  # the last block's bucket
+say(f"2. the same bits, {saved:,} bytes less per step; at the peak {top(kept):,} bytes, before {top(three):,}")
 
 # %% tags=["active-ipynb"]
 # %autopx
