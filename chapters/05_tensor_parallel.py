@@ -24,6 +24,9 @@
 #
 # Run it as `mpirun -n 8 python chapters/05_tensor_parallel.py`, with any number of ranks. With one rank a "part" is the
 # whole, nothing is sent, and the claims say little.
+#
+# Letters: $t$ tensor-parallel ranks, $r$ one of them; $B$ samples of $T$ tokens, $N = BT$; $h$ elements per token, $L$
+# layers, $V$ words in the vocabulary; $\alpha$ and $\beta$ seconds per message and per byte; $w$ bytes per element.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -55,8 +58,7 @@ say(f"{t} rank{'s' if t > 1 else ''}")
 
 # %% [markdown]
 # The model is a GPT-2 of toy size. Its heads and its sequence must be divisible by $t$, so we choose both as small
-# multiples of it. The vocabulary is prime, so that nothing divides it. Throughout: $B$ samples of $T$ tokens, $N = BT$
-# tokens in all, hidden size $h$, vocabulary $V$, $L$ layers.
+# multiples of it. The vocabulary is prime, so that nothing divides it.
 
 # %%
 import numpy as np
@@ -73,46 +75,51 @@ say(f"h = {h}, {HEADS} heads, T = {T}, V = {V}")
 # %% [markdown]
 # ## 5.1 Columns, then rows
 #
-# The MLP of a Transformer is $Z = \mathrm{gelu}(XA)\,B$, with $X$ of $N \times h$, $A$ of $h \times 4h$ and $B$ of
-# $4h \times h$. Cut $A$ by **columns** and $B$ by **rows**:
+# The MLP of a Transformer is $Z = \mathrm{gelu}(XA)\,D$, with $X$ of $N \times h$, $A$ of $h \times 4h$ and $D$ of
+# $4h \times h$ (its biases come in 5.2). Cut $A$ by **columns** and $D$ by **rows**:
 #
-# $$A = [\,A_1 \mid A_2\,], \qquad B = \begin{bmatrix} B_1 \\ B_2 \end{bmatrix}, \qquad
+# $$A = [\,A_1 \mid A_2\,], \qquad D = \begin{bmatrix} D_1 \\ D_2 \end{bmatrix}, \qquad
 # XA = [\,XA_1 \mid XA_2\,].$$
 #
 # Two facts. gelu works element by element, so it works on blocks of columns: $Y = \mathrm{gelu}(XA) =
 # [\,\mathrm{gelu}(XA_1) \mid \mathrm{gelu}(XA_2)\,] = [\,Y_1 \mid Y_2\,]$. And a product of a row of blocks with a
 # column of blocks is the sum of the blocks' products:
 #
-# $$Z = YB = Y_1 B_1 + Y_2 B_2 .$$
+# $$Z = YD = Y_1 D_1 + Y_2 D_2 .$$
 #
-# Rank $r$ computes $Y_r B_r$ from $X$, without asking anybody. One sum at the end, one all-reduce, gives $Z$. Here it
+# Rank $r$ computes $Y_r D_r$ from $X$, without asking anybody. One sum at the end, one all-reduce, gives $Z$. Here it
 # is with plain arrays, all blocks in one process:
 
 # %%
-from minipar.autograd import Tensor, gelu
-
 random = np.random.default_rng(0)
-X, A, bottom = random.normal(size=(N, h)), random.normal(size=(h, 4 * h)), random.normal(size=(4 * h, h))
+X, A, D = random.normal(size=(N, h)), random.normal(size=(h, 4 * h)), random.normal(size=(4 * h, h))
 BLOCKS = max(t, 2)
 
 
+def gelu_array(x):
+    """GPT-2's gelu of an array, x (1 + tanh u) / 2 with u = s (x + c x^3), and its slope."""
+    c, s = 0.044715, np.sqrt(2 / np.pi)
+    tanh = np.tanh((x * x * c + 1) * x * s)
+    slope = ((x * x * (3 * c * s) + s) * x * (1 - tanh) + 1) * (2 - (1 - tanh)) * 0.5
+    return (tanh + 1) * x * 0.5, slope
+
+
 def act(x):
-    """gelu of an array."""
-    return gelu(Tensor(x)).data
+    return gelu_array(x)[0]
 
 
 def off(a, b):
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-Z = act(X @ A) @ bottom
-columns, rows = np.array_split(A, BLOCKS, axis=1), np.array_split(bottom, BLOCKS, axis=0)
-parts = [act(X @ a) @ b for a, b in zip(columns, rows, strict=True)]
+Z = act(X @ A) @ D
+columns, rows = np.array_split(A, BLOCKS, axis=1), np.array_split(D, BLOCKS, axis=0)
+parts = [act(X @ a) @ d for a, d in zip(columns, rows, strict=True)]
 assert off(sum(parts), Z) < 1e-13
-say(f"columns, then rows: the sum of {BLOCKS} ranks' Y_r B_r is Z; relative difference {off(sum(parts), Z):.1e}")
+say(f"columns, then rows: the sum of {BLOCKS} ranks' Y_r D_r is Z; relative difference {off(sum(parts), Z):.1e}")
 
 # %% [markdown]
-# The other order, $A$ by rows and $B$ by columns, needs $X$ cut by columns. Each rank then has a *partial sum* $X_r
+# The other order, $A$ by rows and $D$ by columns, needs $X$ cut by columns. Each rank then has a *partial sum* $X_r
 # A_r$ of the same elements, and
 #
 # $$\mathrm{gelu}(X_1 A_1 + X_2 A_2) \neq \mathrm{gelu}(X_1 A_1) + \mathrm{gelu}(X_2 A_2).$$
@@ -122,8 +129,8 @@ say(f"columns, then rows: the sum of {BLOCKS} ranks' Y_r B_r is Z; relative diff
 # %%
 slices, rows_first = np.array_split(X, BLOCKS, axis=1), np.array_split(A, BLOCKS, axis=0)
 partial_sums = [x @ a for x, a in zip(slices, rows_first, strict=True)]
-early = sum(act(part) for part in partial_sums) @ bottom  # gelu on partial sums
-late = act(sum(partial_sums)) @ bottom  # an all-reduce of N x 4h elements first
+early = sum(act(part) for part in partial_sums) @ D  # gelu on partial sums
+late = act(sum(partial_sums)) @ D  # an all-reduce of N x 4h elements first
 assert off(early, Z) > 0.1 and off(late, Z) < 1e-13
 say(f"rows, then columns, gelu before the sum: off by {off(early, Z):.0%}; after it: {off(late, Z):.1e}")
 
@@ -144,47 +151,90 @@ say(f"rows, then columns, gelu before the sum: off by {off(early, Z):.0%}; after
 # | $g$, `reduce_from` | all-reduce | identity |
 #
 # They are *conjugate*: the backward of one is the forward of the other. (A copy is the matrix $[I\; I]^\top$, a sum is
-# $[I\; I]$; backward multiplies by the transpose.) As autograd Functions:
+# $[I\; I]$; backward multiplies by the transpose.)
+#
+# The two layers are a few lines each on plain arrays. Each has a backward, and $f$ and $g$ are the two places where
+# `all_reduce` stands. Mind the biases. A column layer's bias belongs to its columns and is cut with them. A row
+# layer's bias belongs to the sum: it must be added **once**, so after the all-reduce, by everybody alike. Added before
+# the sum, on every rank, it would count $t$ times (mistake 1 of 5.12).
 
 # %%
-from minipar.parallel.tensor import TensorGroup, copy_to, mappings, reduce_from
-
-if rank == 0:
-    show_source(mappings._CopyTo, mappings._ReduceFrom)
-
-group = TensorGroup(comm)  # who shares the layers, and the algorithm of their sums: "ring" or "ordered"
-A_r, B_r = (columns[rank], rows[rank]) if t > 1 else (A, bottom)
+from minipar.comm import wire_bytes
 
 
-def mlp(x, a, b, into, out_of):
-    """gelu(x a) b between two mappings; returns (z, the three gradients of (z*z).sum()/2)."""
-    x, a, b = (Tensor(array, requires_grad=True) for array in (x, a, b))
-    z = out_of(gelu(into(x) @ a) @ b)
-    z.backward(z.data)
-    return z.data, x.grad, a.grad, b.grad
+def all_reduce(x):
+    """Return the sum of all ranks' x, over chapter 2's ring."""
+    return comm.all_reduce(x.copy(), algorithm="ring")
 
+
+def column_forward(x, w, b):  # x (N, i) is whole; w (i, o/t) and b (o/t,) are this rank's columns
+    return x @ w + b  # (N, o/t); f sends nothing
+
+
+def column_backward(x, w, dy):  # dy (N, o/t) -> the gradients of x, w and b
+    return all_reduce(dy @ w.T), x.T @ dy, dy.sum(axis=0)  # f: every rank has a term of x's gradient
+
+
+def row_forward(x, w, b):  # x (N, i/t) and w (i/t, o) are this rank's; b (o,) is whole
+    return all_reduce(x @ w) + b  # (N, o); g: every rank has a term of the result
+
+
+def row_backward(x, w, dz):  # dz (N, o) is whole
+    return dz @ w.T, x.T @ dz, dz.sum(axis=0)  # g sends nothing
+
+
+bias_a, bias_d, dZ = random.normal(size=4 * h), random.normal(size=h), random.normal(size=(N, h))
+mine = slice(rank * 4 * h // t, (rank + 1) * 4 * h // t)  # this rank's columns of A and rows of D
+A_r, bias_r, D_r = A[:, mine].copy(), bias_a[mine], D[mine]
 
 comm.traffic.reset()
-z, dx, da, db = mlp(X, A_r, B_r, lambda x: copy_to(x, group), lambda x: reduce_from(x, group))
-sent = comm.traffic.bytes()
-z1, dx1, da1, db1 = mlp(X, A, bottom, lambda x: x, lambda x: x)  # one device
+y, slope = gelu_array(column_forward(X, A_r, bias_r))
+z = row_forward(y, D_r, bias_d)
+sent_forward = comm.traffic.bytes()
+dy, dD_r, dbias_d = row_backward(y, D_r, dZ)
+dXA_r = dy * slope
+dX, dA_r, dbias_r = column_backward(X, A_r, dXA_r)
+sent_backward = comm.traffic.bytes() - sent_forward
 
-cut = slice(rank * 4 * h // t, (rank + 1) * 4 * h // t)
-for mine, whole in ((z, z1), (dx, dx1), (da, da1[:, cut]), (db, db1[cut])):
-    assert off(mine, whole) < 1e-12
-say(f"MLP over {t} ranks = one device: Z, dX, dA and dB within {off(dx, dx1):.1e}; rank 0 sent {sent:,} bytes")
+Y, Slope = gelu_array(X @ A + bias_a)  # one device
+dXA = dZ @ D.T * Slope
+for what, part, whole in (
+    ("Z", z, Y @ D + bias_d),
+    ("dX", dX, dXA @ A.T),
+    ("dA", dA_r, (X.T @ dXA)[:, mine]),
+    ("dD", dD_r, (Y.T @ dZ)[mine]),
+    ("bias of A", dbias_r, dXA.sum(axis=0)[mine]),
+    ("bias of D", dbias_d, dZ.sum(axis=0)),
+):
+    assert off(part, whole) < 1e-12, what
+assert (
+    sent_forward == sent_backward == wire_bytes("all_reduce", "ring", N * h, 8, t, rank) == 2 * N * h * (t - 1) // t * 8
+)
+say(f"MLP over {t} ranks = one device, with all gradients: dX within {off(dX, dXA @ A.T):.1e}")
+say(f"each rank sent {sent_forward:,} bytes in forward, {sent_backward:,} in backward: 2 N h (t-1)/t elements each")
 
 # %% [markdown]
 # The weights' gradients need no communication at all. That is the other half of the idea: a rank's part of the
 # parameters, of their gradients and of the optimizer's state is its own.
 #
-# minipar has four such mappings; the last two cut and join along a dim. Each says what it sends. With $n$ elements in
-# the whole activation, an all-reduce sends $2n\frac{t-1}{t}$ per rank, an all-gather or reduce-scatter half of that
-# (chapter 2). Let us count:
+# In the library $f$ and $g$ are autograd Functions:
 
 # %%
-from minipar.parallel.tensor import all_gather, reduce_scatter
+from minipar.parallel.tensor import TensorGroup, all_gather, copy_to, mappings, reduce_from, reduce_scatter
 
+if rank == 0:
+    show_source(mappings._CopyTo, mappings._ReduceFrom)
+
+# %% [markdown]
+# A `TensorGroup` is the communicator and the algorithm of its sums, `ring` or `ordered`. As Functions $f$ and $g$ can
+# stand between any operations, and autograd calls their backward. minipar has four such mappings, of which the last two
+# cut and join along a dim (5.9 needs them). With $n$ elements in the whole activation, an all-reduce sends
+# $2n\frac{t-1}{t}$ per rank, an all-gather or reduce-scatter half of that (chapter 2):
+
+# %%
+from minipar.autograd import Tensor
+
+group = TensorGroup(comm)
 n = t * N * h
 whole, part = np.ones((t, N, h)), np.ones((1, N, h))
 unit = n * (t - 1) // t * 8  # bytes of an all-gather or a reduce-scatter
@@ -207,19 +257,32 @@ for mapping, x, forward, backward in (
 # %% [markdown]
 # ## 5.3 A layer of each kind
 #
-# `ColumnParallelLinear` begins with $f$, `RowParallelLinear` ends with $g$. (`column_linear` is $f$ and the product in
-# one node; 5.11 says why.)
+# `ColumnParallelLinear` begins with $f$, `RowParallelLinear` ends with $g$. With the weights of 5.2 they must give the
+# bits of 5.2.
 
 # %%
+from minipar.autograd import gelu
 from minipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 if rank == 0:
     show_source(ColumnParallelLinear.forward, RowParallelLinear.forward)
 
+up = ColumnParallelLinear(h, 4 * h, comm, name="up", dtype="float64")
+down = RowParallelLinear(4 * h, h, comm, name="down", dtype="float64")
+for p, value in ((up.weight, A_r), (up.bias, bias_r), (down.weight, D_r), (down.bias, bias_d)):
+    p.data[...] = value
+x_library = Tensor(X[None], requires_grad=True)  # (1, N, h)
+z_library = down(gelu(up(x_library)))
+z_library.backward(dZ[None])
+assert np.array_equal(z_library.data[0], z) and np.array_equal(x_library.grad[0], dX)
+assert np.array_equal(up.weight.grad, dA_r) and np.array_equal(down.weight.grad, dD_r)
+assert off(up.bias.grad, dbias_r) < 1e-12 and off(down.bias.grad, dbias_d) < 1e-12
+say("the library's layers give the bits of the plain functions: Z, dX, dA, dD")
+
 # %% [markdown]
-# Mind the biases. A column layer's bias belongs to its columns and is cut with them. A row layer's bias belongs to the
-# sum: it must be added **once**, so after the all-reduce, by everybody alike. Added before, on every rank, it would
-# count $t$ times (exercise 1).
+# What does the library add? A layer's weights are Parameters that know which part of the serial model they are (5.4).
+# `column_linear` is $f$ and the product in one node, so that backward can send while it computes (5.11). And with
+# `sequence` the two ends, `enter` and `leave`, become the mappings of sequence parallelism (5.9).
 #
 # ### Heads
 #
@@ -235,9 +298,10 @@ from minipar.parallel.placement import Shard
 
 names = np.array([f"{which}{head}" for which in "qkv" for head in range(4)])  # the columns of 4 heads, one for each
 for label, groups in (("cut straight", 1), ("a cut of 3 stretches", 3)):
-    held = [names[Shard(rank=r, ranks=2, dim=0, size=12, groups=groups).part(np.arange(12))] for r in range(2)]
+    held = [np.concatenate([np.split(stretch, 2)[r] for stretch in np.split(names, groups)]) for r in range(2)]
     say(f"{label:<21} rank 0: {' '.join(held[0])}    rank 1: {' '.join(held[1])}")
 assert [name[1] for name in held[0]] == ["0", "1"] * 3
+assert [list(Shard(r, 2, dim=0, size=12, groups=3).part(names)) for r in range(2)] == [list(part) for part in held]
 
 # %% [markdown]
 # The first is useless: rank 0 has the queries of four heads and no value. In the second each of $q$, $k$, $v$ is cut
@@ -326,34 +390,97 @@ if rank == 0:
 # logits of its tokens.
 #
 # **Loss.** One could gather the logits, $N V$ values, by far the largest activation of the model. But the loss of a
-# token needs only three values of its row: with $m = \max_v z_v$,
+# token needs only three values of its row: with $\mu = \max_v z_v$,
 #
-# $$\ell = \log \sum_v e^{z_v - m} - (z_{\text{target}} - m).$$
+# $$\ell = \log E - (z_{\text{target}} - \mu), \qquad E = \sum_v e^{z_v - \mu}.$$
 #
 # Why the maximum? Without it $e^{z_v}$ overflows, in float32 for every logit above 88.7, and the loss is infinite. To
-# subtract a constant $m$ from all logits of a row and add it again behind the logarithm changes nothing in exact
-# arithmetic. With the largest logit as $m$, no term is above 1 and one of them is 1.
+# subtract a constant $\mu$ from all logits of a row and add it again behind the logarithm changes nothing in exact
+# arithmetic, because $\log\sum_v e^{z_v} = \log\big(e^\mu \sum_v e^{z_v-\mu}\big) = \mu + \log E$. With the largest
+# logit as $\mu$, no term is above 1 and one of them is 1.
 #
-# Why must all ranks use the *same* $m$? Rank $r$ adds up $e^{z_v - m_r}$ over its own tokens. Two such sums with
-# different $m_r$ are in different units, $e^{-m_r}$, and cannot be added. (One could multiply each by $e^{m_r - m}$
-# first, but that needs $m$ as well.) So the maximum over all ranks comes first.
+# Why must all ranks use the *same* $\mu$? Rank $r$ adds up $e^{z_v - \mu_r}$ over its own tokens. Two such sums with
+# different $\mu_r$ are in different units, $e^{-\mu_r}$, and cannot be added. (One could multiply each by $e^{\mu_r -
+# \mu}$ first, but that needs $\mu$ as well.) So the maximum over all ranks comes first. One token with four logits:
+
+# %%
+z4 = np.array([100, 20, 99, 5], np.float32)  # rank 0 has the first two, rank 1 the others
+true = 100 + np.log(1 + np.exp(-80.0) + np.exp(-1.0) + np.exp(-95.0))  # log of the sum of exponentials, in float64
+with np.errstate(over="ignore"):
+    plain = np.log(np.exp(z4).sum())
+    assert np.isfinite(np.exp(np.float32(88.7))) and np.isinf(np.exp(np.float32(88.8)))
+one_maximum = z4.max() + np.log(np.exp(z4 - z4.max()).sum())
+tops = z4.reshape(2, 2).max(axis=1)
+sums = np.exp(z4.reshape(2, 2) - tops[:, None]).sum(axis=1)  # each rank's with its own maximum
+two_maxima = z4.max() + np.log(sums.sum())
+rescaled = z4.max() + np.log((sums * np.exp(tops - z4.max())).sum())
+assert np.isinf(plain) and abs(one_maximum - true) < 1e-4 and abs(rescaled - true) < 1e-4
+assert round(float(true), 3) == 100.313 and round(float(two_maxima), 3) == 100.693
+say(f"log sum exp in float64       {true:.3f}")
+say(f"float32, without the maximum {plain}\nwith it                      {one_maximum:.3f}")
+say(f"each rank its own maximum    {two_maxima:.3f}\nthe same, sums rescaled      {rescaled:.3f}")
+
+# %% [markdown]
+# The sum without the maximum is infinite. With two different maxima it is 100.693 where 100.313 is right, and the error
+# looks harmless.
 #
-# A maximum over ranks, a sum of exponentials over ranks, and the target's logit from the one rank that has it. Two
-# small all-reduces: $N$ maxima; then $2N$ sums. Backward, $\mathrm{softmax} - \mathrm{onehot}$, is local.
+# So the ranks need a maximum over ranks, a sum of exponentials over ranks, and the target's logit from the one rank
+# that has it. These are two small all-reduces: $N$ maxima; then $2N$ sums. **Backward** sends nothing:
+#
+# $$\frac{\partial \ell}{\partial z_v} = \frac{\partial \log E}{\partial z_v} - [v = \text{target}] =
+# \frac{e^{z_v - \mu}}{E} - [v = \text{target}],$$
+#
+# because $\mu$ cancels in $\ell$. A rank knows $\mu$ and $E$ of each token since forward. In one cell, on plain arrays;
+# here the vocabulary is cut as evenly as it can be:
+
+
+# %%
+def split_loss(logits, targets, first):
+    """Cross entropy of this rank's logits (N, V/t), whose first token is `first`: (sum over N, gradient)."""
+    row = np.arange(len(logits))
+    top = comm.all_reduce(logits.max(axis=1), op="max", algorithm="ring")  # (N,)
+    exponentials = np.exp(logits - top[:, None])  # (N, V/t)
+    own = (targets >= first) & (targets < first + logits.shape[1])
+    column = np.where(own, targets - first, 0)
+    sums = np.stack([exponentials.sum(axis=1), np.where(own, logits[row, column] - top, 0)])  # (2, N)
+    sums = comm.all_reduce(sums, algorithm="ring")
+    gradient = exponentials / sums[0][:, None]
+    gradient[row, column] -= own  # softmax - onehot
+    return (np.log(sums[0]) - sums[1]).sum(), gradient
+
+
+z_whole, goal = random.normal(0, 5, (N, V)), random.integers(0, V, N)
+words = np.array_split(np.arange(V), t)[rank]
+comm.traffic.reset()
+loss, gradient = split_loss(z_whole[:, words], goal, words[0])
+assert comm.traffic.bytes() == sum(wire_bytes("all_reduce", "ring", k * N, 8, t, rank) for k in (1, 2))
+
+total = np.exp(z_whole).sum(axis=1, keepdims=True)  # one device; logits below 25 do not overflow in float64
+one_loss = (np.log(total[:, 0]) - z_whole[np.arange(N), goal]).sum()
+one_gradient = np.exp(z_whole) / total - np.eye(V)[goal]
+assert abs(loss / one_loss - 1) < 1e-13 and off(gradient, one_gradient[:, words]) < 1e-13
+say(f"split loss = the whole one, its gradient within {off(gradient, one_gradient[:, words]):.1e}")
+say(f"rank 0 sent {comm.traffic.bytes():,} bytes: N maxima and 2 N sums, and nothing in backward")
+
+# %% [markdown]
+# The library's embedding, and the forward of its loss:
 
 # %%
 from minipar.parallel.tensor import VocabParallelEmbedding, layers
 
 if rank == 0:
-    show_source(VocabParallelEmbedding.forward, layers._VocabParallelCrossEntropy)
+    show_source(VocabParallelEmbedding.forward, layers._VocabParallelCrossEntropy.forward)
 
 # %% [markdown]
-# $V = 257$ is not divisible. The matrix gets rows of zeros up to the next multiple, and their logits are set to
-# $-\infty$, so that their $e^z$ is 0 in every softmax: the loss does not change, and no gradient reaches them.
+# What does the library's version add? Targets that do not count (`IGNORE_INDEX`) have the loss 0. The exponentials
+# overwrite the logits' copy, so that only one array of $N \times V/t$ is kept for backward. And every rank has as many
+# rows: as $V = 257$ is not divisible, the matrix gets rows of zeros up to the next multiple, and their logits are set
+# to $-\infty$, so that their $e^z$ is 0 in every softmax. The loss does not change, and no gradient reaches them. On
+# the library's logits the plain function gives the library's bits, and gathering the logits would send about $V/6$
+# times as many bytes.
 
 # %%
 from minipar.autograd import cross_entropy_sum
-from minipar.comm import wire_bytes
 
 inputs, targets = random.integers(0, V, (2, B, T))
 
@@ -362,6 +489,8 @@ comm.traffic.reset()
 loss = model.criterion(logits, targets)
 small = comm.traffic.bytes()
 assert small == sum(wire_bytes("all_reduce", "ring", k * N, 8, t, rank) for k in (1, 2))
+local = logits.data.reshape(N, -1)
+assert split_loss(local, targets.reshape(-1), rank * local.shape[1])[0] == loss.item()
 
 comm.traffic.reset()
 gathered = np.concatenate(list(comm.all_gather(logits.data, algorithm="ring").reshape(t, B, T, -1)), axis=-1)
@@ -372,10 +501,7 @@ assert np.isneginf(gathered[..., V:]).all() and np.isfinite(gathered[..., :V]).a
 say(f"rows of wte: {V}, padded to {gathered.shape[-1]}; the {gathered.shape[-1] - V} new logits are -inf")
 say(f"the loss, with the logits gathered or not, within {off(loss.data, one_loss.data):.1e}")
 say(f"sent by rank 0 for the loss: {small:,} bytes; gathering the logits would take {large:,}")
-if t > 1:
-    everyone = [float(comm.all_reduce(np.array([float(x)]))[0]) for x in (small, large)]
-    assert everyone[0] == 6 * N * 8 * (t - 1) and everyone[1] == gathered.size * 8 * (t - 1)
-    say(f"over all ranks {everyone[1] / everyone[0]:.0f} times as much, about V/6; for GPT-2's V: {50257 / 6:,.0f}")
+assert large == wire_bytes("all_gather", "ring", gathered.size, 8, t, rank)
 
 # %% [markdown]
 # ## 5.6 The proof
@@ -427,7 +553,7 @@ say(f"{len(one)} gradients equal within {difference:.1e} (worst: {where}); {len(
 # ### Why not bit for bit?
 #
 # Data parallelism could promise the bits of one device (chapter 3). Here it cannot. One device computes an element of
-# $YB$ in one go, as $((y_1 b_1 + y_2 b_2) + y_3 b_3) + \dots$ over all $4h$ terms. With the terms split over ranks each
+# $YD$ in one go, as $((y_1 d_1 + y_2 d_2) + y_3 d_3) + \dots$ over all $4h$ terms. With the terms split over ranks each
 # sums its own, then the ranks' sums are added: $(a+b)+(c+d)$ against $((a+b)+c)+d$. One device could be made to sum in
 # blocks too, but it would then no longer be the plain matrix product that everybody calls.
 #
@@ -509,9 +635,10 @@ say(f"a layer: 8 B T h (t-1)/t = {layer // 8:,} elements = {layer:,} bytes")
 say(f"the step: {sum(traffic.values()):,} bytes counted = {L} layers + embedding and head {ends:,} + loss {losses:,}")
 
 # %% [markdown]
-# Compare data parallelism: $2\Psi\frac{p-1}{p}$ elements per *step*, whatever the batch. A layer has $12h^2$
-# parameters, so there it is $24h^2$ per layer, here $8BTh$ per layer and *microbatch*. Tensor parallelism sends more as
-# soon as a rank processes more than $3h$ tokens, and it does so within the layer, where everybody waits.
+# Compare data parallelism over $d$ ranks: $2\Psi\frac{d-1}{d}$ elements per *step*, whatever the batch. A layer has
+# $12h^2$ parameters, so there it is $24h^2$ per layer, here $8BTh$ per layer and *microbatch*. Tensor
+# parallelism sends more as soon as a rank processes more than $3h$ tokens, and it does so within the layer, where
+# everybody waits.
 #
 # ## 5.8 Dropout
 #
@@ -552,7 +679,35 @@ say(f"gradients within {worst(many, one)[0]:.1e}")
 # The borders are chapter 2's identity, *all-reduce = reduce-scatter + all-gather*. Where a row layer all-reduced, it
 # now reduce-scatters: the sum, and of it the own tokens. Where a column layer copied, it now all-gathers. Backward
 # mirrors it. So a layer has four all-gathers and four reduce-scatters in the place of four all-reduces: **the same
-# bytes**.
+# bytes**. The MLP of 5.2 once more on plain arrays, where each rank begins and ends with its own $N/t$ rows:
+
+
+# %%
+def gather(x):
+    """Join the ranks' tokens: (N/t, h) -> (N, h)."""
+    return comm.all_gather(np.ascontiguousarray(x), algorithm="ring").reshape(N, -1)
+
+
+def sum_part(x):
+    """Return this rank's tokens of the sum over the ranks: (N, h) -> (N/t, h)."""
+    return comm.reduce_scatter(np.ascontiguousarray(x), algorithm="ring").reshape(N // t, -1)
+
+
+own = slice(rank * N // t, (rank + 1) * N // t)
+comm.traffic.reset()
+y, slope = gelu_array(gather(X[own]) @ A_r + bias_r)  # (N, 4h/t)
+z_own = sum_part(y @ D_r) + bias_d  # (N/t, h)
+dz = gather(dZ[own])
+dx_own = sum_part(dz @ D_r.T * slope @ A_r.T)
+assert comm.traffic.bytes() == sent_forward + sent_backward  # of 5.2
+assert off(z_own, z[own]) < 1e-12 and off(dx_own, dX[own]) < 1e-12
+dbias_own = dZ[own].sum(axis=0)  # the bias's gradient covers this rank's tokens only
+assert off(all_reduce(dbias_own), dbias_d) < 1e-12
+say(f"each rank's {N // t} of {N} tokens as in 5.2, with the same {sent_forward + sent_backward:,} bytes")
+
+# %% [markdown]
+# The library's mappings, and the two functions that choose between them. They add the dim to cut along and autograd's
+# backward; the rest of the layers does not change.
 
 # %%
 if rank == 0:
@@ -707,6 +862,20 @@ if rank == 0:
 # with smaller parameters. One thing must know of both, the gradient norm for clipping. It is a loop over the
 # parameters' placements: the squares of split parameters are summed over tp; replicated ones count once.
 
+
+# %%
+def squares(*arrays):
+    return sum(float((array * array).sum()) for array in arrays)
+
+
+norm = np.sqrt(all_reduce(np.array([squares(dA_r, dbias_r, dD_r)]))[0] + squares(dbias_d))  # of the MLP of 5.2
+one_norm = np.sqrt(squares(X.T @ dXA, dXA.sum(axis=0), Y.T @ dZ, dZ.sum(axis=0)))
+assert abs(norm / one_norm - 1) < 1e-13
+say(f"the norm of 5.2's gradients: {norm:.6f} on {t} ranks, {one_norm:.6f} on one device")
+
+# %% [markdown]
+# The library's loop does the same for each parameter's placement, and knows dp and pp as well:
+
 # %%
 from minipar.parallel import grad_norm
 
@@ -763,103 +932,45 @@ for flags in ([], ["--sequence-parallel", "--zero-stage", "1"], ["--sequence-par
 # The first term falls as $1/t$. The second tends to $8\beta M$ plus a latency that grows. Which wins depends on the
 # link.
 #
-# ### A model in scale 1:64
+# ### The program on a clock
 #
-# We run the *real program* on the `model` clock of chapter 3, where products cost operations / speed and messages
-# $\alpha + \beta n$. Our NumPy model is small, but we can set the clock as for a large one: every length ($T$, $h$,
-# $V$) stands for one 64 times as long. Then every matrix product stands for one with $64^3$ times the operations, and
-# every activation for one with $64^2$ times the bytes (halved: 16 bit for float32). So a model of $h = 96$, $T = 32$ is
-# a scale model of $h = 6144$, $T = 2048$, about the width of a 20-billion-parameter GPT; two layers are enough, more
-# would add the same again.
-#
-# A function in the place of `matmul` charges each product to the clock of the rank that runs in its thread. LayerNorm,
-# gelu and the optimizer cost nothing here.
-#
-# The numbers. **Speed**: $4\cdot10^{14}$ operations/s, an *assumption*: 40 % of the 989 TFLOP/s that NVIDIA's data
-# sheet gives for an H100 (dense bfloat16). **Bandwidth**, per direction: the same sheet gives NVLink 4 900 GB/s in both
-# directions together, so 450; the nominal rates of NDR InfiniBand, 400 Gb/s = 50 GB/s, and of 100-gigabit Ethernet,
-# 12.5 GB/s.
-# **Latency**: 3, 5 and 30 microseconds per message are *assumptions* about their order of magnitude.
+# Before we trust a formula, we compare it with the *real program* on the `model` clock of chapter 3, where products
+# cost operations / speed and messages $\alpha + \beta n$ (`tensor_clock.py` next to this chapter charges the products).
+# LayerNorm, gelu and the optimizer cost nothing here. As our NumPy model is small, so are the clock's speeds.
 
 # %%
-from contextvars import ContextVar
-from unittest.mock import patch
+from chapters.tensor_clock import simulate
 
-from minipar.autograd import linear
-from minipar.backend import xp
-from minipar.comm import Network
-
-SCALE, SPEED, LAYERS = 64, 400e12, 2
-MODEL = GPTConfig(vocab_size=480, n_positions=32, n_embd=96, n_layer=LAYERS, n_head=24)
-LINKS = {
-    "NVLink 4, 450 GB/s": (3e-6, 450e9),
-    "InfiniBand NDR, 50 GB/s": (5e-6, 50e9),
-    "Ethernet 100 Gb/s, 12.5 GB/s": (30e-6, 12.5e9),
-}
-NVLINK, INFINIBAND, ETHERNET = LINKS
-simulated = ContextVar("simulated", default=None)  # the communicator of the rank that this thread plays
-product = xp.matmul
-
-
-def charged_matmul(a, b, **options):
-    """The product, with its operations charged to the clock, as a slice of the timeline."""
-    result, comm = product(a, b, **options), simulated.get()
-    if comm is not None:
-        weight = a.ndim == 2 and "out" in options  # LazyGradients of weights are written into a given place
-        with comm.tracer.region("weight gradient" if weight else comm.phase, 2 * a.shape[-1] * result.size):
-            pass
-    return result
-
-
-def one_step(comm, sequence=False, config=MODEL):
-    """Forward and backward of one sample on a model clock: (seconds of the full-size model, trace events)."""
-    comm.clock.flops_per_second = SPEED / SCALE**3
-    model, ids = GPT(config), np.zeros((1, config.n_positions), int)
-    tensor_parallel(model, comm, "ring", sequence)
-    comm.tracer.enabled, comm.phase = True, "forward"
-    simulated.set(comm)
-    loss = model.loss_sum(ids, ids)
-    comm.phase = "backward"
-    loss.backward(np.full_like(loss.data, 1))
-    return comm.clock.now(), comm.tracer.chrome_events(comm.rank)
-
-
-def plain_column_linear(x, weight, bias, group, sequence, transposed=False):
-    """column_linear as two nodes: what 5.2 says, and nothing at the same time as anything else."""
-    return linear(layers.enter(x, group, sequence), weight, bias, transposed)
-
-
-def simulate(ranks, link, sequence=False, overlap=True, config=MODEL):
-    """`one_step` on `ranks` threads: what each returned."""
-    alpha, bandwidth = LINKS[link]
-    network = Network(alpha, SCALE**2 * (2 / 4) / bandwidth)
-    column = layers.column_linear if overlap else plain_column_linear
-    with patch.object(xp, "matmul", charged_matmul), patch.object(layers, "column_linear", column):
-        return run_local(ranks, one_step, sequence, config, clock="model", network=network)
-
+SMALL = GPTConfig(vocab_size=480, n_positions=32, n_embd=96, n_layer=2, n_head=24)
+SMALL_SPEED, SMALL_LINK = 1.5e9, (5e-6, 25e6)  # operations/s; seconds per message and bytes/s
 
 # %% [markdown]
 # ### Hiding backward's half
 #
 # In backward there is something to hide behind. At a column layer the gradient of the input must be summed over ranks,
 # and everything further down waits for it. But the gradient of the *weight*, $X^\top \mathrm{d}Y_r$, needs nothing
-# from others. So: start the all-reduce of $\mathrm{d}X$, compute the weight's gradient, then wait.
+# from others. So: start the all-reduce of $\mathrm{d}X$, compute the weight's gradient, then wait. On plain arrays
+# these are three lines. The library leaves both to a `LazyGradient`, and autograd computes the weight's gradient before
+# it waits for the input's.
 
 # %%
+work = comm.all_reduce(dXA_r @ A_r.T, algorithm="ring", async_op=True)
+dA_meanwhile = X.T @ dXA_r
+assert np.array_equal(work.wait(), dX) and np.array_equal(dA_meanwhile, dA_r)  # the bits of 5.2
 if rank == 0:
     show_source(layers._ColumnLinear.backward)
 
 # %% [markdown]
 # That is why `column_linear` is one node: as a product after a copy, $f$'s backward would begin when the product's,
-# weight gradient included, has ended. `plain_column_linear` above is that composition. One layer over two ranks, each
-# way, on InfiniBand. (The embedding begins the step, head and loss are in the middle.)
+# weight gradient included, has ended. The picture
+# shows one layer over two ranks each way. (The embedding begins the step, head and loss are in the middle.)
 
 # %%
 if rank == 0:
     one_layer = GPTConfig(vocab_size=48, n_positions=32, n_embd=96, n_layer=1, n_head=24)
     events, durations, begin = [], [], 0.0
     for overlap in (False, True):
-        results = simulate(2, INFINIBAND, overlap=overlap, config=one_layer)
+        results = simulate(one_layer, 2, SMALL_SPEED, SMALL_LINK, overlap=overlap)
         durations.append(results[0][0])
         for _, mine in results:
             events += [event | ({"ts": event["ts"] + begin} if "ts" in event else {}) for event in mine]
@@ -869,99 +980,130 @@ if rank == 0:
     figure.axes[0].set_title("one layer, forward and backward; left: plain, right: overlapped", loc="left", fontsize=10)
     figure.axes[0].axvline(1.015e3 * durations[0], color="black", linewidth=1.5)
     show(figure, "05_timeline")
+    assert [round(seconds * 1e3, 1) for seconds in durations] == [10.8, 9.7]
     say(f"plain {durations[0] * 1e3:.2f} ms, overlapped {durations[1] * 1e3:.2f} ms")
 
 # %% [markdown]
-# On the left the purple of backward stands alone, as in forward. On the right it lies under the grey products of the
-# weight gradients. Of each all-reduce as much is hidden as the product takes, at most all of it. The rest is exposed:
+# On the left backward's sums (light blue) stand alone, as in forward. On the right they lie under the grey products of
+# the weight gradients: 9.7 ms instead of 10.8. Of each all-reduce as much is hidden as the product takes, at most all
+# of it. The rest is exposed:
 #
 # $$\text{exposed} = \max\left(0,\; 2(t-1)\left(\alpha + \beta\tfrac{M}{t}\right) - \frac{2N h\, h_{\text{out}}}{t\, S}
 # \right), \qquad h_{\text{out}} = 3h, 4h, V,$$
 #
-# with $S$ the speed. Under sequence parallelism the reduce-scatter of a column layer's backward is hidden like this;
-# the all-gather of a row layer's backward is not. As a function, to be compared with the clock:
+# with $S$ the operations per second. Under sequence parallelism the reduce-scatter of a column layer's backward is
+# hidden like this; the all-gather of a row layer's backward is not. As a function, compared with the clock:
 
 
 # %%
-def predicted(t, link, sequence=False, overlap=True):
-    """(seconds of a step, seconds of its communication hidden or not, seconds of its computation)"""
-    alpha, bandwidth = LINKS[link]
-    tokens, hidden, vocabulary = (SCALE * x for x in (MODEL.n_positions, MODEL.n_embd, MODEL.vocab_size))
-    reduce = 2 * (t - 1) * (alpha + 2 * tokens * hidden / t / bandwidth)
-    # The loss's two all-reduces, of N and 2N elements. The clock prices them as activations: 64 times too high.
-    loss = sum(2 * (t - 1) * (alpha + 2 * k * SCALE * tokens / t / bandwidth) for k in (1, 2))
+def predicted(config, t, speed, link, w, sequence=False, overlap=True):
+    """Seconds of one sample's step, of its communication (hidden or not) and of its computation; w bytes per value."""
+    alpha, bandwidth = link
+    tokens, hidden, count = config.n_positions, config.n_embd, config.n_layer
+    reduce, *loss = (2 * (t - 1) * (alpha + w * n / t / bandwidth) for n in (tokens * hidden, tokens, 2 * tokens))
     hideable = reduce / 2 if sequence else reduce
     hidden_time = 0.0
-    for out, count in ((3 * hidden, LAYERS), (4 * hidden, LAYERS), (vocabulary, 1)):
-        hidden_time += count * min(hideable, 2 * tokens * hidden * out / t / SPEED) * overlap
-    computation = 3 * MODEL.forward_flops(1, MODEL.n_positions) * SCALE**3 / SPEED / t
-    communication = (4 * LAYERS + 2) * reduce + loss
+    for out, products in ((3 * hidden, count), (4 * hidden, count), (config.vocab_size, 1)):
+        hidden_time += products * min(hideable, 2 * tokens * hidden * out / t / speed) * overlap
+    computation = 3 * config.forward_flops(1, tokens) / speed / t
+    communication = (4 * count + 2) * reduce + sum(loss)
     return computation + communication - hidden_time, communication, computation
 
 
-MEASURED = (1, 2, 4, 8)
-jobs = [(q, link, False, True) for link in LINKS for q in MEASURED]
-jobs += [(q, INFINIBAND, sequence, False) for q in (2, 4, 8) for sequence in (False, True)]
-jobs += [(q, INFINIBAND, True, True) for q in (2, 4, 8)]
-seconds = dict(zip(jobs, deal(jobs, lambda *job: simulate(*job)[0][0]), strict=True))
-for job, measured in seconds.items():
-    assert abs(measured / predicted(*job)[0] - 1) < 1e-9, job
-say(f"{len(jobs)} simulated steps = the formula")
+jobs = [(q, sequence, overlap) for q in (1, 2, 4, 8) for sequence in (False, True)[:q] for overlap in (False, True)]
+for job, measured in zip(
+    jobs, deal(jobs, lambda *how: simulate(SMALL, how[0], SMALL_SPEED, SMALL_LINK, *how[1:])[0][0]), strict=True
+):
+    q, *how = job
+    assert abs(measured / predicted(SMALL, q, SMALL_SPEED, SMALL_LINK, 4, *how)[0] - 1) < 1e-9, job
+say(f"{len(jobs)} steps of the program on the clock = the formula")
+
+# %% [markdown]
+# ### A large model on three links
+#
+# So the formula may be used for sizes that we cannot run: $h = 6144$, $T = 2048$, about the width of a
+# 20-billion-parameter GPT; two layers are enough, more would add the same again.
+#
+# **Speed**: $4\cdot10^{14}$ operations/s, an *assumption*: 40 % of the 989 TFLOP/s that NVIDIA's data sheet gives for
+# an H100 (dense bfloat16). **Bandwidth**, per direction: the same sheet gives NVLink 4 900 GB/s in both directions
+# together, so 450; the nominal rates of NDR InfiniBand, 400 Gb/s = 50 GB/s, and of 100-gigabit Ethernet, 12.5 GB/s.
+# **Latency**: 3, 5 and 30 microseconds per message are *assumptions* about their order of magnitude.
+
+# %%
+SPEED = 400e12
+LARGE = GPTConfig(vocab_size=30720, n_positions=2048, n_embd=6144, n_layer=2, n_head=24)
+LINKS = {
+    "NVLink 4, 450 GB/s": (3e-6, 450e9),
+    "InfiniBand NDR, 50 GB/s": (5e-6, 50e9),
+    "Ethernet 100 Gb/s, 12.5 GB/s": (30e-6, 12.5e9),
+}
+NVLINK, INFINIBAND, ETHERNET = LINKS
+
+
+def large(t, link, **how):
+    """`predicted` of the large model in 16 bit."""
+    return predicted(LARGE, t, SPEED, LINKS[link], 2, **how)
+
+
 say("InfiniBand            plain     overlapped    hidden")
 for sequence in (False, True):
     for q in (2, 4, 8):
-        plain, overlapped = (seconds[q, INFINIBAND, sequence, overlap] for overlap in (False, True))
-        hidden = (plain - overlapped) / predicted(q, INFINIBAND)[1]
+        plain, overlapped = (large(q, INFINIBAND, sequence=sequence, overlap=o)[0] for o in (False, True))
+        hidden = (plain - overlapped) / large(q, INFINIBAND)[1]
         how = "+ sequence" if sequence else ""
         say(f"t = {q} {how:<11} {plain * 1e3:>8.2f} ms {overlapped * 1e3:>8.2f} ms    {hidden:>4.0%} of communication")
         assert overlapped < plain
+        assert sequence or round(100 * hidden) == {2: 50, 4: 23, 8: 10}[q]
 
 # %% [markdown]
 # Half of the all-reduces are in backward at a column layer. With two ranks the weight gradients last longer than they
-# do, and all of that half is hidden. With more ranks the products become shorter and the all-reduces do not. (Sequence
+# do, and all of that half is hidden: 50 % of communication. With more ranks the products become shorter and the
+# all-reduces do not; eight ranks hide 10 %. (Sequence
 # parallelism can hide only the reduce-scatters, which are half of those bytes. At $t = 8$ the product is shorter than
 # the reduce-scatter and than the all-reduce, so both ways hide the same time.)
 #
 # ### The crossover
 #
-# Now time against $t$ for the three links. Points are the simulated program, lines the formula, which goes on where we
-# have no ranks.
+# Now time against $t$ for the three links.
 
 
 # %%
 def crossing(link):
     """The t at which communication (hidden or not) takes as long as computation."""
-    return next(q for q in np.geomspace(1, 64, 400) if predicted(q, link)[1] > predicted(q, link)[2])
+    return next(q for q in np.geomspace(1, 64, 400) if large(q, link)[1] > large(q, link)[2])
 
 
+MEASURED = (1, 2, 4, 8)
 say(f"{'':<30}" + "".join(f"t = {q:<7}" for q in MEASURED) + "crossover")
 for link in LINKS:
-    row = "".join(f"{seconds[q, link, False, True] * 1e3:>6.2f} ms  " for q in MEASURED)
+    row = "".join(f"{large(q, link)[0] * 1e3:>6.2f} ms  " for q in MEASURED)
     say(f"{link:<30}{row}t = {crossing(link):.1f}")
-    tail = predicted(8, link)
-    say(f"{'':<30}at t = 8: computation {tail[2] * 1e3:.2f} ms, communication {tail[1] * 1e3:.2f} ms")
-alone = seconds[1, NVLINK, False, True]
-assert seconds[8, ETHERNET, False, True] > alone > 4 * seconds[8, NVLINK, False, True]
-assert crossing(ETHERNET) < crossing(INFINIBAND) < 8 < crossing(NVLINK)
+    _, communication, computation = large(8, link)
+    say(f"{'':<30}at t = 8: computation {computation * 1e3:.2f} ms, communication {communication * 1e3:.2f} ms")
+alone = large(1, NVLINK)[0]
+assert large(8, ETHERNET)[0] > alone > 4 * large(8, NVLINK)[0]
+assert [round(crossing(link), 1) for link in LINKS] == [16.3, 4.3, 1.8]
+assert [round(large(8, link)[0] * 1e3, 1) for link in LINKS] == [5.2, 13.1, 43.8] and round(alone * 1e3, 1) == 35.2
 if rank == 0:
     curves = {
         link: {
-            "points": {q: seconds[q, link, False, True] for q in MEASURED},
-            "curve": {q: predicted(q, link)[0] for q in range(1, 65)},
+            "points": {q: large(q, link)[0] for q in MEASURED},
+            "curve": {q: large(q, link)[0] for q in range(1, 65)},
             "crossing": crossing(link),
         }
         for link in LINKS
     }
-    show(plot_links(curves, {q: predicted(q, NVLINK)[2] for q in range(1, 65)}), "05_links")
+    show(plot_links(curves, {q: large(q, NVLINK)[2] for q in range(1, 65)}), "05_links")
 
 # %% [markdown]
-# Three different pictures. On NVLink tensor parallelism pays up to eight ranks and beyond. On InfiniBand it gains
-# little past the crossover. On Ethernet eight devices together are *slower than one*: the activations' trip takes
-# longer than the whole computation. Hence the rule of Narayanan et al. (2021, arXiv 2104.04473, takeaway 1): tensor
-# parallelism up to the number of GPUs in a server, pipelines and data parallelism between servers.
+# One device takes 35.2 ms. On NVLink eight take 5.2 ms, and communication is as long as computation at $t = 16.3$ only.
+# On InfiniBand they take 13.1 ms, and little is gained past the crossover at 4.3. On Ethernet eight devices together
+# are *slower than one*, 43.8 ms: the crossover is at 1.8. Hence the rule of Narayanan et al. (2021, arXiv 2104.04473,
+# takeaway 1): tensor parallelism up to the number of GPUs in a server, pipelines and data parallelism between servers.
 #
-# The ratio of communication to computation is, without latency, $\approx \frac{16\,(t-1)\,S\beta}{72\,h}$: the batch
-# cancels, the hidden size helps. A wider model carries a larger tp.
+# The ratio of communication to computation is, without latency, $\approx \frac{16\,(t-1)\,S\beta}{72\,h}$: a layer
+# sends $8Nh\frac{t-1}{t}$ elements of 2 bytes, and has $3 \cdot 2N \cdot 12h^2/t$ operations. The batch cancels, the
+# hidden size helps. A wider model carries a larger tp.
 #
 # ## 5.12 Exercises: break it, and see what notices
 #
@@ -991,6 +1133,9 @@ if rank == 0:
 
 
 # %%
+from unittest.mock import patch
+
+from minipar.autograd import linear
 from minipar.nn import clip_grad_norm, squared_norm
 
 
@@ -1128,6 +1273,50 @@ for name, eyes in (nothing | catching if t > 1 else nothing).items():  # with on
 # **A wrong softmax can look reasonable.** In mistake 4 the maxima of the ranks are close to one another at first, and
 # so is the loss to the right one.
 #
+# ### PyTorch's names
+#
+# | minipar | PyTorch | Megatron-LM |
+# | --- | --- | --- |
+# | `copy_to`, $f$ | DTensor: `Replicate()` input, `Partial()` gradient | `copy_to_tensor_model_parallel_region` |
+# | `reduce_from`, $g$ | `redistribute` from `Partial()` to `Replicate()` | `reduce_from_tensor_model_parallel_region` |
+# | `ColumnParallelLinear` | `ColwiseParallel` | `ColumnParallelLinear` |
+# | `RowParallelLinear` | `RowwiseParallel` | `RowParallelLinear` |
+# | `VocabParallelEmbedding` | `RowwiseParallel` of `nn.Embedding` | `VocabParallelEmbedding` |
+# | `vocab_parallel_cross_entropy_sum` | `loss_parallel()` | `vocab_parallel_cross_entropy` |
+# | `tensor_parallel(model, comm)`, `PLAN` | `parallelize_module(model, mesh, plan)` | built into its model |
+# | `sequence=True` | `SequenceParallel` | `--sequence-parallel` |
+# | `MaskSlice` | DTensor's random number tracker | `get_cuda_rng_tracker().fork()` |
+#
+# ### Worked problems
+#
+# 1. A GPU has $B = 4$ samples of $T = 2048$ tokens, $h = 4096$ and $t = 8$. How many bytes does a rank send per layer
+# in 16 bit, and how long does that take on NVLink (450 GB/s) without latency?
+#
+# 2. How many bytes does the loss of $N = 8192$ tokens send per rank in float32 over $t = 8$ ranks? How many does a rank
+# send to gather the logits of GPT-2's vocabulary, padded to 50,264?
+#
+# 3. From which hidden size on is communication over InfiniBand (50 GB/s, $S = 4 \cdot 10^{14}$) with $t = 8$ at most as
+# long as computation, without latency?
+#
+# 4. How many bytes of activations does one layer of GPT-3 ($s = 2048$, $b = 1$, $h = 12\,288$, $a = 96$) keep on each
+# rank by the paper's formulas: alone, with $t = 8$, and with sequence parallelism too?
+
+# %%
+elements = 8 * 4 * 2048 * 4096 * 7 // 8
+assert elements * 2 == 469_762_048
+say(f"1. {elements * 2:,} bytes, {elements * 2 / 450e9 * 1e3:.2f} ms: four all-reduces of 2 N h 7/8 elements each.")
+for_loss, for_logits = (n * 7 // 8 * 4 for n in (6 * 8192, 8192 * 50_264))
+assert (for_loss, for_logits) == (172_032, 1_441_169_408)
+say(f"2. {for_loss:,} and {for_logits:,} bytes, {for_logits / for_loss:,.0f} times as many: V/6, whatever N and t are.")
+width = 16 * 7 * 4e14 / 50e9 / 72
+assert round(width) == 12_444
+say(f"3. h = {width:,.0f}, about GPT-3's: the ratio is 1 where h = 16 (t-1) S beta / 72.")
+sbh, scores = 2048 * 12_288, 5 * 96 * 2048 / 12_288
+kept_bytes = [round(sbh * c) for c in (34 + scores, 10 + (24 + scores) / 8, (34 + scores) / 8)]
+assert kept_bytes == [2_868_903_936, 578_813_952, 358_612_992]
+say(f"4. {', '.join(f'{x:,}' for x in kept_bytes)} bytes: with tp alone, 10 of the 34 bytes per value are not divided.")
+
+# %% [markdown]
 # ### For you
 #
 # 1. A row layer's bias could also be added before the sum on rank 0 only. Is that right in forward? What is its
@@ -1143,6 +1332,25 @@ for name, eyes in (nothing | catching if t > 1 else nothing).items():  # with on
 # 4. Tensor parallelism needs $t \le$ heads, and a fast link to all $t$ ranks. To use more devices: cut the model
 # *between* layers. What has to be sent then, and who waits for whom? (That is the pipeline: Huang et al. 2019, arXiv
 # 1811.06965.)
+#
+# ### Answers
+#
+# 1. Forward is right: the sum contains the bias once. Without sequence parallelism rank 0 gets the whole gradient and
+# the others get 0, because they do not use theirs. The optimizer then changes the copy on rank 0 alone, and the copies
+# are no longer equal. With sequence parallelism rank 0 also gets the whole gradient, because backward gathers all
+# tokens before it; the sum of `Partial` gradients hands it to every rank, and the copies stay equal.
+#
+# 2. The product $\mathrm{d}Y_r A_r^\top$, which gives $\mathrm{d}X$, does not need $X$ and can hide the all-gather. The
+# ledger sees $2w\,sbh/t$ instead of $2w\,sbh$ per layer. The counter sees two more all-gathers of $Nh\frac{t-1}{t}$
+# elements each.
+#
+# 3. It helps most where both take about as long, which here is InfiniBand. On NVLink there is little to hide, and on
+# Ethernet the computation is too short to hide much. Each half needs its own messages: forward pays $2 \cdot
+# 2(t-1)\alpha$ more per layer.
+#
+# 4. At each cut the activations of a microbatch, $BTh$ elements, are sent forward once, and as many elements of their
+# gradient back once, from one rank to one other. A stage waits for the one before it in forward, and for the one
+# after it in backward; chapter 6 keeps them busy with many microbatches.
 
 # %% tags=["active-ipynb"]
 # %autopx

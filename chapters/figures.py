@@ -224,7 +224,7 @@ def plot_activations(bars: Mapping[str, Mapping[str, float]], paper: Mapping[str
 def plot_links(links: Mapping[str, Mapping[str, Any]], computation: Mapping[int, float]) -> Picture:
     """Draw seconds of a step against tensor-parallel ranks, one curve for each link, above computation alone.
 
-    links        {name: {"points": {t: seconds} as simulated, "curve": {t: seconds} by the formula,
+    links        {name: {"points": {t: seconds} to be marked, "curve": {t: seconds} by the formula,
                  "crossing": the t at which communication takes as long as computation}}
     computation  {t: seconds} without communication
     """
@@ -242,7 +242,6 @@ def plot_links(links: Mapping[str, Mapping[str, Any]], computation: Mapping[int,
         if min(curve) <= link["crossing"] <= max(curve):
             height = np.exp(np.interp(np.log(link["crossing"]), np.log(list(curve)), np.log(list(curve.values()))))
             axes.plot(link["crossing"], height * 1e3, "D", color=colour, markersize=10, markeredgecolor=INK, zorder=4)
-    axes.plot([], [], "o", color=GREY, label="simulated")
     axes.plot([], [], "D", color="white", markeredgecolor=INK, markersize=9, label="communication = computation")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
