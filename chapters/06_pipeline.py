@@ -23,6 +23,11 @@
 # Run it as `mpirun -n 8 python chapters/06_pipeline.py`, with any number of ranks. One rank is a pipeline without a
 # cut: it has no bubble and sends nothing, and what is run on the ranks is trivially right. Everything simulated stays
 # the same.
+#
+# Letters: $p$ ranks of a pipeline, of which this one is $r$; $m$ microbatches; $v$ stages on one rank; $d$ replicas;
+# $B$ samples of $T$ tokens, $h$ elements per token, $V$ words. `F`, `B`, `I`, `W` are actions; $F$, $I$, $W$ and $F+B$
+# are times, and $X$ is a rank's idle time. In the code `P`, `D` and `M` are p, d and m of the runs, and `N` counts all
+# ranks.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -68,13 +73,45 @@ say(f"{N} rank{'s' if N > 1 else ''}: {D} pipeline{'s' if D > 1 else ''} of {P}"
 # - and messages between them.
 #
 # We write an action as PyTorch does: `2F0` is the forward of stage 2 for microbatch 0. A **schedule** is a list of
-# actions for each rank, and nothing else. One list is checked, simulated, drawn and executed. Here is the naive one.
+# actions for each rank, and nothing else. One list is checked, simulated, drawn and executed. Here is the naive one, in
+# plain Python.
+
+# %%
+from minipar.parallel.pipeline import Schedule, check, load_csv, make, parse_action, save_csv, simulate
+
+
+def naive_lists(p, m):
+    """The actions of each rank in order, as (kind, microbatch). Rank r has stage r."""
+    return [[(kind, i) for i in range(m) for kind in "FB"] for r in range(p)]
+
+
+def same_lists(name, build, whole_groups=False):
+    """Assert that `build(p, m)` equals the library's lists, for p to 8 and m to 24."""
+    cases = [(p, m) for p in range(1, 9) for m in range(1, 25) if m % p == 0 or not whole_groups]
+    for p, m in cases[rank::N]:  # each rank checks its share
+        library = [[(a.kind, a.microbatch, a.stage) for a in actions] for actions in make(name, p, m).ranks]
+        built = [[(*action, r)[:3] for action in actions] for r, actions in enumerate(build(p, m))]  # without stage: r
+        assert built == library, (name, p, m)
+    say(f"{name}: these lists are the library's, in {len(cases)} cases of p and m")
+
+
+def as_text(actions, r):
+    """A list as text; `r` is the stage of actions that name none."""
+    return " ".join("{2}{0}{1}".format(*action, r) for action in actions)
+
+
+for r, actions in enumerate(naive_lists(3, 2)):
+    say(f"rank {r}: {as_text(actions, r)}")
+same_lists("naive", naive_lists)
+
+# %% [markdown]
+# The library's function makes an `Action` with its stage of each pair. It gives the schedule a name. And a schedule can
+# be written to a file that PyTorch reads, and read back.
 
 # %%
 import tempfile
 from pathlib import Path
 
-from minipar.parallel.pipeline import Schedule, check, load_csv, make, save_csv, simulate
 from minipar.parallel.pipeline.schedules import naive
 
 if rank == 0:
@@ -93,26 +130,67 @@ if rank == 0:
 #
 # `2F0` needs `1F0`. `2B0` needs its own forward, `2F0`, and the gradient from behind, `3B0`. That is all the simulator
 # has to know: a rank does its list in order, and an action begins when the rank is free and what it needs is there. I
-# and W, the two halves of a backward, come in 6.5.
-
-# %%
-if rank == 0:
-    show_source(Schedule.needs, simulate)
-
-# %% [markdown]
-# Let F and B also be the times of these actions, on one rank. In the naive schedule each microbatch goes down all ranks
-# and back before the next one enters. So the *makespan*, the time from the first action to the last, is $m p (F+B)$, of
-# which each rank works $m (F+B)$. In this chapter
-#
-# $$\text{bubble} = \frac{\text{idle}}{\text{total}} = \frac{mp(F+B) - m(F+B)}{mp(F+B)} = \frac{p-1}{p}.$$
-#
-# With 4 ranks, three quarters of the machine are wasted. It is the same with 8 microbatches as with 1.
+# and W, the two halves of a backward, come in 6.5; W needs its I. A simulator of plain lists has two short functions.
 
 # %%
 from fractions import Fraction
 
 from minipar.parallel.pipeline import Durations
 
+
+def needs(kind, i, r, p):
+    """The actions, as (kind, microbatch, rank), whose results this one uses."""
+    if kind == "F":
+        return [("F", i, r - 1)] if r > 0 else []
+    if kind == "W":
+        return [("I", i, r)]
+    return [("F", i, r), (kind, i, r + 1)][: 1 + (r < p - 1)]
+
+
+def ends(lists, times):
+    """When each (kind, microbatch, rank) ends; times[kind] is the time of an action, and messages take none."""
+    end, free, position, before = {}, [0] * len(lists), [0] * len(lists), -1
+    while len(end) > before:  # until a round over the ranks adds nothing
+        before = len(end)
+        for r, actions in enumerate(lists):
+            while position[r] < len(actions):
+                kind, i = actions[position[r]]
+                needed = needs(kind, i, r, len(lists))
+                if not all(need in end for need in needed):
+                    break  # the rank waits
+                free[r] = max([free[r], *(end[need] for need in needed)]) + times[kind]
+                end[kind, i, r] = free[r]
+                position[r] += 1
+    assert len(end) == sum(map(len, lists)), "the ranks wait in a circle"
+    return end
+
+
+TIMES = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in ((1, 1, 1), (4, 5, 3), (2, 3, 1), (3, 2, 5), (1, 3, 2))]
+
+
+def library_makespan(name, p, m, times):
+    return simulate(make(name, p, m), Durations(times["F"], times["I"], times["W"])).makespan
+
+
+for times in TIMES:
+    for p, m in ((1, 1), (2, 3), (4, 8), (5, 2)):
+        assert max(ends(naive_lists(p, m), times).values()) == library_makespan("naive", p, m, times)
+if rank == 0:
+    show_source(Schedule.needs, simulate)
+
+# %% [markdown]
+# The library's simulator also knows several stages on a rank and the time of a message. It keeps the start of each
+# action for the pictures. And it names the actions that wait in a circle.
+#
+# Let $F$ and $B$ also be the times of these actions, on one rank. In the naive schedule each microbatch goes down all
+# ranks and back before the next one enters. So the *makespan*, the time from the first action to the last, is
+# $m p (F+B)$, of which each rank works $m (F+B)$. In this chapter
+#
+# $$\text{bubble} = \frac{\text{idle}}{\text{total}} = \frac{mp(F+B) - m(F+B)}{mp(F+B)} = \frac{p-1}{p}.$$
+#
+# With 4 ranks, three quarters of the machine are wasted. It is the same with 8 microbatches as with 1.
+
+# %%
 ONE, HALF = Fraction(1), Fraction(1, 2)
 timeline = simulate(naive(4, 3), Durations(forward=ONE, backward_input=ONE, backward_weight=ONE))  # B = I + W = 2
 assert timeline.bubble_fraction == Fraction(3, 4)
@@ -234,7 +312,14 @@ on_ranks("naive")
 # Nothing forbids microbatch 1 to enter while microbatch 0 is further down. GPipe (Huang et al. 2019, arXiv 1811.06965)
 # does all forwards, then all backwards.
 
+
 # %%
+def gpipe_lists(p, m):
+    return [[("F", i) for i in range(m)] + [("B", i) for i in range(m)] for r in range(p)]
+
+
+same_lists("gpipe", gpipe_lists)
+
 from minipar.parallel.pipeline.schedules import gpipe
 
 if rank == 0:
@@ -263,7 +348,34 @@ on_ranks("gpipe")
 # run ahead by $p-1-r$ forwards. After these *warm-up* forwards, each further forward is followed by a backward, which
 # frees what a forward took. At the end, the *cool-down*, only backwards are left. This is the synchronous form of
 # PipeDream's order (Narayanan et al. 2019), called PipeDream-Flush or **1F1B** (Narayanan et al. 2021, arXiv
-# 2104.04473, section 2.2).
+# 2104.04473, section 2.2). The forward of microbatch $i + (p-1-r)$ comes just before the backward of microbatch $i$:
+
+
+# %%
+def one_f_one_b_lists(p, m):
+    lists = []
+    for r in range(p):
+        ahead = p - 1 - r
+        actions = [("F", i) for i in range(min(ahead, m))]  # warm-up
+        for i in range(m):
+            if ahead + i < m:  # later only backwards are left: the cool-down
+                actions.append(("F", ahead + i))
+            actions.append(("B", i))
+        lists.append(actions)
+    return lists
+
+
+for r, actions in enumerate(one_f_one_b_lists(3, 4)):
+    say(f"rank {r}: {as_text(actions, r)}")
+same_lists("1f1b", one_f_one_b_lists)
+for times in TIMES:
+    for p, m in ((1, 1), (2, 3), (4, 8), (5, 2)):
+        found = max(ends(one_f_one_b_lists(p, m), times).values())
+        assert found == library_makespan("1f1b", p, m, times)
+        assert m < p or found == (m + p - 1) * (times["F"] + times["B"])
+
+# %% [markdown]
+# The library writes the three phases as three loops, and is otherwise the same.
 
 # %%
 from minipar.parallel.pipeline import peak_live
@@ -297,7 +409,62 @@ on_ranks("1f1b")
 # $$X = \frac{(p-1)(F+B)}{v}, \qquad \text{bubble} = \frac{p-1}{vm+p-1}.$$
 #
 # Microbatches go in groups of $p$: a group passes stage $r$ of a rank, then stage $p+r$, and so on. So $p$ must divide
-# $m$. Rank $r$ warms up with $2(p-1-r) + (v-1)p$ forwards. In the picture the lighter boxes are a rank's later stages.
+# $m$. In the picture the lighter boxes are a rank's later stages.
+#
+# Rank $r$ warms up with $2(p-1-r) + (v-1)p$ forwards. Its first backward is that of microbatch 0 through its *last*
+# stage. Before the forward of microbatch 0 through that stage, the first group of $p$ microbatches has passed the other
+# $v-1$ stages of the rank: $(v-1)p$ forwards. From there microbatch 0 goes down to the last rank in $p-1-r$ hops, and
+# its gradient comes back in as many. The rank does one forward for each of these $2(p-1-r)$ hops. In the steady state a
+# forward comes before each backward, so one more forward precedes the first backward.
+
+
+# %%
+def interleaved_lists(p, m, v=2, per_rank=2):
+    """As (kind, microbatch, stage). `per_rank`: warm-up forwards for each rank behind this one."""
+
+    def action(kind, r, k):
+        """The k-th forward or backward of rank r; backwards take its stages from the last to the first."""
+        turn = k // p % v
+        return kind, k // (p * v) * p + k % p, (turn if kind == "F" else v - 1 - turn) * p + r
+
+    lists = []
+    for r in range(p):
+        ahead = min(per_rank * (p - 1 - r) + (v - 1) * p, m * v)
+        actions = [action("F", r, k) for k in range(ahead)]
+        for k in range(m * v):
+            if ahead + k < m * v:
+                actions.append(action("F", r, ahead + k))
+            actions.append(action("B", r, k))
+        lists.append(actions)
+    return lists
+
+
+same_lists("interleaved-1f1b", interleaved_lists, whole_groups=True)
+say("p = 3, v = 2: the actions up to the first backward")
+for r, actions in enumerate(interleaved_lists(3, 6)):
+    count = [kind for kind, *_ in actions].index("B")  # forwards before it
+    assert count == 2 * (3 - 1 - r) + (2 - 1) * 3 + 1
+    say(f"rank {r}: {as_text(actions[: count + 1], r)}")
+
+
+def idle_interleaved(per_rank, message):
+    """The idle time of p = 4, m = 8, v = 2, F = I = W = 1 on a rank; a message takes this time."""
+    lists = interleaved_lists(4, 8, 2, per_rank)
+    schedule = Schedule.of("interleaved", [[parse_action(as_text([one], 0)) for one in actions] for actions in lists])
+    return simulate(schedule, Durations(HALF, HALF, HALF, message)).makespan - 8 * 3
+
+
+assert idle_interleaved(2, 0) == idle_interleaved(1, 0) == Fraction(9, 2)
+tenth = Fraction(1, 10)
+assert [idle_interleaved(2, tenth), idle_interleaved(1, tenth)] == [Fraction(59, 10), Fraction(15, 2)]
+
+# %% [markdown]
+# Is a forward for *each* hop needed, two for each rank behind? With messages that take no time, one for each rank
+# behind is enough: with $p = 4$, $m = 8$, $v = 2$ and $F = I = W = 1$ the idle time is 4.5 either way. But if a message
+# takes 0.1, it is 5.9 with two and 7.5 with one. The longer warm-up hides the messages of the steady state, and costs
+# memory.
+#
+# The library's version has the same order. It refuses an $m$ that $p$ does not divide.
 
 # %%
 from minipar.parallel.pipeline.schedules import interleaved
@@ -329,16 +496,34 @@ on_ranks("interleaved-1f1b")
 # of the input, and W, the gradient of the weights, and do W whenever there is time: in the bubble. This is the whole
 # idea of Zero Bubble (Qi et al. 2023).
 #
+# Two layers by hand: I puts a recipe for each weight gradient into a queue, and W runs them.
+
+# %%
+from functools import partial
+
+x, g, first, second = np.random.default_rng(3).normal(size=(4, HIDDEN, HIDDEN))
+queue = []
+between = x @ first  # y = between @ second
+gradient = g
+for kept, matrix in ((between, second), (x, first)):  # I, from the last layer to the first
+    queue.append(partial(np.matmul, kept.T, gradient))  # keeps x and g of this layer alive
+    gradient = gradient @ matrix.T
+d_second, d_first = [recipe() for recipe in queue]  # W, whenever there is time
+assert np.array_equal(gradient, g @ second.T @ first.T)
+assert np.array_equal(d_second, between.T @ g) and np.array_equal(d_first, x.T @ (g @ second.T))
+say(f"after I: the gradient of the input, and {len(queue)} recipes; after W: the weight gradients, the same bits")
+
+# %% [markdown]
 # How does one split a backward pass of arbitrary layers? In minipar a product gives its weight gradient as a *recipe*,
 # not as an array. Backward runs it at once, or inside `defer_weight_gradients` puts it into a queue. The queue holds
 # what W needs: $x$ and $g$ of every layer. So an activation is not quite freed when I is done.
 
 # %%
-from minipar.autograd import DeferredGradients, LazyGradient, defer_weight_gradients
+from minipar.autograd import DeferredGradients, defer_weight_gradients
 from minipar.parallel.pipeline import PipelineStage
 
 if rank == 0:
-    show_source(LazyGradient, DeferredGradients, defer_weight_gradients)
+    show_source(DeferredGradients.run, defer_weight_gradients)
     show_source(PipelineStage.backward_input, PipelineStage.backward_weight)
 
 # %% [markdown]
@@ -382,8 +567,34 @@ say(
 #
 # $$X = \underbrace{(p-1)F}_{\text{down}} + \underbrace{(p-1)I}_{\text{up}} - \underbrace{(p-1)W}_{\text{put off}}.$$
 #
-# With $F = I = W$ that is a third of 1F1B's. No more forwards wait for their backward than with 1F1B. But a W that is
-# put off keeps its inputs alive, $x$ and $g$ of every product: on rank $r$ those of up to $r + 1$ microbatches.
+# (for $W \le I$ and $W \le F$; all other cases follow below). With $F = I = W$ that is a third of 1F1B's. No more
+# forwards wait for their backward than with 1F1B. But a W that is put off keeps its inputs alive, $x$ and $g$ of every
+# product: on rank $r$ those of up to $r + 1$ microbatches.
+
+
+# %%
+def zero_bubble_lists(p, m, depth=1):
+    """ZB-H1 is depth 1: 1F1B with I in place of B, and W of microbatch i after I of microbatch i + r."""
+    lists = []
+    for r in range(p):
+        ahead, delay = depth * (p - 1 - r), depth * r
+        actions = [("F", i) for i in range(min(ahead, m))]
+        for i in range(m):
+            if ahead + i < m:
+                actions.append(("F", ahead + i))
+            actions.append(("I", i))
+            if i >= delay:
+                actions.append(("W", i - delay))
+        lists.append(actions + [("W", i) for i in range(max(0, m - delay), m)])
+    return lists
+
+
+for r, actions in enumerate(zero_bubble_lists(3, 4)):
+    say(f"rank {r}: {as_text(actions, r)}")
+same_lists("zb-h1", zero_bubble_lists)
+
+# %% [markdown]
+# The library has one function for ZB-H1 and the next schedule, ZB-H2, with the same argument `depth`.
 
 # %%
 from minipar.parallel.pipeline import schedules
@@ -397,15 +608,17 @@ on_ranks("zb-h1")
 # %% [markdown]
 # ### ZB-H2
 #
-# What is left is rank 0's wait for its first gradient. Fill it with more forwards: rank $r$ runs $2(p-1-r)$ ahead, and
-# its W come $2r$ microbatches after their I. The last rank now puts off $2(p-1)$ of them, so rank 0 idles for
-# $(p-1)(F+I-2W)$, or not at all where that is negative. But the last rank cannot begin before $(p-1)F$. So
+# The same function with depth 2. What is left is rank 0's wait for its first gradient. Fill it with more forwards: rank
+# $r$ runs $2(p-1-r)$ ahead, and its W come $2r$ microbatches after their I. The last rank now puts off $2(p-1)$ of
+# them, so rank 0 idles for $(p-1)(F+I-2W)$, or not at all where that is negative. But the last rank cannot begin before
+# $(p-1)F$. So, if $W \le F$,
 #
 # $$X = (p-1)\max(F,\; F+I-2W), \qquad m \ge 2p-1,$$
 #
 # and rank 0 holds $2p-1$ activations.
 
 # %%
+same_lists("zb-h2", partial(zero_bubble_lists, depth=2))
 if rank == 0:
     show(plot_schedule(simulate(make("zb-h2", 4, 8))), "06_zb_h2")
 on_paper("zb-h2", lambda p, m, f, i, w: (p - 1) * max(f, f + i - 2 * w), smallest=lambda p: 2 * p - 1)
@@ -415,6 +628,63 @@ h1, h2 = (simulate(make(name, 4, 8)) for name in ("zb-h1", "zb-h2"))
 say(f"bubble, idle / total: ZB-H1 {h1.bubble_fraction}, ZB-H2 {h2.bubble_fraction}")
 say(f"the rank that takes longest, from its own first action to its last: {h1.bubble_rate}, {h2.bubble_rate}")
 assert h1.bubble_fraction == h2.bubble_fraction and h2.bubble_rate == 0 < h1.bubble_rate
+
+# %% [markdown]
+# ### The critical path
+#
+# A chain of actions, each of which waits for the one before, takes the sum of their times. No schedule is shorter than
+# its longest chain, and a simulated one is exactly as long. With depth $k$ (1: ZB-H1, 2: ZB-H2) and
+# $m \ge k(p-1) + 1$ one of three chains is the longest:
+#
+# | chain | its length beyond $m(F+I+W)$ |
+# | --- | --- |
+# | down: microbatch 0 goes down to the last rank, which then does its whole list | $(p-1)F$ |
+# | up: the same until the last rank's last I, which goes up to rank 0, and rank 0's last W | $(p-1)(F+I-kW)$ |
+# | back: microbatch 0 goes down, its gradient comes back, and rank 0 does the rest of its list | $(p-1)(I-(k-1)F)$ |
+#
+# In the chain *up* the last rank does $m$ F, $m$ I and $m - 1 - k(p-1)$ W, and each of the other ranks adds one F on
+# the way down and one I on the way up. In the chain *back* the other ranks add an F and an I each as well, and rank 0's
+# $k(p-1)$ forwards between its first F and its first I are not part of it. So
+#
+# $$X = (p-1)\,\max\big(F,\;\; F+I-kW,\;\; I-(k-1)F\big).$$
+#
+# With $W \le F$ the third is never longer than the second.
+
+# %%
+from itertools import pairwise
+
+
+def chains(p, m, depth):
+    """The three chains of a zero-bubble schedule, as lists of (kind, microbatch, rank)."""
+    lists = [[(*action, r) for action in actions] for r, actions in enumerate(zero_bubble_lists(p, m, depth))]
+    head, tail = lists[0], lists[-1]
+    down = [("F", 0, r) for r in range(p - 1)]
+    up = [("I", m - 1, r) for r in range(p - 2, -1, -1)] + [("W", m - 1, 0)]
+    back = [("I", 0, r) for r in range(p - 1, 0, -1)]
+    found = {
+        "down": down + tail,
+        "up": down + tail[: tail.index(("I", m - 1, p - 1)) + 1] + up,
+        "back": [*down, ("F", 0, p - 1), *back, *head[head.index(("I", 0, 0)) :]],
+    }
+    for chain in found.values():
+        for a, b in pairwise(chain):  # b waits for a: it needs a's result, or it comes next on a's rank
+            assert a in needs(*b, p) or (a, b) in pairwise(lists[b[2]])
+    return found
+
+
+cases = [(k, p, m, times) for k in (1, 2) for p in range(1, 7) for m in (k * (p - 1) + 1, 3 * p) for times in TIMES]
+for k, p, m, times in cases[rank::N]:
+    longest = max(sum(times[kind] for kind, *_ in chain) for chain in chains(p, m, k).values())
+    f, i, w = (times[kind] for kind in "FIW")
+    X = (p - 1) * max(f, f + i - k * w, i - (k - 1) * f)
+    assert longest == m * (f + i + w) + X == library_makespan(f"zb-h{k}", p, m, times)
+    assert longest == max(ends(zero_bubble_lists(p, m, k), times).values())
+times = TIMES[1]
+for what, chain in chains(3, 4, 1).items():
+    say(f"{what:<5} {as_text(chain, 0)}: {sum(times[kind] for kind, *_ in chain)}")
+say(f"zb-h1, p = 3, m = 4, F, I, W = 4, 5, 3: makespan {library_makespan('zb-h1', 3, 4, times)}, the longest of these")
+assert library_makespan("zb-h1", 3, 4, times) == 60
+say(f"makespan == the longest of the three chains == work + X, in {len(cases)} cases")
 
 # %% [markdown]
 # Is ZB-H2 no better than ZB-H1? For one step alone, with $F = I = W$, it is not! The picture says why. Rank 3 starts
@@ -483,12 +753,56 @@ if rank == 0:
         peak, waiting = max(report.peak_activations) / v, max(report.peak_weight_gradients) / v
         say(f"{row} {peak:>9g} {waiting:>12g} {other!s:>11} = {float(other):.3f} {sum(report.sends):>8}")
     say("(activations and waiting W in units of one rank's layers for one microbatch)")
+    exact = [timeline.bubble_fraction for timeline in timelines.values()]
+    assert exact == [Fraction(*each) for each in ((3, 4), (3, 11), (3, 11), (3, 19), (1, 9), (1, 9), (1, 17))]
+    assert others["ZB-H1"].bubble_fraction == others["Interleaved 1F1B"].bubble_fraction == Fraction(3, 19)
 
 # %% [markdown]
-# There is no best row. Interleaving and ZB-V pay with messages, ZB-H2 with memory. And all zero-bubble schedules keep
-# $x$ and $g$ for each W that waits; that memory is not in the column of activations, which count as freed with I. The
-# table says for how many microbatches. Choose by what is short: memory, wire, or time.
+# There is no best row. The bubble falls from 3/11 = 0.273 (1F1B) to 3/19 (interleaved), 1/9 (ZB-H1) and 1/17 (ZB-V).
+# With the times 4, 5, 3 ZB-H1 is no better than interleaving: 3/19 for both. Interleaving and ZB-V pay with messages
+# (112 and 96 against 48), ZB-H2 with memory. And all zero-bubble schedules keep $x$ and $g$ for each W that waits; that
+# memory is not in the column of activations, which count as freed with I. The table says for how many microbatches.
+# Choose by what is short: memory, wire, or time.
 #
+# ### The peak under recompute
+#
+# Let $k$ be the most microbatches alive on a rank ($m$ in GPipe, $\min(m, p-r)$ in 1F1B), $l$ its blocks, $x$ the bytes
+# of a block's input, and $A$ the bytes that a block keeps for its backward. The activations of a rank take at most
+#
+# $$\underbrace{k\,(l\,A + x) + g}_{\text{without recompute}} \qquad \underbrace{k\,l\,x + A + g'}_{\text{with it}}$$
+#
+# With `--recompute full` only the inputs are multiplied by $k$. The block whose backward runs makes its $A$ again, for
+# one microbatch at a time. $g$ and $g'$ are the gradients on their way through this one block; they depend neither on
+# $k$ nor on $l$. The price is one more forward for each backward: $B$ becomes $F + B$. The ledger of chapter 4 counts
+# on one stage:
+
+# %%
+from minipar.memory import KINDS, MemoryLedger
+
+
+def peak_bytes(k, blocks, recompute):
+    """The most bytes of activations while a stage does k forwards and then k backwards, counted."""
+    config = GPTConfig(vocab_size=VOCABULARY, n_positions=T, n_embd=HIDDEN, n_layer=blocks, n_head=2)
+    stage = PipelineStage(GPT(config, dtype="float64", recompute=recompute).parts[1 : 1 + blocks])
+    ledger = MemoryLedger()
+    with ledger.recording():
+        for i in range(k):
+            stage.forward(i, Tensor(np.ones((1, T, HIDDEN)), requires_grad=True))
+        for i in range(k):
+            stage.backward(i, np.ones((1, T, HIDDEN)))
+    return max(held[KINDS.index("activations")] for _, held in ledger.moments)
+
+
+input_bytes = T * HIDDEN * ELEMENT
+A = peak_bytes(1, 2, False) - peak_bytes(1, 1, False)
+for k in (1, 2, 4):
+    for blocks in (1, 2, 3):
+        assert peak_bytes(k, blocks, False) == k * (blocks * A + input_bytes) + 5 * input_bytes
+        assert peak_bytes(k, blocks, True) == k * blocks * input_bytes + A + 6 * input_bytes
+say(f"A = {A / input_bytes} x, g = 5 x, g' = 6 x: both formulas ==, for k = 1, 2, 4 and 1, 2, 3 blocks")
+say(f"GPipe, m = 32, 3 blocks: {peak_bytes(32, 3, False):,} bytes, with recompute {peak_bytes(32, 3, True):,}")
+
+# %% [markdown]
 # ## 6.7 Messages, and the deadlock that blocking sends make
 #
 # So far a schedule held computations only. `lower` adds the messages: a SEND where a result is made, a RECV on the
@@ -498,7 +812,7 @@ if rank == 0:
 # %%
 from minipar.comm import run_local
 from minipar.errors import CommunicationError, UsageError
-from minipar.parallel.pipeline import PipelineExecutor, lower, parse_action
+from minipar.parallel.pipeline import PipelineExecutor, lower
 
 
 def written(name, *lists):
@@ -865,7 +1179,7 @@ import json
 from chapters.pipedream import AsynchronousPipeline, Staleness, stale_reference
 
 if rank == 0:
-    show_source(Staleness, AsynchronousPipeline._around)
+    show_source(Staleness.version, Staleness.updates, AsynchronousPipeline._around)
     for staleness in (Staleness(4), Staleness(4, group=4)):
         say(f"{staleness.name} on 4 stages: the version of the weights that microbatch 0, 1, 2, ... sees")
         for s in range(4):
@@ -1030,6 +1344,66 @@ for what, kind in (("4. a microbatch counted twice:", CountsTwice), ("5. the tie
 # healthy. In a real code base this bug has another face: with two copies of the matrix that are updated separately, the
 # copies drift apart.
 #
+# ## 6.13 Names, problems and answers
+#
+# ### PyTorch's names
+#
+# | minipar | PyTorch, `torch.distributed.pipelining` | Megatron-LM (M) and DeepSpeed (D) |
+# | --- | --- | --- |
+# | `PipelineStage` | `PipelineStage` | D: `PipelineModule`, `LayerSpec` |
+# | `--microbatches` | `n_microbatches` of a schedule | D: `gradient_accumulation_steps` |
+# | `--pp` | the size of the group | M: `--pipeline-model-parallel-size` |
+# | `gpipe` | `ScheduleGPipe` | |
+# | `1f1b` | `Schedule1F1B` | M: `forward_backward_pipelining_without_interleaving`; D: `TrainSchedule` |
+# | `interleaved-1f1b` | `ScheduleInterleaved1F1B` | M: `forward_backward_pipelining_with_interleaving` |
+# | `zb-h1` | `ScheduleInterleavedZeroBubble` is nearest | |
+# | `zbv` | `ScheduleZBVZeroBubble` | |
+# | `I`, `W` | `stage_backward_input`, `stage_backward_weight` | |
+# | `load_csv`, `lower` | `_load_csv`, `_add_send_recv` | D: the instructions of a `PipeSchedule` |
+# | the tied embedding | left to the user | M: an embedding group; D: `TiedLayerSpec` |
+#
+# ### Worked problems
+#
+# 1. **p = 8.** How many microbatches does 1F1B need for a bubble *below* 0.1? And interleaving with $v = 2$?
+#
+# 2. **p = 8, m = 16, times 4, 5, 3.** What are the idle times and bubbles of 1F1B and ZB-H1? By which factor does ZB-H1
+# divide the idle time, and by which the bubble?
+#
+# 3. **p = 4, v = 2, m = 8.** How many forwards does each rank of the interleaved schedule do in its warm-up? How many
+# activations, each of half a rank's layers, does rank 0 hold at most, and how many messages travel in a step?
+#
+# 4. **GPipe or 1F1B?** $p = 4$, $m = 32$, three blocks per rank, $A = 22.125\,x$. What is the peak of rank 0 in units
+# of $x$: GPipe, 1F1B, and both with recompute?
+
+# %%
+single_stage = {m: simulate(make("1f1b", 8, m)).bubble_fraction for m in (63, 64)}
+two_stages = {
+    m: simulate(make("interleaved-1f1b", 8, m), Durations(HALF, HALF, HALF)).bubble_fraction for m in (24, 32)
+}
+assert single_stage == {63: Fraction(1, 10), 64: Fraction(7, 71)}
+assert two_stages == {24: Fraction(7, 55), 32: Fraction(7, 71)}
+say("1. (p-1)/(vm+p-1) < 1/10 means vm > 9(p-1) = 63: m = 64 for 1F1B. With v = 2, m > 31.5, and p divides 32: m = 32.")
+
+times, work = TIMES[1], 16 * 12
+idle = {name: library_makespan(name, 8, 16, times) - work for name in ("1f1b", "zb-h1")}
+assert idle == {"1f1b": 7 * 12, "zb-h1": 7 * (4 + 5 - 3)}
+bubble = {name: Fraction(each, work + each) for name, each in idle.items()}
+assert idle["1f1b"] == 2 * idle["zb-h1"] and bubble["1f1b"] / bubble["zb-h1"] == Fraction(39, 23)
+say(f"2. idle {idle['1f1b']} and {idle['zb-h1']}: half. Bubbles {bubble['1f1b']}, {bubble['zb-h1']}: divided by 39/23")
+say("   and not by 2, because the total has become shorter too. A third needs F = I = W.")
+
+report = check(make("interleaved-1f1b", 4, 8))
+warm = [[kind for kind, *_ in actions].index("B") - 1 for actions in interleaved_lists(4, 8)]
+assert warm == [10, 8, 6, 4] and report.peak_activations[0] == 11 and sum(report.sends) == 112 == 2 * 7 * 8
+say("3. warm-up 10, 8, 6, 4 forwards: 2(p-1-r) + (v-1)p. Rank 0 holds one more, 11 halves. There are pv - 1 = 7 cuts,")
+say("   each crossed by m = 8 microbatches in both directions: 112 messages.")
+
+peaks = {(k, recompute): peak_bytes(k, 3, recompute) / input_bytes for k in (32, 4) for recompute in (False, True)}
+assert peaks == {(32, False): 2161, (32, True): 124.125, (4, False): 274.5, (4, True): 40.125}
+say("4. GPipe 32 (3 A + x) + 5 x = 2,161 x, with recompute 32 * 3 x + A + 6 x = 124.125 x. 1F1B 274.5 x, and 40.125 x.")
+say("   Recompute helps GPipe more than 1F1B's order does, and costs a forward; 1F1B costs nothing.")
+
+# %% [markdown]
 # ### For you
 #
 # 1. Give `zb-h1` times in which W is *longer* than F and I. The formula $X = (p-1)(F+I-W)$ would become negative if
@@ -1044,7 +1418,53 @@ for what, kind in (("4. a microbatch counted twice:", CountsTwice), ("5. the tie
 # 4. Adam's step is also work, after all gradients are there. Which ranks could do it in the bubble, and what stands in
 # the way?
 #
+# ### Answers
+#
+# 1. It says $X = (p-1)\max(F, I)$, never negative: if $W > F + I$, the chain *up* is shorter than the other two. The
+# last rank cannot begin before $(p-1)F$, and rank 0 waits $(p-1)I$ for its first gradient (its own forwards cover only
+# the way down).
+#
+# 2. With $F = I = W$ not at all. With one stage per rank the last rank begins at $(p-1)F$, and ZB-H1 has no other idle
+# time. With 4, 5, 3 rank $r$ may run 4, 3, 2, 0 forwards ahead and do W 0, 1, 2, 5 microbatches after I. Rank 0 then
+# holds 5 activations, and the idle time is 13 instead of 18 (the next cell). ZB-H2's is 12, with 7 activations.
+#
+# 3. For $T = 1024$ a block has $24h^2 + 4Th$ operations per token and the head $2hV$: 4.46 blocks. With 12 blocks and
+# 4 ranks the cuts 4, 4, 4, 0 + head are nearly equal. With 8 ranks the head alone takes more than twice the mean of
+# 16.46 / 8 blocks. It sets the pace, and at least $1 - 2.06/4.46 = 0.54$ of the time is idle, whatever the schedule.
+#
+# 4. In 1F1B rank $r$ has done its last backward $rB$ before rank 0 and could step in that time. In the way stand the
+# global norm, for which all gradients must be there, and on the last rank the tied embedding, whose new values come
+# from rank 0. Qi et al. step at once and correct later (6.5).
+
+# %%
+for f, i, w in ((1, 1, 3), (2, 3, 6), (4, 1, 6)):
+    assert library_makespan("zb-h1", 4, 8, {"F": f, "I": i, "W": w}) == 8 * (f + i + w) + 3 * max(f, i)
+
+
+def own_schedule(aheads, delays, m):
+    """Rank r runs `aheads[r]` forwards ahead and does W `delays[r]` microbatches after I."""
+    lists = []
+    for ahead, delay in zip(aheads, delays, strict=True):
+        actions = [("F", i) for i in range(ahead)]
+        for i in range(m):
+            actions += [("F", ahead + i)] if ahead + i < m else []
+            actions += [("I", i)] + ([("W", i - delay)] if i >= delay else [])
+        lists.append(actions + [("W", i) for i in range(m - delay, m)])
+    return lists
+
+
+mine = own_schedule((4, 3, 2, 0), (0, 1, 2, 5), 8)
+assert max(ends(mine, TIMES[1]).values()) - 8 * 12 == 13
+assert [library_makespan(name, 4, 8, TIMES[1]) - 8 * 12 for name in ("zb-h1", "zb-h2")] == [18, 12]
+assert check(written("mine", *(as_text(actions, r) for r, actions in enumerate(mine)))).peak_activations[0] == 5
+blocks = [24 * 768**2 + 4 * 1024 * 768] * 12
+head = 2 * 768 * 50257
+assert round(head / blocks[0], 2) == 4.46 and round(1 - (sum(blocks) + head) / 8 / head, 2) == 0.54
+say("your own schedule, p = 4, m = 8, times 4, 5, 3: idle 13 with 5 activations; ZB-H1 18 with 4, ZB-H2 12 with 7")
+
+# %% [markdown]
 # In the notebook, the last cell lets you change $p$, $m$, $v$, the schedule and the times, and the picture follows.
+# (The first picture there is a static one, for readers without widgets.)
 
 # %% tags=["active-ipynb"]
 # %autopx
@@ -1054,6 +1474,9 @@ for what, kind in (("4. a microbatch counted twice:", CountsTwice), ("5. the tie
 # cluster.stop_cluster_sync()
 
 # %% tags=["active-ipynb"]
-# from chapters.figures_pipeline import explore_schedules
+# from chapters.figures_pipeline import explore_schedules, picture_of
+# from chapters.show import show
+# from minipar.parallel.pipeline import Durations
 #
+# show(picture_of("zb-h1", 4, 8, 1, Durations()), "06_explore")
 # explore_schedules()
