@@ -310,7 +310,7 @@ if rank == 0:
 # A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host.
 # So with hosts of $g$ ranks, a row stays inside a host exactly if its axis is inner enough. Which axis should that be?
 #
-# Take the *real program* on the model clock, in the scale 1:64 of chapter 5: every length stands for one 64 times as
+# Take the *real program* on the model clock, in the scale 1:64: every length stands for one 64 times as
 # long, so a model of $h = 96$ and $T = 32$ stands for one of $h = 6144$ and $T = 2048$ in 16 bit, on devices that do
 # $4\cdot10^{14}$ operations per second. Two hosts of four ranks. Two axes have NVLink; the third has the link between
 # the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, which tells its axis.) To the
