@@ -77,7 +77,7 @@ class _Embedding(Function):
         rows = grad.reshape(-1, shape[1])  # (N, h)
 
         def scatter(out: Array | None) -> Array:
-            """Set out[v] to the sum, in order, of the rows whose index is v, in a third of the time of `add.at`."""
+            """Set out[v] to the sum of the rows whose index is v, in a third of the time of `add.at`."""
             if out is None:
                 out = xp.empty(shape, dtype=rows.dtype)
             out[...] = 0
