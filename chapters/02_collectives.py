@@ -339,7 +339,7 @@ say(f"all_reduce and reduce_scatter, {', '.join(names)}: equal to NumPy at lengt
 # all ranks, or replicas drift.
 #
 # Why does it hold? In the ring, each chunk is added up on one path and then only copied. In recursive doubling two
-# ranks add the same two numbers, one as $a+b$ and the other as $b+a$: floating-point addition is commutative.
+# ranks add the same two values, one as $a+b$ and the other as $b+a$: floating-point addition is commutative.
 
 # %%
 n = 10_000

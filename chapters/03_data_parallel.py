@@ -397,8 +397,8 @@ if rank == 0:
     show_source(DistributedDataParallel.synchronize)
 
 # %% [markdown]
-# Who uses it writes two lines. `ddp.loss` is the mean over the tokens of all ranks: it sums two values over the ranks,
-# the losses and the count (3.6). Its `backward()` sends the buckets and ends with `synchronize`.
+# A script that uses it has two lines. `ddp.loss` is the mean over the tokens of all ranks: it sums two values over the
+# ranks, the losses and the count (3.6). Its `backward()` sends the buckets and ends with `synchronize`.
 #
 # Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
 # bucket size, and in backward not one byte more on the wire.

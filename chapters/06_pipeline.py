@@ -198,8 +198,9 @@ if rank == 0:
     show(plot_schedule(timeline), "06_naive")
 
 # %% [markdown]
-# Times are Python Fractions, so bubbles are exact numbers, compared with `==`. Under the boxes: how many **activations
-# are alive**. A forward keeps its intermediate results until its backward has used them. The naive pipeline keeps one.
+# Times are Python Fractions, so bubbles are exact fractions, compared with `==`. Under the boxes: how many
+# **activations are alive**. A forward keeps its intermediate results until its backward has used them. The naive
+# pipeline keeps one.
 #
 # ### The instruments
 #
@@ -920,7 +921,7 @@ if rank == 0:
 #
 # So $W < F < I$ by their nature, the more so the longer the sequence. The head adds $2nhV$ to each on the last stage.
 # With one operation per unit of time, all times are whole numbers, and no rounding can hide a difference. Four ranks as
-# threads of rank 0, so the numbers do not depend on `mpirun -n`; each message costs 50,000 units.
+# threads of rank 0, so the values do not depend on `mpirun -n`; each message costs 50,000 units.
 
 # %%
 from minipar.comm import Communicator, ModelClock, Network

@@ -316,7 +316,7 @@ if rank == 0:
 # the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, which tells its axis.) To the
 # program nothing changes but the rank order: the same values, the same bytes.
 #
-# (The links are those of 5.11: bandwidths from data sheets, latencies assumed. A few numbers per step, norm and loss,
+# (The links are those of 5.11: bandwidths from data sheets, latencies assumed. A few values per step, norm and loss,
 # are priced as if they too were 64 x 64 times as many.)
 
 # %%

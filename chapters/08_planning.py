@@ -100,7 +100,7 @@ say(f"{N} rank{'s' if N > 1 else ''}")
 # for each one of forward. (Attention is counted as if every token saw all others, as in the papers: a kernel that skips
 # what is masked does half of it.)
 #
-# A planner's model is these numbers and nothing else: a `ModelShape`. It must agree with the formulas, and with a GPT
+# A planner's model is these values and nothing else: a `ModelShape`. It must agree with the formulas, and with a GPT
 # of minipar that really multiplies:
 
 # %%
@@ -975,7 +975,7 @@ if rank == 0:
 # Because the planner is an *abstraction* of the program, not a theory beside it. It cuts layers into stages with the
 # program's own function. It walks through the same lists of actions as the executor (a schedule is data). Its rings are
 # the rings of chapter 2, message by message; its buckets are those that ZeRO sends; what hides behind what is computed
-# event by event, as it happens. What it leaves out is the numbers.
+# event by event, as it happens. What it leaves out is the values.
 #
 # Where it does not agree:
 #

@@ -113,6 +113,8 @@ def use_device(device: str, rank: int = 0) -> None:
 
     A rank uses GPU number `rank` modulo the number of GPUs of its host. UsageError if CuPy or a GPU is missing.
     """
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: expected cpu or cuda")
     if device == "cpu":
         use(np)
         return

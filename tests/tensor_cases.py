@@ -6,7 +6,7 @@ import numpy as np
 import training
 from training import joined, on_each_rank
 
-from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
+from minipar.nn import GPT, DropoutKeys, GPTConfig, Linear, dropping
 from minipar.parallel.placement import Shard
 from minipar.parallel.tensor import tensor_parallel
 from minipar.train.data import Tokens
@@ -95,3 +95,10 @@ def one_device(flags, tp, dp=1):
 
 
 FLAGS = "--global-batch 2 --clip-grad 0.5"
+
+
+def linear_of(weight, bias):
+    """A layer with copies of these values."""
+    layer = Linear(*weight.shape, name="layer", dtype="float64")
+    layer.weight.data, layer.bias.data = weight.copy(), bias.copy()
+    return layer

@@ -167,7 +167,7 @@ def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags):
     flags = f"{flags} --zero-stage {stage} --hidden 14 --heads 2"
     for _, moments, psi, own in ledgers(8, flags):
         state = model_state(psi, own, stage, OF_DTYPE["float32"])
-        assert moments[-1][1][:3] == (state.parameters, state.gradients, state.optimizer)
+        assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

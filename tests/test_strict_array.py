@@ -8,6 +8,7 @@ import pytest
 import strict_array as sa
 
 from minipar import backend
+from minipar.errors import UsageError
 
 HOST = np.arange(6.0).reshape(2, 3)
 
@@ -184,3 +185,8 @@ def test_backend_runs_on_it():
         np.testing.assert_array_equal(backend.to_host(backend.xp.multiply(x, 2.0)), HOST * 2)
         backend.synchronize()
     assert backend.xp.module is np
+
+
+def test_a_device_of_another_name_is_refused():
+    with pytest.raises(UsageError, match="--device gpu: expected cpu or cuda"):
+        backend.use_device("gpu")

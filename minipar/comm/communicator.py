@@ -102,8 +102,7 @@ class Communicator:
     ) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.axis = axis
-        self.name = name  # the same on every member, and no other group's
+        self.axis, self.name = axis, name  # the name is the same on every member, and no other group's
         self.ranks = list(range(self.size)) if ranks is None else ranks
         self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
         self.clock, self.traffic, self.tracer = self.engine.clock, self.engine.traffic, self.engine.tracer

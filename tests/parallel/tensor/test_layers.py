@@ -4,11 +4,12 @@ and without sequence parallelism, and the mistakes of the chapter's exercises do
 
 import numpy as np
 import pytest
+from tensor_cases import linear_of
 from training import Proxy, joined
 
 from minipar.autograd import Function, Tensor, cross_entropy_sum, embedding, gelu, linear
 from minipar.comm import run_local, wire_bytes
-from minipar.nn import Embedding, Linear, Parameter
+from minipar.nn import Embedding, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor import (
     ColumnParallelLinear,
@@ -41,13 +42,6 @@ def close(a, b, bound=1e-13):
 def split_along(weight, group, dim):
     """Leave this rank its part of a parameter."""
     split(weight, group.shard(dim, weight.shape[dim]))
-
-
-def linear_of(weight, bias):
-    """A layer with copies of these values."""
-    layer = Linear(*weight.shape, name="layer", dtype="float64")
-    layer.weight.data, layer.bias.data = weight.copy(), bias.copy()
-    return layer
 
 
 def backward(y, gradient, x, parameters):
