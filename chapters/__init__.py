@@ -1,1 +1,1 @@
-"""The course: NN_name.py and NN_name.ipynb. figures*.py draw, show.py prints, pipedream.py is for chapter 6."""
+"""The course: NN_name.py and NN_name.ipynb; support/ has the code that chapters import."""

@@ -3,18 +3,10 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.figures import (
-    RANKS,
-    plot_activations,
-    plot_bucket_sizes,
-    plot_cuts,
-    plot_graph,
-    plot_layouts,
-    plot_links,
-    plot_memory,
-    plot_placements,
-    plot_shares,
-)
+from chapters.support.figures_data_parallel import plot_bucket_sizes
+from chapters.support.figures_gpt import plot_graph, plot_memory, plot_shares
+from chapters.support.figures_mesh import plot_layouts, plot_placements
+from chapters.support.figures_tensor import RANKS, plot_activations, plot_cuts, plot_links
 from visualize.style import BLUE, GREY, VERMILION
 
 

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from chapters import figures_pipeline
-from chapters.figures_pipeline import explore_schedules, measured_timeline
+from chapters.support import figures_pipeline
+from chapters.support.figures_pipeline import explore_schedules, measured_timeline
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Action, Durations, make, simulate
 from minipar.parallel.pipeline.simulate import measured_durations, predicted_timeline

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.figures_planning import (
+from chapters.support.figures_planning import (
     plot_bubbles,
     plot_fit,
     plot_points,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.pipedream import AsynchronousPipeline, Staleness, stale_reference
+from chapters.support.pipedream import AsynchronousPipeline, Staleness, stale_reference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig, Parameter

@@ -7,7 +7,7 @@ import sys
 import pytest
 from launcher import ROOT
 
-from chapters import show
+from chapters.support import show
 
 SCRIPT = """# %% [markdown]
 # # 9. A title
@@ -21,7 +21,7 @@ SCRIPT = """# %% [markdown]
 # # a comment of code
 
 # %%
-from chapters.show import printer, show_source
+from chapters.support.show import printer, show_source
 
 say, silent = printer(0), printer(1)
 

@@ -212,7 +212,7 @@ class SkipsTheFirst(Proxy):
 
 
 def test_a_forgotten_bucket_and_a_wrong_count_are_caught():
-    """The mistakes of chapter 3's exercises, made on purpose: one bucket is all-reduced among this rank alone."""
+    """The mistakes of chapter 4's exercises, made on purpose: one bucket is all-reduced among this rank alone."""
 
     expected = on_one_device(2)
     assert run_local(2, lambda comm: one_pass(wrapped(comm))) == [expected] * 2

@@ -1,7 +1,7 @@
 """Pipeline parallelism: schedules that are built as data, checked, simulated and executed.
 
 Reading order: actions.py, schedules.py, simulate.py, lower.py, check.py, then stage.py and executor.py, which run a
-GPT, and module.py, which runs the user's own stages. (The asynchronous pipelines are chapters/pipedream.py.)
+GPT, and module.py, which runs the user's own stages. (The asynchronous pipelines are chapters/support/pipedream.py.)
 """
 
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action

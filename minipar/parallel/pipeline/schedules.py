@@ -196,7 +196,7 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     if name in ("pipedream", "pipedream-2bw"):
         raise UsageError(
             f"schedule {name} is asynchronous: it never drains and updates with older weights, so it is no step of "
-            "synchronous training; chapters/pipedream.py runs it (chapter 6)"
+            "synchronous training; chapters/support/pipedream.py runs it (chapter 7)"
         )
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}, or a FILE.csv")

@@ -1,4 +1,4 @@
-"""Chapter 6: the timeline of a traced pipeline, and schedules that a notebook's reader changes with sliders."""
+"""Chapter 7: the timeline of a traced pipeline, and schedules that a notebook's reader changes with sliders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from chapters.show import in_notebook
+from chapters.support.show import in_notebook
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Action, Durations, Slot, Timeline, make, simulate
 from minipar.parallel.pipeline.simulate import Time, timeline_of

@@ -45,7 +45,7 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
@@ -81,8 +81,8 @@ from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens
 
 if comm.rank == 0:  # the one that draws
-    from chapters.figures import plot_graph, plot_memory, plot_shares
-    from chapters.show import show, show_source
+    from chapters.support.figures_gpt import plot_graph, plot_memory, plot_shares
+    from chapters.support.show import show, show_source
     from visualize import plot_loss
 
 random = np.random.Generator(np.random.Philox(1))
@@ -202,7 +202,7 @@ caught("statistics taken for constants", lambda: gradcheck(forgetful_norm, [rows
 #
 # A *leaf*, such as a parameter, is no node and has no number. How does it know that its gradient is complete? While
 # `reachable` collects the nodes, it counts the edges that lead to each leaf: its *uses*. Backward takes one off for
-# each contribution that it sends to the leaf. At zero the gradient is complete, and the leaf's hooks run. Chapter 3
+# each contribution that it sends to the leaf. At zero the gradient is complete, and the leaf's hooks run. Chapter 4
 # needs exactly this moment: a gradient may be sent to other ranks as soon as no contribution to it is missing.
 
 # %%
@@ -606,7 +606,7 @@ say(f"all {counted:,} parameters along one direction: relative error {check_slop
 # - *Decoupled* weight decay shrinks $\theta$ itself, by $\eta \lambda$, and does not pass through $m$ and $v$. It
 #   applies to matrices, not to biases and LayerNorms.
 # - The update works on each element alone. So a rank may update any part of the parameters if it has that part's $g$,
-#   $m$ and $v$: that is what ZeRO uses (chapter 4). The *optimizer state*, $m$ and $v$, is two values per parameter.
+#   $m$ and $v$: that is what ZeRO uses (chapter 5). The *optimizer state*, $m$ and $v$, is two values per parameter.
 
 # %%
 theta, gradient_1 = draw.standard_normal((3, 4)), draw.standard_normal((3, 4))

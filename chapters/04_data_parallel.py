@@ -8,7 +8,7 @@
 # ---
 
 # %% [markdown]
-# # 3. Data parallelism
+# # 4. Data parallelism
 #
 # **How do $p$ ranks train one model as if they were one device?**
 #
@@ -21,7 +21,7 @@
 # can be kept, within rounding where it cannot. Then it counts the bytes, hides the time they take, and breaks the
 # method in four ways to see which check notices.
 #
-# Run it as `mpirun -n 8 python chapters/03_data_parallel.py`, with any number of ranks. With one rank every sum has one
+# Run it as `mpirun -n 8 python chapters/04_data_parallel.py`, with any number of ranks. With one rank every sum has one
 # term and nothing is sent: all claims hold, and say little. Letters: $p$ ranks, of which this one is $r$; $N$ tokens of
 # the global batch, $T$ tokens per sample; $\Psi$ parameters; an array of $n$ bytes; $\alpha$ seconds per message,
 # $\beta$ seconds per byte.
@@ -42,20 +42,20 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, p = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.figures import plot_bucket_sizes
-    from chapters.show import show, show_source
+    from chapters.support.figures_data_parallel import plot_bucket_sizes
+    from chapters.support.show import show, show_source
     from visualize import parse_trace, plot_bytes, plot_loss, plot_timeline, read_trace
 say(f"{p} rank{'s' if p > 1 else ''}")
 
 # %% [markdown]
-# ## 3.1 The gradient of a sum is the sum of the gradients
+# ## 4.1 The gradient of a sum is the sum of the gradients
 #
 # Let token $i$ of the global batch have the loss $\ell_i(\theta)$, and let there be $N$ tokens. Training minimizes
 # their mean. Cut the batch into shards $S_0, \dots, S_{p-1}$ and use that differentiation is linear:
@@ -161,7 +161,7 @@ def everywhere(ok):
 expected = left_to_right(g)
 
 # %% [markdown]
-# ## 3.2 Naive: one all-reduce after backward
+# ## 4.2 Naive: one all-reduce after backward
 #
 # Each rank runs backward on its own shard. Then one all-reduce over the whole flat gradient:
 
@@ -188,7 +188,7 @@ def naive(algorithm):
 
 
 # %% [markdown]
-# Chapter 2 has two all-reduces that matter here. Both cut the array into $p$ *chunks*, one per rank, reduce each, and
+# Chapter 3 has two all-reduces that matter here. Both cut the array into $p$ *chunks*, one per rank, reduce each, and
 # gather the results. They differ in the order of additions:
 #
 # - `ordered` brings all contributions to a chunk's owner, who adds them in rank order $0, 1, \dots, p-1$.
@@ -247,7 +247,7 @@ say("the ring's bits are exactly those of its order of sums, predicted on one de
 # chunk is summed once, by one rank, and then copied. An all-reduce in which each rank summed for itself in its own
 # order would let the replicas drift apart.
 #
-# ## 3.3 What it costs on the wire
+# ## 4.3 What it costs on the wire
 #
 # Either algorithm sends each chunk's contribution once, and its result once, $p - 1$ times in all. With $\Psi$
 # parameters a rank sends
@@ -296,11 +296,11 @@ if p > 1:
     ring_seconds, auto, mpi = (seconds(algorithm, array) for algorithm in ("ring", "auto", "mpi"))
     say(
         f"all-reduce of 1 MiB over {p} ranks: "
-        f"ring {ring_seconds * 1e3:.2f} ms, the best of chapter 2 {auto * 1e3:.2f} ms, MPI's own {mpi * 1e3:.2f} ms"
+        f"ring {ring_seconds * 1e3:.2f} ms, the best of chapter 3 {auto * 1e3:.2f} ms, MPI's own {mpi * 1e3:.2f} ms"
     )
 
 # %% [markdown]
-# ## 3.4 Overlap: communicate while backward still runs
+# ## 4.4 Overlap: communicate while backward still runs
 #
 # The naive form leaves the wire idle during backward, and then the processor idle during the all-reduce. But backward
 # completes gradients one by one, from the last layer to the first. The last layer's could travel while the first
@@ -398,7 +398,7 @@ if rank == 0:
 
 # %% [markdown]
 # A script that uses it has two lines. `ddp.loss` is the mean over the tokens of all ranks: it sums two values over the
-# ranks, the losses and the count (3.6). Its `backward()` sends the buckets and ends with `synchronize`.
+# ranks, the losses and the count (4.6). Its `backward()` sends the buckets and ends with `synchronize`.
 #
 # Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
 # bucket size, and in backward not one byte more on the wire.
@@ -424,7 +424,7 @@ for bucket_bytes in (1, 32 * 1024, 25 * 2**20):
 # ### Seeing it
 #
 # To see time we need a clock that shows what 8 devices on a real network would do, not what 8 processes on this machine
-# do. minipar's `model` clock is one (chapter 2): a logical clock per rank. Computation moves it by floating-point
+# do. minipar's `model` clock is one (chapter 3): a logical clock per rank. Computation moves it by floating-point
 # operations / speed; a message of $n$ bytes arrives $\alpha + \beta n$ after it was sent. The program that runs is the
 # real one, with real buckets and real messages. Only its durations come from the model, so they are exact and
 # repeatable.
@@ -497,7 +497,7 @@ if rank == 0:
     events = [event for _, rank_events, _ in results for event in rank_events]
     figure = plot_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
     figure.axes[0].set_title("left: one all-reduce after backward; right: buckets of 128 KiB", loc="left", fontsize=10)
-    show(figure, "03_overlap")
+    show(figure, "04_overlap")
 
     message = 4 * max(stop - start for start, stop in chunk_bounds(big_psi, DEVICES))
     predicted = COMPUTATION + 2 * (DEVICES - 1) * NETWORK.seconds(message)
@@ -532,7 +532,7 @@ if rank == 0:
     sizes = [1024, *(2**k for k in range(15, 21))]
     rows, _, _ = run_local(DEVICES, simulate, sizes, clock="model", network=NETWORK)[0]
     none, *rows = rows
-    show(plot_bucket_sizes(rows, naive=none["seconds"], computation=COMPUTATION), "03_bucket_size")
+    show(plot_bucket_sizes(rows, naive=none["seconds"], computation=COMPUTATION), "04_bucket_size")
     best = min(rows, key=lambda row: row["seconds"])
     assert rows[0]["seconds"] > best["seconds"] < rows[-1]["seconds"]
     assert rows[-1]["buckets"] == 1 and abs(rows[-1]["seconds"] - none["seconds"]) < 1e-12
@@ -549,7 +549,7 @@ if rank == 0:
 # and models of hundreds of MiB; Li et al. (section 5.3) measure the same bowl. minipar has the same defaults. For a toy
 # model of 0.8 MiB they mean one bucket.
 #
-# ## 3.5 Gradient accumulation and `no_sync`
+# ## 4.5 Gradient accumulation and `no_sync`
 #
 # If a shard does not fit in memory, cut it into *microbatches* and let their gradients add up locally before the ranks
 # talk. Nothing needs to travel before the last one. `no_sync` says so:
@@ -642,10 +642,10 @@ if rank == 0:
         {"op": f"{buckets} buckets, {SHARD} microbatches, no_sync", "bytes": once, "expected": once},
         {"op": "the same without no_sync", "bytes": twice, "expected": once},
     ]
-    show(plot_bytes(bars), "03_bytes")
+    show(plot_bytes(bars), "04_bytes")
 
 # %% [markdown]
-# ## 3.6 Ranks with unequal counts
+# ## 4.6 Ranks with unequal counts
 #
 # Padding, documents of different length, a last batch that is not full: often the ranks do not hold equally many
 # targets. (minipar marks a target that does not count with -100, as PyTorch does.) Rank $r$ has $n_r$ of them, and the
@@ -699,7 +699,7 @@ say(f"mean of the ranks' means:     relative difference from one device {relativ
 # count: $\frac1m \sum_i s_i / n_i$ is not $\sum_i s_i / \sum_i n_i$. All $n_i$ must be counted before the first
 # backward.
 #
-# ## 3.7 The real trainer
+# ## 4.7 The real trainer
 #
 # `minipar.train` is the command-line trainer; a script can use its parts. The configuration is parsed from the same
 # flags. `Trainer` runs the same code for one device and for many; only the mesh differs. We train in float64 with
@@ -734,7 +734,7 @@ say(verdict.line)
 
 # %% [markdown]
 # The one device (`OneDevice`) is a trainer that computes all replicas, one after another, and adds their gradients as
-# `left_to_right` did in 3.1:
+# `left_to_right` did in 4.1:
 
 # %%
 if rank == 0:
@@ -757,7 +757,7 @@ frequency = np.bincount(tokens.ids, minlength=256) / len(tokens.ids)
 entropy = float(-sum(f * np.log(f) for f in frequency if f > 0))
 if rank == 0:
     runs = {f"{p} ranks": [asdict(step) for step in steps]}
-    show(plot_loss(runs, entropy, "entropy of single bytes"), "03_loss")
+    show(plot_loss(runs, entropy, "entropy of single bytes"), "04_loss")
 assert steps[-1].loss < steps[0].loss - 1
 say(
     f"loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f} nats per byte in {len(steps)} steps (ln 256 = {np.log(256):.3f})"
@@ -771,7 +771,7 @@ say(
 #
 # The `cpu` clock advances by each rank's own CPU time between communication calls, and messages carry their sender's
 # clock. So it shows what `p` devices of this speed would do, although they share a few cores here. Two steps, on the
-# network of 3.4: computation is measured, messages are priced. At this size the all-reduce is short next to the noise
+# network of 4.4: computation is measured, messages are priced. At this size the all-reduce is short next to the noise
 # of computation; the hatching is ranks waiting for a slower one, which no bucket can hide.
 
 # %%
@@ -793,7 +793,7 @@ with tempfile.TemporaryDirectory() as folder:
     if rank == 0:
         figure = plot_timeline(read_trace(path))
         figure.axes[0].set_title("two steps of the real trainer", loc="left", fontsize=10)
-        show(figure, "03_timeline")
+        show(figure, "04_timeline")
 
 # %% [markdown]
 # ### Strong and weak scaling
@@ -805,7 +805,7 @@ with tempfile.TemporaryDirectory() as folder:
 # The first term falls as $1/p$. The second does not fall at all: its bytes tend to $2n$, its latency grows with $p$. So
 # efficiency $C / (p\,T(p))$ must fall, and the batch per rank runs out in the end. *Weak scaling* keeps the batch per
 # rank and lets the global batch grow. Then computation stays, and data parallelism scales until the batch is larger
-# than training can use (McCandlish et al. 2018, arXiv 1812.06162). Naive all-reduce on the cluster of 3.4, a global
+# than training can use (McCandlish et al. 2018, arXiv 1812.06162). Naive all-reduce on the cluster of 4.4, a global
 # batch of 64 samples:
 
 # %%
@@ -819,7 +819,7 @@ if rank == 0:
         say(f"{q:>5}  {compute * 1e3:>8.2f} ms {reduce * 1e3:>8.2f} ms {efficiency}")
 
 # %% [markdown]
-# ## 3.8 Exercises: break it, and see what notices
+# ## 4.8 Exercises: break it, and see what notices
 #
 # Four mistakes, all of them found in real code. Each is made here on purpose and run. We look with four instruments:
 #
@@ -836,7 +836,7 @@ if rank == 0:
 #
 # 3. **All-reduce weights instead of gradients.** Each rank steps on its own gradient, then weights are averaged.
 #
-# 4. **Average the ranks' means** with unequal counts (3.6).
+# 4. **Average the ranks' means** with unequal counts (4.6).
 
 # %%
 from minipar.comm import serial
@@ -967,7 +967,7 @@ if p > 1:
     say("caught: by the comparison with one device, and only because the test used unequal counts")
 
 # %% [markdown]
-# ## 3.9 PyTorch's names, problems and answers
+# ## 4.9 PyTorch's names, problems and answers
 #
 # ### PyTorch's names
 #
@@ -1032,7 +1032,7 @@ if rank == 0:
 # before. For this GPT nothing breaks. Which kind of model would break it, and what would you see: an error, a hang, or
 # wrong values?
 #
-# 2. In the picture of 3.4, which two parameters make the tail, and how would you shorten it?
+# 2. In the picture of 4.4, which two parameters make the tail, and how would you shorten it?
 #
 # 3. Every rank holds all $\Psi$ parameters, all gradients, both AdamW moments, and after the all-reduce every rank
 # takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done
@@ -1052,7 +1052,7 @@ if rank == 0:
 # late.
 #
 # 3. After the reduce-scatter rank $r$ has chunk $r$ of the summed gradient. It updates chunk $r$ of the parameters, for
-# which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 4 builds this.
+# which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 5 builds this.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -8,11 +8,11 @@
 # ---
 
 # %% [markdown]
-# # 4. ZeRO
+# # 5. ZeRO
 #
 # **Data parallelism keeps $N$ copies of everything. Which of them does it need?**
 #
-# Chapter 3 ended with $N$ ranks that hold the same parameters, the same gradients and the same optimizer state, and
+# Chapter 4 ended with $N$ ranks that hold the same parameters, the same gradients and the same optimizer state, and
 # that all take the same optimizer step. ZeRO, the "zero redundancy optimizer" (Rajbhandari et al. 2020, arXiv
 # 1910.02054), removes the copies in three stages, without changing a bit of the result:
 #
@@ -26,7 +26,7 @@
 # counts what it holds and what it sends. Then it asks what stage 3 costs, what no stage can divide, and why stages 2
 # and 3 do not like pipelines.
 #
-# Run it as `mpirun -n 8 python chapters/04_zero.py`, with any number of ranks. With one rank there is nothing to share
+# Run it as `mpirun -n 8 python chapters/05_zero.py`, with any number of ranks. With one rank there is nothing to share
 # out: all stages hold the same, and the claims say little. Letters: $N$ ranks, of which this one is $r$; $\Psi$
 # parameters; $m$ microbatches per rank and step; $T$ tokens per sample; $\alpha$ seconds per message, $\beta$ seconds
 # per byte. In 4.10 $p$ counts the stages of a pipeline.
@@ -47,19 +47,19 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, N = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.show import show, show_source
+    from chapters.support.show import show, show_source
     from visualize import parse_trace, plot_bytes, plot_ledger, plot_timeline
 say(f"{N} rank{'s' if N > 1 else ''}")
 
 # %% [markdown]
-# ## 4.1 Sixteen bytes per parameter
+# ## 5.1 Sixteen bytes per parameter
 #
 # A model of 7.5 billion parameters in 16-bit values takes 15 GB. It fits into a GPU of 32 GB, but it cannot be trained
 # there. Training keeps more than the parameters. For each of them, in mixed precision with Adam (section 3.1 of the
@@ -124,7 +124,7 @@ say("every figure within 1 GB of the paper's: they differ by rounding")
 # to 1.9 GB on 64 ranks, so only stage 3 lets a model grow with the number of ranks.
 #
 # The library's version takes the number of elements that a rank really owns, other precisions (this chapter's runs are
-# in float64), and the case that gradients accumulate (4.10). It is the function that `--memory-limit` uses (4.9).
+# in float64), and the case that gradients accumulate (5.10). It is the function that `--memory-limit` uses (5.9).
 
 # %%
 from minipar.parallel.memory import MIXED, elements_held, model_state
@@ -138,9 +138,9 @@ if rank == 0:
     show_source(elements_held, model_state)
 
 # %% [markdown]
-# ## 4.2 What is redundant?
+# ## 5.2 What is redundant?
 #
-# Two facts from chapter 3 make the stages possible.
+# Two facts from chapter 4 make the stages possible.
 #
 # **An all-reduce is a reduce-scatter and an all-gather.** The first leaves rank $r$ with chunk $r$ of the sum, the
 # second hands all chunks to all. Each sends $\Psi\frac{N-1}{N}$ elements per rank. Something can be done in between.
@@ -240,7 +240,7 @@ if rank == 0:
     show_source(MemoryLedger.hold, MemoryLedger._freed)
 
 # %% [markdown]
-# **A counter of bytes sent**, by operation (chapter 2). **The bits** of all parameters, and of every step's loss and
+# **A counter of bytes sent**, by operation (chapter 3). **The bits** of all parameters, and of every step's loss and
 # gradient norm.
 #
 # The model is a GPT-2 of toy size in float64, one sample per rank, with gradients clipped so that the norm matters. We
@@ -373,7 +373,7 @@ def prove(run):
 prove(plain)
 
 # %% [markdown]
-# Is stage 0 right? That is chapter 3's claim, proved again here: one device that takes the ranks' shards in order gets
+# Is stage 0 right? That is chapter 4's claim, proved again here: one device that takes the ranks' shards in order gets
 # the same bits. Then whatever has stage 0's bits has one device's.
 
 # %%
@@ -389,7 +389,7 @@ if rank == 0:
     say(f"stage 0 on {N} ranks = 1 device, bit for bit, {STEPS} steps, every one of them clipped")
 
 # %% [markdown]
-# ## 4.3 Stage 1: shard the optimizer state
+# ## 5.3 Stage 1: shard the optimizer state
 #
 # A script chooses the stage with one argument and changes nothing else. Its optimizer gets `wrapper.parameters()`. From
 # stage 1 on these are this rank's part of the model. Here is one step in each stage:
@@ -415,7 +415,7 @@ assert all(same_bits(state[name], states[0][name]) for state in states for name 
 say("one step in each of the stages 0, 1, 2 and 3: the same bits")
 
 # %% [markdown]
-# Inside are the three lines of 4.2, and the library adds three things. Buckets are reduce-scattered during backward, as
+# Inside are the three lines of 5.2, and the library adds three things. Buckets are reduce-scattered during backward, as
 # their gradients become complete, and not after it. The optimizer sees *shards*, the pieces of parameters that lie in
 # this rank's chunks, and a shard remembers whether its whole parameter was a matrix, because AdamW here decays matrices
 # and leaves biases alone. And when the optimizer has updated them, it calls the wrapper's `after_step` by itself, which
@@ -447,9 +447,9 @@ prove(one)
 
 # %% [markdown]
 # $2\Psi$ on the wire, as before. For mixed precision and large $N$ the model state falls from $16\Psi$ to $4\Psi$. It
-# costs no more bytes and one tiny all-reduce; 4.7 shows the one disadvantage.
+# costs no more bytes and one tiny all-reduce; 5.7 shows the one disadvantage.
 #
-# ## 4.4 Stage 2: shard the gradients
+# ## 5.4 Stage 2: shard the gradients
 #
 # After the reduce-scatter a rank needs only its chunk of the gradient. Before it, the full gradient must exist, because
 # backward computes it. So let it exist only then: compute the gradient of one layer, reduce-scatter it, free it, and go
@@ -581,9 +581,9 @@ two = train(2)
 prove(two)
 
 # %% [markdown]
-# The same bytes on the wire again. Stage 2 is free, as long as every step has a single backward; 4.10 has another case.
+# The same bytes on the wire again. Stage 2 is free, as long as every step has a single backward; 5.10 has another case.
 #
-# ## 4.5 Stage 3: shard the parameters
+# ## 5.5 Stage 3: shard the parameters
 #
 # A block's parameters are needed in the block's forward and in its backward. In between they can live elsewhere. So:
 # gather a unit just before its forward, free it after; gather it again just before its backward, free it for good.
@@ -592,7 +592,7 @@ prove(two)
 # $$\underbrace{\Psi}_{\text{gather for forward}} + \underbrace{\Psi}_{\text{gather for backward}} +
 # \underbrace{\Psi}_{\text{reduce-scatter}} = 3\Psi, \text{ each times } \tfrac{N-1}{N} .$$
 #
-# On the bare arrays of 4.4, `weights` now gathers a layer, and the training loop frees it after use, once in forward
+# On the bare arrays of 5.4, `weights` now gathers a layer, and the training loop frees it after use, once in forward
 # and once in backward. After the step there is nothing to do:
 
 
@@ -617,7 +617,7 @@ say("stage 3 has the bits of stage 0, and next to its chunks a rank never holds 
 
 # %% [markdown]
 # The library adds **prefetch**: while a unit computes, the next one's parameters are on their way, so that two units
-# exist at a time (4.7). It frees a unit although the graph of backward needs it: a matrix product's backward reads the
+# exist at a time (5.7). It frees a unit although the graph of backward needs it: a matrix product's backward reads the
 # weight, so a node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it
 # makes mistakes visible: while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every
 # element, so that code that uses a parameter at the wrong time computes NaN.
@@ -637,7 +637,7 @@ assert all(np.isnan(parameter.data).all() for parameter in three.trainer.model.p
 say("between the steps the model's own parameters are all NaN; the values are in the ranks' chunks")
 
 # %% [markdown]
-# ## 4.6 The four stages side by side
+# ## 5.6 The four stages side by side
 #
 # One rank's memory through one step, from the ledger. The horizontal axis has the ledger's changes in order. The dashed
 # line is the formula.
@@ -646,7 +646,7 @@ say("between the steps the model's own parameters are all NaN; the values are in
 runs = [plain, one, two, three]
 if rank == 0:
     moments = {f"stage {run.stage}": run.ledger.moments for run in runs}
-    show(plot_ledger(moments, {f"stage {stage}": sum(formula(stage)) for stage in range(4)}), "04_stages")
+    show(plot_ledger(moments, {f"stage {stage}": sum(formula(stage)) for stage in range(4)}), "05_stages")
 
 # %% [markdown]
 # Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
@@ -665,7 +665,7 @@ if rank == 0:
         for run, way in zip(runs, ways, strict=True)
         for expected in [sum(expected_bytes(run.stage).values())]
     ]
-    show(plot_bytes(bars), "04_bytes")
+    show(plot_bytes(bars), "05_bytes")
 
 # %% [markdown]
 # One more claim. With `--reduction ring` one device adds in another order, so ring runs differ from it in the last
@@ -677,14 +677,14 @@ assert all(same_bits(run.bits(), ring_runs[0].bits()) for run in ring_runs)
 say("ring: stages 0, 1, 2 and 3 have the same bits as one another")
 
 # %% [markdown]
-# ## 4.7 What stage 3 pays
+# ## 5.7 What stage 3 pays
 #
 # Half as many bytes again, and *latency*: each unit costs three collectives of at least $(N-1)\alpha$, not two. And a
 # late gather costs more than a late reduction. A late reduction delays the end of backward, but a late gather stops a
 # computation that waits for its weights. The remedy is **prefetch**: while one unit computes, the next
 # one's parameters are on their way.
 #
-# To see time, we use the model clock of chapters 2 and 3: real messages, priced with $\alpha + \beta n$; computation at
+# To see time, we use the model clock of chapters 3 and 4: real messages, priced with $\alpha + \beta n$; computation at
 # $10^{12}$ operations per second, charged block by block. Four simulated devices, threads of rank 0.
 
 # %%
@@ -753,7 +753,7 @@ if rank == 0:
     trace = parse_trace({"traceEvents": events, "otherData": {"clock": "model"}})
     figure = plot_timeline(trace, slice(0, 2))
     figure.axes[0].set_title("stage 3: left without prefetch, right with it", loc="left", fontsize=10)
-    show(figure, "04_prefetch")
+    show(figure, "05_prefetch")
     traced = results[0][0]
     say(f"without prefetch {traced[0][0] * 1e3:.4f} ms, with it {traced[1][0] * 1e3:.4f} ms")
 
@@ -811,7 +811,7 @@ if rank == 0:
 # during backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing computes.
 # (Megatron can overlap it with the next forward, `--overlap-param-gather`. Stage 3 does so by its nature.)
 #
-# ## 4.8 What no stage divides
+# ## 5.8 What no stage divides
 #
 # The model state is divided by $N$; activations are not, nor are buffers. Activations depend on the rank's own samples.
 # More ranks with the same global batch mean fewer samples each, but one sample is the least. What helps is recompute
@@ -838,7 +838,7 @@ say("the activations of all four stages are equal to the byte; with recompute th
 # (With recompute the second forward of a block runs inside its backward, where the block is gathered anyway. It costs
 # no third gather.) Dividing activations takes another kind of parallelism: tensor, sequence and pipeline parallelism.
 #
-# ## 4.9 A model larger than one rank's allowance
+# ## 5.9 A model larger than one rank's allowance
 #
 # Let every rank have room for $1/N$ of the model state, and no more. `--memory-limit` says so before training starts,
 # not hours later, and with the arithmetic.
@@ -875,7 +875,7 @@ if N > 1:
     say(f"while it was made rank 0 held at most {building.peak:,} bytes, buffers included")
 
 # %% [markdown]
-# ## 4.10 Gradient accumulation, and why pipelines object
+# ## 5.10 Gradient accumulation, and why pipelines object
 #
 # Let a rank run $m$ microbatches per step and add up their gradients. In stages 0 and 1, `no_sync` keeps them in the
 # full gradient and sends once. In stages 2 and 3 there is no full gradient to add to. There are two ways out:
@@ -930,20 +930,20 @@ say("no_sync: stages 1, 2, 3 have the same bits; every microbatch: stages 2 and 
 # %%
 if rank == 0:
     names = ("stage 2, no_sync", "stage 2, every microbatch", "stage 3, every microbatch")
-    show(plot_ledger({name: cases[name][0].ledger.moments for name in names}), "04_microbatches")
+    show(plot_ledger({name: cases[name][0].ledger.moments for name in names}), "05_microbatches")
 
 # %% [markdown]
 # Left, the orange grows in the first backward to the whole of $\Psi$ and stays. In the middle it stays thin, and the
 # price is in the table.
 #
 # **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ stages its idle fraction is
-# $(p-1)/(m+p-1)$ (chapter 6), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
+# $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
 # back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $m$ times per step,
 # and each time with the work of one microbatch to hide behind. The figures above are this cost, without a pipeline.
 # That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $m$
-# is. Chapter 7 takes it up.
+# is. Chapter 8 takes it up.
 #
-# ## 4.11 Exercises: break it, and see what notices
+# ## 5.11 Exercises: break it, and see what notices
 #
 # Five mistakes. The instruments:
 #
@@ -1057,7 +1057,7 @@ say("\n".join(lines))
 # Four lessons.
 #
 # **AdamW forgives a wrong norm.** Clipping with a wrong norm scales all gradients by a wrong factor, to which AdamW is
-# nearly blind, as chapter 3 found. In mistake 1 each rank even has its own factor, and no loss curve shows it.
+# nearly blind, as chapter 4 found. In mistake 1 each rank even has its own factor, and no loss curve shows it.
 #
 # **Gathering makes ranks agree, right or wrong.** Mistake 4 puts every update one element off. Since each chunk is
 # gathered from its owner, all ranks agree on the wrong parameters, with the right number of bytes. A check that ranks
@@ -1070,7 +1070,7 @@ say("\n".join(lines))
 # does not fit, unless somebody counts. (Asked for, it is an option: FSDP's `reshard_after_forward=False` keeps units
 # gathered from forward to backward, which trades that memory for $\Psi$ less on the wire.)
 #
-# ## 4.12 PyTorch's names, problems and answers
+# ## 5.12 PyTorch's names, problems and answers
 #
 # ### PyTorch's names
 #

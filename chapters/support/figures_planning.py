@@ -1,4 +1,4 @@
-"""Figures of chapter 8: what a layout costs before anything runs, and what a planner foresees."""
+"""Figures of chapter 9: what a layout costs before anything runs, and what a planner foresees."""
 
 from __future__ import annotations
 

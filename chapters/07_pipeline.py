@@ -8,7 +8,7 @@
 # ---
 
 # %% [markdown]
-# # 6. Pipelines and their bubbles
+# # 7. Pipelines and their bubbles
 #
 # **Give each rank some of the layers. How do you keep all of them busy?**
 #
@@ -20,7 +20,7 @@
 # 2401.10241). Each is derived, drawn, checked, simulated, run on the ranks, proved equal to one device **bit for bit**,
 # and measured.
 #
-# Run it as `mpirun -n 8 python chapters/06_pipeline.py`, with any number of ranks. One rank is a pipeline without a
+# Run it as `mpirun -n 8 python chapters/07_pipeline.py`, with any number of ranks. One rank is a pipeline without a
 # cut: it has no bubble and sends nothing, and what is run on the ranks is trivially right. Everything simulated stays
 # the same.
 #
@@ -45,7 +45,7 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
@@ -54,13 +54,13 @@ P = max(size for size in range(1, 9) if N % size == 0)  # ranks of the pipeline
 D = N // P  # replicas of it, for data parallelism
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.figures_pipeline import measured_timeline
-    from chapters.show import show, show_source
+    from chapters.support.figures_pipeline import measured_timeline
+    from chapters.support.show import show, show_source
     from visualize import gallery, parse_trace, plot_schedule, plot_schedules, plot_timeline
 say(f"{N} rank{'s' if N > 1 else ''}: {D} pipeline{'s' if D > 1 else ''} of {P}")
 
 # %% [markdown]
-# ## 6.1 A schedule is data
+# ## 7.1 A schedule is data
 #
 # A *stage* is a run of layers. Stage 0 begins with the embedding, the last one ends with the output head and the loss.
 # The samples of a step are cut into $m$ **microbatches**, which follow one another through the $p$ ranks, and whose
@@ -130,7 +130,7 @@ if rank == 0:
 #
 # `2F0` needs `1F0`. `2B0` needs its own forward, `2F0`, and the gradient from behind, `3B0`. That is all the simulator
 # has to know: a rank does its list in order, and an action begins when the rank is free and what it needs is there. I
-# and W, the two halves of a backward, come in 6.5; W needs its I. A simulator of plain lists has two short functions.
+# and W, the two halves of a backward, come in 7.5; W needs its I. A simulator of plain lists has two short functions.
 
 # %%
 from fractions import Fraction
@@ -195,7 +195,7 @@ ONE, HALF = Fraction(1), Fraction(1, 2)
 timeline = simulate(naive(4, 3), Durations(forward=ONE, backward_input=ONE, backward_weight=ONE))  # B = I + W = 2
 assert timeline.bubble_fraction == Fraction(3, 4)
 if rank == 0:
-    show(plot_schedule(timeline), "06_naive")
+    show(plot_schedule(timeline), "07_naive")
 
 # %% [markdown]
 # Times are Python Fractions, so bubbles are exact fractions, compared with `==`. Under the boxes: how many
@@ -308,7 +308,7 @@ on_paper("naive", lambda p, m, f, i, w: (p - 1) * m * (f + i + w))
 on_ranks("naive")
 
 # %% [markdown]
-# ## 6.2 GPipe: many microbatches at once
+# ## 7.2 GPipe: many microbatches at once
 #
 # Nothing forbids microbatch 1 to enter while microbatch 0 is further down. GPipe (Huang et al. 2019, arXiv 1811.06965)
 # does all forwards, then all backwards.
@@ -325,7 +325,7 @@ from minipar.parallel.pipeline.schedules import gpipe
 
 if rank == 0:
     show_source(gpipe)
-    show(plot_schedule(simulate(make("gpipe", 4, 8))), "06_gpipe")
+    show(plot_schedule(simulate(make("gpipe", 4, 8))), "07_gpipe")
 
 # %% [markdown]
 # Look at the last rank: it starts when the first forward has come through $p-1$ ranks, after $(p-1)F$, and then never
@@ -343,7 +343,7 @@ on_paper("gpipe", lambda p, m, f, i, w: (p - 1) * (f + i + w))
 on_ranks("gpipe")
 
 # %% [markdown]
-# ## 6.3 1F1B: the same bubble, less memory
+# ## 7.3 1F1B: the same bubble, less memory
 #
 # Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. In that time it may
 # run ahead by $p-1-r$ forwards. After these *warm-up* forwards, each further forward is followed by a backward, which
@@ -384,7 +384,7 @@ from minipar.parallel.pipeline.schedules import one_f_one_b
 
 if rank == 0:
     show_source(one_f_one_b)
-    show(plot_schedule(simulate(make("1f1b", 4, 8))), "06_1f1b")
+    show(plot_schedule(simulate(make("1f1b", 4, 8))), "07_1f1b")
 
 # %% [markdown]
 # The bubble only moved: still $(p-1)F$ before the last rank's first action and $(p-1)B$ after its last. But at most
@@ -401,7 +401,7 @@ say("peaks for all p to 8 and m to 16: gpipe m, 1f1b min(m, p - r)")
 on_ranks("1f1b")
 
 # %% [markdown]
-# ## 6.4 Interleaved: smaller stages, shorter warm-up
+# ## 7.4 Interleaved: smaller stages, shorter warm-up
 #
 # The bubble is $p-1$ times the time of a *stage*. So make stages shorter: give each rank $v$ of them, not one after
 # another but $p$ apart, rank $r$ the stages $r, p+r, 2p+r, \dots$ (Narayanan et al. 2021, section 2.2). A microbatch
@@ -474,7 +474,7 @@ if rank == 0:
     show_source(interleaved)
     show(
         plot_schedule(simulate(make("interleaved-1f1b", 4, 8), Durations(HALF, HALF, HALF))),
-        "06_interleaved",
+        "07_interleaved",
     )
 
 # %% [markdown]
@@ -487,7 +487,7 @@ on_paper("interleaved-1f1b", lambda p, m, f, i, w: Fraction((p - 1) * (f + i + w
 on_ranks("interleaved-1f1b")
 
 # %% [markdown]
-# ## 6.5 Backward is two things
+# ## 7.5 Backward is two things
 #
 # Take one linear layer, $y = xA$, and the gradient $g$ of $y$. Backward computes two products:
 #
@@ -602,7 +602,7 @@ from minipar.parallel.pipeline import schedules
 
 if rank == 0:
     show_source(schedules._handcrafted_zero_bubble)
-    show(plot_schedule(simulate(make("zb-h1", 4, 8))), "06_zb_h1")
+    show(plot_schedule(simulate(make("zb-h1", 4, 8))), "07_zb_h1")
 on_paper("zb-h1", lambda p, m, f, i, w: (p - 1) * (f + i - w))
 on_ranks("zb-h1")
 
@@ -621,7 +621,7 @@ on_ranks("zb-h1")
 # %%
 same_lists("zb-h2", partial(zero_bubble_lists, depth=2))
 if rank == 0:
-    show(plot_schedule(simulate(make("zb-h2", 4, 8))), "06_zb_h2")
+    show(plot_schedule(simulate(make("zb-h2", 4, 8))), "07_zb_h2")
 on_paper("zb-h2", lambda p, m, f, i, w: (p - 1) * max(f, f + i - 2 * w), smallest=lambda p: 2 * p - 1)
 on_ranks("zb-h2")
 
@@ -729,22 +729,22 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 
 # %%
 if rank == 0:
-    show(plot_schedule(simulate(make("zbv", 4, 8), Durations(HALF, HALF, HALF))), "06_zbv")
+    show(plot_schedule(simulate(make("zbv", 4, 8), Durations(HALF, HALF, HALF))), "07_zbv")
 on_paper("zbv", lambda p, m, f, i, w: Fraction((p - 1) * f, 2), smallest=lambda p: 2 * p - 1, times=[(1, 1, 1)])
 on_ranks("zbv")
 
 # %% [markdown]
 # For $F = I = W$ no rank ever pauses: the idle time is the start, $p-1$ half-sized forwards.
 #
-# ## 6.6 Memory against bubble
+# ## 7.6 Memory against bubble
 #
 # All of them for 4 ranks, 8 microbatches and $F = I = W = 1$, on one time axis. In the table, the last column but one
-# has $F, I, W = 4, 5, 3$ instead, nearer to real layers (6.8 says why).
+# has $F, I, W = 4, 5, 3$ instead, nearer to real layers (7.8 says why).
 
 # %%
 if rank == 0:
     timelines, others = gallery(4, 8), gallery(4, 8, Durations(4, 5, 3))
-    show(plot_schedules(timelines), "06_gallery")
+    show(plot_schedules(timelines), "07_gallery")
     say("                   idle / total    idle /   activations  W waiting   4, 5, 3:       messages")
     say("                                   ideal    at most      at most     idle / total   per step")
     for name, timeline in timelines.items():
@@ -774,7 +774,7 @@ if rank == 0:
 #
 # With `--recompute full` only the inputs are multiplied by $k$. The block whose backward runs makes its $A$ again, for
 # one microbatch at a time. $g$ and $g'$ are the gradients on their way through this one block; they depend neither on
-# $k$ nor on $l$. The price is one more forward for each backward: $B$ becomes $F + B$. The ledger of chapter 4 counts
+# $k$ nor on $l$. The price is one more forward for each backward: $B$ becomes $F + B$. The ledger of chapter 5 counts
 # on one stage:
 
 # %%
@@ -804,7 +804,7 @@ say(f"A = {A / input_bytes} x, g = 5 x, g' = 6 x: both formulas ==, for k = 1, 2
 say(f"GPipe, m = 32, 3 blocks: {peak_bytes(32, 3, False):,} bytes, with recompute {peak_bytes(32, 3, True):,}")
 
 # %% [markdown]
-# ## 6.7 Messages, and the deadlock that blocking sends make
+# ## 7.7 Messages, and the deadlock that blocking sends make
 #
 # So far a schedule held computations only. `lower` adds the messages: a SEND where a result is made, a RECV on the
 # other rank. In which order? Take the middle of 1F1B on two ranks. A hand-written list says what seems natural: *send
@@ -907,11 +907,11 @@ if rank == 0:
     )
 
 # %% [markdown]
-# ## 6.8 Is the simulator right? Two clocks
+# ## 7.8 Is the simulator right? Two clocks
 #
 # The simulator is given durations. The executor runs real products and real messages. Do they agree?
 #
-# **The `model` clock** (chapter 2) is moved by a cost model. Every matrix product of the trainer advances its rank's
+# **The `model` clock** (chapter 3) is moved by a cost model. Every matrix product of the trainer advances its rank's
 # clock by its number of operations. So we can say beforehand what each action takes. For one block with $n = BT$
 # tokens: 24 $n h^2$ operations in the four linear layers, and $4 n T h$ in attention's two products (scores, and
 # probabilities times values). Backward does two products for each. Those of the *linear* layers are one for I and one
@@ -975,7 +975,7 @@ if rank == 0:
 # are few operations beside the products of a real model, but they move much memory, so on a GPU they take time.
 # Measured times contain them.
 #
-# (The bubbles are larger than in 6.6. The stages are not equal: the last has the head as well. The slowest stage sets
+# (The bubbles are larger than in 7.6. The stages are not equal: the last has the head as well. The slowest stage sets
 # the pace, and the others wait for it at every microbatch. A bubble counts every kind of waiting.)
 #
 # **The `cpu` clock** measures. A rank's clock advances by its own processor time and messages carry clocks, so 8 ranks
@@ -1070,10 +1070,10 @@ if runs and rank == 0:
 # %%
 if runs and rank == 0:
     step = min(runs["zb-h1"], key=lambda step: step.bubble_fraction)
-    show(plot_schedule({"predicted": predicted_timeline(step), "measured": step}, seconds=True), "06_measured")
+    show(plot_schedule({"predicted": predicted_timeline(step), "measured": step}, seconds=True), "07_measured")
 
 # %% [markdown]
-# ## 6.9 The embedding that two ranks need
+# ## 7.9 The embedding that two ranks need
 #
 # GPT-2's output head *is* the token embedding: one matrix of $V \times h$, used first and last. In a pipeline two ranks
 # need it. Its gradient is a sum of two contributions, one from each end. Both copies must get **the sum**, once, and
@@ -1096,10 +1096,10 @@ if rank == 0:
 # not. One device would add head, embedding, head, embedding, ... So minipar keeps the two sums apart until the step, on
 # one device too.
 #
-# ## 6.10 A pipeline for each replica
+# ## 7.10 A pipeline for each replica
 #
 # Pipelines go with data parallelism: `dp` replicas of the whole pipeline, each with its own samples. The gradients of a
-# stage are summed over the replicas, once per step (chapter 3). When may they travel? A stage's gradients are complete
+# stage are summed over the replicas, once per step (chapter 4). When may they travel? A stage's gradients are complete
 # in its **last microbatch's** backward. The last rank is there first, while the ranks before it still work. The
 # all-reduce then travels in the *cool-down*, in what would be bubble. Two pipelines of two ranks on the model clock,
 # threads again, with a slow network:
@@ -1127,7 +1127,7 @@ if rank == 0:
     events = [event for mine, _ in found[True] for event in mine]
     figure = plot_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
     figure.axes[0].set_title("2 pipelines of 2 ranks: gradients travel in the cool-down", loc="left", fontsize=10)
-    show(figure, "06_replicas")
+    show(figure, "07_replicas")
     assert spans[True] < spans[False]
     say(f"step: {spans[True] * 1e3:.2f} ms with overlap, {spans[False] * 1e3:.2f} ms without")
 
@@ -1154,10 +1154,10 @@ if N % 2 == 0 and PP > 1:
     say(f"--pp {PP} --dp 2: {verdict.line}")
 
 # %% [markdown]
-# Why once per step, and not after every microbatch? That is chapter 4's trouble with ZeRO 2 and 3 in pipelines: to keep
+# Why once per step, and not after every microbatch? That is chapter 5's trouble with ZeRO 2 and 3 in pipelines: to keep
 # gradients sharded they would have to be sent $m$ times.
 #
-# ## 6.11 Never draining: PipeDream and 2BW
+# ## 7.11 Never draining: PipeDream and 2BW
 #
 # All schedules so far are *synchronous*: the pipeline drains, then the optimizer steps. **PipeDream** (Narayanan et al.
 # 2019) does not drain. Microbatch after microbatch enters, in 1F1B's order, and a stage updates its weights after every
@@ -1177,7 +1177,7 @@ if N % 2 == 0 and PP > 1:
 import hashlib
 import json
 
-from chapters.pipedream import AsynchronousPipeline, Staleness, stale_reference
+from chapters.support.pipedream import AsynchronousPipeline, Staleness, stale_reference
 
 if rank == 0:
     show_source(Staleness.version, Staleness.updates, AsynchronousPipeline._around)
@@ -1247,7 +1247,7 @@ for group in (1, max(2, P)):
 # Does staleness harm? It acts like a delay in a control loop. Small learning rates bear it, large ones oscillate; and
 # $p-1$ updates of delay grow with the machine. Large models are trained synchronously today.
 #
-# ## 6.12 Exercises: break it, and see what notices
+# ## 7.12 Exercises: break it, and see what notices
 #
 # Five mistakes. The first three are in the lists, the last two in the program. We have two instruments:
 #
@@ -1345,7 +1345,7 @@ for what, kind in (("4. a microbatch counted twice:", CountsTwice), ("5. the tie
 # healthy. In a real code base this bug has another face: with two copies of the matrix that are updated separately, the
 # copies drift apart.
 #
-# ## 6.13 Names, problems and answers
+# ## 7.13 Names, problems and answers
 #
 # ### PyTorch's names
 #
@@ -1414,7 +1414,7 @@ say("   Recompute helps GPipe more than 1F1B's order does, and costs a forward; 
 # --microbatches 8 --verify`. How far below ZB-H1's bubble do you get with at most 5 activations on rank 0?
 #
 # 3. The last stage has the head as well. With a vocabulary of 50,257 and $h = 768$ the head costs as much as four or
-# five blocks. How should the cuts lie, and what bubble remains if they cannot? (`balanced_cuts`, and 6.8's table.)
+# five blocks. How should the cuts lie, and what bubble remains if they cannot? (`balanced_cuts`, and 7.8's table.)
 #
 # 4. Adam's step is also work, after all gradients are there. Which ranks could do it in the bubble, and what stands in
 # the way?
@@ -1435,7 +1435,7 @@ say("   Recompute helps GPipe more than 1F1B's order does, and costs a forward; 
 #
 # 4. In 1F1B rank $r$ has done its last backward $rB$ before rank 0 and could step in that time. In the way stand the
 # global norm, for which all gradients must be there, and on the last rank the tied embedding, whose new values come
-# from rank 0. Qi et al. step at once and correct later (6.5).
+# from rank 0. Qi et al. step at once and correct later (7.5).
 
 # %%
 for f, i, w in ((1, 1, 3), (2, 3, 6), (4, 1, 6)):
@@ -1475,9 +1475,9 @@ say("your own schedule, p = 4, m = 8, times 4, 5, 3: idle 13 with 5 activations;
 # cluster.stop_cluster_sync()
 
 # %% tags=["active-ipynb"]
-# from chapters.figures_pipeline import explore_schedules, picture_of
-# from chapters.show import show
+# from chapters.support.figures_pipeline import explore_schedules, picture_of
+# from chapters.support.show import show
 # from minipar.parallel.pipeline import Durations
 #
-# show(picture_of("zb-h1", 4, 8, 1, Durations()), "06_explore")
+# show(picture_of("zb-h1", 4, 8, 1, Durations()), "07_explore")
 # explore_schedules()

@@ -8,19 +8,19 @@
 # ---
 
 # %% [markdown]
-# # 7. All axes at once: 3D parallelism
+# # 8. All axes at once: 3D parallelism
 #
 # **Three ways to cut a training step. How do they fit into one another, and which one gets the fast wires?**
 #
-# Data parallelism cuts the batch (chapters 3 and 4), tensor parallelism the layers (chapter 5), a pipeline the depth
-# (chapter 6). Each runs out: of samples, of heads, of layers, or of bandwidth. Large models are trained with all three,
+# Data parallelism cuts the batch (chapters 4 and 5), tensor parallelism the layers (chapter 6), a pipeline the depth
+# (chapter 7). Each runs out: of samples, of heads, of layers, or of bandwidth. Large models are trained with all three,
 # their sizes multiplied: `--dp 2 --tp 2 --pp 2` takes eight ranks (Narayanan et al. 2021, arXiv 2104.04473).
 #
 # There is little new code in this chapter. The axes were built so as not to know each other. What is left are three
 # questions: do they really compose (the same losses, whatever the layout), what does each of them send, and which ranks
 # should be neighbours?
 #
-# Run it as `mpirun -n 8 python chapters/07_3d_parallel.py`, with any number of ranks. What takes eight ranks runs on
+# Run it as `mpirun -n 8 python chapters/08_3d_parallel.py`, with any number of ranks. What takes eight ranks runs on
 # those of mpirun if it started eight, and else on eight threads of rank 0: the same program with another transport.
 # Besides, the ranks that mpirun did start train a layout of their own, chosen from what divides their number.
 
@@ -40,7 +40,7 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
@@ -54,8 +54,8 @@ from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_loca
 rank, N = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.figures import plot_layouts, plot_placements
-    from chapters.show import show, show_source
+    from chapters.support.figures_mesh import plot_layouts, plot_placements
+    from chapters.support.show import show, show_source
     from visualize import mesh_traffic, parse_trace, plot_mesh, plot_timeline
 
 # The layout of the ranks that mpirun started.
@@ -76,11 +76,11 @@ say(f"{N} rank{'s' if N > 1 else ''}: dp {DP} x tp {TP} x pp {PP}")
 say(f"where eight are needed: {'these' if N == 8 else 'threads of rank 0'}")
 
 # %% [markdown]
-# ## 7.1 A grid of ranks
+# ## 8.1 A grid of ranks
 #
 # The ranks form a grid, the *mesh*, with one axis for each kind of parallelism. A rank has a coordinate on each axis.
-# The ranks that differ in one coordinate only are a *row*, and each row is a communicator: chapter 3's all-reduce runs
-# in the rows along dp, chapter 5's sums in those along tp, chapter 6's messages in those along pp. None of them knows
+# The ranks that differ in one coordinate only are a *row*, and each row is a communicator: chapter 4's all-reduce runs
+# in the rows along dp, chapter 6's sums in those along tp, chapter 7's messages in those along pp. None of them knows
 # that others exist.
 
 # %%
@@ -102,7 +102,7 @@ for r, rows in enumerate(on_eight(rows_of)):
 
 # %% [markdown]
 # Two rows meet in one rank, never in two. So no pair of ranks ever talks on two axes. Along tp neighbours are 1 apart,
-# along dp 2, along pp 4: tp is the *innermost* axis, pp the outermost. Section 7.4 asks why.
+# along dp 2, along pp 4: tp is the *innermost* axis, pp the outermost. Section 8.4 asks why.
 #
 # ### What the axes cut, from the inside out
 #
@@ -156,10 +156,10 @@ for r, (part, _, chunk) in enumerate(held):
     say(f"rank {r}: {part:>7,} parameters after tp and pp; its optimizer updates {chunk:>7,} of them")
 
 # %% [markdown]
-# ## 7.2 Six layouts, one loss curve
+# ## 8.2 Six layouts, one loss curve
 #
 # If the axes do not know each other, every combination must train the same model. Six layouts of eight ranks, with
-# dropout and clipping, in float64. The last one has everything at once. (Why `--eps 1e-6`: 5.10.)
+# dropout and clipping, in float64. The last one has everything at once. (Why `--eps 1e-6`: 6.10.)
 
 # %%
 from minipar.train.verify import bound, compare, layer_scales, relative_difference, verify
@@ -223,12 +223,12 @@ if rank == 0:
     say("dp 8 and dp 8 with ZeRO 3: the same bits")
     curves = {label: (first["losses"], first["apart"]) for label, (first, *_) in runs.items()}
     limit = [bound("float64", step) for step in range(1, STEPS + 1)]
-    show(plot_layouts(curves, [step.loss for step in single], limit), "07_layouts")
+    show(plot_layouts(curves, [step.loss for step in single], limit), "08_layouts")
 
 # %% [markdown]
 # Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding. It has two
 # causes. The single device here takes the batch at once; the layouts cut it into parts and add those. And tp splits the
-# sums inside the products (5.6). The first cause goes away if the single device adds the same parts in the same order:
+# sums inside the products (6.6). The first cause goes away if the single device adds the same parts in the same order:
 # then every layout without tp has its **bits**. `--verify` compares with that device. Let it judge the layout of this
 # run's own ranks, over MPI:
 
@@ -239,9 +239,9 @@ assert verdict.passed and ("bit for bit" in verdict.line) == (TP == 1), verdict.
 say(f"{MINE} --zero-stage 3\n{verdict.line}")
 
 # %% [markdown]
-# ## 7.3 Bytes per axis
+# ## 8.3 Bytes per axis
 #
-# What a step sends is known before it runs. The closed forms of chapters 3 to 6 hold on each axis, with that axis's
+# What a step sends is known before it runs. The closed forms of chapters 4 to 7 hold on each axis, with that axis's
 # share of the rest: a rank all-reduces over tp for *its* layers, and over dp *its* part of the parameters.
 # `predicted_traffic` is their sum, for any combination. The sizes of the buckets come from the parameters' placements,
 # which `StepLayout.placements` computes for any rank before anything has run.
@@ -300,12 +300,12 @@ if rank == 0:
     )
     for r in range(8):
         assert {axis: traffic.sent(axis, r)[1] for axis in AXES} == runs["dp 2 x tp 2 x pp 2"][r]["sent"]
-    show(plot_mesh(traffic), "07_mesh")
+    show(plot_mesh(traffic), "08_mesh")
 
 # %% [markdown]
 # A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates.
 #
-# ## 7.4 Why tp is innermost
+# ## 8.4 Why tp is innermost
 #
 # A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host.
 # So with hosts of $g$ ranks, a row stays inside a host exactly if its axis is inner enough. Which axis should that be?
@@ -316,7 +316,7 @@ if rank == 0:
 # the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, which tells its axis.) To the
 # program nothing changes but the rank order: the same values, the same bytes.
 #
-# (The links are those of 5.11: bandwidths from data sheets, latencies assumed. A few values per step, norm and loss,
+# (The links are those of 6.11: bandwidths from data sheets, latencies assumed. A few values per step, norm and loss,
 # are priced as if they too were 64 x 64 times as many.)
 
 # %%
@@ -388,25 +388,25 @@ if rank == 0:
         assert times["tp", link] > times["dp", link] > times["pp", link] > ideal
     bars = {link: {axis: times[axis, link] for axis in AXES} for link in ("InfiniBand", "Ethernet")}
     notes = {"tp": "added by tp between hosts", "dp": "added by dp between hosts", "pp": "added by pp between hosts"}
-    show(plot_placements(ideal, bars, notes), "07_placements")
+    show(plot_placements(ideal, bars, notes), "08_placements")
 
 # %% [markdown]
 # *Its price* is $\alpha$ per message and $\beta$ per byte, as if nothing were hidden. The step becomes longer by less:
 #
 # - **tp** sends the most, in the most messages, and in forward everybody waits for it. What can be hidden is half of
-# backward's, behind weight gradients (5.11).
+# backward's, behind weight gradients (6.11).
 #
 # - **dp** sends its gradients once per step, whatever the number of microbatches. Some of it travels while the pipeline
-# cools down (6.10).
+# cools down (7.10).
 #
-# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding (6.9). Mostly the
+# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding (7.9). Mostly the
 # fill, the drain and the embedding wait.
 #
 # So rank numbers run tp, dp, pp from the inside out, and `--tp` should not exceed the ranks of a host. Megatron has the
 # same order. It is no law: with more microbatches tp and pp send more and dp does not, with ZeRO 3 dp may send more
-# than tp (the table in 7.3). Count first; the formulas are above.
+# than tp (the table in 8.3). Count first; the formulas are above.
 #
-# ## 7.5 The timeline
+# ## 8.5 The timeline
 #
 # Two steps of the scale model with 4 microbatches, on Ethernet between the hosts: first in the right order, then with
 # tp between the hosts. Of the eight ranks we show four, the first replica. (The other four do the same at the same
@@ -423,7 +423,7 @@ if rank == 0:
     figure = plot_timeline(parse_trace({"traceEvents": shown, "otherData": {"clock": "model"}}))
     title = "dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: pp (left), tp (right)"
     figure.axes[0].set_title(title, loc="left", fontsize=10)
-    show(figure, "07_timeline")
+    show(figure, "08_timeline")
 
 # %% [markdown]
 # Below a rank's computation are its rows of communication, from above: dp, pp (sums), pp (messages), tp. Ranks 0 and 1
@@ -434,9 +434,9 @@ if rank == 0:
 #
 # The order of actions is the same in both halves: 1F1B. After its last backward each stage sums its gradients over dp.
 # The second stage is done first, and then waits for the norm, which needs every stage. The last piece on the left is
-# the new embedding on its way to the last stage: 6.9's, over the slow link.
+# the new embedding on its way to the last stage: 7.9's, over the slow link.
 #
-# ## 7.6 A checkpoint moves
+# ## 8.6 A checkpoint moves
 #
 # A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
 # Each rank writes the elements that *it* owns, and says which they are of the serial model's: that is in its
@@ -506,7 +506,7 @@ if rank == 0:
 # %% [markdown]
 # On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`.
 #
-# ## 7.7 On several hosts
+# ## 8.7 On several hosts
 #
 # Nothing in the program changes. A launcher starts the ranks on the hosts. Ranks 0 to 3 on node1, 4 to 7 on node2,
 # with MPICH's `mpirun` (a hostfile has a line `node1:4` for each host):
@@ -558,7 +558,7 @@ assert placed(2, 4, 2, 2) == {"tp": (4, 4), "dp": (4, 4), "pp": (0, 4)}
 assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4, 4)}
 
 # %% [markdown]
-# ## 7.8 Exercises: break it, and see what notices
+# ## 8.8 Exercises: break it, and see what notices
 #
 # With several axes there is a new kind of mistake: the right operation on the wrong row. Instruments:
 #
@@ -714,7 +714,7 @@ say("5 is right in every number, and slow: only a clock notices (7.4)")
 # samples, as if each had half of an activation. The bytes are perfect.
 #
 # **5** is no mistake in any number, and no proof will ever find it. Each axis does the same work on other wires. Only a
-# clock notices: 7.4's bars say what it costs.
+# clock notices: 8.4's bars say what it costs.
 #
 # ### For you
 #
@@ -722,13 +722,13 @@ say("5 is right in every number, and slow: only a clock notices (7.4)")
 # `--sequence-parallel`, where each tp rank saw other tokens: what is right there, and what does the mean do?
 #
 # 2. From `tp_bytes` and `dp_bytes`: from how many microbatches on does tp send more than dp, for the scale model of
-# 7.4? And with ZeRO 3?
+# 8.4? And with ZeRO 3?
 #
 # 3. Narayanan et al. (2021, Table 1) trained 145.6 billion parameters on 1536 GPUs with tp 8 and pp 8, batch 2304,
 # microbatches of 2 samples, $h = 12\,288$, 80 layers, sequence 2048. How large is dp, how many microbatches has a
 # replica, what does a GPU send on each axis per step, and which axes leave a host of 8?
 #
-# 4. Write a mesh in which dp is outermost (tp, pp, dp). What do 7.4's bars say about it with 4 microbatches, what with
+# 4. Write a mesh in which dp is outermost (tp, pp, dp). What do 8.4's bars say about it with 4 microbatches, what with
 # 64?
 
 # %% tags=["active-ipynb"]

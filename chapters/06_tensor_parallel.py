@@ -8,11 +8,11 @@
 # ---
 
 # %% [markdown]
-# # 5. Tensor and sequence parallelism
+# # 6. Tensor and sequence parallelism
 #
 # **How do $t$ ranks compute one layer together?**
 #
-# Data parallelism (chapter 3) and ZeRO (chapter 4) give each rank its own samples. Every rank still computes whole
+# Data parallelism (chapter 4) and ZeRO (chapter 5) give each rank its own samples. Every rank still computes whole
 # layers, and needs a whole layer's parameters and activations while it does. When one layer is too large or too slow
 # for one device, the layer itself must be cut: each rank holds a part of every matrix and computes a part of every
 # product, on the *same* samples. That is tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053: Megatron-LM).
@@ -22,7 +22,7 @@
 # two in backward. Then it proves the result equal to one device, counts the bytes, divides what is still whole
 # (sequence parallelism), and finds the link on which tensor parallelism stops paying.
 #
-# Run it as `mpirun -n 8 python chapters/05_tensor_parallel.py`, with any number of ranks. With one rank a "part" is the
+# Run it as `mpirun -n 8 python chapters/06_tensor_parallel.py`, with any number of ranks. With one rank a "part" is the
 # whole, nothing is sent, and the claims say little.
 #
 # Letters: $t$ tensor-parallel ranks, $r$ one of them; $B$ samples of $T$ tokens, $N = BT$; $h$ elements per token, $L$
@@ -44,15 +44,15 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()
 rank, t = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.figures import plot_activations, plot_cuts, plot_links
-    from chapters.show import show, show_source
+    from chapters.support.figures_tensor import plot_activations, plot_cuts, plot_links
+    from chapters.support.show import show, show_source
     from visualize import parse_trace, plot_bytes, plot_timeline
 say(f"{t} rank{'s' if t > 1 else ''}")
 
@@ -73,10 +73,10 @@ shape = GPTConfig(vocab_size=V, n_positions=T, n_embd=h, n_layer=L, n_head=HEADS
 say(f"h = {h}, {HEADS} heads, T = {T}, V = {V}")
 
 # %% [markdown]
-# ## 5.1 Columns, then rows
+# ## 6.1 Columns, then rows
 #
 # The MLP of a Transformer is $Z = \mathrm{gelu}(XA)\,D$, with $X$ of $N \times h$, $A$ of $h \times 4h$ and $D$ of
-# $4h \times h$ (its biases come in 5.2). Cut $A$ by **columns** and $D$ by **rows**:
+# $4h \times h$ (its biases come in 6.2). Cut $A$ by **columns** and $D$ by **rows**:
 #
 # $$A = [\,A_1 \mid A_2\,], \qquad D = \begin{bmatrix} D_1 \\ D_2 \end{bmatrix}, \qquad
 # XA = [\,XA_1 \mid XA_2\,].$$
@@ -135,7 +135,7 @@ assert off(early, Z) > 0.1 and off(late, Z) < 1e-13
 say(f"rows, then columns, gelu before the sum: off by {off(early, Z):.0%}; after it: {off(late, Z):.1e}")
 
 # %% [markdown]
-# ## 5.2 The two ends of a pair: f and g
+# ## 6.2 The two ends of a pair: f and g
 #
 # Where the pair of products begins, $X$ is the same on all ranks, and each uses it with other columns. Where it ends,
 # each rank has a partial result, and all need the sum. What must backward send?
@@ -156,14 +156,14 @@ say(f"rows, then columns, gelu before the sum: off by {off(early, Z):.0%}; after
 # The two layers are a few lines each on plain arrays. Each has a backward, and $f$ and $g$ are the two places where
 # `all_reduce` stands. Mind the biases. A column layer's bias belongs to its columns and is cut with them. A row
 # layer's bias belongs to the sum: it must be added **once**, so after the all-reduce, by everybody alike. Added before
-# the sum, on every rank, it would count $t$ times (mistake 1 of 5.12).
+# the sum, on every rank, it would count $t$ times (mistake 1 of 6.12).
 
 # %%
 from minipar.comm import wire_bytes
 
 
 def all_reduce(x):
-    """Return the sum of all ranks' x, over chapter 2's ring."""
+    """Return the sum of all ranks' x, over chapter 3's ring."""
     return comm.all_reduce(x.copy(), algorithm="ring")
 
 
@@ -228,8 +228,8 @@ if rank == 0:
 # %% [markdown]
 # A `TensorGroup` is the communicator and the algorithm of its sums, `ring` or `ordered`. As Functions $f$ and $g$ can
 # stand between any operations, and autograd calls their backward. minipar has four such mappings, of which the last two
-# cut and join along a dim (5.9 needs them). With $n$ elements in the whole activation, an all-reduce sends
-# $2n\frac{t-1}{t}$ per rank, an all-gather or reduce-scatter half of that (chapter 2):
+# cut and join along a dim (6.9 needs them). With $n$ elements in the whole activation, an all-reduce sends
+# $2n\frac{t-1}{t}$ per rank, an all-gather or reduce-scatter half of that (chapter 3):
 
 # %%
 from minipar.autograd import Tensor
@@ -255,10 +255,10 @@ for mapping, x, forward, backward in (
     say(f"{mapping.__name__:<16} {there:>16,} {back:>13,}")
 
 # %% [markdown]
-# ## 5.3 A layer of each kind
+# ## 6.3 A layer of each kind
 #
-# `ColumnParallelLinear` begins with $f$, `RowParallelLinear` ends with $g$. With the weights of 5.2 they must give the
-# bits of 5.2.
+# `ColumnParallelLinear` begins with $f$, `RowParallelLinear` ends with $g$. With the weights of 6.2 they must give the
+# bits of 6.2.
 
 # %%
 from minipar.autograd import gelu
@@ -280,9 +280,9 @@ assert off(up.bias.grad, dbias_r) < 1e-12 and off(down.bias.grad, dbias_d) < 1e-
 say("the library's layers give the bits of the plain functions: Z, dX, dA, dD")
 
 # %% [markdown]
-# What does the library add? A layer's weights are Parameters that know which part of the serial model they are (5.4).
-# `column_linear` is $f$ and the product in one node, so that backward can send while it computes (5.11). And with
-# `sequence` the two ends, `enter` and `leave`, become the mappings of sequence parallelism (5.9).
+# What does the library add? A layer's weights are Parameters that know which part of the serial model they are (6.4).
+# `column_linear` is $f$ and the product in one node, so that backward can send while it computes (6.11). And with
+# `sequence` the two ends, `enter` and `leave`, become the mappings of sequence parallelism (6.9).
 #
 # ### Heads
 #
@@ -307,7 +307,7 @@ assert [list(Shard(r, 2, dim=0, size=12, groups=3).part(names)) for r in range(2
 # The first is useless: rank 0 has the queries of four heads and no value. In the second each of $q$, $k$, $v$ is cut
 # separately, and a rank has all of its heads. In the plan this is `(1, 3)`: dim 1, in 3 groups.
 #
-# ## 5.4 The plan
+# ## 6.4 The plan
 #
 # That is the whole table: the parameters of the serial model that are cut, each with the dim along which it is cut and
 # the number of its groups. `Shard` is the record of one rank's part; it is kept in the parameter's *placement*, as
@@ -374,11 +374,11 @@ if rank == 0:
             ],
             t,
         ),
-        "05_cuts",
+        "06_cuts",
     )
 
 # %% [markdown]
-# ## 5.5 The vocabulary
+# ## 6.5 The vocabulary
 #
 # GPT-2's token embedding has $V = 50\,257$ rows, almost a third of its 124 million parameters, and the output head is
 # the same matrix. It is cut by rows: rank $r$ holds the tokens from $r V/t$ on.
@@ -504,7 +504,7 @@ say(f"sent by rank 0 for the loss: {small:,} bytes; gathering the logits would t
 assert large == wire_bytes("all_gather", "ring", gathered.size, 8, t, rank)
 
 # %% [markdown]
-# ## 5.6 The proof
+# ## 6.6 The proof
 #
 # One forward and backward over $t$ ranks, and the same on one device. Every split gradient is gathered and every
 # parameter's gradient compared. We do it without dropout first, and keep the option for later.
@@ -552,7 +552,7 @@ say(f"{len(one)} gradients equal within {difference:.1e} (worst: {where}); {len(
 # %% [markdown]
 # ### Why not bit for bit?
 #
-# Data parallelism could promise the bits of one device (chapter 3). Here it cannot. One device computes an element of
+# Data parallelism could promise the bits of one device (chapter 4). Here it cannot. One device computes an element of
 # $YD$ in one go, as $((y_1 d_1 + y_2 d_2) + y_3 d_3) + \dots$ over all $4h$ terms. With the terms split over ranks each
 # sums its own, then the ranks' sums are added: $(a+b)+(c+d)$ against $((a+b)+c)+d$. One device could be made to sum in
 # blocks too, but it would then no longer be the plain matrix product that everybody calls.
@@ -615,7 +615,7 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 # So the difference is the order of additions and nothing else. The bound that `--verify` uses is 1e-12 relative after
 # one training step in float64, 1e-10 after twenty (`minipar.train.verify.bound`).
 #
-# ## 5.7 The bytes
+# ## 6.7 The bytes
 #
 # Per layer: an all-reduce of $Nh$ elements after attention and one after the MLP in forward, and one before each in
 # backward. Four times $2Nh\frac{t-1}{t}$:
@@ -640,7 +640,7 @@ say(f"the step: {sum(traffic.values()):,} bytes counted = {L} layers + embedding
 # parallelism sends more as soon as a rank processes more than $3h$ tokens, and it does so within the layer, where
 # everybody waits.
 #
-# ## 5.8 Dropout
+# ## 6.8 Dropout
 #
 # Dropout multiplies by a random mask. Two kinds of place: after a row layer's sum the activation is replicated, so all
 # ranks must draw the *same* mask, else they would go on with different values. Between column and row layer (on the
@@ -669,17 +669,17 @@ say(f"gradients within {worst(many, one)[0]:.1e}")
 # %% [markdown]
 # The cost: each rank draws the whole mask and keeps its part. Random numbers are cheap enough for us.
 #
-# ## 5.9 Sequence parallelism
+# ## 6.9 Sequence parallelism
 #
 # What is not divided yet? LayerNorm, dropout and the residual stream: all ranks do the same work on the same $N \times
 # h$ values, and all keep the same inputs for backward. They work on each token separately, so they can be divided
 # along the **sequence** (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between the pairs, rank $r$ has
 # $T/t$ tokens with all of their $h$ elements; inside a pair all tokens with $1/t$ of the columns.
 #
-# The borders are chapter 2's identity, *all-reduce = reduce-scatter + all-gather*. Where a row layer all-reduced, it
+# The borders are chapter 3's identity, *all-reduce = reduce-scatter + all-gather*. Where a row layer all-reduced, it
 # now reduce-scatters: the sum, and of it the own tokens. Where a column layer copied, it now all-gathers. Backward
 # mirrors it. So a layer has four all-gathers and four reduce-scatters in the place of four all-reduces: **the same
-# bytes**. The MLP of 5.2 once more on plain arrays, where each rank begins and ends with its own $N/t$ rows:
+# bytes**. The MLP of 6.2 once more on plain arrays, where each rank begins and ends with its own $N/t$ rows:
 
 
 # %%
@@ -732,7 +732,7 @@ if rank == 0:
             for op, expected in (("all_gather", half), ("reduce_scatter", half), ("all_reduce", losses))
         ),
     ]
-    show(plot_bytes(bars), "05_bytes")
+    show(plot_bytes(bars), "06_bytes")
 
 # %% [markdown]
 # ### Gradients of the replicated parameters
@@ -772,7 +772,7 @@ say("not per microbatch, and small beside 8 B T h")
 # | MLP: gelu's input, its tanh, its output | $12w\,sbh$ | yes | yes |
 # | attention probabilities, their mask | $(w + \delta)\,as^2b$ | yes | yes |
 #
-# and $w$ bytes for each token and LayerNorm, the reciprocal deviation. Now measure: the ledger of chapter 4 counts what
+# and $w$ bytes for each token and LayerNorm, the reciprocal deviation. Now measure: the ledger of chapter 5 counts what
 # is really alive after forward. A model of two layers less a model of one layer is one layer.
 
 # %%
@@ -839,7 +839,7 @@ for ranks, sequence in ((1, False), (2, False), (2, True), (8, False), (8, True)
     paper[name] = scores + (34 / ranks if sequence else 10 + 24 / ranks)
     say(f"{name:<26} minipar {around + into + inside:>6.2f}   the paper {paper[name]:>6.2f}   bytes per s b h")
 if rank == 0:
-    show(plot_activations(bars, paper), "05_activations")
+    show(plot_activations(bars, paper), "06_activations")
 
 # %% [markdown]
 # The shape is the paper's; three constants are not, and each is a choice:
@@ -855,9 +855,9 @@ if rank == 0:
 # and its memory falls as $34/t$ where ours stops at $2w$, the middle part of the bars. Recomputing each layer
 # (`--recompute full`, chapter 1) keeps one input of $w\,sbh$ per layer, and sends forward's bytes twice.
 #
-# ## 5.10 With data parallelism and ZeRO
+# ## 6.10 With data parallelism and ZeRO
 #
-# The mesh (chapter 7) has tp as its fastest axis: the ranks of one tensor group are neighbours, on one machine. Ranks
+# The mesh (chapter 8) has tp as its fastest axis: the ranks of one tensor group are neighbours, on one machine. Ranks
 # with the same part of the model form a dp group, and data parallelism or ZeRO runs over it, unchanged: it sees a model
 # with smaller parameters. One thing must know of both, the gradient norm for clipping. It is a loop over the
 # parameters' placements: the squares of split parameters are summed over tp; replicated ones count once.
@@ -920,7 +920,7 @@ for flags in ([], ["--sequence-parallel", "--zero-stage", "1"], ["--sequence-par
 # (A prime number of ranks leaves nothing for dp; then tp takes them all.) The losses, the gradient norms and every
 # parameter agree, dropout, clipping, ZeRO and sequence parallelism included.
 #
-# ## 5.11 What it costs: the link
+# ## 6.11 What it costs: the link
 #
 # An all-reduce of $M$ bytes over a ring takes $2(t-1)(\alpha + \beta M/t)$. The computation is $C/t$. Forward has
 # nothing to hide the communication behind: the sum of a row layer is needed, all of it, by the LayerNorm that comes
@@ -934,12 +934,12 @@ for flags in ([], ["--sequence-parallel", "--zero-stage", "1"], ["--sequence-par
 #
 # ### The program on a clock
 #
-# Before we trust a formula, we compare it with the *real program* on the `model` clock of chapter 3, where products
+# Before we trust a formula, we compare it with the *real program* on the `model` clock of chapter 4, where products
 # cost operations / speed and messages $\alpha + \beta n$ (`tensor_clock.py` next to this chapter charges the products).
 # LayerNorm, gelu and the optimizer cost nothing here. As our NumPy model is small, so are the clock's speeds.
 
 # %%
-from chapters.tensor_clock import simulate
+from chapters.support.tensor_clock import simulate
 
 SMALL = GPTConfig(vocab_size=480, n_positions=32, n_embd=96, n_layer=2, n_head=24)
 SMALL_SPEED, SMALL_LINK = 1.5e9, (5e-6, 25e6)  # operations/s; seconds per message and bytes/s
@@ -979,7 +979,7 @@ if rank == 0:
     figure = plot_timeline(parse_trace({"traceEvents": slices, "otherData": {"clock": "model"}}))
     figure.axes[0].set_title("one layer, forward and backward; left: plain, right: overlapped", loc="left", fontsize=10)
     figure.axes[0].axvline(1.015e3 * durations[0], color="black", linewidth=1.5)
-    show(figure, "05_timeline")
+    show(figure, "06_timeline")
     assert [round(seconds * 1e3, 1) for seconds in durations] == [10.8, 9.7]
     say(f"plain {durations[0] * 1e3:.2f} ms, overlapped {durations[1] * 1e3:.2f} ms")
 
@@ -1093,7 +1093,7 @@ if rank == 0:
         }
         for link in LINKS
     }
-    show(plot_links(curves, {q: large(q, NVLINK)[2] for q in range(1, 65)}), "05_links")
+    show(plot_links(curves, {q: large(q, NVLINK)[2] for q in range(1, 65)}), "06_links")
 
 # %% [markdown]
 # One device takes 35.2 ms. On NVLink eight take 5.2 ms, and communication is as long as computation at $t = 16.3$ only.
@@ -1105,7 +1105,7 @@ if rank == 0:
 # sends $8Nh\frac{t-1}{t}$ elements of 2 bytes, and has $3 \cdot 2N \cdot 12h^2/t$ operations. The batch cancels, the
 # hidden size helps. A wider model carries a larger tp.
 #
-# ## 5.12 Exercises: break it, and see what notices
+# ## 6.12 Exercises: break it, and see what notices
 #
 # Five mistakes, with tp over all ranks. Instruments:
 #
@@ -1324,7 +1324,7 @@ say(f"4. {', '.join(f'{x:,}' for x in kept_bytes)} bytes: with tp alone, 10 of t
 # others?
 #
 # 2. Let `_ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Which product could
-# hide that all-gather? What do the ledger and the counter say before and after? (5.9 has both formulas.)
+# hide that all-gather? What do the ledger and the counter say before and after? (6.9 has both formulas.)
 #
 # 3. Cut the batch in two halves and let forward compute one while the other is being summed. On which of the three
 # links does it help, and what does the latency $\alpha$ take back?
@@ -1350,7 +1350,7 @@ say(f"4. {', '.join(f'{x:,}' for x in kept_bytes)} bytes: with tp alone, 10 of t
 #
 # 4. At each cut the activations of a microbatch, $BTh$ elements, are sent forward once, and as many elements of their
 # gradient back once, from one rank to one other. A stage waits for the one before it in forward, and for the one
-# after it in backward; chapter 6 keeps them busy with many microbatches.
+# after it in backward; chapter 7 keeps them busy with many microbatches.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -1,4 +1,4 @@
-"""A step of tensor parallelism on the model clock, for chapter 5: matrix products and messages cost time, nothing else.
+"""A step of tensor parallelism on the model clock, for chapter 6: matrix products and messages cost time, nothing else.
 
 A function in the place of `matmul` charges each product to the clock of the rank that runs in its thread.
 """

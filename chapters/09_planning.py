@@ -8,7 +8,7 @@
 # ---
 
 # %% [markdown]
-# # 8. Planning: memory first, then bandwidth, then bubble
+# # 9. Planning: memory first, then bandwidth, then bubble
 #
 # **You have a model and a number of GPUs. Which layout do you start, and how fast will it be?**
 #
@@ -22,8 +22,8 @@
 # model of 7.5, one of 70 and one of 1000 billion parameters are planned on 64 to 4096 GPUs, the planner is held against
 # published runs, and we ask where it is wrong, and why.
 #
-# Run it as `mpirun -n 8 python chapters/08_planning.py`, with any number of ranks. A planner needs no ranks; they share
-# out the plans, and in 8.5 they train what was planned.
+# Run it as `mpirun -n 8 python chapters/09_planning.py`, with any number of ranks. A planner needs no ranks; they share
+# out the plans, and in 9.5 they train what was planned.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -41,7 +41,7 @@
 # %autopx
 
 # %%
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()  # sets one BLAS thread for each rank; some times here are measured
@@ -58,7 +58,7 @@ import numpy as np
 
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.figures_planning import (
+    from chapters.support.figures_planning import (
         plot_bubbles,
         plot_fit,
         plot_points,
@@ -68,7 +68,7 @@ if rank == 0:
         plot_tornado,
         plot_wires,
     )
-    from chapters.show import show, show_source
+    from chapters.support.show import show, show_source
 
 
 def shared(work, jobs):
@@ -81,7 +81,7 @@ def shared(work, jobs):
 say(f"{N} rank{'s' if N > 1 else ''}")
 
 # %% [markdown]
-# ## 8.1 Count
+# ## 9.1 Count
 #
 # ### Parameters
 #
@@ -193,11 +193,11 @@ assert abs(100 * theirs - 57.0) < 0.1
 say(f"1T, scores charged three times: HFU {theirs:.1%}")
 
 # %% [markdown]
-# ## 8.2 Memory first
+# ## 9.2 Memory first
 #
 # ### State
 #
-# Training in 16 bit with Adam keeps 16 bytes for each parameter (4.1). Predict: does a model of 7.5 billion parameters
+# Training in 16 bit with Adam keeps 16 bytes for each parameter (5.1). Predict: does a model of 7.5 billion parameters
 # fit into a GPU of 80 GB? $16 \cdot 7.5 = 120$. It does not, before the first activation. Data parallelism does not
 # help, every GPU has it all. ZeRO helps: stage 1 cuts 12 of the 16 bytes into $N$ parts, stage 2 14, stage 3 all
 # (Rajbhandari et al. 2020, arXiv 1910.02054). Their table 1 is for 7.5 billion, and so is the first of our models. The
@@ -234,7 +234,7 @@ say("every figure within 1 GB of the paper's")
 # input, 2 bytes, and does all of forward again.
 #
 # Tensor parallelism over $t$ ranks divides what lies inside attention and MLP. The 10 bytes outside, LayerNorms and
-# dropout, are on every rank, unless sequence parallelism divides them too (5.9).
+# dropout, are on every rank, unless sequence parallelism divides them too (6.9).
 
 # %%
 GPT3 = find_model("gpt3-175b")
@@ -267,7 +267,7 @@ for what, (given, formula) in WAYS.items():
 # A pipeline cuts the layers into $p$ parts. Does it cut the activations? Each rank has $l/p$ layers, but the first rank
 # begins $p$ microbatches before the first backward comes back. $p$ microbatches of $l/p$ layers are as much as one of
 # all $l$. **A pipeline divides the state, not the activations** (of the first rank, with 1F1B). How many are in flight
-# is a property of the schedule, and the schedule is data (6.1): count.
+# is a property of the schedule, and the schedule is data (7.1): count.
 
 # %%
 from minipar.parallel.pipeline import make, peak_live
@@ -345,7 +345,7 @@ assert 2 * total[0]["tp 8,\nmicrobatch of 4"] < A100_MEMORY
 assert total[1]["dp 64, ZeRO-3"] > A100_MEMORY > total[1]["the same, full"]
 assert total[1]["tp 8 x pp 8, GPipe"] > total[1]["1F1B"] > A100_MEMORY > total[1]["1F1B, selective"]
 if rank == 0:
-    show(plot_fit(fits, A100_MEMORY, 200e9), "08_memory")
+    show(plot_fit(fits, A100_MEMORY, 200e9), "09_memory")
 
 # %% [markdown]
 # 1. **ZeRO-1**, just so: 76 GB, nearly half of them the activations of one sequence. A planner must also leave room for
@@ -360,7 +360,7 @@ if rank == 0:
 # So two families of layouts fit large models: ZeRO-3 with recompute, or tp and pp with a little ZeRO. Memory does not
 # choose between them. Bandwidth does.
 #
-# ## 8.3 Then bandwidth
+# ## 9.3 Then bandwidth
 #
 # A message of $n$ bytes takes $\alpha + n\beta$. An A100 has 300 GB/s in one direction to the other seven of its host
 # (NVLink), and one network card of 25 GB/s to all others. A program gets some 80 % of both. A product gets, say, 75 %
@@ -429,7 +429,7 @@ for link, machine in wires.items():
 
 # %% [markdown]
 # There it is. tp on the network would take twice as long as what it divides: **tp stays inside a host**, where the link
-# is twelve times as fast, and costs a fifth even there. (Half of backward's sums hide behind weight gradients: 5.11.)
+# is twelve times as fast, and costs a fifth even there. (Half of backward's sums hide behind weight gradients: 6.11.)
 # pp could live on anything. dp is in between: it must have enough tokens to hide behind, per microbatch and replica. 5
 # to 12 thousand tokens are 3 to 6 sequences of 2048.
 #
@@ -475,7 +475,7 @@ if rank == 0:
         "128 GPUs, pp 8, dp = 16 / tp": ("tp (8 GPUs to a host)", by_tp),
         "tp 8, pp 8, the same batch for all": ("dp", by_dp),
     }
-    show(plot_wires(panels), "08_bandwidth")
+    show(plot_wires(panels), "09_bandwidth")
 
 # %% [markdown]
 # Left: more tp means fewer replicas, so each does more microbatches, and sends more of everything that goes with them.
@@ -492,7 +492,7 @@ if rank == 0:
 #
 # The rule said: from $F\beta$ tokens per microbatch on, an all-reduce hides behind the last backward, and ZeRO-1's two
 # halves behind a backward and a forward. The planner does not use the rule. It goes through the backward layer by
-# layer: a layer's gradients leave when they are there *and* what left before has arrived (`step_time.overlapped`; 3.4's
+# layer: a layer's gradients leave when they are there *and* what left before has arrived (`step_time.overlapped`; 4.4's
 # buckets). The 7.5B on 64 A100s, one replica on each *host* (tp 8), so that the gradients have one network card each:
 
 # %%
@@ -522,9 +522,9 @@ for stage in (0, 1, 3):  # far below the rule most of it shows, far above it lit
 # ZeRO-3 pays with each microbatch, so it wants few large ones. Large microbatches need memory: that is why it goes with
 # recompute.
 #
-# ## 8.4 Then the bubble
+# ## 9.4 Then the bubble
 #
-# A pipeline of $p$ ranks idles while it fills and drains (6.2, 6.4): of all the time
+# A pipeline of $p$ ranks idles while it fills and drains (7.2, 7.4): of all the time
 #
 # $$\text{bubble} = \frac{p-1}{m+p-1}, \qquad \text{interleaved } \frac{(p-1)/v}{m+(p-1)/v}.$$
 #
@@ -563,10 +563,10 @@ if rank == 0:
         f"{P} stages, simulated": ("microbatches m", schedules),
         "a batch of 512 sequences, 1F1B": ("replicas dp  (m = 512 / dp)", shrinking),
     }
-    show(plot_bubbles(panels), "08_bubble")
+    show(plot_bubbles(panels), "09_bubble")
 
 # %% [markdown]
-# Interleaving divides the *idle time* by $v$, and multiplies messages by $v$ (cheap, 8.3) and memory by a little. ZB-H1
+# Interleaving divides the *idle time* by $v$, and multiplies messages by $v$ (cheap, 9.3) and memory by a little. ZB-H1
 # divides the idle time by three, with F, I and W equal, without more messages. The bubble fraction, idle / total, falls
 # less: with $p = m = 8$ from 0.467 to 0.304 ($v = 2$) and to 0.226. With eight microbatches per stage and more, all are
 # good. On the right: with the batch fixed, pp 64 is out of the question from a few replicas on. That is where
@@ -577,7 +577,7 @@ if rank == 0:
 #
 # ### ZeRO-3 alone, with tp, or tp x pp?
 #
-# Section 8.2 left two families. Now they can stand side by side. Let $\nu$ be the tokens of the global batch per GPU
+# Section 9.2 left two families. Now they can stand side by side. Let $\nu$ be the tokens of the global batch per GPU
 # and step, $s$ the tokens of a sequence, $g = 8$ the GPUs of a host, $\beta$ the network's and $\beta'$ NVLink's
 # seconds per byte.
 #
@@ -588,7 +588,7 @@ if rank == 0:
 # $$\text{bandwidth: } g\,\nu \ge F\beta, \qquad \text{batch: } \nu\, t \ge s, \qquad \text{memory: }
 # \frac{16\Psi}{G} + \frac{\text{activations}}{t} \le M, \qquad \text{price of tp: } \frac{(t-1)\,F\beta'}{3h}.$$
 #
-# (In 8.3 a replica fills a host: $t = g$, and $n = g\nu$.) The first does not depend on $t$. The second and the third
+# (In 9.3 a replica fills a host: $t = g$, and $n = g\nu$.) The first does not depend on $t$. The second and the third
 # ask for tp, the last for none. If the activations do not fit, more tp competes with full recompute, which costs a
 # third of the step. So **the best $t$ is the smallest power of two, inside a host, that gives each replica a sequence
 # and lets the activations fit**.
@@ -645,7 +645,7 @@ for gpus in (256, 1024):
 #   only costs. ZeRO-3 alone is 10 to 15 % slower, and at 2048 GPUs it ends: a GPU has less than one sequence.
 # - **4096**: $g\nu$ = 8,192. The exposed gathers take 0.43 of the computing time, and the pipeline's bubble 7/16: by
 #   the inequality almost a tie. The planner decides for the pipeline, because hidden communication is not free either.
-#   It takes 20 % of its time from the computation (8.3), and ZeRO-3 hides the most.
+#   It takes 20 % of its time from the computation (9.3), and ZeRO-3 hides the most.
 #
 # ### The third wire: a GPU's own memory
 #
@@ -666,10 +666,10 @@ for ways in (1, 8):
 assert 110 < ridge < 120
 
 # %% [markdown]
-# ## 8.5 Predict, run, compare
+# ## 9.5 Predict, run, compare
 #
 # So far the planner agreed with formulas. A formula cannot say what it has forgotten. A run can. minipar is a training
-# program whose time can be had on a clock of our choice (6.8), so everything above can be held against a run, in three
+# program whose time can be had on a clock of our choice (7.8), so everything above can be held against a run, in three
 # steps: pencil against planner, planner against the program on a clock without noise, planner against the program on
 # this machine.
 #
@@ -822,7 +822,7 @@ for flags in OURS:
 # that can be resumed (2.2): 512 of them, 64 hosts, sum gradients between hosts and gather parameters.
 
 # %%
-from chapters.one_thread import OneThread
+from chapters.support.one_thread import OneThread
 
 FAR = [
     "--dp 64 --zero-stage 3 --microbatches 2",
@@ -865,7 +865,7 @@ for what, *seconds in zip(("  a reduce-scatter, in a ring", "  a gather, pairwis
 # %% [markdown]
 # ### This machine
 #
-# On the `cpu` clock a rank's time is its own CPU time, and messages take what a network model says (6.8). Now
+# On the `cpu` clock a rank's time is its own CPU time, and messages take what a network model says (7.8). Now
 # computation is real. Its price must be *measured*: not by timing training steps and fitting the planner to them, which
 # would prove nothing, but piece by piece. One block's forward, its two backward halves, the head, the embedding, the
 # norm, the update, each for a dozen shapes. To these times few constants are fitted: seconds per operation, per byte
@@ -918,7 +918,7 @@ assert all(0 <= value < np.inf for value in asdict(costs).values())
 # Each rank measured other shapes, all at the same time, since in a run too all compute at the same time and share
 # caches and memory. With these constants and a network of 20 µs and 1 GB/s: predict steps of a GPT with 8 layers, and
 # the memory of the fullest rank. Then train in each layout, on the first ranks as many as it takes, and look at the
-# clock, and at the ledger of bytes held (4.2).
+# clock, and at the ledger of bytes held (5.2).
 
 # %%
 from minipar.bench import layouts as bench
@@ -959,7 +959,7 @@ if rank == 0:
         "a step on the CPU clock, ms": [(1e3 * row["predicted_seconds"], 1e3 * row["seconds"]) for row in rows],
         "memory in the ledger, MB": [(row["predicted_bytes"] / 1e6, row["peak_bytes"] / 1e6) for row in rows],
     }
-    show(plot_points(panels, 0.2), "08_agreement")
+    show(plot_points(panels, 0.2), "09_agreement")
 
 # %% [markdown]
 # Memory is asserted, time is not: eight ranks share a few cores with whatever else runs here, and these constants were
@@ -974,7 +974,7 @@ if rank == 0:
 #
 # Because the planner is an *abstraction* of the program, not a theory beside it. It cuts layers into stages with the
 # program's own function. It walks through the same lists of actions as the executor (a schedule is data). Its rings are
-# the rings of chapter 2, message by message; its buckets are those that ZeRO sends; what hides behind what is computed
+# the rings of chapter 3, message by message; its buckets are those that ZeRO sends; what hides behind what is computed
 # event by event, as it happens. What it leaves out is the values.
 #
 # Where it does not agree:
@@ -988,11 +988,11 @@ if rank == 0:
 # - **The slowest rank.** Every sum waits for its last rank. A rank that was held up for a moment holds up all of them,
 # at every sum; medians of pieces know nothing of that. Layouts with many sums (tp 8) come out slower than planned.
 #
-# GPUs have the first and the last as well. What is *not* tested here is the price of a GPU: the constants of 8.3 and
-# 8.8. For those there are only published runs (8.7).
+# GPUs have the first and the last as well. What is *not* tested here is the price of a GPU: the constants of 9.3 and
+# 9.8. For those there are only published runs (9.7).
 
 # %% [markdown]
-# ## 8.6 Three models, 64 to 4096 GPUs
+# ## 9.6 Three models, 64 to 4096 GPUs
 #
 # The planner does what we did: every layout that divides (dp, tp, pp, ZeRO stage, schedule, microbatch, recompute,
 # sequence parallelism), its memory; of those that fit the time; the fastest. Thousands of layouts, in a second, because
@@ -1024,7 +1024,7 @@ if rank == 0:
 # 3. Does the 1T need pp? Does the 7.5B need tp?
 
 # %%
-# With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (5.9), but
+# With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (6.9), but
 # here it wins nowhere, and looking takes twice as long.
 ASK = SearchSpace(sequence_parallel=True)
 BATCH = {SMALL: 2048, MIDDLE: 1024, LARGE: 3072}
@@ -1088,7 +1088,7 @@ if rank == 0:
                 dp, tp, pp = found["mesh"]
                 label = f"{gpus} GPUs\ndp {dp}\ntp {tp}\npp {pp}\n{found['layout'].split(', ')[3]}"
                 group[label] = found["seconds"], found["mfu"]
-    show(plot_spending(spending), "08_spending")
+    show(plot_spending(spending), "09_spending")
 
 # %% [markdown]
 # And what more GPUs bring. Dashed: if each were worth as much as the first ones.
@@ -1102,7 +1102,7 @@ if rank == 0:
             scaling.setdefault(gpu.upper(), {})[SHORT[name]] = {
                 n: (found["tokens"], found["mfu"]) for n, found in points.items() if "error" not in found
             }
-    show(plot_scaling(scaling), "08_scaling")
+    show(plot_scaling(scaling), "09_scaling")
 left = {}  # of the utilization on the smallest cluster, on the largest
 for name in (SMALL, MIDDLE, LARGE):
     for gpu in ("a100", "h100"):
@@ -1169,10 +1169,10 @@ for name, gpus in ((SMALL, 1), (LARGE, 64)):
 # "It fits" is not yet "it is sensible": on 256 GPUs a handful of layouts hold the 1T, all with full recompute, and a
 # step takes a quarter of an hour.
 #
-# ## 8.7 Is it true?
+# ## 9.7 Is it true?
 #
-# 8.5 held the planner against a program. Whether the constants of a GPU are right only runs on GPUs can say. Four
-# sources. One set of constants for all (8.8), none of them fitted to one row:
+# 9.5 held the planner against a program. Whether the constants of a GPU are right only runs on GPUs can say. Four
+# sources. One set of constants for all (9.8), none of them fitted to one row:
 #
 # - **Narayanan et al. 2021** (arXiv 2104.04473, table 1): TFLOP/s per A100, recomputation included. 1F1B, no ZeRO, full
 # recompute. The layouts are theirs.
@@ -1182,7 +1182,7 @@ for name, gpus in ((SMALL, 1), (LARGE, 64)):
 #
 # - **Llama 3** (Llama Team 2024, arXiv 2407.21783, table 4): MFU of 405B on 8192 and 16,384 H100s, tp 8, pp 16,
 # sequences of 8192. The rest of the layout is left to the planner; then once more without recompute, as they trained.
-# With attention that keeps no scores (8.8).
+# With attention that keeps no scores (9.8).
 #
 # - **LLaMA and Llama 2** (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens with
 # 7B; 380 tokens per second and GPU with 65B on 2048; 1,720,320 GPU hours for 2.0T tokens with 70B. A100s, batches of 4M
@@ -1278,7 +1278,7 @@ assert all(
 assert all(0.65 < ratio < 0.9 for ratio in rows["Touvron 2023"].values())
 assert all(0.8 < row[-1] / predictions["llama", (name, "stored")] < 1 for name, row in TOUVRON.items())
 if rank == 0:
-    show(plot_predictions(rows, 0.15), "08_published")
+    show(plot_predictions(rows, 0.15), "09_published")
 
 # %% [markdown]
 # Where the whole layout is printed, every row is within 10 %. Most lie to the left of the line: **the planner is an
@@ -1295,12 +1295,12 @@ if rank == 0:
 # these GPUs could have done? 20 to 40 % more tokens per second than was printed. GPU hours of a whole run have
 # everything in them that is no step: restarts, checkpoints, evaluation. And nobody knows whether the layout was the
 # best. (With stored attention, which these runs did not have, the same rows come out within about 20 %. Two errors of
-# opposite sign again. One number that agrees is not a model that agrees: that is why 8.5 compared part by part.)
+# opposite sign again. One number that agrees is not a model that agrees: that is why 9.5 compared part by part.)
 #
 # Errors that all layouts share do no harm to a choice between them. Use a planner to rank layouts; if you promise a
 # speed, promise less than it says.
 #
-# ## 8.8 Where the model is wrong, and why
+# ## 9.8 Where the model is wrong, and why
 #
 # All that is not in a data sheet stands in one place:
 
@@ -1391,11 +1391,11 @@ for question, others in lost.items():
     assert order[:2] == ["products", "copies"]
     assert max(abs(moved) for moved, _ in effects[question]["alpha_inside"].values()) < 0.05
 if rank == 0:
-    show(plot_tornado(effects), "08_sensitivity")
+    show(plot_tornado(effects), "09_sensitivity")
 
 # %% [markdown]
 # Time hangs on how much of the peak a product gets; then on memory bandwidth, and on how often elementwise kernels pass
-# over it. What communication costs comes after that: the search has chosen layouts in which it hardly matters. (8.9
+# over it. What communication costs comes after that: the search has chosen layouts in which it hardly matters. (9.9
 # shows the trap in this.) Latencies do next to nothing.
 #
 # The *choice* is sturdier than the time, because an error in a constant falls on all layouts. A star says that another
@@ -1536,18 +1536,18 @@ for length in (2048, 4096, 32768):
 # **Everything else:** data loading, checkpoints, evaluation, failures. On thousands of GPUs something breaks every few
 # hours. A fast step is not yet a fast run.
 #
-# ## 8.9 Exercises: break it, and see what notices
+# ## 9.9 Exercises: break it, and see what notices
 #
 # A planner has no loss that goes up when it is wrong. It prints a table as neat as before. What could notice? Four
 # instruments:
 #
-# - **lists**: is the memory in flight that of the schedules' own lists (8.2)?
+# - **lists**: is the memory in flight that of the schedules' own lists (9.2)?
 #
 # - **formulas**: do activations follow the papers' equations, on every layout?
 #
 # - **a run**: does minipar, training, send the bytes that the planner says?
 #
-# - **print**: are utilizations within 0.3 points and speeds within 15 % of what was printed (8.1, 8.7)?
+# - **print**: are utilizations within 0.3 points and speeds within 15 % of what was printed (9.1, 9.7)?
 #
 # And five mistakes. Which catches which? And what would each have recommended for 70B on 256 A100s?
 #
@@ -1684,13 +1684,13 @@ assert recommended["1. in flight, forgotten"][2] > A100_MEMORY
 #
 # ### For you
 #
-# 1. By hand, from 8.2: from which dp on does a 13B model ($h$ = 5120, 40 layers) fit into 80 GB with ZeRO-1, a
+# 1. By hand, from 9.2: from which dp on does a 13B model ($h$ = 5120, 40 layers) fit into 80 GB with ZeRO-1, a
 # microbatch of one sequence of 2048, selective recompute? Check with `memory`.
 #
 # 2. A GPU like the H100 with twice the network (`find_gpu` reads a JSON file: `{"like": "h100", "between": 100e9}`).
 # For which of the three models would you buy it, on 4096 GPUs? And twice the memory instead?
 #
-# 3. How large must the batch of the 7.5B be for half of the A100's peak on 4096 GPUs? Predict with 8.3's rule and 8.4's
+# 3. How large must the batch of the 7.5B be for half of the A100's peak on 4096 GPUs? Predict with 9.3's rule and 9.4's
 # formula, then ask `python -m minipar.plan --model megatron-7.5b --gpus 4096 --gpu a100 --global-batch B --seq-len
 # 2048`.
 #

@@ -8,7 +8,7 @@
 # ---
 
 # %% [markdown]
-# # 2. Collectives
+# # 3. Collectives
 #
 # **How do $p$ machines add up an array when each can only send and receive?**
 #
@@ -41,7 +41,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from chapters.show import printer
+from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()  # the ranks of mpirun; one rank without it
@@ -74,7 +74,7 @@ from minipar.errors import CommunicationError
 p, rank = comm.size, comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:  # only one rank draws: eight imports of matplotlib on two cores take seconds
-    from chapters.show import show, show_source
+    from chapters.support.show import show, show_source
     from visualize import picture, plot_bench, plot_bytes, plot_timeline, read_trace, tidy
 
 say(f"{p} rank{'s' if p > 1 else ''}, started by {comm.transport.launcher}")
@@ -287,7 +287,7 @@ if rank == 0:
         axes.set_xticks(range(size), [f"c{c}" for c in range(size)], fontsize=8)
         axes.set_yticks(range(size), [f"rank {r}" for r in range(size)] if step == 0 else [], fontsize=8)
         axes.tick_params(length=0)
-    show(figure, "02_ring")
+    show(figure, "03_ring")
     say("digits: the ranks whose contributions are in the sum; Σ: all of them. Each step fills one cell on each rank.")
 
 # %% [markdown]
@@ -400,7 +400,7 @@ for op, call in calls.items():
                 rows.append({"op": f"{op}, {name}", "bytes": counted[1], "expected": formula[1]})
 say(f"counted messages and bytes == formula on each of {p} ranks: {checked} cases")
 if p > 1 and rank == 0:
-    show(plot_bytes(rows), "02_bytes")
+    show(plot_bytes(rows), "03_bytes")
     say(f"bytes that rank 0 sends for an array of {8000 * p:,} bytes over {p} ranks")
 
 # %% [markdown]
@@ -498,7 +498,7 @@ if rank == 0:
     axes.set_ylabel("time of an all-reduce (ms)")
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.95))
     tidy(axes)
-    show(figure, "02_crossover")
+    show(figure, "03_crossover")
     say(f"{len(cases)} simulated times == formulas on {size} ranks")
 
 # %% [markdown]
@@ -545,7 +545,7 @@ if rows and rank == 0:
             f"{row['bytes']:10,}  {label:24} {row['seconds'] * 1e6:7.0f} us {row['mpi_seconds'] * 1e6:8.0f} us"
             f"  {row['ratio']:5.2f}  {algbw:6.3f}   {algbw * 2 * (p - 1) / p:6.3f}"
         )
-    show(plot_bench(rows), "02_against_mpi")
+    show(plot_bench(rows), "03_against_mpi")
 
 # %% [markdown]
 # In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it.
@@ -596,7 +596,7 @@ def late_rank(comm, nbytes):
 
 if rank == 0:
     size, nbytes = 5, 5 << 16
-    times = draw(size, late_rank, nbytes, name="02_late_rank")
+    times = draw(size, late_rank, nbytes, name="03_late_rank")
     late, R = 1.5 * MILLISECOND, FORMULAS["ring"](size, nbytes)
     assert times == [late + R] * size
     ends = times[0] * 1e3
@@ -609,7 +609,7 @@ if rank == 0:
 #
 # $$ \max(LC + R,\; C + LR). $$
 #
-# This is all there is to the overlap in PyTorch's DDP (Li et al. 2020, section 3.2.3); chapter 3 builds it.
+# This is all there is to the overlap in PyTorch's DDP (Li et al. 2020, section 3.2.3); chapter 4 builds it.
 
 
 # %%
@@ -635,8 +635,8 @@ if rank == 0:
         assert overlapped == [max(layers * C + R, C + layers * R)] * size
         ms = one_by_one[0] * 1e3, overlapped[0] * 1e3
         say(f"{nbytes:9,} bytes a layer: {ms[0]:.3f} ms one by one, {ms[1]:.3f} ms overlapped; == formulas")
-    draw(size, backward, layers, 1 << 18, False, name="02_one_by_one", arrows=False)
-    draw(size, backward, layers, 1 << 18, True, name="02_overlapped", arrows=False)
+    draw(size, backward, layers, 1 << 18, False, name="03_one_by_one", arrows=False)
+    draw(size, backward, layers, 1 << 18, True, name="03_overlapped", arrows=False)
 
 # %% [markdown]
 # **Who moves the bytes while this rank computes?** On a GPU the copy engines and NCCL's kernels do. Here there is
