@@ -29,12 +29,13 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
     parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
     visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
 
-.PHONY: help demo test quick lint reference notebooks openmpi clean
+.PHONY: help demo test quick exercises lint reference notebooks openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
 	@echo "make test       the tests"
 	@echo "make quick      one claim of each package, in less than a minute"
+	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make lint       ruff and mypy"
 	@echo "make notebooks  execute the chapters again"
@@ -60,6 +61,10 @@ test: $(VENV)/.test
 
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)
+
+# make exercises PYTEST="-k e03" grades one exercise.
+exercises: $(VENV)/.test
+	@$(BIN)/python -m pytest -q --no-header -rN --tb=no chapters/exercises $(PYTEST) || true
 
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)

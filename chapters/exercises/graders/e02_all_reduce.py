@@ -1,0 +1,66 @@
+"""Grader of exercise 2, all-reduce = reduce-scatter + all-gather."""
+
+import numpy as np
+
+from chapters.exercises.grading import Hint, expect, on_ranks, random, require
+from minipar.comm import chunk_bounds
+
+
+def grade(solution):
+    for ranks, size in ((1, 4), (2, 6), (3, 11), (4, 16), (5, 15), (8, 40), (8, 5)):
+        grade_gather(solution, ranks, size)
+        grade_reduce(solution, ranks, size)
+
+
+def grade_gather(solution, ranks, size):
+    bounds, whole = chunk_bounds(size, ranks), np.arange(float(size))
+
+    def program(comm):
+        result = solution.all_gather(comm, whole[slice(*bounds[comm.rank])].copy(), size)
+        return result, comm.traffic.bytes() // 8
+
+    for rank, (result, sent) in enumerate(on_ranks(solution, ranks, program)):
+        where = f"all_gather, rank {rank} of {ranks}, {size} elements"
+        arrival = np.concatenate([whole[slice(*bounds[(rank - k) % ranks])] for k in range(ranks)])
+        own_first = np.concatenate([whole[slice(*bounds[(rank + k) % ranks])] for k in range(ranks)])
+        hint = "the chunks stand in the order of their arrival: chunk r belongs at chunk_bounds(n, p)[r]"
+        expect(result, whole, where, {hint: arrival, hint + " ": own_first})
+        if size % ranks == 0:
+            check_sent(where, sent, size * (ranks - 1) // ranks)
+
+
+def grade_reduce(solution, ranks, size):
+    arrays = [random(ranks, rank).normal(size=(1, size)) for rank in range(ranks)]
+    results = on_ranks(
+        solution,
+        ranks,
+        lambda comm: (solution.all_reduce(comm, arrays[comm.rank].copy()), comm.traffic.bytes() // 8),
+    )
+    total = sum(arrays)
+    for rank, (result, _) in enumerate(results):
+        where = f"all_reduce, rank {rank} of {ranks}, {size} elements"
+        mistakes = {
+            "the values are right, but the shape of x is lost": total[0],
+            "this is your own x: nothing was added": arrays[rank],
+        }
+        expect(result, total, where, mistakes)
+    if any(result.tobytes() != results[0][0].tobytes() for result, _ in results):
+        rotated = [sum(arrays[(rank + k) % ranks] for k in range(1, ranks)) for rank in range(ranks)]
+        own = all((arrays[r] + rotated[r]).shape == result.shape for r, (result, _) in enumerate(results))
+        require(
+            not own,
+            f"all_reduce on {ranks} ranks: your sum starts at your own rank, so the bits depend on the rank. "
+            "Every element must be added once, in one order, and then be copied",
+        )
+    if size % ranks == 0:
+        for rank, (_, sent) in enumerate(results):
+            check_sent(f"all_reduce, rank {rank} of {ranks}, {size} elements", sent, 2 * size * (ranks - 1) // ranks)
+
+
+def check_sent(where, sent, fewest):
+    if sent > fewest:
+        raise Hint(
+            f"{where}: it sends {sent} elements, {fewest} are enough: "
+            "send each rank's chunk only, never an array that still has to be added up"
+        )
+    require(sent == fewest, f"{where}: it sends {sent} elements with isend, expected {fewest}")

@@ -1,0 +1,64 @@
+"""Grader of exercise 6, a step of ZeRO stage 1."""
+
+import numpy as np
+
+from chapters.exercises.e06_zero1_step import AdamState, adam_step
+from chapters.exercises.grading import Hint, expect, on_ranks, random, require
+from minipar.comm import chunk_bounds
+
+STEPS = 3
+
+
+def gradient_of(step, rank, size):
+    return random(step, rank).normal(size=size)
+
+
+def one_device(ranks, size, scale=None, forget=False):
+    """Return the parameters after each step of one device with all samples. `forget`: the state is new in each."""
+    values, state, history = np.arange(float(size)), AdamState(size), []
+    for step in range(STEPS):
+        gradient = sum(gradient_of(step, rank, size) for rank in range(ranks)) * (scale or 1 / ranks)
+        adam_step(values, gradient, AdamState(size) if forget else state)
+        history.append(values.copy())
+    return history
+
+
+def grade(solution):
+    for ranks, size in ((1, 4), (2, 8), (3, 12), (4, 10), (5, 25)):
+        bounds = chunk_bounds(size, ranks)
+
+        def program(comm, size=size):
+            parameters = np.arange(float(size))
+            optimizer = solution.ZeroOne(comm, parameters)
+            history = []
+            for step in range(STEPS):
+                comm.traffic.reset()
+                optimizer.step(gradient_of(step, comm.rank, size))
+                history.append((parameters.copy(), comm.traffic.bytes() // 8))
+            state = getattr(optimizer, "state", None)
+            return history, getattr(getattr(state, "mean", None), "size", None)
+
+        right, sums, fresh = (one_device(ranks, size, **how) for how in ({}, {"scale": 1.0}, {"forget": True}))
+        for rank, (history, held) in enumerate(on_ranks(solution, ranks, program)):
+            start, stop = bounds[rank]
+            for step, (values, sent) in enumerate(history):
+                where = f"rank {rank} of {ranks}, step {step}"
+                own = np.arange(float(size)) if step == 0 else history[step - 1][0].copy()
+                own[start:stop] = right[step][start:stop]
+                mistakes = {
+                    "only your own chunk is new: gather the parameters after the update": own,
+                    "the gradients are summed over the ranks, not averaged": sums[step],
+                    "Adam's state is new in every step: make it once": fresh[step],
+                    "the parameters are as before: change the array that was given, in place": np.arange(float(size)),
+                }
+                expect(values, right[step], where, mistakes)
+                if size % ranks == 0 and sent != (fewest := 2 * size * (ranks - 1) // ranks):
+                    raise Hint(
+                        f"{where}: it sends {sent} elements, expected {fewest}: reduce-scatter the gradient and "
+                        "all-gather the parameters; an all-reduce of the gradient is too much"
+                    )
+            require(
+                held == stop - start,
+                f"rank {rank} of {ranks}: self.state has {held} elements, expected {stop - start}: "
+                "keep the state of your chunk alone",
+            )

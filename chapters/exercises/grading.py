@@ -1,0 +1,153 @@
+"""The instruments of the graders: ranks as threads with a deadline, comparisons, and hints.
+
+A grader is a module `graders/eNN_name.py` with a function `grade(solution)`, where `solution` is the module with the
+reader's code. It returns if everything is right, and raises a Hint that names the mistake otherwise.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minipar.comm import run_local
+from minipar.errors import CommunicationError
+
+DEADLINE = 20.0  # seconds for one call on all ranks; the longest reference solution takes less than one
+TOLERANCE = 1e-12  # of the largest element
+
+
+class Hint(AssertionError):
+    """What is wrong with a solution, in words for its author."""
+
+
+class NotWritten(Hint):
+    """The skeleton as it comes."""
+
+
+class RingCommunicator:
+    """A Communicator whose collectives are rings at any size, so that their bytes are those of the formulas."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+    def all_reduce(self, x: Any, op: str = "sum", algorithm: str = "ring", async_op: bool = False) -> Any:
+        return self.comm.all_reduce(x, op, algorithm, async_op)
+
+    def reduce_scatter(
+        self, x: Any, out: Any = None, op: str = "sum", algorithm: str = "ring", async_op: bool = False
+    ) -> Any:
+        return self.comm.reduce_scatter(x, out, op, algorithm, async_op)
+
+    def all_gather(self, chunk: Any, out: Any = None, algorithm: str = "ring", async_op: bool = False) -> Any:
+        return self.comm.all_gather(chunk, out, algorithm, async_op)
+
+
+def names() -> list[str]:
+    """List the exercises, in order."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("e[0-9][0-9]_*.py"))
+
+
+def on_ranks(solution: ModuleType, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run `function(comm, *arguments)` on that many threads. Return the ranks' results.
+
+    Hint if the ranks wait for each other, if they take longer than DEADLINE, or if the solution raises an exception.
+    """
+    results: list[Any] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.extend(run_local(ranks, lambda comm: function(RingCommunicator(comm), *arguments)))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    if thread.is_alive():
+        raise Hint(f"with {ranks} ranks, no result after {DEADLINE:g} s. {_places(solution)}")
+    if failures:
+        raise _explained(solution, ranks, failures[0])
+    return results
+
+
+def call(solution: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the solution that needs no ranks. Hint if it raises an exception."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise _explained(solution, 1, error) from None
+
+
+def _explained(solution: ModuleType, ranks: int, error: BaseException) -> BaseException:
+    """Turn an exception into a Hint."""
+    if isinstance(error, Hint):
+        return error
+    if isinstance(error, NotImplementedError):
+        return NotWritten(f"not written yet: replace {error} in {solution.__name__.split('.')[-1]}.py")
+    if isinstance(error, CommunicationError):
+        return Hint(
+            f"with {ranks} ranks, a message has no partner of its size. Does every send have its receive, and does "
+            f"a rank wait for a send before it has started the receive that its neighbour waits for?\n{error}"
+        )
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == solution.__file__]
+    where = f" in line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+    who = next(iter(getattr(error, "__notes__", ())), "")
+    return Hint(f"with {ranks} ranks, {who} {type(error).__name__}: {error}{where}".replace(",  ", ", "))
+
+
+def _places(solution: ModuleType) -> str:
+    """Say in which line of the solution each rank is."""
+    frames, places = sys._current_frames(), []
+    for thread in threading.enumerate():
+        stack = traceback.extract_stack(frames[thread.ident]) if thread.ident in frames else ()
+        own = [frame for frame in stack if frame.filename == solution.__file__]
+        if own and thread.name.startswith("rank "):
+            places.append(f"{thread.name} is in line {own[-1].lineno}: {own[-1].line}")
+    return "; ".join(places)
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Tell whether two arrays have one shape and agree within TOLERANCE of the largest element."""
+    value, expected = np.asarray(value), np.asarray(expected)
+    if value.shape != expected.shape or not np.all(np.isfinite(value)):
+        return False
+    return value.size == 0 or float(abs(value - expected).max()) <= TOLERANCE * max(1e-300, float(abs(expected).max()))
+
+
+def expect(value: Any, expected: Any, what: str, mistakes: Mapping[str, Any] | None = None) -> None:
+    """Raise a Hint unless `value` is `expected`. `mistakes` gives the value of each known mistake, by its hint."""
+    if value is None:
+        raise Hint(f"{what}: the function returned None")
+    if same(value, expected):
+        return
+    for hint, wrong in (mistakes or {}).items():
+        if same(value, wrong):
+            raise Hint(f"{what}: {hint}")
+    value, expected = np.asarray(value), np.asarray(expected)
+    if value.shape != expected.shape:
+        raise Hint(f"{what}: the shape is {value.shape}, expected {expected.shape}")
+    place = np.unravel_index(int(np.argmax(~(abs(value - expected) <= 0))), value.shape) if value.ndim else ()
+    raise Hint(f"{what}: wrong value; element {list(map(int, place))} is {value[place]}, expected {expected[place]}")
+
+
+def require(condition: bool, hint: str) -> None:
+    """Raise a Hint unless the condition holds."""
+    if not condition:
+        raise Hint(hint)
+
+
+def random(*key: int) -> np.random.Generator:
+    """Return a generator for this key, the same in every run."""
+    return np.random.default_rng(key)

@@ -1,0 +1,20 @@
+"""Grade the exercises in this directory. `pytest chapters/exercises -k e03` grades one of them."""
+
+import importlib
+
+import pytest
+
+from chapters.exercises.grading import Hint, names
+
+
+@pytest.mark.parametrize("name", names())
+def test_exercise(name):
+    solution = importlib.import_module(f"chapters.exercises.{name}")
+    grader = importlib.import_module(f"chapters.exercises.graders.{name}")
+    hint = ""
+    try:
+        grader.grade(solution)
+    except Hint as error:
+        hint = str(error)
+    if hint:
+        pytest.fail(hint, pytrace=False)

@@ -1,0 +1,174 @@
+"""Mistakes of readers: each is a change of the reference solution's text, and has a hint that names it."""
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    exercise: str
+    old: str
+    new: str
+    hint: str
+
+
+MISTAKES = [
+    Mistake("e01", "left, right = (comm.rank - 1)", "left, right = (comm.rank - 0)", "no partner"),
+    Mistake("e01", "return total", "return total.copy() if comm.size == 1 else arriving", "add your own elements"),
+    Mistake("e01", "arriving + x[start:stop]", "x[start:stop].copy()", "what arrives is not added"),
+    Mistake(
+        "e01", "sending = comm.isend(total, right)", "sending = comm.isend(total, right); sending.wait()", "before"
+    ),
+    Mistake(
+        "e01", "total = x[slice(*bounds[left])].copy()", "total = x[slice(*bounds[left])]; x += 0.0 * x + 1e-3", "x has"
+    ),
+    Mistake(
+        "e02",
+        "result[slice(*bounds[comm.rank])] = chunk",
+        "bounds = bounds[-comm.rank:] + bounds[:-comm.rank]; result[slice(*bounds[comm.rank])] = chunk",
+        "order of their arrival",
+    ),
+    Mistake("e02", ".reshape(x.shape)", "", "the shape of x is lost"),
+    Mistake(
+        "e02",
+        'chunk = comm.reduce_scatter(x.reshape(-1), algorithm="ring")',
+        "p, r = comm.size, comm.rank; every = all_gather(comm, x.reshape(-1), x.size * p).reshape(p, *x.shape); "
+        "return sum(every[(r + k) % p] for k in range(p))",
+        "starts at your own rank",
+    ),
+    Mistake(
+        "e02",
+        'chunk = comm.reduce_scatter(x.reshape(-1), algorithm="ring")',
+        "return all_gather(comm, x.reshape(-1), x.size * comm.size).reshape(comm.size, *x.shape).sum(0)",
+        "never an array that still has to be added up",
+    ),
+    Mistake(
+        "e03",
+        "power = 1 << (comm.size.bit_length() - 1)",
+        "power = 1 << (comm.size - 1).bit_length()",
+        "powers of two only",
+    ),
+    Mistake("e03", "comm.rank ^ distance", "(comm.rank + distance) % comm.size", "partners must name each other"),
+    Mistake(
+        "e03",
+        "comm.irecv(total, comm.rank - power).wait()",
+        "comm.irecv(arriving, comm.rank - power).wait()",
+        "left over must receive",
+    ),
+    Mistake("e03", "        total += arriving\n", "", "not counted"),
+    Mistake(
+        "e03", "comm.isend(total, comm.rank ^ distance)", "comm.isend(x, comm.rank ^ distance)", "send the running sum"
+    ),
+    Mistake("e04", "if self.missing == 0:", "if self.missing == len(self.views) - 1:", "count the calls of ready"),
+    Mistake(
+        "e04", "self.comm.all_reduce(self.buffer, async_op=True)", "self.comm.all_reduce(self.buffer)", "ready waits"
+    ),
+    Mistake("e04", "view / self.comm.size", "view.copy()", "their mean is asked for"),
+    Mistake("e04", "        self.missing = len(self.views)\n", "", "start anew"),
+    Mistake(
+        "e04",
+        "        self.missing -= 1\n",
+        "        self.missing -= 1\n        self.comm.all_reduce(self.views[parameter], async_op=True)\n",
+        "one by one",
+    ),
+    Mistake(
+        "e05",
+        "return total / count",
+        "return comm.all_reduce(gradients.sum(0) / max(tokens.sum(), 1)) / comm.size",
+        "ranks' means",
+    ),
+    Mistake(
+        "e05",
+        "total = comm.all_reduce(gradients.sum(0))",
+        "return comm.all_reduce((gradients / np.maximum(tokens, 1)[:, None]).mean(0)) / comm.size",
+        "microbatches' means",
+    ),
+    Mistake(
+        "e05", "return total / count", "return comm.all_reduce(gradients.sum(0) / tokens.sum()) / comm.size", "NaN"
+    ),
+    Mistake("e05", "return total / count", "return total / max(tokens.sum(), 1)", "divided by this rank's tokens"),
+    Mistake("e06", " / self.comm.size", "", "summed over the ranks, not averaged"),
+    Mistake(
+        "e06",
+        "        self.comm.all_gather(self.parameters[self.own], out=self.parameters)\n",
+        "",
+        "gather the parameters after",
+    ),
+    Mistake(
+        "e06",
+        "adam_step(self.parameters[self.own], chunk, self.state)",
+        "adam_step(self.parameters[self.own], chunk, AdamState(chunk.size))",
+        "state is new in every step",
+    ),
+    Mistake(
+        "e06",
+        "self.comm.reduce_scatter(gradient)",
+        "self.comm.all_reduce(gradient)[self.own]",
+        "an all-reduce of the gradient is too much",
+    ),
+    Mistake(
+        "e06",
+        "        chunk = ",
+        "        if self.state.steps == 0:\n            self.state = AdamState(gradient.size)\n"
+        "        adam_step(self.parameters, self.comm.all_reduce(gradient) / self.comm.size, self.state)\n"
+        "        return\n        chunk = ",
+        "keep the state of your chunk",
+    ),
+    Mistake(
+        "e07",
+        "        del weight\n    g, result",
+        "        comm.kept = [*getattr(comm, 'kept', ()), weight]\n    g, result",
+        "keep none for backward",
+    ),
+    Mistake(
+        "e07",
+        "comm.reduce_scatter((inputs[layer].T @ u).reshape(-1))",
+        "np.array_split(comm.all_reduce((inputs[layer].T @ u).reshape(-1)), comm.size)[comm.rank]",
+        "all-reduce gives every rank",
+    ),
+    Mistake(
+        "e07",
+        "comm.reduce_scatter((inputs[layer].T @ u).reshape(-1))",
+        "np.array_split((inputs[layer].T @ u).reshape(-1), comm.size)[comm.rank]",
+        "sum it over the ranks",
+    ),
+    Mistake("e07", "return result[::-1]", "return result", "gradient of another layer"),
+    Mistake("e08", "y = comm.all_reduce(z @ D) + e", "y = comm.all_reduce(z @ D + e)", "counts t times: add it after"),
+    Mistake("e08", "dx = comm.all_reduce(dinner @ A.T)", "dx = dinner @ A.T", "all column blocks must be summed"),
+    Mistake(
+        "e08",
+        "    comm, x, A, D, z = saved\n",
+        "    comm, x, A, D, z = saved\n    dy = comm.all_reduce(dy)\n",
+        "the backward of the all-reduce is the identity",
+    ),
+    Mistake(
+        "e08", "z = np.maximum(inner, 0)", "z = np.maximum(inner, 0); comm.all_gather(z)", "nothing is sent between"
+    ),
+    Mistake("e09", 'comm.all_reduce(logits.max(1), op="max")', "np.zeros(len(logits))", "overflow"),
+    Mistake("e09", 'comm.all_reduce(logits.max(1), op="max")', "logits.max(1)", "its own maximum"),
+    Mistake("e09", "np.flatnonzero((local >= 0) & (local < width))", "np.flatnonzero(local < width)", "negative index"),
+    Mistake("e09", "- comm.all_reduce(own)", "- own", "0 where it is elsewhere"),
+    Mistake("e10", "min(m, p - rank - 1)", "min(m, p - rank)", "p - r - 1 forwards"),
+    Mistake("e10", "warm_up = min(m, p - rank - 1)", "warm_up = m", "as in GPipe"),
+    Mistake("e10", "min(m, p - rank - 1)", "0", "the last rank waits for work"),
+    Mistake("e10", "range(m - warm_up, m)]", "range(m - warm_up, m - 1)]", "never runs"),
+    Mistake("e11", "inputs - weights > rank", "inputs > weights", "right behind its I"),
+    Mistake("e11", "warm_up = min(m, p - rank)", "warm_up = min(m, 2 * (p - rank) - 1)", "alive"),
+    Mistake(
+        "e11",
+        'actions.append(f"W{weights}")',
+        'actions.insert(len(actions) - 1, f"W{weights}")',
+        "which makes what it needs",
+    ),
+    Mistake("e12", "first = gradient.divided or mesh.tp.rank == 0", "first = True", "all t ranks of tp"),
+    Mistake("e12", "(not gradient.tied or mesh.pp.rank == 0)", "True", "on the first and on the last stage"),
+    Mistake(
+        "e12",
+        "    mesh.pp.all_reduce(total)\n",
+        "    mesh.pp.all_reduce(total)\n    mesh.dp.all_reduce(total)\n",
+        "do not sum over dp",
+    ),
+    Mistake("e12", "return sqrt(total[0])", "return float(total[0])", "square root"),
+    Mistake("e13", "    if s.zero >= 2:", "    if s.zero >= 1:", "stage 2"),
+    Mistake("e13", "min(s.m, s.p)", "s.m", "not m"),
+    Mistake("e13", "min(s.m, s.p)", "s.p", "not p"),
+    Mistake("e13", "s.h * s.t)", "s.h)", "divided by t too"),
+]

@@ -1,0 +1,85 @@
+"""The graders pass every reference solution, fail every skeleton, and give each planted mistake its own hint."""
+
+import importlib
+import re
+import subprocess
+import sys
+import threading
+import types
+from collections import Counter
+
+import pytest
+from exercises.mistakes import MISTAKES
+from launcher import ROOT
+
+from chapters.exercises import grading
+from chapters.exercises.grading import Hint, NotWritten, names, on_ranks
+
+SOLUTIONS = ROOT / "tests" / "exercises" / "solutions"
+
+
+def grade(name, source):
+    """Grade a solution's source text."""
+    module = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    importlib.import_module(f"chapters.exercises.graders.{name}").grade(module)
+
+
+def solution_of(exercise):
+    """Return the name and the text of the reference solution of "e01", or of its full name."""
+    (path,) = SOLUTIONS.glob(f"{exercise}*.py")
+    return path.stem, path.read_text()
+
+
+def test_there_are_thirteen_exercises_with_a_solution_each():
+    assert len(names()) == 13
+    assert names() == sorted(path.stem for path in SOLUTIONS.glob("e*.py"))
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_reference_solution_passes(name):
+    grade(*solution_of(name))
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_skeleton_fails_and_says_that_it_is_empty(name):
+    with pytest.raises(NotWritten, match=f"not written yet: replace your code in {name}.py"):
+        importlib.import_module(f"chapters.exercises.graders.{name}").grade(
+            importlib.import_module(f"chapters.exercises.{name}")
+        )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.exercise} {mistake.hint}")
+def test_a_mistake_gets_its_own_hint(mistake):
+    name, source = solution_of(mistake.exercise)
+    assert mistake.old in source
+    with pytest.raises(Hint, match=re.escape(mistake.hint)):
+        grade(name, source.replace(mistake.old, mistake.new))
+
+
+def test_every_exercise_has_three_mistakes_or_more_with_different_hints():
+    assert min(Counter(mistake.exercise for mistake in MISTAKES).values()) >= 3
+    assert {mistake.exercise for mistake in MISTAKES} == {name[:3] for name in names()}
+    hints = Counter((mistake.exercise, mistake.hint) for mistake in MISTAKES)
+    assert max(hints.values()) == 1
+
+
+def test_the_command_lists_every_exercise_and_its_hint():
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rN", "--tb=no", "chapters/exercises"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    assert result.returncode == 1 and "0 of 13 exercises solved" in result.stdout
+    for name in names():
+        assert f"{name:28}not written yet" in result.stdout
+
+
+def test_a_rank_that_never_returns_is_named_with_its_line(monkeypatch):
+    monkeypatch.setattr(grading, "DEADLINE", 0.2)
+    module = types.ModuleType("stuck")
+    module.__file__ = "stuck.py"
+    source = "def stuck(comm, stop):\n    stop.wait()\n"
+    exec(compile(source, "stuck.py", "exec"), module.__dict__)
+    stop = threading.Event()
+    with pytest.raises(Hint, match="rank 1 is in line 2"):
+        on_ranks(module, 2, module.stuck, stop)
+    stop.set()
