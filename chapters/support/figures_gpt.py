@@ -9,7 +9,9 @@ from typing import Any
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from minipar.nn import GPTConfig
-from visualize.style import BLUE, INK, LINES, PAPER, YELLOW, Picture, picture, tidy
+from visualize.style import BLUE, GREY, INDIGO, INK, LINES, ORANGE, PAPER, YELLOW, Picture, ink_on, picture, tidy
+
+PARTS = (BLUE, YELLOW, INDIGO, ORANGE, GREY)  # of lightnesses that grey print tells apart
 
 Moment = tuple[str, int, int]  # where, bytes held there, the most held since the moment before
 
@@ -105,17 +107,19 @@ def shares(config: GPTConfig, length: int) -> tuple[dict[str, int], dict[str, in
 def plot_shares(bars: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw a bar of length 100 % for each entry, cut into its parts: {bar: {part: amount}}, the same parts in each."""
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-    figure = picture(9.0, 1.0 + 0.55 * len(bars))
+    figure = picture(7.0, 1.2 + 0.5 * len(bars))
     axes = figure.add_subplot()
     for place, bar in enumerate(bars.values()):
         total, left = sum(bar.values()), 0.0
-        for part, colour in zip(parts, LINES * len(parts), strict=False):
+        for part, colour in zip(parts, PARTS * len(parts), strict=False):
             share = 100 * bar.get(part, 0.0) / total
             axes.barh(place, share, left=left, height=0.66, color=colour, edgecolor="white", linewidth=0.8)
             if share >= 4:
-                axes.text(left + share / 2, place, f"{share:.0f}", ha="center", va="center", color="white", fontsize=9)
+                axes.text(
+                    left + share / 2, place, f"{share:.0f}", ha="center", va="center", color=ink_on(colour), fontsize=9
+                )
             left += share
-    for part, colour in zip(parts, LINES * len(parts), strict=False):
+    for part, colour in zip(parts, PARTS * len(parts), strict=False):
         axes.barh(0, 0, color=colour, label=part)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
@@ -123,7 +127,7 @@ def plot_shares(bars: Mapping[str, Mapping[str, float]]) -> Picture:
     axes.set_xlabel("share (%)")
     tidy(axes)
     axes.grid(visible=False, axis="y")
-    figure.legend(loc="outside upper center", ncols=len(parts), frameon=False, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=min(3, len(parts)), frameon=False, fontsize=8.5)
     return figure
 
 
@@ -132,23 +136,24 @@ def plot_memory(runs: Mapping[str, Sequence[Moment]], turn: str | None = None) -
 
     `turn` names the moment at which forward ends and backward begins.
     """
-    figure = picture(9.0, 4.2)
+    figure = picture(7.0, 4.0)
     axes = figure.add_subplot()
     names: list[str] = []
-    for (label, moments), colour in zip(runs.items(), LINES * len(runs), strict=False):
+    for i, (label, moments) in enumerate(runs.items()):
+        colour, line, mark = LINES[i % len(LINES)], ("-", "--", ":")[i % 3], "vos"[i % 3]
         names = [name for name, _, _ in moments]
         held = [now / 2**20 for _, now, _ in moments]
         peaks = [peak / 2**20 for _, _, peak in moments]
         text = f"{label}: held (peak {max(peaks):.1f} MiB)"
-        axes.plot(range(len(names)), held, "-", color=colour, linewidth=2.0, label=text)
+        axes.plot(range(len(names)), held, line, color=colour, linewidth=2.0, label=text)
         axes.fill_between(range(len(names)), held, color=colour, alpha=0.12, linewidth=0)
         places = [place - 0.5 for place in range(1, len(names))]
-        axes.plot(places, peaks[1:], "v", color=colour, markersize=6, label=f"{label}: most held in between")
+        axes.plot(places, peaks[1:], mark, color=colour, markersize=5, label=f"{label}: most held in between")
     if turn is not None:
         axes.axvline(names.index(turn), color=INK, linestyle=":", linewidth=1.0)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("memory (MiB)")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    figure.legend(frameon=False, fontsize=8.5, ncols=2, loc="outside upper center")
     tidy(axes)
     return figure
