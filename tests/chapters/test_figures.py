@@ -1,19 +1,62 @@
 """Figures of single chapters: what is drawn is what was given."""
 
-import pytest
-from matplotlib.colors import to_hex
+from dataclasses import dataclass
 
+import pytest
+from matplotlib.colors import to_hex, to_rgba
+
+from chapters.support.figures_autograd import plot_backward
 from chapters.support.figures_data_parallel import plot_bucket_sizes
-from chapters.support.figures_gpt import plot_graph, plot_memory, plot_shares
+from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
 from chapters.support.figures_mesh import plot_layouts, plot_placements
 from chapters.support.figures_tensor import RANKS, plot_activations, plot_cuts, plot_links
-from visualize.style import BLUE, GREY, VERMILION
+from minipar.nn import GPT, GPTConfig
+from visualize.style import YELLOW
 
 
-def test_the_graph_shows_every_edge_and_marks_long_ones():
-    figure = plot_graph(["a", "b", "c", "d"], [(1, 0), (3, 0), (1, 2)])
-    assert [to_hex(patch.get_edgecolor()).upper() for patch in figure.axes[0].patches] == [GREY, BLUE, VERMILION]
-    assert [text.get_text().split()[0] for text in figure.axes[0].get_yticklabels()] == ["a", "b", "c", "d"]
+@dataclass(eq=False)
+class Result:
+    """A tensor after backward, as chapter 1's engine leaves it."""
+
+    number: int
+    data: float
+    grad: float
+    inputs: tuple = ()
+    rules: tuple = ()
+
+
+def test_backward_shows_contributions_order_and_uses():
+    x, w = Result(0, 2.0, 48.0), Result(1, 3.0, 28.0)
+    a = Result(2, 6.0, 14.0, (x, w), (lambda g: g * 3, lambda g: g * 2))
+    b = Result(3, 8.0, 6.0, (a, x), (lambda g: g, lambda g: g))
+    c = Result(4, 48.0, 1.0, (a, b), (lambda g: g * 8, lambda g: g * 6))
+    figure = plot_backward({"c": c, "b": b, "x": x, "a": a, "w": w})
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts[:6] == ["42", "28", "6", "6", "8", "6"]
+    boxes = [text for text in texts if ":" in text]
+    assert [box.split(":")[0] for box in boxes] == ["2", "3", "4", "0", "1"]
+    assert [text for text in texts if text.startswith("visited")] == ["visited 3rd", "visited 2nd", "visited 1st"]
+    completions = ["complete after 2 contributions", "complete after 1 contribution"]
+    assert [text for text in texts if text.startswith("complete")] == completions
+    assert texts.count("value 48") == texts.count("gradient 48") == 1
+
+
+def test_a_block_keeps_what_its_bars_show():
+    operations = block_operations(B=2, T=3, h=8, a=4)
+    assert sum(operation.kept for operation in operations) == 20 * 6 * 8 + 4 * 2 * 3**2 + 2 * 6
+    axes = plot_block(operations, skips=[(0, 4), (5, 9)]).axes[0]
+    assert [text.get_text() for text in axes.texts[:3]] == ["ln_1", "(B, T, h)", operations[0].keeps]
+    bars = [patch.get_width() for patch in axes.patches if patch.get_facecolor() == to_rgba(YELLOW)]
+    kept = [operation.kept for operation in operations if operation.kept]
+    assert bars == pytest.approx([bars[0] / kept[0] * elements for elements in kept])
+    assert len(axes.lines) == 2
+
+
+def test_shares_are_those_of_the_whole_model():
+    config = GPTConfig(vocab_size=11, n_positions=7, n_embd=8, n_layer=3, n_head=2)
+    parameters, operations = shares(config, length=5)
+    assert sum(parameters.values()) == sum(p.size for p in GPT(config).parameters())
+    assert sum(operations.values()) == config.forward_flops(1, 5)
 
 
 def test_shares_fill_each_bar():

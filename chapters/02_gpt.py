@@ -1,0 +1,599 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 2. A GPT
+#
+# *What is a GPT, where are its parameters and its arithmetic, and what does training keep in memory?*
+#
+# Every later chapter takes this model apart: it divides the batch, the optimizer state, the matrices or the layers
+# among ranks. This chapter has the whole: GPT-2 on plain arrays, attention's backward, exact counts of parameters and
+# operations, AdamW, initial values that do not depend on the rank, and the bytes that backward needs, with and without
+# recompute. Gradients themselves are in chapter 1. Here every rank trains the same model on the same data.
+#
+# **Letters:** $B$ samples of $T$ tokens each, $N = B T$ tokens together, $h$ the hidden size, $a$ attention heads, $L$
+# layers (blocks), $V$ the vocabulary, $T_{\max}$ positions, $\Psi$ parameters, $\ell$ the loss and $g$ a gradient that
+# arrives. Within a head, $q$, $k$ and $v$ are the matrices of queries, keys and values, as in the papers.
+
+# %% tags=["active-ipynb"]
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
+# # instead.
+# import ipyparallel as ipp
+#
+# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)  # errors only
+# cluster.start_cluster_sync()
+# client = cluster.connect_client_sync()
+# client.wait_for_engines(8, interactive=False)
+# view = client[:]
+# view.block = True
+# view.activate()
+# %pxconfig --progress-after 600
+# %autopx
+
+# %%
+from chapters.support.caught import catcher
+from chapters.support.show import printer
+from minipar.comm import world
+
+comm = world()
+say = printer(comm.rank)  # rank 0 prints and draws; every rank checks
+caught = catcher(say)  # runs a check that must fail, and prints what it says
+
+# %%
+import hashlib
+import math
+
+import numpy as np
+
+from chapters.support.watch_step import ForgottenResidual, check_matrices_differ, check_slope, watch_step
+from minipar import nn
+from minipar.autograd import Function, Tensor, causal_attention, checkpoint, no_grad
+from minipar.autograd.fused import flop_counter
+from minipar.nn.layers import generator, normal
+from minipar.train.data import Batches, load_tokens
+
+if comm.rank == 0:  # the one that draws
+    from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
+    from chapters.support.show import show, show_source
+    from visualize import plot_loss
+
+say(f"{comm.size} rank(s)")
+
+# %% [markdown]
+# ## 2.1 GPT-2 on plain arrays
+#
+# GPT-2 (Radford et al. 2019) predicts the next token from those before it. A *token* here is a byte: the vocabulary has
+# $V = 256$ entries, and no tokenizer stands between the text and the model.
+#
+# Each token starts as a row of $h$ elements, the embedding of the token plus that of its position. A *block* adds to
+# these rows twice: $x \leftarrow x + \mathrm{attention}(\mathrm{norm}(x))$, then
+# $x \leftarrow x + \mathrm{mlp}(\mathrm{norm}(x))$. The sum that runs through all blocks is the *residual stream*. At
+# the end a last LayerNorm and a product with the transposed table of embeddings (the *head*) give $V$ logits per token.
+#
+# *Causal attention* is the only place where one token sees another. In each of $a$ heads a token has a query, a key and
+# a value of $h/a$ elements. Token $i$ takes the mean of the values $v_j$, $j \le i$, with the weights
+# $\mathrm{softmax}_j(q_i \cdot k_j / \sqrt{h/a})$. The *MLP* widens each row to $4h$ elements, applies GELU and comes
+# back to $h$.
+
+
+# %%
+def layer_norm(x, gain, bias):
+    centered = x - x.mean(axis=-1, keepdims=True)
+    return centered / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-5) * gain + bias
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def attention(q, k, v):
+    """Causal attention of heads, each array (..., T, h/a): the output, and the probabilities (..., T, T)."""
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    scores = np.where(np.tri(q.shape[-2], dtype=bool), scores, -np.inf)  # (..., T, T), no later tokens
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    return p @ v, p
+
+
+def linear(x, weight, bias):
+    return x @ weight + bias
+
+
+def block(x, i):
+    """Block i: (B, T, h) -> (B, T, h)."""
+
+    def pair(name):
+        return weights[f"h.{i}.{name}.weight"], weights[f"h.{i}.{name}.bias"]
+
+    qkv = linear(layer_norm(x, *pair("ln_1")), *pair("attn.c_attn"))  # (B, T, 3h)
+    q, k, v = (part.reshape(B, T, a, h // a).swapaxes(1, 2) for part in np.split(qkv, 3, axis=-1))  # (B, a, T, h/a)
+    output, _ = attention(q, k, v)
+    x = x + linear(output.swapaxes(1, 2).reshape(B, T, h), *pair("attn.c_proj"))
+    y = gelu(linear(layer_norm(x, *pair("ln_2")), *pair("mlp.c_fc")))  # (B, T, 4h)
+    return x + linear(y, *pair("mlp.c_proj"))
+
+
+config = nn.GPTConfig(vocab_size=256, n_positions=96, n_embd=64, n_layer=2, n_head=4)
+B, T, h, a, L, V = 4, 48, config.n_embd, config.n_head, config.n_layer, config.vocab_size
+N = B * T
+tokens = load_tokens(None, vocab_size=V, seq_len=config.n_positions)  # source text of Python's standard library
+inputs, targets = Batches(tokens, seq_len=T, global_batch=B, order="random", seed=0).batch(step=0, samples=range(B))
+model = nn.GPT(config, seed=0, dtype="float64")
+
+weights = model.state_dict()
+x = weights["wte.weight"][inputs] + weights["wpe.weight"][:T]  # (B, T, h)
+for i in range(L):
+    x = block(x, i)
+x = layer_norm(x, weights["ln_f.weight"], weights["ln_f.bias"])
+logits = x @ weights["wte.weight"].T  # (B, T, V)
+
+
+def assert_close(result, expected):
+    """Compare on the scale of the largest element: the library adds in another order in a few places."""
+    assert np.abs(result - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+assert_close(logits, model(inputs).data)
+say(f"a GPT on plain arrays = nn.GPT: {logits.size:,} logits, within rounding")
+
+# %% [markdown]
+# A block with its shapes. The column on the right is what each operation keeps for backward, in elements (section 2.8
+# counts them); the bars are to scale for this model.
+
+# %%
+per_block = 20 * N * h + a * B * T**2 + 2 * N  # elements
+if comm.rank == 0:
+    operations = block_operations(B, T, h, a)
+    assert sum(operation.kept for operation in operations) == per_block
+    show(plot_block(operations, skips=[(0, 4), (5, 9)]), "02_block")
+
+# %% [markdown]
+# The library's block is the same two lines of sums. It adds modules that hold parameters under Hugging Face's names,
+# dropout, and the graph for backward.
+
+# %%
+if comm.rank == 0:
+    show_source(nn.gpt.Attention.forward, nn.gpt.MLP.forward, nn.gpt.Block.forward)
+
+# %% [markdown]
+# ## 2.2 Attention's backward
+#
+# Let $Z = q k^\top / \sqrt{h/a}$ be a head's scores, $\Pi = \mathrm{softmax}(Z)$ row by row, $o = \Pi v$, and $g$ the
+# gradient of $o$. The product gives $dv = \Pi^\top g$ and $d\Pi = g v^\top$. Softmax (chapter 1) gives
+# $dZ = \Pi \odot (d\Pi - D)$ with $D_i = \sum_j \Pi_{ij}\, d\Pi_{ij}$, the same for a whole row. That sum need not be
+# computed from two $T \times T$ matrices: $D_i = \sum_j \Pi_{ij}\, (g_i \cdot v_j) = g_i \cdot o_i$. At last
+# $dq = dZ\, k / \sqrt{h/a}$ and $dk = dZ^\top q / \sqrt{h/a}$. A masked score has the probability 0 and so the gradient
+# 0.
+
+
+# %%
+def attention_backward(q, k, v, output, p, g):
+    """The gradients of q, k and v of one head, for the gradient g of the output; p are the probabilities."""
+    dz = p * (g @ v.T - (g * output).sum(axis=1, keepdims=True)) / math.sqrt(q.shape[1])
+    return dz @ k, dz.T @ q, p.T @ g
+
+
+random = np.random.Generator(np.random.Philox(2))
+qkv, g = Tensor(random.standard_normal((1, T, 3 * h)), requires_grad=True), random.standard_normal((1, T, h))
+library_output = causal_attention(qkv, heads=1)
+library_output.backward(g)
+q, k, v = np.split(qkv.data[0], 3, axis=1)
+output, p = attention(q, k, v)
+assert_close(output, library_output.data[0])
+assert_close(np.concatenate(attention_backward(q, k, v, output, p, g[0]), axis=1), qkv.grad[0])
+say("attention by hand = the library's, forward and backward")
+say(f"the whole model: backward = slope of the loss, relative error {check_slope(model, inputs, targets):.1e}")
+
+# %% [markdown]
+# The last line checks all parameters at once with the idea of chapter 1. `check_slope` moves them along one random
+# direction $u$ of length 1 and compares $\langle \nabla \ell, u \rangle$ with the slope of the loss.
+#
+# ## 2.3 Where the parameters are
+#
+# In a block: `c_attn` has $3h^2 + 3h$, `attn.c_proj` $h^2 + h$, `c_fc` $4h^2 + 4h$, `mlp.c_proj` $4h^2 + h$, and the
+# two LayerNorms $4h$. That is $12 h^2 + 13 h$. Add the embeddings of $V$ tokens and $T_{\max}$ positions and the last
+# LayerNorm:
+#
+# $$\Psi = L\, (12 h^2 + 13 h) + (V + T_{\max})\, h + 2h .$$
+#
+# (Narayanan et al. 2021, arXiv 2104.04473, equation 2, leaves out the last $2h$.)
+#
+# ## 2.4 Where the arithmetic is
+#
+# A product of an $i \times j$ and a $j \times k$ matrix takes $2ijk$ floating-point operations, half of them
+# multiplications and half additions. Per block: the four projections, $2N \cdot 12h^2$; attention's two products,
+# scores and weighted values, $2 \cdot 2 B T^2 h = 4 N T h$. The head: $2 N h V$. So forward takes
+#
+# $$L \left( 24 N h^2 + 4 N T h \right) + 2 N h V$$
+#
+# operations (Narayanan et al. 2021, appendix). Attention counts the whole $T \times T$ square, as this code and most
+# others compute it, though the mask throws away almost half. Everything else, such as LayerNorm and GELU, is of order
+# $N h$ and is left out. Backward takes exactly twice forward: each product has two inputs, hence two gradients, each as
+# large as the product itself (chapter 1).
+
+
+# %%
+def parameter_count(c):
+    per_layer = 12 * c.n_embd**2 + 13 * c.n_embd
+    return c.n_layer * per_layer + (c.vocab_size + c.n_positions) * c.n_embd + 2 * c.n_embd
+
+
+def forward_operations(c, batch, length):
+    n = batch * length
+    per_layer = 24 * n * c.n_embd**2 + 4 * n * length * c.n_embd
+    return c.n_layer * per_layer + 2 * n * c.n_embd * c.vocab_size
+
+
+forward, backward = [], []  # the operations of each matrix product
+with flop_counter(forward.append):
+    loss = model.loss(inputs, targets)
+with flop_counter(backward.append):
+    loss.backward()
+assert sum(p.size for p in model.parameters()) == parameter_count(config) == 122_624
+assert sum(forward) == forward_operations(config, B, T) == config.forward_flops(B, T)
+assert sum(backward) == 2 * sum(forward)
+gpt2 = nn.GPTConfig()
+assert parameter_count(gpt2) == 124_439_808  # GPT-2 small, "124M"
+say(f"this model: {parameter_count(config):,} parameters; GPT-2 small: {parameter_count(gpt2):,}")
+say(f"forward {sum(forward):,} operations counted = formula; backward {sum(backward):,} = 2 x forward")
+
+
+embeddings, head = (50257 + 1024) * 768, 2 * 1024 * 768 * 50257
+assert round(embeddings / parameter_count(gpt2), 2) == 0.32
+assert round(head / forward_operations(gpt2, 1, 1024), 2) == 0.27
+if comm.rank == 0:
+    parameters, operations = shares(gpt2, 1024)
+    show(plot_shares({"parameters of GPT-2 small": parameters, "operations, T = 1024": operations}), "02_shares")
+
+# %% [markdown]
+# The MLP has twice the parameters and the operations of attention's projections. In GPT-2 small the embeddings hold
+# 32 % of the parameters, and the head does 27 % of the operations. Attention's two products have no parameters at all,
+# and their share grows with $T$.
+#
+# ## 2.5 One table, two gradients
+#
+# The head uses the token embedding `wte` again (it is *tied*), so `wte` gets two gradients. As input, only the rows of
+# tokens in the batch get anything. As head, every row gets some: each of the $V$ logits has a gradient.
+#
+# In a pipeline the first rank holds the input embedding and the last rank the head. A batch is cut into *microbatches*,
+# whose gradients are added up. The first rank adds its contributions, the last rank its own, and only then do the two
+# sums meet. One device that adds as they come would add in another order. Floating-point addition is not associative,
+# so the bits would differ. Later chapters compare bits. Therefore the library keeps the two gradients apart on one
+# device, too: `Parameter.tie()` makes a second leaf with the same values, and its gradient is added when the optimizer
+# steps.
+
+# %%
+as_input, as_head = [], []
+for i in range(B):  # four microbatches of one sample
+    model.zero_grad()
+    model.loss(inputs[i : i + 1], targets[i : i + 1]).backward()
+    as_input.append(model.wte.weight.grad)
+    as_head.append(model.head_weight.grad)
+assert all(g.any(axis=1).sum() == len(np.unique(x)) for g, x in zip(as_input, inputs, strict=True))
+assert all(g.any(axis=1).all() for g in as_head)
+
+apart = sum(as_input) + sum(as_head)
+mixed = sum(first + last for first, last in zip(as_input, as_head, strict=True))
+assert_close(apart, mixed)
+different = int((apart != mixed).sum())
+assert different > 0
+say(f"{different:,} of {apart.size:,} elements of wte's gradient differ between the two orders, in the last bits")
+if comm.rank == 0:
+    show_source(nn.Parameter.tie, nn.Parameter.fold_tied_gradients)
+
+# %% [markdown]
+# ## 2.6 Training, and AdamW's rule
+#
+# The optimizer is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), as in PyTorch. For each parameter $\theta$ it
+# keeps two running means, $\bar g$ of the gradient $g$ and $\overline{g^2}$ of its square. In step $k = 1, 2, \dots$,
+# with the learning rate $\eta$, the weight decay $\lambda$ and the paper's $\beta_1$, $\beta_2$ and $\epsilon$:
+#
+# $$\bar g \leftarrow \beta_1 \bar g + (1 - \beta_1)\, g, \qquad
+# \overline{g^2} \leftarrow \beta_2 \overline{g^2} + (1 - \beta_2)\, g^2, \qquad
+# \theta \leftarrow (1 - \eta \lambda)\, \theta
+# - \eta\, \frac{\bar g / (1 - \beta_1^k)}{\sqrt{\overline{g^2} / (1 - \beta_2^k)} + \epsilon}.$$
+#
+# - Both means start from 0, so after $k$ steps the weights of the gradients in them add up to $1 - \beta^k$ only. The
+#   divisions correct that. In step 1 the fraction is $g / (|g| + \epsilon)$, about $\pm 1$.
+# - A gradient that is always twice as large gives the same step, up to $\epsilon$. That matters later: a wrong constant
+#   factor in a sum over ranks stays unnoticed.
+# - *Decoupled* weight decay shrinks $\theta$ itself and does not pass through the means. It applies to matrices, not to
+#   biases and LayerNorms.
+# - The rule works on each element alone. So a rank may update any part of the parameters if it has that part's $g$ and
+#   means. ZeRO uses that (chapter 5). The two means are the *optimizer state*: two values per parameter.
+
+
+# %%
+class SmallAdamW:
+    def __init__(self, theta):
+        self.theta, self.mean, self.square = theta.copy(), np.zeros_like(theta), np.zeros_like(theta)
+        self.steps = 0
+
+    def step(self, g, rate=0.01, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1):
+        self.steps += 1
+        self.mean = beta1 * self.mean + (1 - beta1) * g
+        self.square = beta2 * self.square + (1 - beta2) * g**2
+        fraction = self.mean / (1 - beta1**self.steps) / (np.sqrt(self.square / (1 - beta2**self.steps)) + epsilon)
+        self.theta = (1 - rate * decay) * self.theta - rate * fraction
+
+
+theta = random.standard_normal((3, 4))
+parameter, small = nn.Parameter(theta.copy()), SmallAdamW(theta)
+adamw = nn.AdamW([parameter], lr=0.01, weight_decay=0.1)
+for _ in range(3):
+    parameter.grad = random.standard_normal(theta.shape)
+    small.step(parameter.grad)
+    adamw.step()
+assert_close(small.theta, parameter.data)
+say("AdamW on plain arrays = nn.AdamW, three steps")
+if comm.rank == 0:
+    show_source(nn.AdamW.update)
+
+# %% [markdown]
+# The library's `update` has the same algebra in place, for all parameters in turn, and adds tied gradients first.
+#
+# The data is the source text of the running interpreter's standard library. Two levels to compare the loss with, in
+# nats (natural logarithms) per byte: $\ln 256 = 5.545$ for a model that finds every byte equally likely, and the
+# *unigram entropy* $-\sum_b f_b \ln f_b$ of the byte frequencies $f_b$, the best for a model that does not look at what
+# came before. Below it, the model uses context. A step is five lines. The learning rate rises over the first five steps
+# (*warm-up*) and then falls along half a cosine.
+
+
+# %%
+def train(model, steps=50, rate=4e-3):
+    """Train with AdamW; returns the loss of each step."""
+    batches = Batches(tokens, seq_len=32, global_batch=8, order="random", seed=0)
+    optimizer = nn.AdamW(model.parameters(), lr=rate)
+    losses = []
+    for step in range(steps):
+        model.zero_grad()
+        loss = model.loss(*batches.batch(step, range(8)))  # inputs and targets (8, 32)
+        loss.backward()
+        optimizer.lr = nn.learning_rate(step, lr=rate, schedule="cosine", warmup_steps=5, total_steps=50)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+frequency = np.bincount(tokens.ids[: 2**20], minlength=V) / 2**20
+unigram = -float((frequency[frequency > 0] * np.log(frequency[frequency > 0])).sum())
+trained = nn.GPT(config, seed=0)  # float32
+losses = train(trained)
+last = sum(losses[-10:]) / 10
+assert last < unigram < losses[0]
+say(f"loss: {losses[0]:.3f} at first, {last:.3f} over the last 10 steps; unigram entropy {unigram:.3f}")
+if comm.rank == 0:
+    curve = [{"step": step, "loss": value} for step, value in enumerate(losses)]
+    show(plot_loss({"GPT": curve}, unigram, "unigram entropy"), "02_loss")
+
+# %% [markdown]
+# ## 2.7 The same bits on every rank
+#
+# Parallel training will be compared with one device by its bits, so both must start from the same values. Two habits
+# make that impossible: one random generator from which the layers draw in turn (a rank that builds only some layers
+# draws other values), and seeds that depend on the rank.
+#
+# Here each parameter has a generator of its own. It is *counter-based* (Philox, Salmon et al. 2011): its $i$-th value
+# is a function of a key and $i$. The key is a hash of the seed and the parameter's name.
+
+
+# %%
+def draw(name, shape, seed=0):
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16]
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).standard_normal(shape)
+
+
+name = f"h.{comm.rank % L}.mlp.c_fc.weight"  # a rank makes one matrix without the rest of the model
+assert np.array_equal(0.02 * draw(name, (h, 4 * h)), weights[name])
+if comm.rank == 0:
+    show_source(generator, normal)
+
+
+def digest(arrays):
+    """A hash of the arrays' bytes: one wrong bit changes it."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).digest()
+
+
+for what, arrays in (
+    ("initial weights", weights.values()),
+    ("50 losses", [np.array(losses)]),
+    ("trained weights", trained.state_dict().values()),
+):
+    digests = comm.all_gather_bytes(digest(arrays))
+    assert len(set(digests)) == 1, f"{what}: {len(set(digests))} different digests on {comm.size} ranks"
+    say(f"{what:<16} {digests[0].hex()[:16]} on {len(digests)} rank(s)")
+
+# %% [markdown]
+# The bits agree because all ranks run the same arithmetic in the same order. Between machines with different processors
+# they may not: the library of matrix products (BLAS) chooses its code by processor, and so the order of its sums.
+#
+# ## 2.8 Activation memory, and recompute
+#
+# Forward keeps arrays for backward, the *activations*. The picture of the block lists them. Together a block keeps
+#
+# $$20 N h + a B T^2 + 2N$$
+#
+# elements, and the last norm, the head and the loss keep $2 N h + N + N V$. (Korthikanti et al. 2022, arXiv 2205.05198,
+# section 4.1, count $34\, s b h + 5\, a s^2 b$ bytes in 16 bit, with $s = T$ and $b = B$. Without dropout and its masks
+# that is $16 N h$ elements and the probabilities; we keep the tanh, $4 N h$, besides.)
+#
+# *Recompute* (activation checkpointing; Chen et al. 2016, arXiv 1604.06174) keeps only a block's input, $N h$ elements,
+# and runs the block's forward again when backward reaches it. Then the activations of one block live at a time. The
+# activations at the peak fall from $L\,(20 N h + a B T^2 + 2N)$ to
+#
+# $$L\, N h + (20 N h + a B T^2 + 2 N)$$
+#
+# elements. (The head's arrays are gone by then.) Gradients on their way, less than $8 N h$ elements here, come on top.
+# The price is a second forward through the blocks: a step takes four times forward's operations less the head's,
+# instead of three times.
+
+
+# %%
+class Recompute(Function):
+    """A block of which only the input is kept: backward runs it again, this time with a graph."""
+
+    def forward(self, x, block):
+        self.x, self.block = x, block
+        with no_grad():
+            return block(Tensor(x)).data
+
+    def backward(self, grad):
+        x = Tensor(self.x, requires_grad=True)
+        self.block(x).backward(grad)
+        return x.grad, None
+
+
+rows, g, gradients = random.standard_normal((2, 5, h)), random.standard_normal((2, 5, h)), []
+for run in (model.h[0], lambda x: Recompute.apply(x, model.h[0])):
+    model.zero_grad()
+    x = Tensor(rows, requires_grad=True)
+    run(x).backward(g)
+    gradients.append(digest(leaf.grad for leaf in (x, *model.h[0].parameters())))
+assert gradients[0] == gradients[1]
+say("a block with recompute: the gradients are the same bits")
+if comm.rank == 0:
+    show_source(checkpoint)
+
+# %% [markdown]
+# The library's `checkpoint` also keeps the keys of random values, so that dropout draws the same masks again, and it
+# lists the block's parameters as inputs. With the second, a parameter's hooks wait for the block's backward, and the
+# result requires a gradient even if no input does.
+#
+# Now a model of 6 layers, without and with recompute. `watch_step` counts the arrays that the graph keeps after
+# forward, and asks `tracemalloc` for the bytes that are held as forward and backward pass each block.
+
+# %%
+deep = nn.GPTConfig(vocab_size=V, n_positions=96, n_embd=h, n_layer=6, n_head=a)
+per_head = 2 * N * h + N + N * V
+forward = forward_operations(deep, B, T)
+models = [nn.GPT(deep, seed=0, dtype="float64", recompute=recompute) for recompute in (False, True)]
+plain, recompute = (watch_step(model, inputs, targets) for model in models)
+
+assert plain.kept == 8 * (6 * per_block + per_head)
+assert recompute.kept == 8 * (6 * N * h + per_head)
+assert plain.operations == 3 * forward and recompute.operations == 4 * forward - 2 * N * h * V
+for step in (plain, recompute):
+    assert step.kept <= step.held <= 1.02 * step.kept + 2**17  # Python's own objects are few
+    say(f"kept {step.kept:,} bytes = formula, seen {step.held:,}; peak {step.peak:,}; {step.operations:,} operations")
+formula = 8 * (6 * N * h + per_block)
+assert formula < recompute.peak < formula + 8 * (8 * N * h)
+assert [round(step.peak / 1e6, 1) for step in (plain, recompute)] == [14.7, 3.5]
+if comm.rank == 0:
+    show(plot_memory({"plain": plain.moments, "recompute": recompute.moments}, turn="loss"), "02_memory")
+
+# %% [markdown]
+# Without recompute, memory rises by a block's activations at each block and falls while backward empties the graph.
+# With it, memory rises by $N h$ elements per block, and backward shows the activations of one block at a time, made
+# again and freed. Here the peak falls to 0.24 of the other's, from 14.7 to 3.5 MB. The gradients are the same bits
+# because the second forward does the same arithmetic on the same values.
+#
+# ## 2.9 Mistakes, and which check notices
+#
+# **1. The forgotten residual.** Backward of a hand-written block returns the gradient of the branch and drops that of
+# the skip path. Forward is right, so the first loss is the same bit for bit, and the loss falls. The check of the slope
+# notices.
+
+# %%
+wrong = ForgottenResidual(config, seed=0)
+wrong_losses = train(wrong, 20)
+assert wrong_losses[0] == losses[0] and wrong_losses[-1] < losses[0] - 0.5
+say(f"loss of step 20: {losses[19]:.3f} right, {wrong_losses[19]:.3f} without the skip path's gradient")
+wrong = ForgottenResidual(config, seed=0, dtype="float64")
+caught("skip path dropped", lambda: check_slope(wrong, inputs, targets))
+
+# %% [markdown]
+# **2. One generator for all parameters.** Values are drawn in turn. A rank that holds only block 1 draws block 0's.
+
+
+# %%
+whole = np.random.default_rng(0).standard_normal((2, 8))  # block 0's values, then block 1's
+alone = np.random.default_rng(0).standard_normal(8)  # block 1's, on a rank that holds only block 1
+assert not np.array_equal(alone, whole[1]) and np.array_equal(alone, whole[0])
+
+# %% [markdown]
+# **3. Same shape, same values.** Key the generator by the shape instead of the name, or reset a seed in a layer's
+# constructor, and matrices of one shape start equal. No gradient is wrong, so `check_slope` passes, and the loss looks
+# normal. Another check notices: no two matrices may have the same digest. Its parallel form is worse. Two
+# tensor-parallel ranks with one seed hold equal halves of a matrix, and the model is as wide as one half.
+
+
+# %%
+check_matrices_differ(model)
+twins = nn.GPT(config, seed=0, dtype="float64")
+for parameter in twins.parameters():
+    if parameter.ndim == 2:
+        parameter.data[...] = 0.02 * draw(str(parameter.shape), parameter.shape)
+check_slope(twins, inputs, targets)
+caught("values keyed by shape", lambda: check_matrices_differ(twins))
+
+# %% [markdown]
+# ## 2.10 PyTorch's names
+#
+# | here | PyTorch and others |
+# | --- | --- |
+# | `GPT`, `load_gpt2` | `transformers.GPT2LMHeadModel`, with the same names of parameters |
+# | `causal_attention` | `torch.nn.functional.scaled_dot_product_attention(is_causal=True)` |
+# | `checkpoint` | `torch.utils.checkpoint.checkpoint`; Megatron-LM `--recompute-granularity full` |
+# | `AdamW`, `exp_avg`, `exp_avg_sq` | `torch.optim.AdamW`, with the same names in its state |
+# | `Deferred`, `materialize` | parameters on the `meta` device, `to_empty` and `reset_parameters` |
+# | `flop_counter` | `torch.utils.flop_counter.FlopCounterMode` |
+# | `Parameter.tie` | none: `lm_head.weight = wte.weight` is one leaf; Megatron-LM all-reduces the two in a pipeline |
+#
+# ## 2.11 Problems
+#
+# 1. GPT-3 has 96 layers, $h = 12288$, 50257 tokens and 2048 positions. How many parameters are that, and how many bytes
+#    are parameters, gradients and AdamW's means in float32?
+# 2. GPT-2 small ($L = 12$, $h = 768$, $a = 12$) trains on 8 samples of 1024 tokens in float32. How many bytes do the
+#    blocks keep for backward? How many are alive at the peak with recompute?
+# 3. How many operations does the forward of GPT-3 take per token of a sequence of 2048? How far is the rule "two per
+#    parameter" from that?
+# 4. From which $T$ on do the attention probabilities take more memory than all else in a block? What does it cost, in
+#    parts of the block's forward, to recompute only attention's two products?
+# 5. Between `I` and `W` (chapter 1) a block's inputs and gradients of its four linear layers wait. How many elements
+#    are they, biases aside?
+# 6. A parameter gets the gradient 1 in step 1 and $-1$ in step 2. By how much does AdamW move it in step 2, in units of
+#    $\eta$, with $\beta_1 = 0.9$, $\beta_2 = 0.999$ and no weight decay?
+# 7. What if softmax subtracted the maximum of the whole score matrix instead of each row's? Which scores show it?
+#
+# ## 2.12 Answers
+#
+# 1. 174.6 billion (to four digits); 4 + 4 + 8 = 16 bytes each, 2.79 TB.
+# 2. 10.87 GB; with recompute 1.21 GB: 12 inputs, and one block's activations.
+# 3. 359 billion, 1.027 times two per parameter.
+# 4. $a B T^2 > 20 N h$ from $T = 20 h / a$ on: 1280 tokens for GPT-2 small. The cost is
+#    $4 N T h / (24 N h^2 + 4 N T h) = T / (6h + T)$ of the block's forward: little while $T$ is below $h$. (Korthikanti
+#    et al. call it selective recompute.)
+# 5. The inputs are $(1 + 1 + 1 + 4) N h$ and the gradients of the outputs $(3 + 1 + 4 + 1) N h$, together $16 N h$.
+# 6. $\bar g = 0.9 \cdot 0.1 - 0.1 = -0.01$, divided by $1 - 0.81$: $-0.0526$. The mean of squares, corrected, is 1. So
+#    $\theta$ rises by $0.0526\, \eta$, though the last gradient is as large as the first, which moved it by $-\eta$.
+# 7. Softmax does not change while all rows have similar maxima, so forward and the gradient checker pass. A row whose
+#    largest score is some 750 below the matrix's maximum shows it, in float64: all its exponentials are 0, and 0 / 0 is
+#    NaN.
+
+# %%
+gpt3 = nn.GPTConfig(vocab_size=50257, n_positions=2048, n_embd=12288, n_layer=96, n_head=96)
+parameters = parameter_count(gpt3)
+assert f"{parameters / 1e9:.1f} {16 * parameters / 1e12:.2f}" == "174.6 2.79"
+elements = 20 * 8192 * 768 + 12 * 8 * 1024**2 + 2 * 8192
+assert f"{4 * 12 * elements / 1e9:.2f} {4 * (12 * 8192 * 768 + elements) / 1e9:.2f}" == "10.87 1.21"
+per_token = forward_operations(gpt3, 1, 2048) / 2048
+assert f"{per_token / 1e9:.0f} {per_token / (2 * parameters):.3f}" == "359 1.027"
+one = SmallAdamW(np.zeros(1))
+for gradient in (1.0, -1.0):
+    before = one.theta
+    one.step(np.array([gradient]), rate=1.0, decay=0.0)
+assert f"{(one.theta - before).item():.4f}" == "0.0526"
+say("problems 1, 2, 3 and 6: the answers are right")
+
+# %% tags=["active-ipynb"]
+# %autopx
+
+# %% tags=["active-ipynb"]
+# # Back in one process: stop the eight.
+# cluster.stop_cluster_sync()

@@ -1,0 +1,38 @@
+"""Two operations of chapter 1 with a right forward and a wrong backward, as they were found in real code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Tensor, fused
+from minipar.backend import Array
+
+
+class ConstantStatistics(fused._LayerNorm):
+    """LayerNorm whose backward treats the mean and the deviation as constants."""
+
+    def backward(self, grad: Array) -> Any:
+        _, dgain, dbias, _ = super().backward(grad)
+        return grad * self.gain() * self.rstd, dgain, dbias, None
+
+
+def constant_statistics(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """Apply LayerNorm, with two of the three paths back to x missing."""
+    return ConstantStatistics.apply(x, gain, bias, 1e-5)
+
+
+class OtherGelu(fused._Gelu):
+    """GELU: forward is the tanh approximation, backward the derivative of x Phi(x), which is Phi(x) + x phi(x)."""
+
+    def backward(self, grad: Array) -> Any:
+        x = self.x
+        distribution = 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+        return grad * (distribution + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+
+
+def other_gelu(x: Tensor) -> Tensor:
+    """Apply GELU with the derivative of the other one."""
+    return OtherGelu.apply(x)
