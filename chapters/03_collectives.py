@@ -74,7 +74,7 @@ say(f"{p} rank{'s' if p > 1 else ''}, started by {comm.transport.launcher}")
 
 # %%
 def exchange(comm, leaving, dest, source, like=None):
-    """Send one array, and at the same time receive another. Return it; `like` tells its length if it is another."""
+    """Send one array and, at the same time, receive another. Return the one that arrived, which is shaped as `like`."""
     arriving = np.empty_like(leaving if like is None else like)
     sent, received = comm.isend(leaving, dest), comm.irecv(arriving, source)
     sent.wait()
@@ -221,16 +221,16 @@ if rank == 0:
     say("after 3 steps rank r has the whole sum of chunk r and of no other; after 6 steps every rank has all of it")
 
 # %% [markdown]
-# Each framed block arrived from the rank above it (rank 0's from rank 3). Follow chunk 0: its sum starts on rank 1,
-# goes to rank 2 and rank 3, and is complete on rank 0. Then the complete chunk goes round once more.
+# Into each framed block went a message from the rank above it (into rank 0's from rank 3). Follow chunk 0: its sum
+# starts on rank 1, goes to rank 2 and rank 3, and is complete on rank 0. Then the complete chunk goes round once more.
 #
 # **No algorithm sends less.** Look at one element, and put all receives of messages about it in the order in which they
 # happen. Some rank is the first to know its sum. Until then each of the other $p-1$ ranks must have sent at least one
 # message that was received: without it, its contribution would be missing. After that each of the other $p-1$ ranks
 # must still receive at least one. That makes $2(p-1)$ messages for each element, so $2(p-1)\,n$ bytes over all ranks,
 # and some rank sends at least the average, $2n(p-1)/p$. The ring sends exactly that. (Patarasuk and Yuan 2009 prove it
-# for whole arrays. The argument assumes that a message about an element is as long as the element. Gradient compression
-# escapes it by giving up the exact sum.)
+# for whole arrays. The argument assumes that a message about an element is as long as the element, and that only ranks
+# add. Gradient compression gives up the exact sum, and switches that add, such as NVIDIA's SHARP, send less.)
 #
 # **The same ring without waiting.** `exchange` blocks until its messages are done. If a rank is to compute meanwhile,
 # the algorithm must be able to stop there and to continue later. In Python that is a *generator*: it starts messages,
@@ -323,6 +323,9 @@ if rank == 0:
 # | recursive doubling | 3 | $3\,n$ |
 # | recursive halving and doubling | 6 | $1.75\,n$ |
 #
+# In the picture, halving leaves rank $r$ with chunk $r$ of the sum, and each step exchanges half of the bytes of the
+# step before. On the way back each step exchanges twice as many.
+#
 # The library's version adds any number of ranks: where $p$ is not a power of two, the extra ranks first hand their data
 # to a neighbour and wait for the result (`fold`, `unfold`). `place` is then a rank's number among those that are left.
 # `recursive_halving_all_reduce` is built in the same way.
@@ -414,6 +417,7 @@ for length in (1003, 3, 1000 * p):
     rows = count_calls(comm, length)
     assert all((row["messages"], row["bytes"]) == (row["expected_messages"], row["expected"]) for row in rows)
 assert wire_bytes("all_reduce", "ring", 8000, 8, 8, 0) == 112_000
+assert wire_bytes("all_to_all", "pairwise", 8000, 8, 8, 0) == 56_000
 say(f"counted messages and bytes == formulas on each of {p} ranks, {len(rows)} algorithms at three lengths")
 if p > 1 and rank == 0:
     show(plot_bytes(rows), "03_bytes")
@@ -559,13 +563,13 @@ def backward(comm, layers, nbytes, async_op):
 
 
 if rank == 0:
-    for nbytes, milliseconds in ((1 << 20, [10.13, 7.2]), (1 << 18, [5.74, 4.36])):
+    for nbytes, milliseconds in ((1 << 20, [10.13, 7.2, 1.56]), (1 << 18, [5.74, 4.36, 0.46])):
         T_ring = FORMULAS["ring"](4, nbytes)
         one_by_one, figure = timeline(4, backward, 4, nbytes, False, network=network)
         overlapped, figure_overlapped = timeline(4, backward, 4, nbytes, True, network=network)
         assert one_by_one == [4 * (T_B + T_ring)] * 4
         assert overlapped == [max(4 * T_B + T_ring, T_B + 4 * T_ring)] * 4
-        assert [round(seconds * 1e3, 2) for seconds in (one_by_one[0], overlapped[0])] == milliseconds
+        assert [round(seconds * 1e3, 2) for seconds in (one_by_one[0], overlapped[0], T_ring)] == milliseconds
         say(f"{nbytes >> 10} KiB per layer: {milliseconds[0]} ms one by one, {milliseconds[1]} ms overlapped")
     show(figure, "03_one_by_one")
     show(figure_overlapped, "03_overlapped")
@@ -585,7 +589,7 @@ if rank == 0:
 
 # %%
 def check(start, values):
-    """Compare the chunks of a reduce-scatter on four ranks with NumPy; values(r) is what rank r brings."""
+    """Compare a reduce-scatter on four ranks with NumPy; values(r) is what rank r brings."""
 
     def complete_chunk(comm):
         x = values(comm.rank)
@@ -643,7 +647,7 @@ if rank == 0:
 # | `all_gather(chunk, out)` | `all_gather_into_tensor(out, chunk)` | `ncclAllGather` |
 # | `all_to_all(x, out)` | `all_to_all_single(out, x)` | `ncclSend`, `ncclRecv` in a group call |
 # | `broadcast(x, root)` | `broadcast(x, src)` | `ncclBroadcast` |
-# | `async_op=True`, `Work`, `work.wait()` | the same names | a CUDA stream |
+# | `async_op=True`, `Work`, `work.wait()` | the same names | kernels on a CUDA stream |
 # | `algorithm="ring"` | | `NCCL_ALGO=Ring`, `Tree`, ... in the environment |
 # | `MINIPAR_TIMEOUT` | `init_process_group(timeout=...)` | |
 # | `python -m minipar.bench collectives` | | nccl-tests: `all_reduce_perf`, `alltoall_perf`, ... |
@@ -700,8 +704,8 @@ if rank == 0:
 say("the answers are right")
 
 # %% [markdown]
-# 1. $2 \cdot 14 \cdot 63/64 = 27.56$ GB. 0.551 s for the bytes, and 1.89 ms for 126 messages. algbw is 25.4 GB/s and
-#    busbw 50 GB/s, the link's speed.
+# 1. $2 \cdot 14 \cdot 63/64 = 27.56$ GB. It takes 0.551 s for the bytes and 1.89 ms for 126 messages. algbw is 25.4
+#    GB/s and busbw 50 GB/s, the link's speed.
 # 2. $\alpha/\beta = 750$ KB, and $750 \cdot (126 - 6)/(6 - 126/64)$ KB is 22.3 MB.
 # 3. `ordered` adds $((1 + 2^{24}) - 2^{24}) + 1 = 1$ everywhere. `ring` adds chunk 0 in the order 1, 2, 3, 0, which is
 #    2; chunk 1 in the order 2, 3, 0, 1, which is 2; chunk 2 in the order 3, 0, 1, 2, which is 2; chunk 3 in rank order,

@@ -52,9 +52,8 @@ def _panel(axes: Axes, blocks: np.ndarray, before: np.ndarray | None) -> None:
         corner = (chunk - 0.5, rank - 0.5)
         axes.add_patch(Rectangle(corner, 1, 1, facecolor=face, edgecolor="white"))
         if before is not None and before[rank, chunk] != value:
-            framed.append(
-                Rectangle((chunk - 0.43, rank - 0.43), 0.86, 0.86, fill=False, edgecolor=ink_on(face), linewidth=1.6)
-            )
+            look = {"fill": False, "edgecolor": ink_on(face), "linewidth": 1.6}
+            framed.append(Rectangle((chunk - 0.43, rank - 0.43), 0.86, 0.86, **look))
         text = "Σ" if value == everyone else "".join(members)
         axes.text(chunk, rank, text, ha="center", va="center", fontsize=9, color=ink_on(face))
     for frame in framed:

@@ -65,15 +65,14 @@ def count_calls(comm: Communicator, elements: int) -> list[dict[str, Any]]:
 
 def timeline(ranks: int, program: Callable[..., Any], *arguments: Any, network: Network) -> tuple[list[Any], Any]:
     """Run program(comm, *arguments) on simulated ranks under a trace. Return each rank's value, and the figure."""
-    from minipar.comm import save_chrome_trace, start_trace
+    from minipar.comm import save_chrome_trace
     from visualize import plot_timeline, read_trace  # they import matplotlib, which only the rank that draws needs
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.json")
 
         def traced(comm: Communicator) -> Any:
-            start_trace(comm)
-            comm.clock.resume(0.0)  # the timeline begins after start_trace's own barrier
+            comm.tracer.enabled = True  # without start_trace's barrier, so that the timeline begins at 0
             value = program(comm, *arguments)
             save_chrome_trace(path, comm)
             return value
