@@ -230,7 +230,8 @@ if rank == 0:
 # must still receive at least one. That makes $2(p-1)$ messages for each element, so $2(p-1)\,n$ bytes over all ranks,
 # and some rank sends at least the average, $2n(p-1)/p$. The ring sends exactly that. (Patarasuk and Yuan 2009 prove it
 # for whole arrays. The argument assumes that a message about an element is as long as the element, and that only ranks
-# add. Gradient compression gives up the exact sum, and switches that add, such as NVIDIA's SHARP, send less.)
+# add. With gradient compression, which gives up the exact sum, ranks send less; so they do where the network's switches
+# add, as in NVIDIA's SHARP.)
 #
 # **The same ring without waiting.** `exchange` blocks until its messages are done. If a rank is to compute meanwhile,
 # the algorithm must be able to stop there and to continue later. In Python that is a *generator*: it starts messages,
@@ -427,7 +428,7 @@ if p > 1 and rank == 0:
 # all-to-all send 56,000 each. A broadcast's bytes depend on the rank: the root of its binomial tree sends up to
 # $n \lg p$, a leaf sends nothing.
 #
-# ## 3.7 What it costs: $\alpha$ and $\beta$
+# ## 3.7 What it costs: latency and bandwidth
 #
 # Say that a message of $n$ bytes takes $\alpha + \beta n$ (Thakur et al. 2005, section 3; they add $\gamma$ for each
 # byte added up, which we leave out). Then an all-reduce takes
