@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from visualize.style import DARK, GREY, INK, LINES, MINT, PAPER, YELLOW, Picture, picture
+from visualize.style import DARK, GREY, INK, LINES, MINT, PAPER, YELLOW, Picture, ink_on, picture
 
 RANKS = (*LINES, GREY, YELLOW)
 
@@ -24,14 +24,14 @@ STEP, HALF = 0.8, 1.32  # inches from node to node, and from the attention of a 
 
 
 def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) -> Picture:
-    """Draw matrices to scale, each part in the colour of the rank that holds it.
+    """Draw matrices to scale, each part in the colour and with the number of the rank that holds it.
 
     matrices: (name, rows, columns, dim along which it is cut, groups of equal stretches that are cut each).
     """
     gap = 0.45 * min(min(rows, columns) for _, rows, columns, _, _ in matrices)
     tallest = max(rows for _, rows, _, _, _ in matrices)
     total = sum(columns for _, _, columns, _, _ in matrices) + gap * len(matrices)
-    figure = picture(8.5, 0.9 + 8.3 * 1.12 * tallest / total)
+    figure = picture(7.5, 0.3 + 7.3 * 1.12 * tallest / total)
     axes = figure.add_subplot()
     left = 0.0
     for name, rows, columns, dim, groups in matrices:
@@ -42,6 +42,9 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
             size = (columns, step) if dim == 0 else (step, rows)
             colour = RANKS[piece % ranks % len(RANKS)]
             axes.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor="white", linewidth=0.6))
+            centre = (corner[0] + size[0] / 2, corner[1] + size[1] / 2)
+            look = {"fontsize": 8, "ha": "center", "va": "center_baseline", "color": ink_on(colour)}
+            axes.text(*centre, str(piece % ranks), **look)
         for group in range(1, groups):
             place = left + group * columns / groups
             axes.plot([place, place], [0, -rows], color=INK, linewidth=1.6)
@@ -51,8 +54,6 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
     axes.set_ylim(-tallest * 1.02, tallest * 0.1)
     axes.set_aspect("equal")
     axes.set_axis_off()
-    handles = [Rectangle((0, 0), 1, 1, facecolor=RANKS[r % len(RANKS)], label=f"rank {r}") for r in range(ranks)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(ranks, 8), frameon=False, fontsize=9)
     return figure
 
 
