@@ -87,6 +87,7 @@ def plot_blocks(*sequence: bool) -> Picture:
     """
     height = 0.34 + 2 * HALF
     figure = picture(7.0, height * len(sequence))
+    figure.set_layout_engine("none")  # every place is given in inches
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, 7.0)
     axes.set_ylim(-height * len(sequence), 0)
