@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 import pytest
-from matplotlib.colors import to_hex, to_rgba
+from matplotlib.colors import to_rgba
 
 from chapters.support.figures_autograd import plot_backward
 from chapters.support.figures_data_parallel import plot_bucket_sizes
 from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
 from chapters.support.figures_mesh import plot_layouts, plot_placements
-from chapters.support.figures_tensor import RANKS, plot_activations, plot_cuts, plot_links
 from minipar.nn import GPT, GPTConfig
 from visualize.style import YELLOW
 
@@ -84,39 +83,6 @@ def test_bucket_sizes_are_between_two_levels_and_numbered():
     assert list(points.get_xdata()) == [1024, 4096] and list(points.get_ydata()) == pytest.approx([2, 3])
     assert naive.get_ydata()[0] == pytest.approx(4) and computation.get_ydata()[0] == pytest.approx(1)
     assert [text.get_text() for text in axes.texts] == ["4", "1"]
-
-
-def test_cuts_cover_each_matrix_in_the_ranks_order():
-    columns, rows = ("qkv", 4, 12, 1, 3), ("proj", 4, 4, 0, 1)
-    figure = plot_cuts([columns, rows], ranks=2)
-    patches = figure.axes[0].patches
-    assert [to_hex(patch.get_facecolor()).upper() for patch in patches] == [RANKS[i % 2] for i in range(8)]
-    areas = [patch.get_width() * patch.get_height() for patch in patches]
-    assert sum(areas[:6]) == pytest.approx(48) and sum(areas[6:]) == pytest.approx(16)
-    assert patches[0].get_height() == 4 and patches[6].get_width() == 4  # whole columns, whole rows
-    assert [text.get_text() for text in figure.axes[0].texts] == ["qkv", "proj"]
-
-
-def test_activation_bars_stack_and_the_paper_is_a_mark():
-    figure = plot_activations({"t = 1": {"whole": 10, "split": 24}, "t = 2": {"whole": 10, "split": 12}}, {"t = 2": 22})
-    axes = figure.axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches[:4]] == [(0, 10), (10, 24), (0, 10), (10, 12)]
-    (mark,) = axes.lines
-    assert list(mark.get_xdata()) == [22] and list(mark.get_ydata()) == [1]
-    assert [text.get_text() for text in axes.texts] == ["34.0", "22.0"]
-
-
-def test_links_show_points_curves_and_a_crossing_inside():
-    curve = {1: 0.010, 2: 0.008, 4: 0.007}
-    links = {
-        "slow": {"points": {1: 0.010, 2: 0.008}, "curve": curve, "crossing": 1.9},
-        "fast": {"points": {1: 0.010}, "curve": curve, "crossing": 30},
-    }
-    axes = plot_links(links, {1: 0.010, 2: 0.005, 4: 0.0025}).axes[0]
-    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert drawn["slow"] == pytest.approx([10, 8, 7]) and drawn["computation"] == pytest.approx([10, 5, 2.5])
-    crossings = [line for line in axes.lines if line.get_marker() == "D" and len(line.get_xdata())]
-    assert [list(line.get_xdata()) for line in crossings] == [[1.9]]
 
 
 def test_layouts_share_one_curve_and_differ_below_the_bound():
