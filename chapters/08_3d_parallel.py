@@ -87,7 +87,7 @@ say(f"{MINE}; where eight ranks are needed: {'these' if size == 8 else 'threads 
 #
 # rank = ((pp $\cdot\, d$ + dp) $\cdot\, c$ + cp) $\cdot\, t$ + tp.
 #
-# These are the digits of a number whose places have different bases, like hours, minutes and seconds. pp is the slowest
+# So the coordinates are the digits of the rank, and the size of each axis is the base of its digit. pp is the slowest
 # axis, tp the fastest. (cp, context parallelism, cuts the tokens of a sample. It has one rank in this chapter.) The
 # coordinates come back by dividing. The ranks that differ in one coordinate only are a *row* of that axis. All this
 # fits into ten lines on plain integers:
@@ -120,8 +120,8 @@ if rank == 0:
 
 # %% [markdown]
 # This is the grid of dp 2 x tp 4 x pp 2, 16 ranks on two hosts of eight. Rank 5 has the coordinates pp 0, dp 1, tp 1.
-# Its rows are 4, 5, 6, 7 along tp, 1, 5 along dp, and 5, 13 along pp. Neighbours along tp are 1 apart, along dp $t =
-# 4$, along pp $t d = 8$. These distances are the *strides* of the axes.
+# Its rows are 4, 5, 6, 7 along tp, 1, 5 along dp, and 5, 13 along pp. Neighbours along tp are 1 apart, along dp
+# $t = 4$, along pp $t d = 8$. These distances are the *strides* of the axes.
 #
 # Two rows meet in one rank, never in two. So no pair of ranks ever talks on two axes. In the library each row is a
 # communicator: chapter 4's all-reduce runs in the rows along dp, chapter 6's sums in those along tp, chapter 7's
@@ -174,7 +174,8 @@ if rank == 0:
 # %% [markdown]
 # Of 59,584 parameters a rank of the first stage holds 17,504, one of the second 12,960, and its optimizer updates half
 # of them. All optimizers together update 60,928: 1,344 more than the model has. These are LayerNorms, positions and
-# some biases, which tp does not cut, so that both ranks of a tp row update the same values.
+# some biases, which tp does not cut, so that both ranks of a tp row update the same values. `BucketSlice.elements` says
+# which elements of a parameter lie in the chunk of a dp rank.
 #
 # ## 8.3 Six layouts, one loss curve
 #
@@ -357,10 +358,11 @@ if rank == 0:
     show(figures.plot_two_steps(trace, between_hosts=("pp", "tp")), "08_timeline")
 
 # %% [markdown]
-# Below a rank's computation are its rows of communication, from above: dp, pp (sums), pp (messages), tp. Ranks 0 and 1
-# are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after each pair of products comes a
-# sum that both wait for. On the left these sums are hairlines. On the right they fill the lowest row, and every F and B
-# is longer by them. The messages of pp, in grey, are long on the left and short on the right.
+# Below a rank's computation is one row for each kind of communication: the sums over tp, dp and pp, and pp's messages
+# ("pp p2p"). Ranks 0 and 1 are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after
+# each pair of products comes a sum that both wait for. On the left the sums over tp are hairlines. On the right they
+# fill their row, and every F and B is longer by them. The messages of pp, solid grey, are long on the left and too
+# short to see on the right; where the row is hatched, a rank waits for a message that is not sent yet.
 #
 # The order of actions is the same in both halves: 1F1B. After its last backward each stage sums its gradients over dp.
 # The second stage is done first, and then waits for the norm, which needs every stage. The last piece on the left is
@@ -554,14 +556,14 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # **1** is right for all parameters that tp does not cut: their gradients are equal, and so is the mean. It ruins the
 # cut ones, where it mixes different parts of a matrix. All ranks agree on the wrong values.
 #
-# **2** sends as many bytes as is right, on the wrong axis. Only an account by axis sees it. The two ranks of a tp row
-# get different norms, clip differently, and their copies drift apart.
+# **2** sends as many bytes as is right, on the wrong axis: the sum of all bytes does not show it, an account by axis
+# does. The two ranks of a tp row get different norms, clip differently, and their copies drift apart.
 #
 # The rule for a norm in 3D: squares of cut parameters are summed over tp, ZeRO's chunks over dp, stages over pp, and
 # each element counts once.
 #
 # **3** is the classic one: a data loader that knows the world and not the mesh. The tp ranks of a row work on different
-# samples, as if each had half of an activation. The bytes are perfect.
+# samples, and their sums add activations that do not belong together. The bytes are perfect.
 #
 # **4** is no mistake in any value, and no proof will ever find it. Each axis does the same work on other wires. Only a
 # clock notices: 8.5's bars say what it costs.
@@ -608,7 +610,8 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # the outermost axis?
 #
 # 4. A matrix of 6 x 8 is cut by columns over tp 2 and by ZeRO over dp 3. Which rows and columns does rank 3 write?
-# A LayerNorm's 8 weights are not cut by tp. Which ranks write which of them? (Chunks are cut as `np.array_split` does.)
+# A LayerNorm's 8 weights are not cut by tp. Which ranks write which of them? (Each is a bucket of its own, and
+# chunks are cut as `np.array_split` does.)
 #
 # 5. Each of the eight ranks of dp 2 x tp 2 x pp 2 sums the squares of all gradients that it holds, and the sums are
 # all-reduced over the world. How often does an element of a cut matrix count, and one of a LayerNorm? Without ZeRO, and
@@ -623,9 +626,9 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # 9, 17 along pp. $t = 2$ and $t d = 8$ divide 8, so tp and dp stay inside a host and pp leaves it.
 #
 # 2. $d = 1536 / 64 = 24$, and $m = 2304 / (24 \cdot 2) = 48$. An activation has $B T h$ = 50.3 million values, 101 MB.
-# tp: $48 \cdot 4 \cdot 10 \cdot 2 \cdot \frac78 \cdot 101$ MB = 338 GB. dp: $2 \cdot 2.275\cdot10^9 \cdot \frac{23}{24}
-# \cdot 2$ bytes = 8.7 GB. pp: $2 \cdot 48 \cdot 101$ MB = 9.7 GB. tp fills a host exactly; dp (stride 8) and pp (stride
-# 192) leave it. tp sends 35 times as much as pp.
+# tp: $48 \cdot 4 \cdot 10 \cdot 2 \cdot \frac78 \cdot 101$ MB = 338 GB. dp:
+# $2 \cdot 2.275\cdot10^9 \cdot \frac{23}{24} \cdot 2$ bytes = 8.7 GB. pp: $2 \cdot 48 \cdot 101$ MB = 9.7 GB. tp
+# fills a host exactly; dp (stride 8) and pp (stride 192) leave it. tp sends 35 times as much as pp.
 #
 # 3. tp sends 36,864 bytes per microbatch, dp 140,032 per step: from 4 on. With ZeRO 3 dp sends 140,032 per microbatch
 # and half of that besides, so never. In the scale model an activation has $2048 \cdot 6144 \cdot 2$ bytes = 25.2 MB and
@@ -641,7 +644,7 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 #
 # 6. Bytes alone. The two gradients are the same bits, and $(x + x) / 2 = x$ exactly. With sequence parallelism they are
 # `Partial`: each is the sum over other tokens, and right is their sum. The mean is half of it at $t = 2$. Ranks
-# agree, and one device notices.
+# agree and the bytes are right; one device alone notices.
 
 # %%
 sizes = {"dp": 4, "tp": 2, "pp": 3}
