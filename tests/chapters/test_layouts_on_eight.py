@@ -16,7 +16,7 @@ def test_any_number_of_ranks_has_a_layout():
     assert "--dp 2 --tp 2 --pp 2" in eight.layout_of(8)
 
 
-def test_eight_threads_answer_where_mpirun_started_one_rank():
+def test_eight_threads_answer_where_there_is_one_rank():
     assert eight.on_eight(serial(), lambda comm, factor: comm.rank * factor, 3) == [0, 3, 6, 9, 12, 15, 18, 21]
 
 
@@ -28,7 +28,7 @@ def test_a_message_is_priced_by_the_axis_of_its_ranks():
     assert network.seconds(nbytes, 3, 2) == network.seconds(nbytes, 4, 0) == pytest.approx(3e-6 + 2048e3 / 450e9)
 
 
-def test_ranks_share_the_jobs_and_rank_0_has_all_timings():
+def test_ranks_share_the_jobs_and_rank_0_has_the_timings():
     jobs = [eight.Job(None, "NVLink", 2), eight.Job("tp", "Ethernet", 2), eight.Job("pp", "Ethernet", 2, traced=True)]
     alone = eight.simulate(serial(), jobs)
     shared, nothing = run_local(2, eight.simulate, jobs)
@@ -49,7 +49,7 @@ def test_traces_are_joined_one_after_another():
     assert [(event["pid"], event["ts"]) for event in events] == [(0, 5.0), (4, 5.0), (0, 7.0), (4, 7.0)]
 
 
-def test_a_shared_directory_is_known_to_all_ranks_and_removed_by_rank_0():
+def test_a_shared_directory_is_known_to_all_and_removed():
     names = run_local(3, use_directory)
     assert len(set(names)) == 1 and not os.path.exists(names[0])
 
