@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgba
 from chapters.support.figures_autograd import plot_backward
 from chapters.support.figures_data_parallel import plot_bucket_sizes
 from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
-from chapters.support.figures_mesh import plot_layouts, plot_placements
+from chapters.support.figures_mesh import plot_grid, plot_layouts, plot_pieces, plot_placements
 from minipar.nn import GPT, GPTConfig
 from visualize.style import YELLOW
 
@@ -97,7 +97,44 @@ def test_layouts_share_one_curve_and_differ_below_the_bound():
 
 
 def test_a_placement_is_the_ideal_and_what_its_axis_adds():
-    figure = plot_placements(0.1, {"Ethernet": {"tp": 0.2, "pp": 0.11}}, {"tp": "of tp", "pp": "of pp"})
+    figure = plot_placements(0.1, {("tp", "Ethernet"): 0.2, ("pp", "Ethernet"): 0.11})
     bars = [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches]
     assert [number for bar in bars for number in bar] == pytest.approx([0, 100, 100, 100, 0, 100, 100, 10])
     assert [text.get_text() for text in figure.axes[0].texts] == ["200 ms, +100%", "110 ms, +10%"]
+
+
+def test_the_grid_joins_ranks_along_each_axis_inside_hosts():
+    figure = plot_grid({"pp": 2, "dp": 2, "tp": 4}, per_host=8)
+    axes = figure.axes[0]
+    texts = {text.get_text(): text.get_position() for text in axes.texts}
+    assert "0 1 1" in texts and texts["5"][0] == texts["0 1 1"][0]  # rank 5 and its coordinates in one box
+    centres = {(round(x, 3), round(y - 0.09, 3)): int(name) for name, (x, y) in texts.items() if name.isdigit()}
+    assert sorted(centres.values()) == list(range(16))
+    joined = [
+        tuple(centres[round(float(x), 3), round(float(y), 3)] for x, y in zip(*line.get_data(), strict=True))
+        for line in axes.lines
+    ]
+    apart = [b - a for a, b in joined]
+    assert {stride: apart.count(stride) for stride in set(apart)} == {1: 12, 4: 8, 8: 8}
+    assert (5, 6) in joined and (1, 5) in joined and (5, 13) in joined and (3, 4) not in joined
+    hosts = [patch.get_bbox() for patch in axes.patches if patch.get_label().startswith("host")]
+    inside = [sorted(r for spot, r in centres.items() if host.contains(*spot)) for host in hosts]
+    assert inside == [list(range(8)), list(range(8, 16))]
+    with pytest.raises(ValueError, match="whole rows"):
+        plot_grid({"pp": 1, "dp": 2, "tp": 4}, per_host=6)
+
+
+def test_pieces_are_drawn_where_they_lie_in_the_matrix():
+    files = {
+        0: {"part": 0, "parts": 2, "start": 0, "stop": 3},
+        1: {"part": 1, "parts": 2, "start": 0, "stop": 6},
+        2: {"part": 0, "parts": 2, "start": 3, "stop": 6},
+    }
+    left, right = plot_pieces(files, (3, 4)).axes
+    owners = {(p.get_x(), p.get_y()): p.get_label() for p in left.patches}
+    ranks = [[owners[column, row].removeprefix("rank ") for column in range(4)] for row in range(3)]
+    assert ranks == [list("0011"), list("0211"), list("2211")]
+    numbers = {text.get_position(): text.get_text() for text in left.texts}
+    assert [numbers[column + 0.5, 1.5] for column in range(4)] == ["2", "3", "2", "3"]
+    assert "rank 2: part 0 of 2, elements 3:6" in [text.get_text() for text in right.texts]
+    assert [patch.get_label() for patch in right.patches].count("rank 1") == 6
