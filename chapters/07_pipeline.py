@@ -26,7 +26,8 @@
 # **Letters:** $p$ ranks of a pipeline, $r$ one of them; $m$ microbatches; $v$ stages on one rank; $d$ replicas; $B$
 # samples of $T$ tokens in a microbatch, $N = BT$; $h$ elements per token, $V$ words, $L$ layers. `F`, `B`, `I`, `W` in
 # code letters are actions. $T_F$, $T_B$, $T_I$, $T_W$ are the times that they take on one rank, and
-# $T_{\text{idle}}$ is the time that the rank does nothing.
+# $T_{\text{idle}}$ is the time that the rank does nothing. $A$ is a weight matrix, $x$ and $y$ a layer's input and
+# output, $k$ the depth of a zero-bubble schedule (7.5).
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -162,7 +163,7 @@ if rank == 0:
 #
 # $$\text{bubble} = \frac{\text{idle}}{\text{total}} = \frac{(p-1)\,m(T_F+T_B)}{p\,m(T_F+T_B)} = \frac{p-1}{p}.$$
 #
-# With 4 ranks, three quarters of the machine are wasted, however many microbatches there are.
+# With 4 ranks, three quarters of their time are idle, however many microbatches there are.
 #
 # In the picture a number in a box is a microbatch, and `B` takes twice as long as `F`, because it computes two products
 # for each one of forward. Under the boxes: how many **activations are alive**. A forward keeps its intermediate results
@@ -252,6 +253,7 @@ if rank == 0:
 # the bubble does not matter. With $p = 4$ and $m = 8$ rank 0 holds 4 activations instead of GPipe's 8.
 #
 # The library writes the three phases as three loops. It is otherwise the same list, which the cell above has asserted.
+# The picture compares 1F1B with GPipe: both end at the same time, but fewer activations are alive (lowest part).
 
 # %%
 if rank == 0:
@@ -358,7 +360,8 @@ if rank == 0:
 # a `W` that is put off keeps its inputs alive: on rank $r$ those of up to $r + 1$ microbatches.
 #
 # **ZB-H2** is the same with depth 2: rank $r$ runs $2(p-1-r)$ forwards ahead, which fills rank 0's wait for its first
-# gradient, and does `W` $2r$ microbatches after `I`. Rank 0 then holds $2p-1$ activations.
+# gradient, and does `W` $2r$ microbatches after `I`. Rank 0 then holds $2p-1$ activations. The library has one function
+# for both, with the same argument `depth`.
 
 
 # %%
@@ -430,8 +433,8 @@ if rank == 0:
 # zero? In ZB-H2 a rank that has begun never pauses until it is done: rank $r$ works without a gap from time $r$ to time
 # $r + 24$. Its three idle units lie *before its first action* and *after its last*. If the next step may begin as soon
 # as a *rank* is done, they are filled with that step's work. So Zero Bubble's authors measure each rank from its own
-# first action to its own last, and for ZB-H2 this **bubble rate** is 0. For ZB-H1 it is 1/9: rank 0 begins
-# first, no rank ends later, and it pauses in between. Three conventions are in use:
+# first action to its own last, and for ZB-H2 this **bubble rate** is 0. For ZB-H1 it is 1/9: rank 0
+# begins first, no rank ends later, and it pauses in between. Three conventions are in use:
 #
 # | | what | GPipe, 1F1B |
 # | --- | --- | --- |
@@ -581,7 +584,7 @@ right = run.losses  # the same with every schedule
 # unequal size, two steps with each schedule. Parameters, losses and gradient norms are those of one device, bit for
 # bit: dropout masks are keyed by sample and layer, not by rank, and the norm is added up part by part, in one order.
 # The most activations alive are those that the list says. The bytes over the cuts are $BTh$ elements per microbatch,
-# cut and direction.
+# cut and direction, besides those of the tied embedding (7.10).
 #
 # ## 7.8 Messages, and the deadlock that blocking sends make
 #
@@ -641,7 +644,7 @@ if rank == 0:
 #
 # So $T_W < T_F < T_I$, the more so the longer the sequence. The head adds $2NhV$ to each on the last stage.
 #
-# Is the simulator right with them? The executor runs on the `model` clock (chapter 3), which every matrix product of
+# Is the simulator right? The executor runs on the `model` clock (chapter 3), which every matrix product of
 # the trainer advances by its number of operations. Four ranks as threads; a message takes 50,000 operations. Every
 # start and end of every action is the simulator's.
 
@@ -843,7 +846,7 @@ assert [idle(library_lists(name, 8, 16), REAL) for name in ("1f1b", "zb-h1")] ==
 assert Fraction(84, 192 + 84) / Fraction(42, 192 + 42) == Fraction(39, 23)
 assert [[kind for kind, _, _ in actions].index("B") - 1 for actions in interleaved_lists(4, 8)] == [10, 8, 6, 4]
 assert [peak(k, 3, recompute) for k in (32, 4) for recompute in (False, True)] == [2161, 124.125, 274.5, 40.125]
-assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t in TIMES[5:])  # where W > F + I
+assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t in TIMES[5:])  # T_W > T_F + T_I
 mine = split_lists([4, 3, 2, 0], [0, 1, 2, 5], 8)
 assert idle(mine, REAL) == 13 and check(written(*map(as_text, mine))).peak_activations[0] == 5
 head_in_blocks = 2 * 768 * 50257 / (24 * 768**2 + 4 * 1024 * 768)

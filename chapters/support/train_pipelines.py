@@ -51,7 +51,7 @@ class PipelineRuns:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.stages = max(size for size in range(1, 9) if comm.size % size == 0)
-        self.replicas, self.microbatches = comm.size // self.stages, 2 * self.stages
+        self.replicas, self.microbatches = comm.size // self.stages, max(2, self.stages)
         self.pipe = DeviceMesh(comm, dp=self.replicas, pp=self.stages).pp
         self.tokens = load_tokens(None, vocab_size=self.vocabulary, seq_len=self.length)
         self.single = train_on_one_device(self.configure("gpipe"), self.tokens) if comm.rank == 0 else None
