@@ -475,10 +475,10 @@ if rank == 0:
 
 # %% [markdown]
 # Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
-# forward and shrink through backward, the same in every panel. *Buffers* are room for messages in all stages, in
-# stage 2 also the full gradients of buckets, and in stage 3 also the gathered parameters, of this
-# unit and of the next. At toy size, where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two
-# of about a hundred units in the air.
+# forward and shrink through backward, the same in every panel. *Buffers* are room for messages in all stages
+# (the communicator keeps that of stage 0, the first run), in stage 2 also the full gradients of buckets, and in stage 3
+# also the gathered parameters, of this unit and of the next. At toy size, where a unit is a fifth of the
+# model, they weigh much. A model of 96 blocks has two of about a hundred units in the air.
 #
 # ## 5.6 What stage 3 pays
 #
