@@ -245,16 +245,16 @@ first = None  # the last reference: the array is freed here
 assert ledger.held["gradients"] == 80
 
 # %% [markdown]
-# Now stage 2 on plain arrays, next to stage 0. The model has four layers $y = \tanh(x A)$ without biases, and every
-# rank has its own samples. The loss is half the sum of squares of the output, so the gradient of the output is the
-# output. One training loop serves all stages. A stage says where the matrix of a layer comes from (`weight`) and what
-# becomes of its gradient (`finished`). `held` announces an array and returns it.
+# Now stage 0 on plain arrays. The model has four layers $y = \tanh(x A)$ without biases, and every rank has its own
+# samples. The loss is half the sum of squares of the output, so the gradient of the output is the output. One training
+# loop serves all stages. A stage says where the matrix of a layer comes from (`weight`) and what becomes of its
+# gradient (`finished`). `held` announces an array and returns it. `watch_layers` trains; it returns the parameters, the
+# most bytes that this rank held of parameters, gradients and optimizer state, and the bytes that it sent.
 
 # %%
 LAYERS, WIDTH, BARE_STEPS = 4, 9, 3
 ONE, ALL = WIDTH**2, LAYERS * WIDTH**2  # parameters of one layer and of all
 begin, end = chunk_bounds(ONE, d)[rank]  # this rank's chunk of each layer
-OWNED = LAYERS * (end - begin)
 
 
 def initial(layer):
@@ -286,6 +286,22 @@ def stage_0():
     return train_layers(lambda i: whole[i].data.reshape(WIDTH, WIDTH), finished, AdamW(whole))
 
 
+def bytes_sent(*collectives):
+    return BARE_STEPS * LAYERS * sum(wire_bytes(op, algorithm, ONE, 8, d, rank) for op, algorithm in collectives)
+
+
+plain_bits, most, sent = watch.watch_layers(comm, stage_0, LAYERS)
+assert most == [8 * ALL, 8 * ALL, 16 * ALL] and sent == bytes_sent(("all_reduce", "ring"))
+
+# %% [markdown]
+# Stage 2 reduce-scatters a layer's gradient as soon as it is there, and keeps its chunk of the sum. Its optimizer
+# updates the chunks, and the whole matrices are gathered after the step:
+
+# %%
+OWNED = LAYERS * (end - begin)
+SCATTER, GATHER = ("reduce_scatter", "ring"), ("all_gather", "pairwise")
+
+
 def reduce_scatter_into(chunks, i, full):
     chunks[i].grad = watch.held("gradients", comm.reduce_scatter(full, algorithm="ring").copy())
     # `full` is freed when this function returns
@@ -303,13 +319,6 @@ def stage_2():
     return train_layers(lambda i: whole[i].reshape(WIDTH, WIDTH), finished, AdamW(chunks), after_step)
 
 
-def bytes_sent(*collectives):
-    return BARE_STEPS * LAYERS * sum(wire_bytes(op, algorithm, ONE, 8, d, rank) for op, algorithm in collectives)
-
-
-SCATTER, GATHER = ("reduce_scatter", "ring"), ("all_gather", "pairwise")
-plain_bits, most, sent = watch.watch_layers(comm, stage_0, LAYERS)
-assert most == [8 * ALL, 8 * ALL, 16 * ALL] and sent == bytes_sent(("all_reduce", "ring"))
 bits, most, sent = watch.watch_layers(comm, stage_2, LAYERS)
 assert most == [8 * ALL, 8 * (OWNED + ONE), 16 * OWNED] and sent == bytes_sent(SCATTER, GATHER)
 assert same_bits(bits, plain_bits)

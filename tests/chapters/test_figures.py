@@ -31,7 +31,7 @@ def test_memory_lines_are_the_moments_and_name_the_peak():
     assert "peak 6.0 MiB" in held.get_label()
 
 
-def test_a_bucket_is_sent_when_it_is_full_and_after_the_one_before():
+def test_a_bucket_is_sent_when_full_and_after_the_one_before():
     figure = draw_life_of_buckets([("c", 2, 0), ("b", 1, 1), ("a", 1, 1)], sending=[3, 2])
     boxes = {}
     for patch in figure.axes[0].patches:

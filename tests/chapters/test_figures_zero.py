@@ -8,7 +8,7 @@ from visualize.style import COLOURS
 
 
 @pytest.mark.parametrize(("stage", "own"), [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (0.5, 0.5, 3))])
-def test_each_rank_holds_its_own_slice_of_what_a_stage_shards(stage, own):
+def test_each_rank_holds_its_slice_of_what_is_sharded(stage, own):
     axes = draw_model_state((2, 2, 12), ranks=4).axes[stage]
     patches = axes.patches
     assert len(patches) == 4 * 3 * 2  # a frame and what is held
@@ -44,7 +44,7 @@ def test_prefetch_hides_all_but_the_two_ends():
     assert gather_and_free(6, 2, 4, 1, prefetch=False)[-1].end == 6 * 6 + 6 + 2 * 5 + 1
 
 
-def test_the_picture_has_every_slot_and_ends_grey_where_a_unit_is_freed():
+def test_every_slot_is_drawn_and_grey_ends_at_a_free():
     slots = gather_and_free(3, 2, 4, 1)
     axes = draw_gather_and_free(slots).axes[0]
     boxes = [patch for patch in axes.patches if patch.get_height() == pytest.approx(0.5)]

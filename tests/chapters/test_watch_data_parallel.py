@@ -7,7 +7,7 @@ from chapters.support import watch_data_parallel as watch
 from minipar.comm import run_local
 
 
-def test_a_bucket_of_the_whole_model_costs_what_the_naive_step_costs():
+def test_one_bucket_costs_what_the_naive_step_costs():
     naive, one, many = watch.simulate([2**30, 2**17]).steps
     assert (naive.bucket_bytes, one.buckets, many.buckets) == (None, 1, 7)
     assert one.seconds == pytest.approx(naive.seconds, abs=1e-12)

@@ -30,7 +30,7 @@ def runs(comm, stages):
     return watched
 
 
-def test_bytes_of_each_stage_are_the_closed_form_without_those_of_the_first_check():
+def test_bytes_of_each_stage_are_the_closed_form():
     def check(comm):
         watched = runs(comm, range(4))
         assert all(run.sent == watch.expected_bytes(run.wrapper) for run in watched)
