@@ -86,7 +86,8 @@ def watch(train: Callable[[], tuple[Wrapper, Any, Sequence[float], Sequence[floa
     sent = {op: count["bytes"] for axis in counted for op, count in axis.items() if count["bytes"]}
     sent.pop("control", None)  # the first step compares the ranks' models
     parameters = wrapper.model.parameters()
-    values = [p.data if wrapper.stage < 3 else wrapper.gather_parameter(p) for p in parameters]
+    whole = wrapper.gather_parameter if isinstance(wrapper, FullyShardedDataParallel) else lambda p: p.data
+    values = [whole(parameter) for parameter in parameters]
     return Run(wrapper, optimizer, losses, norms, ledger, sent, np.concatenate([*map(np.ravel, values), losses, norms]))
 
 
