@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from chapters.support.figures_autograd import plot_backward
-from chapters.support.figures_data_parallel import plot_bucket_sizes
+from chapters.support.figures_data_parallel import draw_life_of_buckets, plot_bucket_sizes
 from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
 from chapters.support.figures_mesh import plot_grid, plot_layouts, plot_pieces, plot_placements
 from minipar.nn import GPT, GPTConfig
@@ -71,6 +71,17 @@ def test_memory_lines_are_the_moments_and_name_the_peak():
     assert list(held.get_ydata()) == [0, 4, 1] and list(between.get_ydata()) == [5, 6]
     assert list(turn.get_xdata()) == [1, 1]
     assert "peak 6.0 MiB" in held.get_label()
+
+
+def test_a_bucket_is_sent_when_full_and_after_the_one_before():
+    figure = draw_life_of_buckets([("c", 2, 0), ("b", 1, 1), ("a", 1, 1)], sending=[3, 2])
+    boxes = {}
+    for patch in figure.axes[0].patches:
+        if hasattr(patch, "get_width") and abs(patch.get_height()) == pytest.approx(0.8):
+            boxes.setdefault(round(patch.get_y() + 0.4), []).append((patch.get_x(), patch.get_width()))
+    assert boxes == {0: [(0, 2), (2, 1), (3, 1)], 1: [(0, 2), (2, 2)], 2: [(2, 3), (5, 2)], 3: [(4, 3)]}
+    (counted,) = [patch for patch in figure.axes[0].patches if patch.get_height() == pytest.approx(-0.4)]
+    assert (counted.get_x(), counted.get_width()) == (3, 1)  # one of the two gradients of bucket 1
 
 
 def test_bucket_sizes_are_between_two_levels_and_numbered():
