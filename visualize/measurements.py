@@ -75,16 +75,17 @@ def plot_loss(
         name = label if not label.startswith("_") else f" {label}"  # matplotlib hides labels that begin with "_"
         if len(losses) > 6 * REACH:
             smooth = _smooth(losses)
-            text = f"{name}, thin line: every step; {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
-            axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.45, label=text)
-            how = f"smoothed, the mean of up to {REACH} steps on either side"
-            text = f"{name}, thick line: {how}; {smooth[-1]:.3f} at last"
+            axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.45)
+            text = f"{name}, smoothed: {losses[0]:.3f} at first, {smooth[-1]:.3f} at last"
             axes.plot(steps, smooth, color=colour, linestyle=dashes, linewidth=2.0, label=text)
         else:
             text = f"{name}: every step, {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
             axes.plot(steps, losses, color=colour, linestyle=dashes, linewidth=1.8, label=text)
         if len(losses) == 1:
             axes.plot(steps, losses, "o", color=colour)
+    if any(len(rows) > 6 * REACH for rows in runs.values()):
+        text = f"thin line: every step; smoothed: the mean of up to {REACH} steps on either side"
+        axes.plot([], [], color=GREY, linewidth=0.9, label=text)
     if reference is not None:
         text = f"{reference_label} {reference:.3f}".strip()
         axes.axhline(reference, color=GREY, linestyle="--", linewidth=1.5, label=text)

@@ -36,6 +36,7 @@ from visualize.style import (
 # Parts of a step's time and of memory, from the bottom of a bar to its top. Only the optimizer is part of both.
 TIME = {"compute": SKY, "tp": PURPLE, "pp": VERMILION, "dp": WINE, "bubble": GREY, "optimizer": GREEN}
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
+HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time whose colours are alike in grey
 AXES = ("dp", "tp", "pp")
 
 
@@ -67,7 +68,7 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     The plans are numbered, fastest first: below their bars and at their points.
     """
     plans = search["plans"]
-    figure = picture(14.0, 5.0)
+    figure = picture(max(10.5, 4.5 + 1.2 * len(plans)), 4.8)
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
     _bars(time, plans, "seconds", 1.0, TIME)
     time.set_ylabel("time of a step (s)")
@@ -90,7 +91,7 @@ def _bars(axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, pa
     bottom = [0.0] * len(plans)
     for part, colour in parts.items():
         heights = [plan[key][part] / unit for plan in plans]
-        look = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
+        look = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "hatch": HATCHES.get(part)}
         axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     names = [
@@ -124,7 +125,7 @@ def _points(axes: Axes, search: dict[str, Any]) -> None:
     axes.axvline(search["gpu"]["memory"] / 1e9, color=VERMILION, linestyle="--", label="memory of a GPU")
     axes.set_xlabel("memory of the fullest rank (GB)")
     axes.set_ylabel("time of a step (s)")
-    axes.set_title(f"all {len(search['meshes'])} meshes that fit, each at its fastest", loc="left", fontsize=10)
+    axes.set_title(f"{len(search['meshes'])} meshes, each at its fastest", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.margins(y=0.15)
     low, high = axes.get_ylim()

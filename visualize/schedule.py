@@ -87,11 +87,11 @@ def facts(timeline: Timeline) -> str:
     return f"{bubble}  ·  peak {f'{peak}/{v} = {peak / v:g}' if v > 1 else peak} activation{'s' * (peak != 1)}"
 
 
-def sizes_text(timelines: Sequence[Timeline]) -> str:
-    """State p and m, if they are the same in all timelines, and the times of the actions."""
+def sizes_text(timelines: Sequence[Timeline], times: bool = True) -> str:
+    """State p and m, if they are the same in all timelines, and the times of the actions (unless `times` is false)."""
     sizes = {(len(timeline.ranks), timeline.schedule.microbatches) for timeline in timelines}
     parts = [f"p = {p} rank{'s' * (p != 1)}, m = {m} microbatch{'es' * (m != 1)}" for p, m in sizes if len(sizes) == 1]
-    return ";  ".join([*parts, *filter(None, [times_text(timelines)])])
+    return ";  ".join([*parts, *filter(None, [times_text(timelines) if times else ""])])
 
 
 def times_text(timelines: Iterable[Timeline]) -> str:
@@ -206,7 +206,7 @@ class _Sheet:
 
     def lay_out(self, heights: Sequence[float]) -> tuple[Picture, list[Axes]]:
         """Make panels of these heights (inches) below the sizes, the time under the last, the legend under all."""
-        header = sizes_text(self.timelines)
+        header = sizes_text(self.timelines, times=not self.seconds)
         above = 0.75 * TITLE if header else 0.0
         total = above + sum(heights) + TITLE * len(heights) + AXIS + LEGEND
         figure = Picture(figsize=(self.width, total), facecolor="white")

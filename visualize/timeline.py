@@ -297,7 +297,7 @@ class _Sheet:
 
     def _notes(self) -> list[str]:
         """Explain the names of the lanes."""
-        axes = list(dict.fromkeys(axis_of(track) for track in self.tracks[1:] if track.partition(",")[2] == ""))
+        axes = [axis_of(track) for track in self.tracks[1:] if axis_of(track) in ORDER and "," not in track]
         between = [axis_of(track) for track in self.tracks[1:] if "," in track]
         notes = [f"{', '.join(axes)}: collectives on that axis of the mesh"] if axes else []
         notes += [f"{axis} p2p: messages between single ranks" for axis in between]
