@@ -79,9 +79,8 @@ def test_parts_of_time_alike_in_grey_differ_by_hatching():
     for i, (light, hatch) in enumerate(looks):
         assert all(abs(light - other) > 10 or hatch != pattern for other, pattern in looks[:i])
     bars = plot_plan(search()).axes[0].containers
-    assert {bars.get_label(): bars.patches[0].get_hatch() for bars in drawn} == {
-        part: HATCHES.get(part) for part in TIME
-    }
+    drawn = {part.get_label(): part.patches[0].get_hatch() for part in bars}
+    assert drawn == {part: HATCHES.get(part) for part in TIME}
 
 
 def test_no_part_of_time_has_the_colour_of_a_part_of_memory():
