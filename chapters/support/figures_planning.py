@@ -288,7 +288,7 @@ DECISIONS = (
         (
             r"tp:  $t \leq g$  and  $(t-1)\,S\beta' / (3h) \ll 1$",
             r"dp:  $BT \geq S\beta$ tokens in a microbatch",
-            r"ZeRO-3:  $g\,\nu \geq S\beta$, in every microbatch",
+            r"ZeRO-3:  $g\,\nu \geq S\beta$ tokens on a host",
         ),
         (
             "less tp",

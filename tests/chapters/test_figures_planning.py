@@ -1,10 +1,13 @@
-"""Figures of the planning chapter: what is drawn is what was given."""
+"""Figures of the planning chapters: what is drawn is what was given."""
 
 import pytest
 from matplotlib.colors import to_hex
 
 from chapters.support.figures_planning import (
+    DECISIONS,
+    LAST,
     plot_bubbles,
+    plot_decisions,
     plot_fit,
     plot_points,
     plot_predictions,
@@ -69,6 +72,26 @@ def test_predictions_are_points_inside_the_picture():
     low, high = axes.get_xlim()
     assert low < 0.5 and high > 1.5
     assert [text.get_text() for text in axes.texts] == ["-10%", "+2%", "+50%"]
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign():
+    axes = plot_predictions({"a": {"x": 0.999, "y": 1.001}}, 0.15).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0%", "0%"]
+
+
+def test_decisions_are_drawn_in_order_and_no_text_leaves_its_box():
+    figure = plot_decisions()
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    lines = [text for one in DECISIONS for text in (one.name, *one.conditions, *one.remedies)]
+    drawn = [text.get_text() for text in axes.texts]
+    assert [text for text in drawn if text in lines] == lines and drawn[-1] == LAST
+    assert drawn.count("yes") == drawn.count("no") == len(DECISIONS)
+    boxes = [patch.get_window_extent() for patch in axes.patches]
+    for text in axes.texts:
+        if text.get_text() in (*lines, LAST):
+            extent = text.get_window_extent()
+            assert sum(box.x0 < extent.x0 and extent.x1 < box.x1 and box.y0 < extent.y0 < box.y1 for box in boxes) == 1
 
 
 def test_points_are_pairs_inside_the_picture():
