@@ -328,12 +328,13 @@ if rank == 0:
 #
 # ## 10.6 Which assumptions matter
 #
-# All that is not in a data sheet stands in one place, `Assumptions`. Here is the experiment for one of its constants,
-# on chapter 9's 7.5B on 64 A100s: products that reach 20 % less of the peak.
+# All that is not in a data sheet stands in one place, `Assumptions` in `minipar/plan/cluster.py`, with its source, or
+# called an assumption there. Here is the experiment for one constant, on chapter 9's 7.5B on 64 A100s: products that
+# reach 20 % less of the peak.
 
 # %%
-if rank == 0:
-    show_source(Assumptions)
+for field in fields(Assumptions):
+    say(f"{field.name:<18}{field.default:>10.3g}")
 usual = Cluster(GPUS["a100"], 64)
 slower = replace(usual, assumptions=replace(usual.assumptions, products=0.8 * usual.assumptions.products))
 layout = Layout(dp=64, tp=1, pp=1, microbatch=1, microbatches=32, zero=1)

@@ -9,7 +9,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from visualize.plan import MEMORY, TIME
 from visualize.style import BLUE, GREY, INK, LINES, ORANGE, PAPER, Picture, ink_on, picture, tidy
@@ -193,6 +193,16 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
     return figure
 
 
+def _marks(low: float, high: float) -> list[float]:
+    """Choose marks of a logarithmic axis: 1, 2, 5, 10, ..., or more of them where fewer than three fit."""
+    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        marks = [digit * 10.0**power for power in range(-9, 10) for digit in digits]
+        inside = [mark for mark in marks if low <= mark <= high]
+        if len(inside) > 2:
+            break
+    return inside
+
+
 def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float) -> Picture:
     """Draw predicted against measured, both axes logarithmic: {quantity: [(predicted, measured), ...]}.
 
@@ -200,16 +210,16 @@ def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float
     """
     figure = picture(10.5, 3.9)
     drawn = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (quantity, points), colour, mark in zip(drawn, panels.items(), LINES, "osD^vP", strict=False):
+    for axes, (quantity, points) in zip(drawn, panels.items(), strict=True):
         predicted, measured = zip(*points, strict=True)
         ends = min(predicted + measured) / 1.5, max(predicted + measured) * 1.5
         axes.fill_between(ends, [(1 - band) * x for x in ends], [(1 + band) * x for x in ends], color="#E3EBF2")
         axes.plot(ends, ends, color=INK, linewidth=1.0)
-        axes.plot(measured, predicted, mark, color=colour, markersize=6, alpha=0.8, linestyle="")
+        axes.plot(measured, predicted, "o", color=BLUE, markersize=6, alpha=0.8, linestyle="")
         axes.set_xscale("log")
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_locator(FixedLocator(_marks(*ends)))
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_locator(NullLocator())
         axes.set_xlim(*ends)

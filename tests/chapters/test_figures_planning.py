@@ -99,6 +99,7 @@ def test_points_are_pairs_inside_the_picture():
     assert [list(line) for line in time.lines[1].get_data()] == [[12.0, 300.0], [10.0, 500.0]]
     assert list(memory.lines[1].get_xdata()) == [3.0]
     for axes, least, most in ((time, 10, 500), (memory, 3, 3)):
+        assert len(axes.get_xticks()) > 1 and list(axes.get_xticks()) == list(axes.get_yticks())
         assert axes.get_xlim() == axes.get_ylim() and axes.get_xlim()[0] < least and axes.get_xlim()[1] > most
 
 
