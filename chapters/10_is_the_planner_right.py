@@ -349,9 +349,21 @@ assert 0.15 < after / before - 1 < 0.25
 
 # %%
 questions = list(sensitivity.QUESTIONS)
+numbers = shared(comm, sensitivity.near, [(question,) for question in questions])  # of layouts near the best one
+near = {question: sensitivity.numbered(question, those) for question, those in zip(questions, numbers, strict=True)}
+
+
+def constant_changed(question, *rest):
+    return sensitivity.changed_constant(question, near[question], *rest)
+
+
+def program_changed(question, program):
+    return sensitivity.changed_program(question, near[question], program)
+
+
 jobs = [(question, *rest) for question in questions for rest in product(sensitivity.CONSTANTS, sensitivity.CHANGES)]
 effects = {question: {} for question in questions}
-changes = zip(jobs, shared(comm, sensitivity.changed_constant, jobs), strict=True)
+changes = zip(jobs, shared(comm, constant_changed, jobs), strict=True)
 for (question, constant, change), (moved, another, regret, layout) in changes:
     effects[question].setdefault(constant, {})[change] = moved, another
     if another:
@@ -379,7 +391,7 @@ if rank == 0:
 
 # %%
 jobs = [(question, program) for question in questions for program in sensitivity.PROGRAMS]
-structure = dict(zip(jobs, shared(comm, sensitivity.changed_program, jobs), strict=True))
+structure = dict(zip(jobs, shared(comm, program_changed, jobs), strict=True))
 say(f"{'':<46}{'same layout':>14}{'best layout':>14}")
 for (question, program), (same, now, layout) in structure.items():
     say(f"{question + ', ' + program:<46}{same:>+14.1%}{now:>+14.1%}   {layout}")
