@@ -6,6 +6,7 @@ ranks so that each rank gets its chunk alone, averages them, updates the rank's 
 the parameters.
 
 You need:
+    chunk_bounds(n, d)[r]               (start, stop) of chunk r
     comm.reduce_scatter(x)              returns chunk `comm.rank` of the sum of all ranks' x
     comm.all_gather(chunk, out=array)   sets `array` to the ranks' chunks in order; `chunk` may be a part of it
     AdamState(n), adam_step             below
@@ -30,6 +31,9 @@ class AdamState:
 
 def adam_step(values: np.ndarray, gradient: np.ndarray, state: AdamState, lr: float = 0.1, eps: float = 0.1) -> None:
     """Change `values` in place: a step of Adam. All arrays have n elements."""
+    if not values.size == gradient.size == state.mean.size:
+        sizes = f"{values.size} values, {gradient.size} gradients, a state of {state.mean.size}"
+        raise ValueError(f"adam_step: {sizes}: all three must have the elements of chunk r, and no more")
     state.steps += 1
     state.mean += 0.1 * (gradient - state.mean)
     state.square += 0.01 * (gradient * gradient - state.square)

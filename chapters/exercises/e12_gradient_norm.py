@@ -5,8 +5,8 @@ once. On a mesh pp x dp x tp a rank has the summed gradients of its own stage. R
 tp a parameter is either divided (each rank has its own elements) or replicated (all have the same). The token
 embedding is tied to the output head: its gradient, summed already, is on the first and on the last stage.
 
-You need `mesh.pp`, `mesh.dp` and `mesh.tp`, the communicators of this rank's rows, with `rank`, `size` and
-`all_reduce(array)`.
+You need `mesh.pp`, `mesh.dp` and `mesh.tp`, the communicators of this rank's rows, with `rank` and `size`.
+`communicator.all_reduce(array)` replaces the values of a NumPy array by their sums over the row, in place.
 
 Graded on meshes of 1 to 8 ranks: the same value on every rank, that of one device; no gradient travels, a few values
 do.

@@ -90,7 +90,7 @@ MISTAKES = [
         "e06",
         "        self.comm.all_gather(self.parameters[self.own], out=self.parameters)\n",
         "",
-        "gather the parameters after",
+        "after the update, gather",
     ),
     Mistake(
         "e06",

@@ -46,7 +46,7 @@ def grade(solution):
                 own = np.arange(float(size)) if step == 0 else history[step - 1][0].copy()
                 own[start:stop] = right[step][start:stop]
                 mistakes = {
-                    "only your own chunk is new: gather the parameters after the update": own,
+                    "only your own chunk is new: after the update, gather into the array that was given": own,
                     "the gradients are summed over the ranks, not averaged": sums[step],
                     "Adam's state is new in every step: make it once": fresh[step],
                     "the parameters are as before: change the array that was given, in place": np.arange(float(size)),
