@@ -142,6 +142,15 @@ MISTAKES = [
     Mistake(
         "e08", "z = np.maximum(inner, 0)", "z = np.maximum(inner, 0); comm.all_gather(z)", "nothing is sent between"
     ),
+    Mistake("e08", "dinner = (dy @ D.T) * (z > 0)", "dinner = dy @ D.T", "slope of relu"),
+    Mistake(
+        "e09",
+        "own[rows] = logits[rows, local[rows]]",
+        "own[rows] = logits[rows, local[rows]]; own = comm.all_reduce(own)",
+        "t times",
+    ),
+    Mistake("e10", "warm_up = min(m, p - rank - 1)", "lists.append('F0 B0'); continue", "expected a list"),
+    Mistake("e10", "for i in range(warm_up)]", "for i in range(p - rank - 1)]", "is no action"),
     Mistake("e09", 'comm.all_reduce(logits.max(1), op="max")', "np.zeros(len(logits))", "overflow"),
     Mistake("e09", 'comm.all_reduce(logits.max(1), op="max")', "logits.max(1)", "its own maximum"),
     Mistake("e09", "np.flatnonzero((local >= 0) & (local < width))", "np.flatnonzero(local < width)", "negative index"),
