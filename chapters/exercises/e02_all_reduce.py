@@ -4,7 +4,7 @@ Write an all-gather, and with it an all-reduce. `comm.reduce_scatter(x, algorith
 returns chunk `comm.rank` of the sum of all ranks' flat arrays, cut as `chunk_bounds(n, p)` says. For your all-gather
 you have `comm.isend` and `comm.irecv` only (exercise 1 describes them).
 
-Graded on 1 to 8 ranks: the values; that every rank has the same bits; that x keeps its shape; with n divided by p,
+Graded on 1 to 8 ranks: the values; that every rank has the same bits; that x keeps its shape; where p divides n,
 the bytes: n(p-1)/p elements for the all-gather and 2n(p-1)/p for the all-reduce.
 """
 

@@ -32,16 +32,37 @@ class NotWritten(Hint):
     """The skeleton as it comes."""
 
 
+class WatchedSend:
+    """A message on its way. Its array must stay as it is until the message is done."""
+
+    def __init__(self, message: Any, array: np.ndarray) -> None:
+        self.message, self.array, self.values, self.done = message, array, array.copy(), False
+
+    def wait(self) -> Any:
+        result, self.done = self.message.wait(), True
+        if not np.array_equal(self.array, self.values):
+            raise Hint("an array changed while it was being sent: wait for the send before you write into its array")
+        return result
+
+
 class RingCommunicator:
     """A Communicator whose collectives are rings at any size, so that their bytes are those of the formulas."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
+        self.sends: list[WatchedSend] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.comm, name)
 
+    def isend(self, array: np.ndarray, dest: int, tag: int = 0) -> WatchedSend:
+        send = WatchedSend(self.comm.isend(array, dest, tag), array)
+        self.sends.append(send)
+        return send
+
     def all_reduce(self, x: Any, op: str = "sum", algorithm: str = "ring", async_op: bool = False) -> Any:
+        if not isinstance(x, np.ndarray):
+            raise Hint(f"all_reduce was given {type(x).__name__} {x!r}; it takes an array: np.array([value])")
         return self.comm.all_reduce(x, op, algorithm, async_op)
 
     def reduce_scatter(
@@ -63,12 +84,20 @@ def on_ranks(solution: ModuleType, ranks: int, function: Callable[..., Any], *ar
 
     Hint if the ranks wait for each other, if they take longer than DEADLINE, or if the solution raises an exception.
     """
+
+    def watched(comm: Any) -> Any:
+        ring = RingCommunicator(comm)
+        result = function(ring, *arguments)
+        if not all(send.done for send in ring.sends):
+            raise Hint("a send is never waited for: its array could change before it is read")
+        return result
+
     results: list[Any] = []
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.extend(run_local(ranks, lambda comm: function(RingCommunicator(comm), *arguments)))
+            results.extend(run_local(ranks, watched))
         except BaseException as error:
             failures.append(error)
 

@@ -13,7 +13,7 @@ class Mistake(NamedTuple):
 MISTAKES = [
     Mistake("e01", "left, right = (comm.rank - 1)", "left, right = (comm.rank - 0)", "no partner"),
     Mistake("e01", "return total", "return total.copy() if comm.size == 1 else arriving", "add your own elements"),
-    Mistake("e01", "arriving + x[start:stop]", "x[start:stop].copy()", "what arrives is not added"),
+    Mistake("e01", "arriving + x[start:stop]", "x[start:stop].copy()", "that arrives for this chunk is not in it"),
     Mistake(
         "e01", "sending = comm.isend(total, right)", "sending = comm.isend(total, right); sending.wait()", "before"
     ),
@@ -59,7 +59,10 @@ MISTAKES = [
     ),
     Mistake("e04", "if self.missing == 0:", "if self.missing == len(self.views) - 1:", "count the calls of ready"),
     Mistake(
-        "e04", "self.comm.all_reduce(self.buffer, async_op=True)", "self.comm.all_reduce(self.buffer)", "ready waits"
+        "e04",
+        "self.comm.all_reduce(self.buffer, async_op=True)",
+        "self.comm.all_reduce(self.buffer)",
+        "start it with async_op=True",
     ),
     Mistake("e04", "view / self.comm.size", "view.copy()", "their mean is asked for"),
     Mistake("e04", "        self.missing = len(self.views)\n", "", "start anew"),
@@ -84,6 +87,23 @@ MISTAKES = [
     Mistake(
         "e05", "return total / count", "return comm.all_reduce(gradients.sum(0) / tokens.sum()) / comm.size", "NaN"
     ),
+    Mistake(
+        "e04",
+        "self.comm.all_reduce(self.buffer, async_op=True)",
+        "self.comm.all_reduce(self.buffer, async_op=True); self.work.wait()",
+        "ready waits for the all-reduce; wait in `wait`",
+    ),
+    Mistake("e04", "view / self.comm.size", "view / self.comm.size**2", "twice"),
+    Mistake("e01", "        sending.wait()\n", "", "never waited for"),
+    Mistake(
+        "e03",
+        "        sending.wait()\n        total = total + arriving\n",
+        "        total += arriving\n        sending.wait()\n",
+        "changed while it was being sent",
+    ),
+    Mistake("e05", "return total / count", "return total / count / comm.size", "once more"),
+    Mistake("e05", "return total / count", "return total", "gradient of the sum"),
+    Mistake("e05", "np.array([float(tokens.sum())])", "tokens.sum()", "it takes an array"),
     Mistake("e05", "return total / count", "return total / max(tokens.sum(), 1)", "divided by this rank's tokens"),
     Mistake("e06", " / self.comm.size", "", "summed over the ranks, not averaged"),
     Mistake(

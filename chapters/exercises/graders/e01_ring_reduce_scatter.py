@@ -30,7 +30,9 @@ def grade(solution):
                     "this is one rank's part alone: add your own elements to what arrives": arrays[(rank + 1) % ranks][
                         start:stop
                     ],
-                    "this is your own part alone: what arrives is not added": arrays[rank][start:stop],
+                    "this is your own part alone: the sum that arrives for this chunk is not in it": arrays[rank][
+                        start:stop
+                    ],
                     "this is the whole sum: return your chunk only": total,
                 },
             )

@@ -22,7 +22,8 @@ def grade(solution):
             raise
         except Hint as hint:
             if ranks in (1, 2, 4, 8):
-                partners = "partners must name each other; rank ^ distance does, rank + distance does not"
+                partners = "partners must name each other: rank ^ distance does, rank + distance does not; "
+                partners += "and each must start to receive before it waits for its send"
                 raise Hint(f"{ranks} ranks, a power of two: {partners}.\n{hint}") from None
             raise Hint(
                 f"{ranks} ranks: right for powers of two only. The {ranks - power} ranks from {power} on give their "

@@ -11,11 +11,26 @@ class WatchedCommunicator(RingCommunicator):
 
     def __init__(self, comm):
         super().__init__(comm)
-        self.all_reduces = []
+        self.all_reduces, self.may_wait = [], False
 
     def all_reduce(self, x, *arguments, async_op=False, **options):
         self.all_reduces.append((x.size, async_op))
-        return self.comm.all_reduce(x, *arguments, async_op=async_op, **options)
+        work = super().all_reduce(x, *arguments, async_op=async_op, **options)
+        return WatchedWork(work, self) if async_op else work
+
+
+class WatchedWork:
+    """An all-reduce on its way, which may be waited for once `wait` of the bucket has been called."""
+
+    def __init__(self, work, comm):
+        self.work, self.comm = work, comm
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+    def wait(self):
+        require(self.comm.may_wait, "ready waits for the all-reduce; wait in `wait`, so that backward goes on")
+        return self.work.wait()
 
 
 def gradient_of(step, rank, parameter):
@@ -30,9 +45,11 @@ def grade(solution):
             bucket = solution.Bucket(watched, SIZES)
             for step, order in enumerate(ORDERS):
                 del watched.all_reduces[:]
+                watched.may_wait = False
                 for calls, parameter in enumerate(order, start=1):
                     bucket.ready(parameter, gradient_of(step, comm.rank, parameter))
                     check_calls(watched.all_reduces, calls, f"{ranks} ranks, step {step}")
+                watched.may_wait = True
                 check_values(bucket.wait(), ranks, comm.rank, step)
 
         on_ranks(solution, ranks, program)
@@ -68,6 +85,7 @@ def check_values(gradients, ranks, rank, step):
             f"parameter {parameter} on rank {rank} of {ranks}, step {step}",
             {
                 "this is the sum of the ranks' gradients, their mean is asked for": sum(all_ranks),
+                "divided by the number of ranks twice": sum(all_ranks) / ranks**2,
                 "this is your own gradient: wait for the all-reduce before you read the buffer": all_ranks[rank],
                 "this is your own gradient, divided: wait for the all-reduce before you read": all_ranks[rank] / ranks,
             },

@@ -4,7 +4,7 @@ import numpy as np
 
 from chapters.exercises.grading import expect, on_ranks, random, require
 
-TOKENS = ((100, 30), (0, 0), (28, 5), (7, 0), (64, 64))
+TOKENS = ((100, 30), (28, 5), (0, 0), (7, 0), (64, 64))
 
 
 def mean(gradients, tokens):
@@ -13,7 +13,7 @@ def mean(gradients, tokens):
 
 
 def grade(solution):
-    for ranks in (1, 2, 3, 5):
+    for ranks in (1, 3, 2, 5):
         tokens = np.array(TOKENS[:ranks])
         gradients = random(ranks).normal(size=(ranks, 2, 4)) * tokens[:, :, None]
 
@@ -41,6 +41,11 @@ def grade(solution):
                     "this is the mean of the microbatches' means (the mistake of gradient accumulation in 2024): "
                     "add sums, divide once": each.mean((0, 1)),
                     "this is the sum of the microbatches' means: add sums, divide once": each.sum((0, 1)),
+                    "divided by the number of ranks once more: the tokens of all ranks are counted already": mean(
+                        gradients.reshape(-1, 4), tokens.reshape(-1)
+                    )
+                    / ranks,
+                    "this is the gradient of the sum: divide it by the tokens of all ranks": gradients.sum((0, 1)),
                     "these are this rank's tokens only: sum gradients and counts over the ranks": own[rank],
                     "the gradients are summed over the ranks, but divided by this rank's tokens": gradients.sum((0, 1))
                     / max(tokens[rank].sum(), 1),
