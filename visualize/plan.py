@@ -28,6 +28,7 @@ from visualize.style import (
     number,
     picture,
     read_json,
+    signed_percent,
     tidy,
 )
 
@@ -197,10 +198,9 @@ def _pairs(
     axes.plot(measured, places, "o", color=BLUE, markersize=6, label=label)
     axes.plot(predicted, places, "|", color=VERMILION, markersize=13, markeredgewidth=2.2, label="predicted")
     for place, one, other, end in zip(places, measured, predicted, ends, strict=True):
-        percent = round(100 * (other / one - 1))
         look = {"va": "center", "ha": "left", "fontsize": 8, "color": INK}
         spot = {"xytext": (8, 0), "textcoords": "offset points"}
-        axes.annotate(f"{percent:+d} %" if percent else "0 %", (max(other, end), place), **spot, **look)
+        axes.annotate(signed_percent(other / one), (max(other, end), place), **spot, **look)
     low, high = min(*measured, *predicted), max(*measured, *predicted)
     axes.set_xlim(low / 1.2, high * max(high / low, 1.5) ** 0.16)
     ticks = [step * 10.0**power for power in range(-1, 8) for step in (1, 2, 5)]

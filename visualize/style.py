@@ -184,6 +184,12 @@ def byte_unit(value: float) -> tuple[str, int]:
     return next((unit, size) for unit, size in UNITS if abs(value) >= size or size == 1)
 
 
+def signed_percent(ratio: float) -> str:
+    """Write how far a ratio is from 1, in percent, and no sign at zero: 1.11 -> '+11 %', 0.999 -> '0 %'."""
+    percent = round(100 * (ratio - 1))
+    return f"{percent:+d} %" if percent else "0 %"
+
+
 def byte_label(value: float, unit: tuple[str, int] | None = None) -> str:
     """Write bytes with four digits, in their own unit or a given one: 1536 -> '1.5 KiB'."""
     name, size = unit or byte_unit(value)

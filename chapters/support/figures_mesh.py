@@ -23,6 +23,7 @@ from visualize.style import (
     YELLOW,
     Picture,
     picture,
+    signed_percent,
     tidy,
 )
 
@@ -190,7 +191,7 @@ def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Pic
         for axis, seconds in [(axis, seconds) for (axis, on), seconds in times.items() if on == link]:
             axes.barh(place, ideal * 1e3, height=0.72, color=REST)
             axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=LOOKS[axis][0])
-            text = f"{seconds * 1e3:.0f} ms, {seconds / ideal - 1:+.0%}"
+            text = f"{seconds * 1e3:.0f} ms, {signed_percent(seconds / ideal)}"
             spot = (seconds * 1e3, place)
             axes.annotate(text, spot, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
             ticks.append((place, f"{axis} on {link}"))

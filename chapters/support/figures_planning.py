@@ -161,12 +161,6 @@ def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], flo
     return figure
 
 
-def _signed(difference: float) -> str:
-    """Write a relative difference in percent, with a sign unless it rounds to 0."""
-    percent = round(100 * difference)
-    return f"{percent:+d}%" if percent else "0%"
-
-
 def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> Picture:
     """Draw predicted time over printed time, a point for each row of each group; `band` is the tolerance."""
     figure = picture(8.5, 1.1 + 0.26 * sum(len(rows) for rows in groups.values()))
@@ -180,7 +174,7 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
         for place, ratio in zip(places, rows.values(), strict=True):
             look = {"va": "center", "ha": "right" if ratio < 1 else "left", "fontsize": 8, "color": INK}
             way = (-8 if ratio < 1 else 8, 0)
-            axes.annotate(_signed(ratio - 1), (ratio, place), xytext=way, textcoords="offset points", **look)
+            axes.annotate(signed_percent(ratio), (ratio, place), xytext=way, textcoords="offset points", **look)
         names += rows
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()

@@ -111,7 +111,7 @@ def test_a_placement_is_the_ideal_and_what_its_axis_adds():
     figure = plot_placements(0.1, {("tp", "Ethernet"): 0.2, ("pp", "Ethernet"): 0.11})
     bars = [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches]
     assert [number for bar in bars for number in bar] == pytest.approx([0, 100, 100, 100, 0, 100, 100, 10])
-    assert [text.get_text() for text in figure.axes[0].texts] == ["200 ms, +100%", "110 ms, +10%"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["200 ms, +100 %", "110 ms, +10 %"]
 
 
 def test_the_grid_joins_ranks_along_each_axis_inside_hosts():
