@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from visualize.plan import MEMORY, TIME
-from visualize.style import BLUE, GREY, INK, LINES, ORANGE, PAPER, Picture, ink_on, picture, tidy
+from visualize.style import BLUE, GREY, INK, LINES, ORANGE, PAPER, Picture, ink_on, picture, signed_percent, tidy
 
 Parts = Mapping[str, float]
 

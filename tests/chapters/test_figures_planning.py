@@ -71,12 +71,12 @@ def test_predictions_are_points_inside_the_picture():
     assert points == [[0.9, 1.02], [1.5]]
     low, high = axes.get_xlim()
     assert low < 0.5 and high > 1.5
-    assert [text.get_text() for text in axes.texts] == ["-10%", "+2%", "+50%"]
+    assert [text.get_text() for text in axes.texts] == ["-10 %", "+2 %", "+50 %"]
 
 
 def test_a_difference_that_rounds_to_zero_has_no_sign():
     axes = plot_predictions({"a": {"x": 0.999, "y": 1.001}}, 0.15).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["0%", "0%"]
+    assert [text.get_text() for text in axes.texts] == ["0 %", "0 %"]
 
 
 def test_decisions_are_drawn_in_order_and_no_text_leaves_its_box():
