@@ -37,6 +37,7 @@ CONTRIBUTING
 """
 
 project = "minipar"
+author = "the minipar contributors"
 extensions = ["myst_nb"]
 root_doc = "README"
 include_patterns = [
@@ -63,10 +64,12 @@ html_title = "minipar"
 html_theme_options = {"use_download_button": True, "show_toc_level": 2, "home_page_in_toc": True}
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is; without it the theme logs an error
 html_static_path = ["static", "../../out/mathjax"]
+html_css_files = ["site.css"]
 html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_sourcelink = False
 mathjax_path = "es5/tex-mml-chtml.js"
+mathjax3_config = {"options": {"enableMenu": False}}  # its speech would load more, from another host
 
 EXPLORERS = ("memory", "schedules", "traffic", "draw", "page")  # each imports from earlier ones alone
 

@@ -7,7 +7,7 @@ export const COLOURS = {
 };
 const LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
 const KIND_NAMES = { F: "forward", B: "backward", I: "backward for the input", W: "backward for the weights" };
-const WIDTH = 900;
+const WIDTH = 760;
 const LEFT = 62; // room for the rank's name
 const RIGHT = 12;
 
@@ -121,7 +121,7 @@ export const kindLegend = (kinds) => legend(kinds.map((kind) => [`${kind}: ${KIN
 
 // A horizontal bar for each {name, parts: {kind: amount}, mark}, with its sum in words; `limit` draws a line across.
 export function bars(entries, write, limit = 0) {
-  const [row, left, right] = [30, 150, 110];
+  const [row, left, right] = [30, 80, 90];
   const svg = picture(entries.length * row + (limit ? 20 : 4), "bars");
   const sums = entries.map(({ parts }) => Object.values(parts).reduce((sum, part) => sum + part, 0));
   const scale = (WIDTH - left - right) / Math.max(...sums, limit, 1e-300);
