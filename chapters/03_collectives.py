@@ -13,13 +13,15 @@
 # **How do $p$ machines add up an array when each can only send and receive?**
 #
 # Every parallel strategy in this project ends in the same few calls. Data parallelism adds up gradients: an
-# *all-reduce*. ZeRO cuts that in two: a *reduce-scatter* and an *all-gather*. Expert parallelism exchanges tokens: an
+# *all-reduce*. ZeRO divides that into a *reduce-scatter* and an *all-gather*. Expert parallelism exchanges tokens: an
 # *all-to-all*. These are **collectives**: operations that all processes of a group call together. NCCL and MPI provide
-# them as black boxes. Here we open the box, and find loops of a dozen lines.
+# them as black boxes. In this chapter you write them, in loops of about ten lines.
 #
-# Words used throughout. A **rank** is one process, numbered $0 \dots p-1$; a **communicator** is the group seen from
-# one of them. $n$ is the size of the array in bytes. $\alpha$ is the time that one message costs however short it is
-# (latency), $\beta$ the time that each byte costs (the inverse of bandwidth).
+# A **rank** is one process; think of one GPU. A **communicator** is a group of ranks, seen from one of them.
+#
+# **Letters:** $p$ ranks of the communicator; $r$ a rank, $0 \dots p-1$; $n$ bytes of the array (elements where the text
+# says so); $j$ a chunk of it; $\alpha$ seconds per message, $\beta$ seconds per byte; $g$ GPUs per host; $L$ layers,
+# $T_B$ the time of a layer's backward pass. $\lg$ is the logarithm to base 2.
 
 # %% tags=["active-ipynb"]
 # # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
@@ -37,158 +39,125 @@
 # %autopx
 
 # %%
-import tempfile
-import time
-from pathlib import Path
-
 from chapters.support.show import printer
 from minipar.comm import world
 
 comm = world()  # the ranks of mpirun; one rank without it
 
+from functools import partial
+
 import numpy as np
 
-from minipar.bench.collectives import measure
-from minipar.comm import (
-    ALGORITHMS,
-    Network,
-    Transport,
-    chunk_bounds,
-    messages,
-    run_local,
-    save_chrome_trace,
-    start_trace,
-    wire_bytes,
-)
-from minipar.comm.communicator import FEW_STEPS_BELOW, choose
+from chapters.support.watch_collectives import caught, count_calls, measure_all_reduce, timeline, watch_blocks
+from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes
+from minipar.comm.communicator import FEW_STEPS_BELOW
 from minipar.comm.gathers import ring_all_gather
-from minipar.comm.reductions import (
-    ordered_reduce_scatter,
-    recursive_doubling_all_reduce,
-    recursive_halving_all_reduce,
-    ring_all_reduce,
-    ring_reduce_scatter,
-)
+from minipar.comm.reductions import ordered_reduce_scatter, recursive_doubling_all_reduce, ring_reduce_scatter
 from minipar.errors import CommunicationError
 
 p, rank = comm.size, comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
-if rank == 0:  # only one rank draws: eight imports of matplotlib on two cores take seconds
+if rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
+    from chapters.support.figures_collectives import plot_blocks, plot_crossover
     from chapters.support.show import show, show_source
-    from visualize import picture, plot_bench, plot_bytes, plot_timeline, read_trace, tidy
+    from visualize import plot_bench, plot_bytes
 
 say(f"{p} rank{'s' if p > 1 else ''}, started by {comm.transport.launcher}")
-if p == 1:
-    say("with 1 rank a collective has nothing to send: the claims on this rank are trivial, those on threads are not")
 
 # %% [markdown]
-# ## 1. Two operations
+# ## 3.1 Two operations
 #
-# A rank can start to send an array (`isend`) and start to receive one (`irecv`). Both return at once. What they return
-# can be waited for. That is all a machine has to offer; `Transport` states it. One implementation carries the bytes
-# between processes (MPI), another between threads of one process (`run_local`), and no algorithm below knows which one
-# it runs on.
+# A rank can start to send an array (`isend`) and start to receive one (`irecv`). Both return at once; what they return
+# can be waited for. Every algorithm of this chapter is made of these two. The commonest pattern has a name: start a
+# send, start a receive, and only then wait for both (MPI calls it *sendrecv*).
+
 
 # %%
-if rank == 0:
-    show_source(Transport)
+def exchange(comm, leaving, dest, source, like=None):
+    """Send one array and, at the same time, receive another. Return the one that arrived, which is shaped as `like`."""
+    arriving = np.empty_like(leaving if like is None else like)
+    sent, received = comm.isend(leaving, dest), comm.irecv(arriving, source)
+    sent.wait()
+    return received.wait()
+
+
+right, left = (rank + 1) % p, (rank - 1) % p
+assert exchange(comm, np.array([rank]), right, left) == left
+say("every rank has received its left neighbour's rank")
 
 # %% [markdown]
-# Now the question. Put the ranks in a ring. Each array travels once round; every rank adds up what passes by.
+# The library carries the bytes between processes (MPI) or between threads of one process (`run_local`). No algorithm
+# knows which of the two it runs on: both are a `Transport`, with the same `isend` and `irecv`.
+#
+# ## 3.2 A first all-reduce and its three faults
+#
+# Put the ranks in a ring. Each array travels once round the ring, and every rank adds up what passes by.
 
 
 # %%
 def first_ring(comm, x):
-    """The sum of all ranks' x: whole arrays travel, p-1 times."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    total, travelling, arriving = x.copy(), x.copy(), np.empty_like(x)
-    for step in range(comm.size - 1):
-        sent = comm.isend(travelling, right, tag=step)
-        comm.irecv(arriving, left, tag=step).wait()
-        sent.wait()
-        total += arriving
-        travelling, arriving = arriving, travelling
+    """Return the sum of all ranks' x: whole arrays travel, p-1 times."""
+    total, travelling = x.copy(), x.copy()
+    for _ in range(comm.size - 1):
+        travelling = exchange(comm, travelling, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+        total += travelling
     return total
 
 
 def contribution(of, n, dtype=np.float32):
-    """The array that rank `of` brings: every rank can compute every other's, so each can check the result by itself."""
-    numbers = np.random.default_rng([2, of]).standard_normal(n) * 1000
-    return numbers.astype(dtype)
+    """Return the n values that rank `of` brings. Every rank can compute every other's, and so check the result."""
+    return (np.random.default_rng([2, of]).standard_normal(n) * 1000).astype(dtype)
 
 
 def left_to_right(arrays):
-    """((a_0 + a_1) + a_2) + ...: what one device that accumulates would compute."""
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        total += array
-    return total
+    """Return ((a_0 + a_1) + a_2) + ...: the sum as one device computes it that accumulates."""
+    return sum(arrays[1:], start=arrays[0])
 
 
 n = 10_000
 comm.traffic.reset()
 integers = first_ring(comm, contribution(rank, n, np.int64))
 assert np.array_equal(integers, left_to_right([contribution(r, n, np.int64) for r in range(p)]))
-sent = comm.traffic.bytes("send")
-assert sent == (p - 1) * integers.nbytes
-say(f"the sum of {p} arrays is right on every rank; each rank sent {p - 1} messages, {sent:,} bytes")
-
-# %% [markdown]
-# It is right, and it has three faults.
-#
-# **It sends too much**: $(p-1)\,n$ bytes from each rank. Section 2 shows that $2n(p-1)/p$ suffice: less than $2n$,
-# however many ranks there are.
-#
-# **The ranks disagree.** Rank $r$ adds in the order $r, r-1, r-2, \dots$, and floating-point addition is commutative
-# but not associative. With integers nobody sees it. With floats the replicas of a model drift apart, one last bit at a
-# time:
-
-# %%
+assert comm.traffic.bytes("send") == (p - 1) * integers.nbytes
 floats = first_ring(comm, contribution(rank, n))
-everyone = comm.all_gather_bytes(floats.tobytes())
-of_rank_0 = np.frombuffer(everyone[0], np.float32)
-others = [int((np.frombuffer(data, np.float32) != of_rank_0).sum()) for data in everyone]
-say("0.1 + 0.2 + 0.3 =", 0.1 + 0.2 + 0.3, "    0.3 + 0.2 + 0.1 =", 0.3 + 0.2 + 0.1)
-say(f"first_ring, float32: of {n:,} sums, this many differ from rank 0's, rank by rank: {others}")
-assert (max(others) > 0) == (p >= 3)  # with two ranks there is one order only: a + b is b + a
+everyone = [np.frombuffer(data, np.float32) for data in comm.all_gather_bytes(floats.tobytes())]
+differing = [int((of_rank != everyone[0]).sum()) for of_rank in everyone]
+assert (max(differing) > 0) == (p >= 3)  # two ranks have one order only: a + b is b + a
+assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+say(f"integers: the sum is right on {p} ranks; each sent {p - 1} messages of {integers.nbytes:,} bytes")
+say(f"float32: of {n:,} sums, this many differ from rank 0's, rank by rank: {differing}")
 
 # %% [markdown]
+# The sum is right, and the algorithm has three faults.
+#
+# **It sends too much**: $(p-1)\,n$ bytes from each rank. Section 3.3 shows that $2n(p-1)/p$ suffice, less than $2n$
+# however many ranks there are. On 8 ranks that is $1.75\,n$ instead of $7n$: a quarter.
+#
+# **The ranks disagree.** Rank $r$ adds in the order $r, r-1, r-2, \dots$. Floating-point addition is commutative but
+# not associative: $0.1 + 0.2 + 0.3 \ne 0.3 + 0.2 + 0.1$. With integers nobody sees it. With floats the replicas of a
+# model drift apart, one last bit at a time.
+#
 # **It is one line from a deadlock.** A send is complete when its array may be changed again. For a small message MPI
 # copies the bytes aside and reports completion at once (the *eager* protocol); for a large one it waits until the
-# receiver has asked for it (*rendezvous*). So this looks natural, works with small arrays, and hangs with large ones,
-# when every rank waits for its neighbour to begin to receive. The limit was 4 KiB with Open MPI and 8 KiB with MPICH on
-# the machine where this project was written.
+# receiver has asked for it (*rendezvous*). If you wait for the send *before* you start the receive, the program works
+# with small arrays and hangs with large ones: every rank waits for its neighbour to begin to receive. The limit was
+# 4 KiB with Open MPI and 8 KiB with MPICH on the machine where this project was written.
 #
-# Never find that out in production. `run_local` completes a send only when it has been received, so it deadlocks for
-# *any* size. And as it sees all ranks, it can tell that nobody is left to move.
+# `run_local` completes a send only when it has been received, so it deadlocks for *any* size. And as it sees all ranks,
+# it can tell that none of them can move.
 
 
 # %%
 def blocking_ring(comm):
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    x = np.ones(1)
-    comm.isend(x, right).wait()  # blocks: the neighbour is here too
-    return comm.irecv(np.empty(1), left).wait()
-
-
-def caught(expected, run):
-    """Run something that must fail, and show how."""
-    try:
-        run()
-    except expected as error:
-        print(f"caught: {error}\n")
-    else:
-        raise AssertionError(f"no {expected.__name__}: the mistake went unnoticed")
+    comm.isend(np.ones(1), (comm.rank + 1) % comm.size).wait()  # every rank blocks here
+    return comm.irecv(np.empty(1), (comm.rank - 1) % comm.size).wait()
 
 
 if rank == 0:
     caught(CommunicationError, lambda: run_local(3, blocking_ring))
 
 # %% [markdown]
-# The cure is the order of the lines in `first_ring`: *start* the send, start the receive, and only then wait for both.
-# Every algorithm in the library does that in one `yield`.
-#
-# ## 2. All-reduce = reduce-scatter + all-gather
+# ## 3.3 All-reduce = reduce-scatter + all-gather
 #
 # Cut the array into $p$ **chunks**, one for each rank (when $p$ does not divide it, the first ones are longer by one
 # element).
@@ -197,239 +166,285 @@ if rank == 0:
 # - **all-gather**: every rank's chunk arrives on every rank.
 #
 # One after the other they are an **all-reduce**: the whole sum on every rank. In a ring each of the two takes $p-1$
-# steps, and in each step each rank sends one chunk, $n/p$ bytes:
-#
-# $$ 2\,(p-1)\,\frac{n}{p} = 2n\,\frac{p-1}{p} \ \text{ bytes per rank.} $$
+# steps, and in each step each rank sends one chunk, $n/p$ bytes, to its right. In the reduce-scatter a rank *adds* what
+# arrives to its own part of that chunk and sends the sum on. In the all-gather it *keeps* what arrives and sends it on.
+# `after_step` lets us watch, and section 3.10 changes `start`.
+
+
+# %%
+def ring_reduce_scatter_in_place(comm, x, after_step=lambda: None, start=1):
+    """Leave chunk r of the sum in chunk r of x. The other chunks end with partial sums."""
+    p, r = comm.size, comm.rank
+    chunks = np.array_split(x, p)  # views of x
+    for step in range(p - 1):
+        leaving, growing = chunks[(r - start - step) % p], chunks[(r - start - 1 - step) % p]
+        growing += exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=growing)  # in the next step it leaves
+        after_step()
+
+
+def ring_all_gather_in_place(comm, x, after_step=lambda: None):
+    """Fill x with all ranks' chunks: at first each rank has chunk r."""
+    p, r = comm.size, comm.rank
+    chunks = np.array_split(x, p)
+    for step in range(p - 1):
+        leaving, missing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        missing[...] = exchange(comm, leaving, (r + 1) % p, (r - 1) % p, like=missing)
+        after_step()
+
+
+def ring(comm, x, after_step=lambda: None):
+    """Set x = the sum over all ranks."""
+    ring_reduce_scatter_in_place(comm, x, after_step)
+    ring_all_gather_in_place(comm, x, after_step)
+
+
+for length in (1000 * p, 1003, 3, 0):  # also where p does not divide it
+    x = contribution(rank, length, np.int64)
+    comm.traffic.reset()
+    ring(comm, x)
+    assert np.array_equal(x, left_to_right([contribution(r, length, np.int64) for r in range(p)]))
+    assert comm.traffic.messages() == 2 * (p - 1)
+    assert comm.traffic.bytes() == wire_bytes("all_reduce", "ring", length, 8, p, rank)  # 2n(p-1)/p if p divides n
+say(f"the ring's sum is right on {p} ranks, with {2 * (p - 1)} messages and 2n(p-1)/p bytes per rank")
+
+# %% [markdown]
+# To watch it, `watch_blocks` lets rank $r$ bring the value $2^r$ in each chunk. Then the binary digits of a partial sum
+# say whose contributions are in it. This is the memory of four ranks after each step:
+
+# %%
+if rank == 0:
+    titles = [f"{half} {step}" for half in ("reduce-scatter", "all-gather") for step in (1, 2, 3)]
+    panels = watch_blocks(4, ring, "at first", *titles)
+    complete = panels[3][1] == 0b1111  # (rank, chunk)
+    assert np.array_equal(complete, np.eye(4)) and (panels[-1][1] == 0b1111).all()
+    show(plot_blocks([panels[:4], panels[3:]]), "03_ring")
+    say("after 3 steps rank r has the whole sum of chunk r and of no other; after 6 steps every rank has all of it")
+
+# %% [markdown]
+# Into each framed block went a message from the rank above it (into rank 0's from rank 3). Follow chunk 0: its sum
+# starts on rank 1, goes to rank 2 and rank 3, and is complete on rank 0. Then the complete chunk goes round once more.
 #
 # **No algorithm sends less.** Look at one element, and put all receives of messages about it in the order in which they
 # happen. Some rank is the first to know its sum. Until then each of the other $p-1$ ranks must have sent at least one
 # message that was received: without it, its contribution would be missing. After that each of the other $p-1$ ranks
 # must still receive at least one. That makes $2(p-1)$ messages for each element, so $2(p-1)\,n$ bytes over all ranks,
-# and some rank sends at least the average, $2n(p-1)/p$. (Patarasuk and Yuan 2009 prove it for whole arrays. The
-# argument assumes that a message about an element is as long as the element: gradient compression escapes it, by giving
-# up the exact sum.)
+# and some rank sends at least the average, $2n(p-1)/p$. The ring sends exactly that. (Patarasuk and Yuan 2009 prove it
+# for whole arrays. The argument assumes that a message about an element is as long as the element, and that only ranks
+# add. With gradient compression, which gives up the exact sum, ranks send less; so they do where the network's switches
+# add, as in NVIDIA's SHARP.)
 #
-# The ring meets the bound. Here it is, as it stands in the library. An algorithm is a *generator*: it starts messages
-# and yields those that must be done before it can go on. Whoever drives it decides how to wait. `link` is a
-# communicator's view of one operation; the last argument of its two operations is the step, which gives every message a
-# tag of its own.
-
-# %%
-if rank == 0:
-    show_source(ring_reduce_scatter, ring_all_gather, ring_all_reduce)
-
-# %% [markdown]
-# To watch it, let rank $r$ bring the number $2^r$ in each chunk. Then the binary digits of a partial sum say who is in
-# it. We drive the generator by hand on four ranks, over a link of our own (`Wire`: there is no magic in it), and give
-# it a `combine` that remembers what it has added.
+# **The same ring without waiting.** `exchange` blocks until its messages are done. If a rank is to compute meanwhile,
+# the algorithm must be able to stop there and to continue later. In Python that is a *generator*: it starts messages,
+# and yields those that must be done before it can go on. Its caller decides how to wait.
 
 
 # %%
-class Wire:
-    """What an algorithm needs of a link, made of the two operations of section 1."""
-
-    def __init__(self, comm):
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-
-    def isend(self, array, dest, step):
-        return self.comm.isend(array, dest, tag=step)
-
-    def irecv(self, array, source, step):
-        return self.comm.irecv(array, source, tag=step)
-
-    def scratch(self, count, dtype):
-        return np.empty(count, dtype)
-
-
-def watched_ring(comm):
-    """After each step of a ring all-reduce: the best sum that this rank has of each chunk, as bits."""
+def ring_all_gather_steps(comm, x):
+    """Do as ring_all_gather_in_place does, but yield the messages of each step instead of waiting for them."""
     p, r = comm.size, comm.rank
-    x = np.full(p, 1 << r)
-    best = x.copy()
-    frames = [x.copy()]
+    chunks = np.array_split(x, p)
+    for step in range(p - 1):
+        leaving, missing = chunks[(r - step) % p], chunks[(r - 1 - step) % p]
+        yield comm.isend(leaving, (r + 1) % p), comm.irecv(missing, (r - 1) % p)
 
-    def remember(received, own, out):
-        np.add(received, own, out=out)
-        best[(r - len(frames) - 1) % p] = out[0]
-        frames.append(best.copy())
 
-    for step, requests in enumerate(ring_all_reduce(Wire(comm), x, remember)):
-        for request in requests:
-            request.wait()
-        if step >= p - 1:  # the all-gather writes into x itself
-            best[x == (1 << p) - 1] = (1 << p) - 1
-            frames.append(best.copy())
-    return frames
+x = contribution(rank, n)
+ring_reduce_scatter_in_place(comm, x)
+for requests in ring_all_gather_steps(comm, x):
+    # The messages of one step are on their way. Here the rank could compute.
+    for request in requests:
+        request.wait()
+assert np.array_equal(x, comm.all_reduce(contribution(rank, n), algorithm="ring"))
+say("our sum and the library's have the same bits")
+if rank == 0:
+    show_source(ring_reduce_scatter, ring_all_gather)
+
+# %% [markdown]
+# The library's two halves are the two loops above. `link` is a communicator's view of one operation: it counts each
+# message and gives it a tag of its own, made from the step. The library adds three things: `x` keeps its values,
+# because the partial sums travel in scratch memory that is used again; `combine` may be a maximum instead of a sum; and
+# the order in which a chunk is added up is a promise (section 3.5).
+#
+# ## 3.4 Fewer messages: recursive doubling and halving
+#
+# The ring needs $2(p-1)$ messages one after the other. For a small array that is what counts, and fewer are enough.
+#
+# **Recursive doubling**: at distance $1, 2, 4, \dots$ pairs of ranks exchange *everything*, and both add. That takes
+# $\lg p$ messages of $n$ bytes each.
+#
+# **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): at distance
+# $p/2, p/4, \dots, 1$ each rank of a pair sends one half of what they share and adds up the other. After $\lg p$
+# messages that is a reduce-scatter. The way back is an all-gather: $2\lg p$ messages, and only $2n(p-1)/p$ bytes.
+
+
+# %%
+def doubling(comm, x, after_step=lambda: None):
+    """Set x = the sum over p = 2^k ranks."""
+    distance = 1
+    while distance < comm.size:
+        x += exchange(comm, x, comm.rank ^ distance, comm.rank ^ distance)
+        after_step()
+        distance *= 2
+
+
+def halving(comm, x, after_step=lambda: None, distance=None):
+    """Set x = the sum over p = 2^k ranks; p divides the length of x."""
+    distance = distance or comm.size // 2
+    partner = comm.rank ^ distance  # the rank whose number differs in one binary digit
+    kept, given = np.split(x, 2)[:: -1 if comm.rank & distance else 1]  # the lower rank keeps the lower half
+    kept += exchange(comm, given, partner, partner)
+    after_step()
+    if distance > 1:
+        halving(comm, kept, after_step, distance // 2)  # the whole sum of the kept half ...
+    given[...] = exchange(comm, kept, partner, partner)  # ... for the whole sum of the other half
+    after_step()
+
+
+def run_and_count(comm, algorithm):
+    x = np.full(800, comm.rank)
+    algorithm(comm, x)
+    assert (x == sum(range(comm.size))).all()
+    return comm.traffic.messages("send"), comm.traffic.bytes("send") / x.nbytes
 
 
 if rank == 0:
-    size = 4
-    frames = np.array(run_local(size, watched_ring))  # (rank, step, chunk)
-    assert frames.shape == (size, 2 * size - 1, size)
-    assert (frames[:, -1] == (1 << size) - 1).all()
-    for r in range(size):  # after the reduce-scatter each rank has the whole sum of its own chunk and of no other
-        whole = frames[r, size - 1] == (1 << size) - 1
-        assert whole[r] and whole.sum() == 1
-    figure = picture(11.0, 2.4)
-    panels = figure.subplots(1, 2 * size - 1)
-    for step, axes in enumerate(panels):
-        known = np.bitwise_count(frames[:, step])
-        axes.imshow(known, cmap="Blues", vmin=0, vmax=size + 2)
-        for r in range(size):
-            for c in range(size):
-                bits = int(frames[r, step, c])
-                who = "Σ" if bits == (1 << size) - 1 else "".join(str(k) for k in range(size) if bits >> k & 1)
-                axes.text(c, r, who, ha="center", va="center", fontsize=11 if who == "Σ" else 8)
-        title = (
-            "at first" if step == 0 else f"reduce-scatter {step}" if step < size else f"all-gather {step - size + 1}"
-        )
-        axes.set_title(title, fontsize=9)
-        axes.set_xticks(range(size), [f"c{c}" for c in range(size)], fontsize=8)
-        axes.set_yticks(range(size), [f"rank {r}" for r in range(size)] if step == 0 else [], fontsize=8)
-        axes.tick_params(length=0)
-    show(figure, "03_ring")
-    say("digits: the ranks whose contributions are in the sum; Σ: all of them. Each step fills one cell on each rank.")
+    counts = {algorithm.__name__: run_local(8, run_and_count, algorithm)[0] for algorithm in (ring, doubling, halving)}
+    assert counts == {"ring": (14, 1.75), "doubling": (3, 3.0), "halving": (6, 1.75)}
+    titles = ["halving,\ndistance 2", "halving,\ndistance 1", "back,\ndistance 1", "back,\ndistance 2"]
+    rows = [watch_blocks(4, doubling, "at first", "doubling,\ndistance 1", "doubling,\ndistance 2")]
+    rows += [watch_blocks(4, halving, "at first", *titles)]
+    show(plot_blocks(rows), "03_doubling_and_halving")
+    say(f"messages and multiples of n sent by each of 8 ranks: {counts}")
+    show_source(recursive_doubling_all_reduce)
 
 # %% [markdown]
-# The ring needs $2(p-1)$ messages one after the other. For a small array that is what counts, and there are ways with
-# fewer.
+# | all-reduce on 8 ranks | messages one after the other | bytes sent per rank |
+# | --- | --- | --- |
+# | ring | 14 | $1.75\,n$ |
+# | recursive doubling | 3 | $3\,n$ |
+# | recursive halving and doubling | 6 | $1.75\,n$ |
 #
-# **Recursive doubling**: in step $k$ ranks at distance $2^k$ exchange *everything* and both add. $\lg p$ messages, but
-# $n$ bytes each time.
+# In the picture, halving leaves rank $r$ with chunk $r$ of the sum, and each step exchanges half of the bytes of the
+# step before. On the way back each step exchanges twice as many.
 #
-# **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): pairs at distance $p/2$,
-# then $p/4$, ... split what they still share: each sends one half and adds up the other. That is a reduce-scatter in
-# $\lg p$ messages. Then the same backwards as an all-gather. $2\lg p$ messages and only $2n(p-1)/p$ bytes.
+# The library's version adds any number of ranks: where $p$ is not a power of two, the extra ranks first hand their data
+# to a neighbour and wait for the result (`fold`, `unfold`). `place` is then a rank's number among those that are left.
+# `recursive_halving_all_reduce` is built in the same way.
 #
-# When $p$ is not a power of two, the extra ranks first hand their data to a neighbour and wait for the result (`fold`).
+# **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down: about
+# $2\lg p\,(\alpha + n\beta)$ if whole arrays travel. Cut into $k$ pieces that follow one another, the array takes about
+# $(2\lg p + k)(\alpha + \frac{n}{k}\beta)$ on links that send and receive at once: few steps *and* nearly $n\beta$. But
+# a leaf then sends little and an inner rank sends to two children, which doubles its $\beta$. NCCL's tree is a pair of
+# trees, each for half of the array; a leaf of one is an inner rank of the other, so each rank sends at most $2n$ bytes,
+# as in the ring, within a number of steps that grows with $\lg p$. The library has one tree, in `broadcast`.
 #
-# **Ordered**: no ring at all. Each rank sends each other rank that one's chunk directly, everything at once, and adds
-# what arrives in rank order. Then it sends its finished chunk to all others. As many messages and bytes as the ring, in
-# two rounds of waiting instead of $2(p-1)$, but room for a second array. What else its order is good for we shall see.
+# **Hierarchical all-reduce.** Let $p$ ranks sit on hosts of $g$ GPUs each. First a reduce-scatter inside each host,
+# then an all-reduce of the $n/g$ bytes between the ranks with the same place in their hosts, then an all-gather inside
+# each host. The ranks of one host together send $2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat
+# ring one rank of each host sends $2n(1 - 1/p)$, in $2(p-1)$ steps. So the bytes are nearly the same. What is gained is
+# the number of steps on the slow network, and that each GPU can use a network card of its own. Problem 5 builds it.
+#
+# ## 3.5 All-to-all, and the order of a sum
+#
+# In an **all-to-all** every rank has a different chunk for every other rank: chunk $j$ goes to rank $j$. Write the
+# chunks of all ranks as a matrix with one row for each rank: the operation transposes it. Each rank sends all but its
+# own chunk, $n(p-1)/p$ bytes. Expert parallelism sends each token to the rank that has its expert and back, with one
+# all-to-all each.
+#
+# It is also half of another all-reduce. If each rank sends chunk $j$ to rank $j$ directly, rank $j$ holds all $p$
+# contributions to its chunk and can add them **in rank order**. The library calls this algorithm `ordered`.
+
 
 # %%
+def all_to_all(comm, x):
+    """Send chunk j of x to rank j. Return the chunks that arrive here, one row for each rank that sent one."""
+    p, r = comm.size, comm.rank
+    chunks = np.split(x, p)
+    arrived = np.empty((p, x.size // p), x.dtype)
+    arrived[r] = chunks[r]
+    for distance in range(1, p):
+        dest, source = (r + distance) % p, (r - distance) % p
+        arrived[source] = exchange(comm, chunks[dest], dest, source)
+    return arrived
+
+
+x = contribution(rank, 100 * p)
+assert np.array_equal(all_to_all(comm, x).ravel(), comm.all_to_all(x))
+assert np.array_equal(left_to_right(all_to_all(comm, x)), comm.reduce_scatter(x, algorithm="ordered"))
+say("reduce-scatter in rank order = an all-to-all and a sum from left to right: the library's bits")
 if rank == 0:
-    show_source(recursive_doubling_all_reduce, recursive_halving_all_reduce, ordered_reduce_scatter)
+    show_source(ordered_reduce_scatter)
 
 # %% [markdown]
-# **Proof.** Integers first: their sum is exact in any order, so every algorithm must give the same values as NumPy,
-# `==`. The lengths include one that $p$ does not divide, one shorter than $p$, and zero. MPI's own collective
-# (`algorithm="mpi"`) is one of those compared, where mpirun has started us.
-
-# %%
-native = comm.transport.launcher == "mpirun"
-names = [name for name in ALGORITHMS["all_reduce"] if name != "mpi" or native]
-lengths = (1000 * p, 1003, 3, 1, 0)
-for length in lengths:
-    expected = left_to_right([contribution(r, length, np.int64) for r in range(p)])
-    for name in names:
-        x = contribution(rank, length, np.int64)
-        assert np.array_equal(comm.all_reduce(x, algorithm=name), expected)
-        bounds = chunk_bounds(length, p)
-        if name in ALGORITHMS["reduce_scatter"]:
-            start, stop = bounds[rank]
-            x = contribution(rank, length, np.int64)
-            assert np.array_equal(comm.reduce_scatter(x, algorithm=name), expected[start:stop])
-say(f"all_reduce and reduce_scatter, {', '.join(names)}: equal to NumPy at lengths {lengths} on {p} ranks")
-
-# %% [markdown]
-# **Bits.** Now floats. The docstring of the ring says in which order it adds: chunk $c$ in the order
-# $c+1, c+2, \dots, c$. If that is true, NumPy can repeat it and gets the same bits. `ordered` claims the order
-# $0, 1, \dots, p-1$: the same bits as one device that accumulates. And every algorithm must leave the *same* bits on
-# all ranks, or replicas drift.
+# The library's version starts all messages at once and waits only where it needs the next contribution. So it sends as
+# many messages and bytes as the ring, and ranks wait for one another once instead of $p-1$ times; but it needs scratch
+# memory for a second array.
 #
-# Why does it hold? In the ring, each chunk is added up on one path and then only copied. In recursive doubling two
-# ranks add the same two values, one as $a+b$ and the other as $b+a$: floating-point addition is commutative.
+# Now the claim about bits. The ring says that it adds up chunk $j$ in the order $j+1, j+2, \dots, j$ (modulo $p$). If
+# that is true, NumPy can repeat it and gets the same bits. `ordered` claims $0, 1, \dots, p-1$: the bits of one device
+# that accumulates. And every algorithm must leave the *same* bits on all ranks. In the ring each chunk is added up on
+# one path and then only copied. In recursive doubling the two ranks of a pair add the same two values, one as $a+b$ and
+# the other as $b+a$.
 
 # %%
-n = 10_000
 everybody = [contribution(r, n) for r in range(p)]
 expected = left_to_right(everybody)
+names = [name for name in ALGORITHMS["all_reduce"] if name != "mpi" or comm.transport.launcher == "mpirun"]
 results = {}
 for name in names:
     results[name] = comm.all_reduce(contribution(rank, n), algorithm=name)
-    assert len(set(comm.all_gather_bytes(results[name].tobytes()))) == 1 or name == "mpi"  # MPI promises less
-    np.testing.assert_allclose(results[name], expected, rtol=1e-4, atol=1e-2)
+    assert len(set(comm.all_gather_bytes(results[name].tobytes()))) == 1 or name == "mpi"  # MPI does not promise it
+    assert np.abs(results[name] - expected).max() < 1e-5 * np.abs(expected).max()
+    say(f"  {name:20} {(results[name] != expected).sum():6,} of {n:,} sums differ from left to right")
 
 ring_order = np.empty_like(expected)
-for c, (start, stop) in enumerate(chunk_bounds(n, p)):
-    ring_order[start:stop] = left_to_right([everybody[(c + 1 + k) % p][start:stop] for k in range(p)])
-assert np.array_equal(results["ordered"], expected)
-assert np.array_equal(results["ring"], ring_order)
-say(f"ordered = left to right in NumPy, ring = its own order in NumPy: bit for bit, {n:,} float32 sums over {p} ranks")
-for name in names:
-    differing = int((results[name] != expected).sum())
-    worst = float(np.abs(results[name] - expected).max())
-    say(f"  {name:20} {differing:6,} sums differ from left to right; the largest difference is {worst:.1e}")
-assert p <= 2 or not np.array_equal(results["ring"], expected)
+for j, (start, stop) in enumerate(chunk_bounds(n, p)):
+    ring_order[start:stop] = left_to_right([everybody[(j + 1 + k) % p][start:stop] for k in range(p)])
+assert np.array_equal(results["ordered"], expected) and np.array_equal(results["ring"], ring_order)
+say("ordered = left to right in NumPy, ring = its own order in NumPy: bit for bit")
 
 # %% [markdown]
-# None of these orders is more accurate than the others; they are only different. What matters for training is that the
+# None of these orders is more accurate than the others; they are different. What matters for training is that the
 # replicas agree, and that a run can be repeated. A *proof* that two programs train equally needs more: the same order
 # in both. That is what `ordered` is for (`--reduction ordered` in the trainer).
 #
-# ## 3. What moves is counted
+# ## 3.6 Every message is counted
 #
-# Every message and every byte is counted where it is sent. `wire_bytes` and `messages` are the closed forms, in
-# elements and chunk lengths, so that they hold for any length. They must agree with the counter with `==`, on every
-# rank, for every algorithm of every collective. No "about".
+# Every message and every byte is counted where it is sent. `messages` and `wire_bytes` are the closed forms, exact for
+# any length. The counter must agree with `==`, on every rank, for every algorithm of every collective.
 
 # %%
-comm.traffic.reset()
-calls = {
-    "all_reduce": lambda x, name: comm.all_reduce(x, algorithm=name),
-    "reduce_scatter": lambda x, name: comm.reduce_scatter(x, algorithm=name),
-    "all_gather": lambda x, name: comm.all_gather(x[slice(*chunk_bounds(x.size, p)[rank])], x.copy(), algorithm=name),
-    "all_to_all": lambda x, name: comm.all_to_all(x),
-    "broadcast": lambda x, name: comm.broadcast(x),
-    "barrier": lambda x, name: comm.barrier(),
-}
-checked, rows = 0, []
-for op, call in calls.items():
-    for name in ALGORITHMS[op]:
-        if name == "mpi":  # the library does not say what it sends
-            continue
-        for length in (1000 * p, 1003, 3):
-            before = comm.traffic.messages(op), comm.traffic.bytes(op)
-            call(np.ones(length), name)
-            counted = comm.traffic.messages(op) - before[0], comm.traffic.bytes(op) - before[1]
-            formula = messages(op, name, p, rank), wire_bytes(op, name, length, 8, p, rank)
-            assert counted == formula, f"{op} {name}, {length} elements: {counted} != {formula}"
-            checked += 1
-            if length == 1000 * p and op != "barrier":
-                rows.append({"op": f"{op}, {name}", "bytes": counted[1], "expected": formula[1]})
-say(f"counted messages and bytes == formula on each of {p} ranks: {checked} cases")
+for length in (1003, 3, 1000 * p):
+    rows = count_calls(comm, length)
+    assert all((row["messages"], row["bytes"]) == (row["expected_messages"], row["expected"]) for row in rows)
+assert wire_bytes("all_reduce", "ring", 8000, 8, 8, 0) == 112_000
+assert wire_bytes("all_to_all", "pairwise", 8000, 8, 8, 0) == 56_000
+say(f"counted messages and bytes == formulas on each of {p} ranks, {len(rows)} algorithms at three lengths")
 if p > 1 and rank == 0:
     show(plot_bytes(rows), "03_bytes")
-    say(f"bytes that rank 0 sends for an array of {8000 * p:,} bytes over {p} ranks")
 
 # %% [markdown]
-# And the bound of section 2? Rank $r$ sends $2n$ minus the chunks $r$ and $r+1$. Summed over the ranks that is
-# $2pn - 2n = 2(p-1)n$, for *any* length, divisible or not: exactly the least possible.
-
-# %%
-for length in (1000 * p, 1003, 3):
-    sent = sum(wire_bytes("all_reduce", "ring", length, 8, p, r) for r in range(p))
-    assert sent == 2 * (p - 1) * length * 8
-say(f"ring, all {p} ranks together: 2(p-1)n bytes, the lower bound, also where {p} does not divide n")
-
-# %% [markdown]
-# ## 4. What it costs: $\alpha$ and $\beta$
+# With 8 ranks and 64,000 bytes a ring all-reduce sends 112,000 bytes per rank; a reduce-scatter, an all-gather and an
+# all-to-all send 56,000 each. A broadcast's bytes depend on the rank: the root of its binomial tree sends up to
+# $n \lg p$, a leaf sends nothing.
 #
-# Say that a message of $m$ bytes takes $\alpha + \beta m$ (Thakur et al. 2005, section 3; they add $\gamma$ for each
-# byte added up, which we leave out). Then a ring all-reduce takes
+# ## 3.7 What it costs: latency and bandwidth
+#
+# Say that a message of $n$ bytes takes $\alpha + \beta n$ (Thakur et al. 2005, section 3; they add $\gamma$ for each
+# byte added up, which we leave out). Then an all-reduce takes
 #
 # $$ T_\text{ring} = 2(p-1)\left(\alpha + \frac{n}{p}\beta\right), \qquad
 #    T_\text{doubling} = \lg p\,(\alpha + n\beta), \qquad
 #    T_\text{halving} = 2\lg p\;\alpha + 2n\,\frac{p-1}{p}\,\beta. $$
 #
-# We need not believe it. On the `model` **clock** a rank's time advances only by what the cost model says. A rank's
-# messages leave one after the other; each carries its sender's time, and the receiver continues at the later of the two
-# plus $\alpha + \beta m$. Ranks are threads here, so 32 of them are no trouble. The prices are powers of two: sums of
-# them are exact in binary, and simulated time equals the formula with `==`.
+# On the `model` **clock** a rank's time advances only by what the cost model says. A rank's messages leave one after
+# the other; each carries its sender's time, and the receiver continues at the later of the two plus $\alpha + \beta n$.
+# The ranks are threads here, so 32 of them are no trouble. The prices are powers of two: sums of them are exact in
+# binary, and the simulated time equals the formula with `==`.
 
 # %%
 ALPHA, BETA = 2.0**-16, 2.0**-30  # 15 microseconds per message, 1.07 GB/s
+network = Network(ALPHA, BETA)
 FORMULAS = {
     "ring": lambda p, n: 2 * (p - 1) * (ALPHA + n / p * BETA),
     "recursive_doubling": lambda p, n: np.log2(p) * (ALPHA + n * BETA),
@@ -437,25 +452,16 @@ FORMULAS = {
 }
 
 
-def simulate(comm, cases):
-    """The time on the model clock of an all-reduce, for each (algorithm, bytes)."""
-    times = []
-    for algorithm, nbytes in cases:
-        start = comm.clock.now()
-        comm.all_reduce(np.zeros(nbytes, np.uint8), algorithm=algorithm)
-        times.append(comm.clock.now() - start)
-    return times
+def simulate(comm, algorithm, nbytes):
+    comm.all_reduce(np.zeros(nbytes, np.uint8), algorithm=algorithm)
+    return comm.clock.now()
 
 
 if rank == 0:
-    network = Network(ALPHA, BETA)
-    for size in (2, 3, 5, 8, 32):
-        cases = [("ring", 1024 * size), ("ring", 24 * size)]
-        times = run_local(size, simulate, cases, clock="model", network=network)
-        formula = [FORMULAS[name](size, nbytes) for name, nbytes in cases]
-        assert times == [formula] * size  # on every rank
-        microseconds = formula[0] * 1e6
-        say(f"ring, {size:2} ranks, {1024 * size:6,} bytes: {microseconds:8.2f} us == 2(p-1)(alpha + n/p beta)")
+    for ranks in (3, 5, 32):
+        times = run_local(ranks, simulate, "ring", 1024 * ranks, clock="model", network=network)
+        assert times == [FORMULAS["ring"](ranks, 1024 * ranks)] * ranks
+    say("ring: simulated time == formula on each of 3, 5 and 32 ranks")
 
 # %% [markdown]
 # Few messages or few bytes: which is better depends on $n$. Doubling and ring cost the same at
@@ -465,159 +471,91 @@ if rank == 0:
 # and doubling and halving at $n^* = \frac{\alpha}{\beta}\cdot\frac{\lg p}{\lg p - 2(p-1)/p}$. The ratio $\alpha/\beta$
 # is the number of bytes that a message could carry in the time it takes to get started: 16 KiB with our prices. (Both
 # formulas are for $p = 2^k$ above 2. With two ranks doubling sends as few bytes as the ring, in half as many messages:
-# it is always better, and the denominators are zero.) Lines are the formulas; each dot is a run of the library's code
-# on 16 simulated ranks.
+# it is always better, and the denominators are zero.) Each mark below is a run of the library's code on 16 simulated
+# ranks.
 
 # %%
 if rank == 0:
-    size = 16
-    lengths = [1 << k for k in range(10, 22, 2)]
-    cases = [(name, nbytes) for name in FORMULAS for nbytes in lengths]
-    every = run_local(size, simulate, cases, clock="model", network=network)
-    times = every[0]
-    assert every == [times] * size
-    assert times == [FORMULAS[name](size, nbytes) for name, nbytes in cases]
-    steps, share = np.log2(size), 2 * (size - 1) / size
-    against_ring = ALPHA / BETA * (2 * (size - 1) - steps) / (steps - share)
-    against_halving = ALPHA / BETA * steps / (steps - share)
-    assert np.isclose(FORMULAS["ring"](size, against_ring), FORMULAS["recursive_doubling"](size, against_ring))
-    figure = picture(7.0, 4.0)
-    axes = figure.add_subplot()
-    fine = np.geomspace(lengths[0], lengths[-1], 200)
-    for k, (name, colour) in enumerate(zip(FORMULAS, ("#0072B2", "#D55E00", "#009E73"), strict=True)):
-        axes.plot(fine, FORMULAS[name](size, fine) * 1e3, color=colour, label=name)
-        axes.plot(lengths, np.array(times[k * len(lengths) : (k + 1) * len(lengths)]) * 1e3, "o", color=colour)
-    for crossing, other in ((against_ring, "the ring"), (against_halving, "halving")):
-        axes.axvline(crossing, color="#999999", linestyle=":")
-        note = f" {crossing / 1024:.0f} KiB: {other}\n overtakes doubling"
-        axes.text(crossing, 0.06 if other == "the ring" else 3.4, note, fontsize=8)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{nbytes // 1024} KiB" for nbytes in lengths])
-    axes.set_xlabel(f"size of the array, {size} ranks; lines: formulas, dots: simulated")
-    axes.set_ylabel("time of an all-reduce (ms)")
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.95))
-    tidy(axes)
-    show(figure, "03_crossover")
-    say(f"{len(cases)} simulated times == formulas on {size} ranks")
+    ranks, steps, share = 16, 4, 2 * 15 / 16
+    times = {(name, 1 << k): FORMULAS[name](ranks, 1 << k) for name in FORMULAS for k in range(10, 22, 2)}
+    for (name, nbytes), seconds in times.items():
+        assert run_local(ranks, simulate, name, nbytes, clock="model", network=network) == [seconds] * ranks
+    crossings = {
+        "halving overtakes doubling": ALPHA / BETA * steps / (steps - share),
+        "the ring overtakes doubling": ALPHA / BETA * (2 * (ranks - 1) - steps) / (steps - share),
+    }
+    assert [round(nbytes / 1024) for nbytes in crossings.values()] == [30, 196]
+    assert [round(times[name, 1 << 20] * 1e3, 2) for name in FORMULAS] == [2.29, 3.97, 1.95]
+    show(plot_crossover(times, {name: partial(FORMULAS[name], ranks) for name in FORMULAS}, crossings), "03_crossover")
+    say(f"{len(times)} simulated times == formulas on {ranks} ranks")
+assert FEW_STEPS_BELOW == 256 * 1024
 
 # %% [markdown]
-# On this model recursive halving beats the ring everywhere. Then why does everyone speak of rings? The model says that
-# messages do not slow one another down. In a real network they do: halving starts with half of the array sent to the
-# far end of the machine, through links that all pairs share, where a ring only talks to neighbours. Also, halving needs
-# a power of two: otherwise the extra ranks send and receive whole arrays. NCCL has rings and trees for such reasons.
+# On 16 ranks halving overtakes doubling at 30 KiB and the ring overtakes it at 196 KiB. For 1 MiB the ring takes
+# 2.29 ms, doubling 3.97 ms and halving 1.95 ms.
 #
-# The rule of this library is in one function, and it follows the model only in part. Where ranks share cores, each
-# *wait* costs more than $\alpha$: a rank that has nothing to do must give its core away and get it back. So large
-# arrays take the way with the fewest rounds of waiting. On another machine another rule would be right, which is why
-# MPI and NCCL carry tables of measured thresholds. `"auto"` is for callers who want speed; a caller who needs stated
-# bits names the algorithm.
-
-# %%
-if rank == 0:
-    show_source(choose)
-say(f"few steps below {FEW_STEPS_BELOW // 1024} KiB, few bytes from there on")
-
-# %% [markdown]
-# ## 5. Against MPI's own, on the watch
+# On this model recursive halving beats the ring everywhere. Why does everyone speak of rings? The model says that
+# messages do not slow one another down. In a real network they do: halving starts with half of the array sent to the
+# far end of the machine, through links that all pairs share, where a ring only talks to neighbours. And halving needs a
+# power of two: otherwise the extra ranks send and receive whole arrays.
+#
+# `algorithm="auto"` in this library takes few messages below 256 KiB and few bytes in few rounds of waiting from there
+# on. On another machine another rule would be right, which is why MPI and NCCL carry tables of measured thresholds. A
+# caller who needs certain bits names the algorithm.
+#
+# ## 3.8 Against MPI's own
 #
 # Now real time. Ours and `MPI_Allreduce` take turns in the same run; each time is the median over batches, of the
 # slowest rank. Times are printed and not asserted: they belong to the machine and the moment.
 #
-# A time says little without the bandwidth it amounts to. nccl-tests defines two. With $S$ the bytes of the array and
-# $t$ the time, **algbw** is $S/t$. But an all-reduce moves more than $S$, and how much depends on $p$. **busbw**
+# A time says little without the bandwidth it amounts to. nccl-tests defines two. **algbw** is the size of the array
+# divided by the time. But an all-reduce moves more than its array, and how much depends on $p$. **busbw**
 # $= \text{algbw}\cdot 2(p-1)/p$ is the rate at which each rank sends in the best algorithm, so it can be compared with
-# the hardware's, whatever $p$.
+# the hardware's, whatever $p$. For a reduce-scatter, an all-gather or an all-to-all the factor is $(p-1)/p$.
 #
 # NB: several ranks share two cores and one memory here, so busbw is the speed of copying and adding, not of a network.
 
 # %%
-rows = []
-for algorithm in ("auto", "ring") if p > 1 else ():
-    for nbytes in (1 << 10, 1 << 14, 1 << 18, 1 << 21):
-        rows.append(measure(comm, "all_reduce", algorithm, nbytes, np.dtype(np.float32)))
-if rows and rank == 0:
-    say("     bytes  algorithm                     ours   MPI's own  ratio   algbw    busbw (GB/s)")
-    for row in rows:
-        algbw = row["bytes"] / row["seconds"] / 1e9
-        label = row["algorithm"] if row["algorithm"] == row["runs"] else f"{row['algorithm']}: {row['runs']}"
-        say(
-            f"{row['bytes']:10,}  {label:24} {row['seconds'] * 1e6:7.0f} us {row['mpi_seconds'] * 1e6:8.0f} us"
-            f"  {row['ratio']:5.2f}  {algbw:6.3f}   {algbw * 2 * (p - 1) / p:6.3f}"
-        )
-    show(plot_bench(rows), "03_against_mpi")
+if p > 1:
+    rows = measure_all_reduce(comm, ("auto", "ring"), (1 << 10, 1 << 14, 1 << 18, 1 << 21), say)
+    if rank == 0:
+        show(plot_bench(rows), "03_against_mpi")
 
 # %% [markdown]
-# In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it.
+# In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it. Every
+# message costs some microseconds of interpreter. For small arrays nothing else counts: `auto` sends $\lg p$ messages
+# and the ring $2(p-1)$. For megabytes the time goes into copying and adding bytes, and `np.add` does that as fast as
+# MPI's C. `python -m minipar.bench collectives` measures all operations at more sizes.
 #
-# Every message costs some microseconds of interpreter. For small arrays nothing else counts: `auto` sends $\lg p$
-# messages and the ring $2(p-1)$, and it shows. For megabytes the time goes into copying and adding bytes, and `np.add`
-# does that as fast as MPI's C. `python -m minipar.bench collectives` measures all operations at more sizes.
+# ## 3.9 Computing while it travels
 #
-# ## 6. Computing while it travels
+# The generator of section 3.3 can stop at each step, and that is how the library makes a collective asynchronous: with
+# `async_op=True` it starts the first messages and returns a `Work` at once, which keeps the generator. `work.wait()`
+# runs it to its end and gives the result. Operations of one communicator run in the order in which they were issued,
+# like kernels on a CUDA stream.
 #
-# With `async_op=True` a collective returns a `Work` at once; `work.wait()` gives the result. Operations of one
-# communicator run in the order in which they were issued, like kernels on a CUDA stream.
+# **Who moves the bytes while this rank computes?** On a GPU the copy engines and NCCL's kernels do. Here an operation
+# goes on only while its rank is inside *some* communication call. A ring that is issued and then ignored stands still
+# after its first step. `comm.progress()` is a call that only moves operations on; data parallelism makes it from its
+# gradient hooks.
 #
-# First the time line of a single ring all-reduce. Rank 2 computes half as long again. On the model clock, with arrows
-# from sender to receiver: the others exchange what they can, and gain nothing by it. A ring takes its full time from
-# the moment when the *last* rank begins; everyone else waits. In a profile such a wait looks like a slow network. It is
-# a slow rank (a *straggler*).
-
+# What can be hidden? Take a backward pass of $L$ layers. Each takes $T_B$ and leaves a gradient whose all-reduce takes
+# $T_\text{ring}$. One after the other: $L(T_B + T_\text{ring})$. Asynchronously, an all-reduce travels while the layers
+# before it compute. The first starts at $T_B$, and then either computation or communication is the bottleneck:
+#
+# $$ \max(L\,T_B + T_\text{ring},\; T_B + L\,T_\text{ring}). $$
+#
+# This is the overlap in PyTorch's DDP (Li et al. 2020, section 3.2.3); chapter 4 builds it.
 
 # %%
-def draw(ranks, program, *args, name, arrows=True):
-    """Run under a trace on the model clock, draw it, and return each rank's value."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "trace.json")
-
-        def traced(comm):
-            start_trace(comm)
-            comm.clock.resume(0.0)  # the time of start_trace's own barrier does not interest us
-            value = program(comm, *args)
-            save_chrome_trace(path, comm)
-            return value
-
-        values = run_local(ranks, traced, clock="model", network=network)
-        show(plot_timeline(read_trace(path), arrows=arrows), name)
-    return values
+T_B = 2.0**-10  # seconds of a layer's backward pass: nearly 1 ms, and a power of two keeps sums exact
 
 
-MILLISECOND = 2.0**-10  # nearly; a power of two keeps sums exact
-FLOPS = 1e12 * MILLISECOND  # what the model clock's machine computes in that time
-
-
-def late_rank(comm, nbytes):
-    with comm.tracer.region("backward", flops=FLOPS * (1.5 if comm.rank == 2 else 1.0)):
-        pass  # the model clock takes the time that the FLOPs say
-    comm.all_reduce(np.zeros(nbytes, np.uint8), algorithm="ring")
-    return comm.clock.now()
-
-
-if rank == 0:
-    size, nbytes = 5, 5 << 16
-    times = draw(size, late_rank, nbytes, name="03_late_rank")
-    late, R = 1.5 * MILLISECOND, FORMULAS["ring"](size, nbytes)
-    assert times == [late + R] * size
-    ends = times[0] * 1e3
-    say(f"rank 2 begins at {late * 1e3:.3f} ms; every rank ends at {ends:.3f} ms == that + 2(p-1)(alpha + n/p beta)")
-
-# %% [markdown]
-# Now a backward pass of $L$ layers, each taking $C$, each leaving a gradient whose all-reduce takes $R$. One after the
-# other: $L(C + R)$. Asynchronously, an all-reduce travels while the layers before compute: the first starts at $C$, and
-# then either computation or communication is the bottleneck:
-#
-# $$ \max(LC + R,\; C + LR). $$
-#
-# This is all there is to the overlap in PyTorch's DDP (Li et al. 2020, section 3.2.3); chapter 4 builds it.
-
-
-# %%
 def backward(comm, layers, nbytes, async_op):
     works = []
     for _ in range(layers):
-        with comm.tracer.region("backward", flops=FLOPS):
-            pass
+        with comm.tracer.region("backward", flops=1e12 * T_B):
+            pass  # the model clock of a device with 1e12 floating-point operations per second advances by T_B
         work = comm.all_reduce(np.zeros(nbytes, np.uint8), algorithm="ring", async_op=async_op)
         works += [work] if async_op else []
     for work in works:
@@ -626,109 +564,61 @@ def backward(comm, layers, nbytes, async_op):
 
 
 if rank == 0:
-    size, layers, C = 4, 4, MILLISECOND
-    for nbytes in (1 << 18, 1 << 20):
-        R = FORMULAS["ring"](size, nbytes)
-        one_by_one = run_local(size, backward, layers, nbytes, False, clock="model", network=network)
-        overlapped = run_local(size, backward, layers, nbytes, True, clock="model", network=network)
-        assert one_by_one == [layers * (C + R)] * size
-        assert overlapped == [max(layers * C + R, C + layers * R)] * size
-        ms = one_by_one[0] * 1e3, overlapped[0] * 1e3
-        say(f"{nbytes:9,} bytes a layer: {ms[0]:.3f} ms one by one, {ms[1]:.3f} ms overlapped; == formulas")
-    draw(size, backward, layers, 1 << 18, False, name="03_one_by_one", arrows=False)
-    draw(size, backward, layers, 1 << 18, True, name="03_overlapped", arrows=False)
+    for nbytes, milliseconds in ((1 << 20, [10.13, 7.2, 1.56]), (1 << 18, [5.74, 4.36, 0.46])):
+        T_ring = FORMULAS["ring"](4, nbytes)
+        one_by_one, figure = timeline(4, backward, 4, nbytes, False, network=network)
+        overlapped, figure_overlapped = timeline(4, backward, 4, nbytes, True, network=network)
+        assert one_by_one == [4 * (T_B + T_ring)] * 4
+        assert overlapped == [max(4 * T_B + T_ring, T_B + 4 * T_ring)] * 4
+        assert [round(seconds * 1e3, 2) for seconds in (one_by_one[0], overlapped[0], T_ring)] == milliseconds
+        say(f"{nbytes >> 10} KiB per layer: {milliseconds[0]} ms one by one, {milliseconds[1]} ms overlapped")
+    show(figure, "03_one_by_one")
+    show(figure_overlapped, "03_overlapped")
 
 # %% [markdown]
-# **Who moves the bytes while this rank computes?** On a GPU the copy engines and NCCL's kernels do. Here there is
-# nobody: an operation goes on whenever its rank is inside *some* communication call, and `comm.progress()` is the one
-# that does nothing else. A collective of many steps that is issued and then ignored stands still after its first. DDP
-# here calls `progress` from its gradient hooks. Below, sleeping stands in for computing.
-
-
-# %%
-def finished_while_away(progress):
-    """How many ranks find their all-reduce finished when they come back from 40 ms of something else."""
-    comm.barrier()
-    x = np.ones(1 << 14)
-    work = comm.all_reduce(x, algorithm="ring", async_op=True)
-    for _ in range(80):
-        time.sleep(0.0005)
-        if progress:
-            comm.progress()
-    done = np.array([float(work.done)])
-    work.wait()
-    assert (x == p).all()
-    return int(comm.all_reduce(done)[0])
-
-
-for progress in (False, True):
-    ready = finished_while_away(progress)
-    say(f"{'with' if progress else 'without'} progress(): finished on {ready} of {p} ranks before wait()")
-
-# %% [markdown]
-# ## Exercises: break it, and see what catches it
+# With 256 KiB per layer the overlap shortens the pass from 5.74 ms to 4.36 ms, and only the last layer's all-reduce
+# (0.46 ms) is exposed. With 1 MiB per layer communication is the bottleneck: 7.20 ms instead of 10.13 ms.
 #
-# **1. An index off by one.** In the ring's reduce-scatter, receive chunk $r - s - 1$ in step $s$ where it should be
-# $r - s - 2$. All chunks have the same length when $p$ divides $n$, so every message arrives and nothing complains.
-# Every rank's contribution is in every sum, too: it is only another chunk's. What catches it is the comparison with
-# NumPy, and only if the values differ *from chunk to chunk*. A test in which each rank brings its rank number is the
-# usual one, and it passes.
+# ## 3.10 Mistakes, and what catches them
+#
+# **1. Off by one chunk.** Start the ring with chunk $r$ instead of $r-1$. All sums are right, but rank $r$ ends with
+# the sum of chunk $r+1$. (Some descriptions of the ring do it this way; their all-gather starts there too.) If the
+# function then returns chunk $r+1$ as its result, all messages arrive and nothing complains. A test in which each rank
+# brings its rank in all places is the usual one, and it passes: all chunks of the sum are equal. The values must differ
+# *from chunk to chunk*.
 
 
 # %%
-def broken_ring_reduce_scatter(link, x, out, combine):
-    p, r = link.size, link.rank
-    bounds = chunk_bounds(x.size, p)
-    right, left = (r + 1) % p, (r - 1) % p
-    travelling = x[slice(*bounds[left])].copy()
-    for step in range(p - 1):
-        start, stop = bounds[(r - step - 1) % p]  # the mistake: 2, not 1
-        received = np.empty(stop - start, x.dtype)
-        yield link.irecv(received, left, step), link.isend(travelling, right, step)
-        travelling = out if step == p - 2 else received
-        combine(received, x[start:stop], out=travelling)
+def check(start, values):
+    """Compare a reduce-scatter on four ranks with NumPy; values(r) is what rank r brings."""
 
+    def complete_chunk(comm):
+        x = values(comm.rank)
+        ring_reduce_scatter_in_place(comm, x, start=start)
+        return np.split(x, 4)[(comm.rank + 1 - start) % 4]  # chunk r, or with the mistake chunk r + 1
 
-def drive(comm, algorithm, x):
-    """Run a reduce-scatter that is not in the library's table."""
-    start, stop = chunk_bounds(x.size, comm.size)[comm.rank]
-    out = np.empty(stop - start, x.dtype)
-    for requests in algorithm(Wire(comm), x, out, np.add):
-        for request in requests:
-            request.wait()
-    return out
-
-
-def reduce_scatter_equals_numpy(algorithm, bring, ranks=4, n=8):
-    parts = run_local(ranks, lambda comm: drive(comm, algorithm, bring(comm.rank, n)))
-    expected = left_to_right([bring(r, n) for r in range(ranks)])
-    assert np.array_equal(np.concatenate(parts), expected), f"{np.concatenate(parts)} is not {expected}"
-
-
-def rank_number(of, n):
-    return np.full(n, of + 1)
-
-
-def different(of, n):
-    return 10**of * np.arange(1, n + 1)
+    result, expected = np.concatenate(run_local(4, complete_chunk)), sum(values(r) for r in range(4))
+    assert np.array_equal(result, expected), f"{result} is not {expected}"
 
 
 if rank == 0:
-    reduce_scatter_equals_numpy(ring_reduce_scatter, different)
-    reduce_scatter_equals_numpy(broken_ring_reduce_scatter, rank_number)  # passes!
-    say("a test in which rank r brings r+1 in all places passes the broken ring\n")
-    caught(AssertionError, lambda: reduce_scatter_equals_numpy(broken_ring_reduce_scatter, different))
-
-# %% [markdown]
-# Try a length that $p$ does not divide: then the chunks differ in length, and the very first wrong message is noticed.
-
-# %%
-if rank == 0:
-    caught(CommunicationError, lambda: reduce_scatter_equals_numpy(broken_ring_reduce_scatter, different, n=9))
+    check(1, lambda r: 10**r * np.arange(1, 9))
+    check(0, lambda r: np.full(8, r + 1))
+    say("a test in which rank r brings r + 1 in all places does not see the mistake\n")
+    caught(AssertionError, lambda: check(0, lambda r: 10**r * np.arange(1, 9)))
 
 # %% [markdown]
 # **2. A message of the wrong size.** One rank's array is shorter. MPI delivers a short message silently into a longer
 # buffer, and leaves the rest as it was. The library checks the count that arrived.
+#
+# **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI no process sees
+# all ranks: the others wait for `MINIPAR_TIMEOUT` seconds, and the error names the operation and the missing message.
+# The same happens to the others if one rank calls `reduce_scatter` where they call `all_reduce`: the first half of the
+# messages is the same, so that rank even gets a result and leaves.
+#
+# A mean that is divided by $p$ twice, before the all-reduce and after it, is harder to see: the loss still falls, and
+# Adam is nearly blind to the scale of gradients. A check needs no training, only two ranks: *the mean of equal arrays
+# is the array*.
 
 
 # %%
@@ -736,71 +626,106 @@ def shorter_on_rank_1(comm):
     return comm.all_reduce(np.ones(99 if comm.rank == 1 else 100), algorithm="recursive_doubling")
 
 
-if rank == 0:
-    caught(CommunicationError, lambda: run_local(4, shorter_on_rank_1))
-
-# %% [markdown]
-# **3. One rank does something else.** Rank 2 calls `reduce_scatter` where the others call `all_reduce`. The first half
-# of the messages is the same, so it even gets a result and leaves. Rank 3 never reaches the call at all (`if loss >
-# threshold: ...` on one rank only is the classic). On threads it is known at once. Over MPI nobody sees all ranks.
-# There, two ranks that disagree are noticed by the size of a message, if the sizes differ. Otherwise, and where a rank
-# never comes, the others wait for `MINIPAR_TIMEOUT` seconds. The error names the operation and the missing message.
-
-
-# %%
-def another_collective_on_rank_2(comm):
-    if comm.rank == 2:
-        return comm.reduce_scatter(np.ones(8), algorithm="ring")
-    return comm.all_reduce(np.ones(8), algorithm="ring")
-
-
 def no_call_on_rank_3(comm):
     return comm.all_reduce(np.ones(8), algorithm="ring") if comm.rank != 3 else None
 
 
 if rank == 0:
-    caught(CommunicationError, lambda: run_local(4, another_collective_on_rank_2))
+    caught(CommunicationError, lambda: run_local(4, shorter_on_rank_1))
     caught(CommunicationError, lambda: run_local(4, no_call_on_rank_3))
 
 # %% [markdown]
-# **4. A mean divided twice.** The gradient is divided by $p$ before the all-reduce, and by $p$ once more after it. The
-# loss still falls, only more slowly, and Adam, which is nearly blind to the scale of gradients, hides even that. A
-# check needs no training: *the mean of equal arrays is the array*. With one rank it can catch nothing; test on at least
-# two.
-
+# ## 3.11 PyTorch's names
+#
+# | here | `torch.distributed` | NCCL |
+# | --- | --- | --- |
+# | a communicator `comm` | `ProcessGroup` | `ncclComm_t` |
+# | `comm.rank`, `comm.size` | `get_rank(group)`, `get_world_size(group)` | `ncclCommUserRank`, `ncclCommCount` |
+# | `comm.split(color, axis)` | `new_group(ranks)`, `DeviceMesh` | `ncclCommSplit` |
+# | `isend`, `irecv`, `exchange` | `isend`, `irecv`, `batch_isend_irecv` | `ncclSend`, `ncclRecv` in a group call |
+# | `all_reduce(x)` | `all_reduce(x)` | `ncclAllReduce` |
+# | `reduce_scatter(x, out)` | `reduce_scatter_tensor(out, x)` | `ncclReduceScatter` |
+# | `all_gather(chunk, out)` | `all_gather_into_tensor(out, chunk)` | `ncclAllGather` |
+# | `all_to_all(x, out)` | `all_to_all_single(out, x)` | `ncclSend`, `ncclRecv` in a group call |
+# | `broadcast(x, root)` | `broadcast(x, src)` | `ncclBroadcast` |
+# | `async_op=True`, `Work`, `work.wait()` | the same names | kernels on a CUDA stream |
+# | `algorithm="ring"` | | `NCCL_ALGO=Ring`, `Tree`, ... in the environment |
+# | `MINIPAR_TIMEOUT` | `init_process_group(timeout=...)` | |
+# | `python -m minipar.bench collectives` | | nccl-tests: `all_reduce_perf`, `alltoall_perf`, ... |
+#
+# Three differences. PyTorch's tensor collectives want chunks of one size, so FSDP pads; here the first chunks may be
+# longer. On CUDA, PyTorch's `work.wait()` makes the current *stream* wait and not the CPU. And NCCL does not document
+# in which order it adds; it may change with the number of ranks, the algorithm and the size.
+#
+# ## 3.12 Problems
+#
+# 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s and
+#    a message costs 15 µs. How many bytes does each GPU send? How long does it take, which part of that is $\alpha$,
+#    and what are algbw and busbw without that part?
+# 2. With these prices, from which size on is the ring better than recursive doubling?
+# 3. Four ranks bring, in all four elements of a float32 array, the values $1$, $2^{24}$, $-2^{24}$ and $1$. (In float32
+#    $2^{24} + 1$ rounds to $2^{24}$.) What does `ordered` give, and what does `ring` give in each element?
+# 4. Five ranks call a ring all-reduce of 320 KiB with the prices of section 3.7. Rank 2 comes $T_B/2$ (0.49 ms) after
+#    the others. When is each rank done? What does a profiler show on rank 0?
+# 5. Build the hierarchical all-reduce of section 3.4 for 8 ranks on 2 hosts from the library's collectives and
+#    `comm.split`. How many bytes leave each host, how many with a flat ring? What are they for 64 ranks on 8 hosts?
+#
+# **For you.** (a) One rank passes `op="max"` and the others `op="sum"`. Nothing above catches it: sizes and number of
+# messages agree. What would a check cost? (b) A mean can be divided by $p$ before the all-reduce or after it. When do
+# both give the same bits? Which one is better in float16?
+#
+# ## 3.13 Answers
 
 # %%
-def mean(comm, x):
-    return comm.all_reduce(x / comm.size)
+each = 2 * 14e9 * 63 / 64  # 1. bytes sent by each GPU
+latency, transfer = 2 * 63 * 15e-6, each / 50e9
+assert round(each / 1e9, 2) == 27.56 and round(latency * 1e3, 2) == 1.89 and round(transfer, 3) == 0.551
+assert round(14 / transfer, 1) == 25.4 and round(each / 1e9 / transfer, 1) == 50.0  # algbw, busbw in GB/s
+assert round(15e-6 * 50e9 * (126 - 6) / (6 - 126 / 64) / 1e6, 1) == 22.3  # 2. megabytes
 
 
-def mean_divided_twice(comm, x):
-    return comm.all_reduce(x / comm.size) / comm.size
+def hierarchical_all_reduce(comm, x, g):
+    inside, across = comm.split(comm.rank // g, "inside"), comm.split(comm.rank % g, "across")
+    chunk = across.all_reduce(inside.reduce_scatter(x, algorithm="ring"), algorithm="ring")
+    inside.all_gather(chunk, x, algorithm="ring")
+    return x[0], comm.traffic.bytes("all_reduce", "across")
 
 
-def mean_of_equal_arrays_is_the_array(mean, ranks):
-    x = np.arange(1.0, 5.0)
-    for result in run_local(ranks, lambda comm: mean(comm, x)):
-        assert np.allclose(result, x, rtol=1e-12), f"on {ranks} ranks the mean of equal {x} became {result}"
+def sum_of(comm, algorithm):
+    return comm.all_reduce(np.full(4, [1, 2**24, -(2**24), 1][comm.rank], np.float32), algorithm=algorithm).tolist()
 
 
 if rank == 0:
-    for ranks in (1, 2, 3, 4):
-        mean_of_equal_arrays_is_the_array(mean, ranks)
-    mean_of_equal_arrays_is_the_array(mean_divided_twice, 1)
-    say("one rank notices nothing\n")
-    caught(AssertionError, lambda: mean_of_equal_arrays_is_the_array(mean_divided_twice, 4))
+    assert run_local(4, sum_of, "ordered") == [[1, 1, 1, 1]] * 4  # 3.
+    assert run_local(4, sum_of, "ring") == [[2, 2, 2, 1]] * 4
+    assert round((T_B / 2 + FORMULAS["ring"](5, 5 << 16)) * 1e3, 2) == 1.1  # 4.
+    results = run_local(8, lambda comm: hierarchical_all_reduce(comm, np.full(1000, comm.rank + 1.0), g=4))  # 5.
+    assert results == [(36.0, 2 * 8000 * (1 - 4 / 8) / 4)] * 8  # each of a host's four ranks sends a quarter
+    assert 2 * (1 - 8 / 64) == 1.75 and round(2 * (1 - 1 / 64), 2) == 1.97
+say("the answers are right")
 
 # %% [markdown]
-# **Questions without an answer here**
+# 1. $2 \cdot 14 \cdot 63/64 = 27.56$ GB. It takes 0.551 s for the bytes and 1.89 ms for 126 messages. algbw is 25.4
+#    GB/s and busbw 50 GB/s, the link's speed.
+# 2. $\alpha/\beta = 750$ KB, and $750 \cdot (126 - 6)/(6 - 126/64)$ KB is 22.3 MB.
+# 3. `ordered` adds $((1 + 2^{24}) - 2^{24}) + 1 = 1$ everywhere. `ring` adds chunk 0 in the order 1, 2, 3, 0, which is
+#    2; chunk 1 in the order 2, 3, 0, 1, which is 2; chunk 2 in the order 3, 0, 1, 2, which is 2; chunk 3 in rank order,
+#    which is 1. Every rank gets the same four values.
+# 4. All at 0.49 ms + $T_\text{ring}$ = 1.10 ms: a ring takes its full time from the moment when the *last* rank begins.
+#    On rank 0 the all-reduce seems to take 1.10 ms, as if the network were slow. The cause is a slow rank (a
+#    *straggler*).
+# 5. $2n(1 - 4/8) = n$ bytes from each host, against $1.75\,n$ in a flat ring. For 64 ranks on 8 hosts $1.75\,n$ against
+#    $1.97\,n$. That is the least possible: with hosts in the place of ranks it is the bound of section 3.3.
 #
-# - Let one rank pass `op="max"` and the others `op="sum"`. Nothing above catches it: sizes and number of messages
-#   agree. What would a check cost, in messages and bytes, and when would you switch it on?
-# - Divide before the all-reduce or after it? When $p$ is a power of two the bits are the same. Why? And in float16,
-#   which one would you choose, and against what danger?
-# - Eight machines of eight GPUs each, fast links inside and slow ones between. Build an all-reduce from the collectives
-#   of two communicators (`comm.split`). How many bytes cross the slow links, for each machine? Can you get below a flat
-#   ring?
+# (a) Every rank computes a hash of operation, algorithm, dtype and shape, and an all-reduce with `max` of the hash and
+# its negative shows whether all are equal: $\lg p$ messages of 16 bytes. For a small array that doubles the time. So it
+# is switched on to look for a mistake: PyTorch's `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes such
+# a check of operation, shapes and dtypes.
+#
+# (b) When $p$ is a power of two: dividing by it changes the exponent only, so it commutes with rounding (as long as
+# nothing overflows or becomes subnormal). In float16 the largest value is 65,504, and eight gradients of 16,000 have an
+# infinite sum: divide before. The danger is then at the other end: small gradients divided by a large $p$ become
+# subnormal or zero. PyTorch's DDP divides before; FSDP can divide by about $\sqrt p$ before and by the rest after.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -16,9 +16,13 @@
 # (chapter 7). Each runs out: of samples, of heads, of layers, or of bandwidth. Large models are trained with all three,
 # their sizes multiplied: `--dp 2 --tp 2 --pp 2` takes eight ranks (Narayanan et al. 2021, arXiv 2104.04473).
 #
-# There is little new code in this chapter. The axes were built so as not to know each other. What is left are three
-# questions: do they really compose (the same losses, whatever the layout), what does each of them send, and which ranks
-# should be neighbours?
+# This chapter builds two things: the grid of ranks (8.1), and a checkpoint that does not depend on it (8.6). Between
+# them it asks what each axis leaves on a rank (8.2), whether the axes really compose (8.3), what each of them sends
+# (8.4), and which ranks should be neighbours (8.5).
+#
+# **Letters:** $d$, $t$, $p$ ranks of dp, tp, pp; $c$ ranks of cp, which is 1 here; $r$ a rank; $g$ GPUs per host;
+# $m$ microbatches; $B$ samples of a microbatch, $T$ tokens per sample, $h$ hidden size, $L$ layers, $V$ vocabulary;
+# $\Psi_r$ the parameters on rank $r$; $w$ bytes per value; $\alpha$ seconds per message, $\beta$ seconds per byte.
 #
 # Run it as `mpirun -n 8 python chapters/08_3d_parallel.py`, with any number of ranks. What takes eight ranks runs on
 # those of mpirun if it started eight, and else on eight threads of rank 0: the same program with another transport.
@@ -46,67 +50,103 @@ from minipar.comm import world
 comm = world()
 
 # %%
-import hashlib
 import json
+from contextlib import nullcontext
+from math import ceil, prod
+from pathlib import Path
+from unittest.mock import patch
 
-from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
+import numpy as np
 
-rank, N = comm.rank, comm.size
+from chapters.support import layouts_on_eight as eight
+from chapters.support.layouts_on_eight import AXES, Job, config_of, on_eight, trainer_on
+from minipar.comm import DeviceMesh, run_local
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.placement import BucketSlice
+from minipar.parallel.state import owned_pieces
+from minipar.parallel.traffic import predicted_traffic, tp_bytes
+from minipar.train.layout import step_layout
+from minipar.train.trainer import Trainer
+from minipar.train.verify import bound, verify
+
+rank, size = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.figures_mesh import plot_layouts, plot_placements
+    from chapters.support import figures_mesh as figures
     from chapters.support.show import show, show_source
-    from visualize import mesh_traffic, parse_trace, plot_mesh, plot_timeline
+    from visualize import mesh_traffic, parse_trace, plot_mesh
 
-# The layout of the ranks that mpirun started.
-TP = 2 if N % 2 == 0 else 1
-PP = 2 if N % 4 == 0 else 3 if N % 3 == 0 else 1
-DP = N // (TP * PP)
-
-
-def on_eight(work, *arguments):
-    """work(comm, *arguments) on eight ranks: what each returned, on rank 0; elsewhere nothing. Results are JSON's."""
-    if N != 8:
-        return run_local(8, work, *arguments) if rank == 0 else []
-    gathered = comm.gather_bytes(json.dumps(work(comm, *arguments)).encode())
-    return [json.loads(result) for result in gathered] if rank == 0 else []
-
-
-say(f"{N} rank{'s' if N > 1 else ''}: dp {DP} x tp {TP} x pp {PP}")
-say(f"where eight are needed: {'these' if N == 8 else 'threads of rank 0'}")
+MINE = eight.layout_of(size)  # the layout of the ranks that mpirun started
+GRID = "--dp 2 --tp 2 --pp 2 --microbatches 4 --global-batch 8"
+say(f"{MINE}; where eight ranks are needed: {'these' if size == 8 else 'threads of rank 0'}")
 
 # %% [markdown]
 # ## 8.1 A grid of ranks
 #
-# The ranks form a grid, the *mesh*, with one axis for each kind of parallelism. A rank has a coordinate on each axis.
-# The ranks that differ in one coordinate only are a *row*, and each row is a communicator: chapter 4's all-reduce runs
-# in the rows along dp, chapter 6's sums in those along tp, chapter 7's messages in those along pp. None of them knows
-# that others exist.
+# The ranks form a grid, the *mesh*, with one axis for each kind of parallelism. A rank has a coordinate on each axis:
+#
+# rank = ((pp $\cdot\, d$ + dp) $\cdot\, c$ + cp) $\cdot\, t$ + tp.
+#
+# So the coordinates are the digits of the rank, and the size of each axis is the base of its digit. pp is the slowest
+# axis, tp the fastest. (cp, context parallelism, cuts the tokens of a sample. It has one rank in this chapter.) The
+# coordinates come back by dividing. The ranks that differ in one coordinate only are a *row* of that axis. All this
+# fits into ten lines on plain integers:
+
+# %%
+SLOWEST_FIRST = ("pp", "dp", "cp", "tp")
+
+
+def coordinates(r, sizes):
+    """Take a rank's number apart, fastest axis first."""
+    place = {}
+    for axis in reversed(SLOWEST_FIRST):
+        r, place[axis] = divmod(r, sizes.get(axis, 1))
+    return place
+
+
+def rows(axis, sizes):
+    """The rows of an axis: lists of ranks whose other coordinates are equal."""
+    grid = np.arange(prod(sizes.values())).reshape([sizes.get(each, 1) for each in SLOWEST_FIRST])
+    return np.moveaxis(grid, SLOWEST_FIRST.index(axis), -1).reshape(-1, sizes[axis]).tolist()
+
+
+sizes = {"dp": 2, "tp": 4, "pp": 2}
+for axis in AXES:
+    say(f"{axis}: {rows(axis, sizes)}")
+assert coordinates(5, sizes) == {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
+assert [row for axis in AXES for row in rows(axis, sizes) if 5 in row] == [[4, 5, 6, 7], [1, 5], [5, 13]]
+if rank == 0:
+    show(figures.plot_grid(sizes, per_host=8), "08_grid")
+
+# %% [markdown]
+# This is the grid of dp 2 x tp 4 x pp 2, 16 ranks on two hosts of eight. Rank 5 has the coordinates pp 0, dp 1, tp 1.
+# Its rows are 4, 5, 6, 7 along tp, 1, 5 along dp, and 5, 13 along pp. Neighbours along tp are 1 apart, along dp
+# $t = 4$, along pp $t d = 8$. These distances are the *strides* of the axes.
+#
+# Two rows meet in one rank, never in two. So no pair of ranks ever talks on two axes. In the library each row is a
+# communicator: chapter 4's all-reduce runs in the rows along dp, chapter 6's sums in those along tp, chapter 7's
+# messages in those along pp. None of them knows that others exist.
 
 # %%
 if rank == 0:
-    show_source(DeviceMesh)
-
-
-def rows_of(comm):
-    """The world ranks of this rank's row along each axis."""
-    mesh = DeviceMesh(comm, dp=2, tp=2, pp=2)
-    return {axis: getattr(mesh, axis).ranks for axis in DeviceMesh.AXES}
-
-
-for r, rows in enumerate(on_eight(rows_of)):
-    assert all(r in row for row in rows.values())
-    assert set(rows["tp"]) & set(rows["dp"]) == set(rows["tp"]) & set(rows["pp"]) == {r}
-    assert [row[1] - row[0] for row in rows.values()] == [1, 2, 4]
-    say(f"rank {r}: " + "   ".join(f"{axis} with {row}" for axis, row in rows.items()))
+    show_source(DeviceMesh.__init__, DeviceMesh._along)
+    for shape in (sizes, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 4, "tp": 1, "pp": 3}, {"dp": 1, "tp": 6, "pp": 1}):
+        for r, mesh in enumerate(run_local(prod(shape.values()), DeviceMesh, **shape)):
+            assert mesh.coordinates | {"cp": 0} == coordinates(r, shape)
+            for axis in AXES:
+                assert [list(getattr(mesh, axis).ranks)] == [row for row in rows(axis, shape) if r in row]
+    say("the library's coordinates and rows are these, for each rank of four shapes")
 
 # %% [markdown]
-# Two rows meet in one rank, never in two. So no pair of ranks ever talks on two axes. Along tp neighbours are 1 apart,
-# along dp 2, along pp 4: tp is the *innermost* axis, pp the outermost. Section 8.4 asks why.
+# The library adds three things. It refuses sizes whose product is not the number of ranks, and shows the equation. It
+# makes a communicator of each row, whose messages cannot be mistaken for another row's. And it gives the communicator
+# the axis's name, under which bytes are counted and traced.
 #
-# ### What the axes cut, from the inside out
+# ## 8.2 What the axes leave on a rank
 #
-# 1. **tp** cuts each matrix of the serial model. A rank now has a narrower model with all layers.
+# From the inside out:
+#
+# 1. **tp** cuts the large matrices of the serial model. A rank now has a narrower model with all layers.
 #
 # 2. **pp** takes a run of these narrow layers.
 #
@@ -114,453 +154,329 @@ for r, rows in enumerate(on_eight(rows_of)):
 # state, in chunks over the dp row.
 #
 # The trainer does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`. None of them
-# asks what the others did. Each records its part in the parameter's *placement*, and what needs all axes (the norm,
-# checkpoints, the bytes below) is a loop over placements. Here with the ranks of this run and ZeRO 1. The parts must
-# add up to the model. LayerNorms, positions and some biases are not cut by tp: those count once for each tp rank.
+# asks what the others did. Each records its part in the parameter's *placement*: `Shard` (cut by tp), `Replicate` (the
+# same on all ranks of tp) or `Partial` (the same, but the gradient is still to be summed); the rank of pp; and
+# the parameter's place in a bucket, whose chunks belong to the ranks of dp. What needs all axes is a loop over
+# placements: the norm, checkpoints, the bytes of 8.4. They can be computed for any rank before anything has run:
 
 # %%
-from minipar.parallel.placement import Placement, Shard
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
-
+layout = step_layout(config_of(f"{GRID} --zero-stage 1", 8))
+ranks = [layout.placements(**layout.coordinates(r)) for r in range(8)]
+held = [sum(p.dp.size for p in placements) for placements in ranks]
+updated = [sum(len(p.dp.own) for p in placements) for placements in ranks]
+model = sum(prod(p.shape) for placements in (ranks[0], ranks[4]) for p in placements)  # of both stages
+say(f"parameters of the model {model:,}, on rank 0 {held[0]:,}, on rank 4 {held[4]:,}; updated there {updated[0::4]}")
+assert held == [17_504] * 4 + [12_960] * 4 and updated == [8_752] * 4 + [6_480] * 4
+assert model == 59_584 and sum(updated) == 60_928
 if rank == 0:
-    show_source(Placement)
-
-T, HIDDEN, V, LAYERS, BATCH, STEPS = 16, 32, 256, 4, 8, 5
-tokens = load_tokens(None, vocab_size=V, seq_len=T)
-SHAPE = f"--layers {LAYERS} --hidden {HIDDEN} --heads 8 --seq-len {T} --vocab-size {V} --dtype float64 --lr 3e-3"
-TRAINING = f"{SHAPE} --reduction ordered --dropout 0.1 --clip-grad 0.5 --eps 1e-6"
-
-
-def trainer_on(comm, flags, steps=STEPS, kind=Trainer, mesh=DeviceMesh):
-    """The trainer of this rank for a layout given as flags."""
-    config = resolve(parse(f"{TRAINING} --steps {steps} {flags}".split(), 1), comm.size)
-    return kind(config, mesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp), tokens)
-
-
-MINE = f"--dp {DP} --tp {TP} --pp {PP} --microbatches {2 * PP} --global-batch {2 * PP * DP}"
-if TP > 1:
-    MINE += " --sequence-parallel"
-trainer = trainer_on(comm, f"{MINE} --zero-stage 1")
-part = sum(bucket.size for bucket in trainer.ddp.buckets)  # of the parameters, on this rank
-kept_whole = [p for b in trainer.ddp.buckets for p in b.parameters if not isinstance(p.placement.tp, Shard)]
-whole_on_tp = sum(p.size for p in kept_whole)
-chunk = sum(p.size for p in trainer.ddp.parameters())  # of them, what this rank's optimizer updates
-held = [json.loads(one) for one in comm.all_gather_bytes(json.dumps([part, whole_on_tp, chunk]).encode())]
-assert sum(chunk for _, _, chunk in held) == sum(part for part, _, _ in held) // DP
-again = sum(whole for _, whole, _ in held) * (TP - 1) // (TP * DP)  # the copies that tp has more than one of
-assert sum(part for part, _, _ in held) // DP == trainer.size + again
-say(f"the model: {trainer.size:,} parameters; {again:,} more as tp's copies")
-for r, (part, _, chunk) in enumerate(held):
-    say(f"rank {r}: {part:>7,} parameters after tp and pp; its optimizer updates {chunk:>7,} of them")
+    show_source(BucketSlice.elements)
 
 # %% [markdown]
-# ## 8.2 Six layouts, one loss curve
+# Of 59,584 parameters a rank of the first stage holds 17,504, one of the second 12,960, and its optimizer updates half
+# of them. All optimizers together update 60,928: 1,344 more than the model has. These are LayerNorms, positions and
+# some biases, which tp does not cut, so that both ranks of a tp row update the same values. `BucketSlice.elements` says
+# which elements of a parameter lie in the chunk of a dp rank.
+#
+# ## 8.3 Six layouts, one loss curve
 #
 # If the axes do not know each other, every combination must train the same model. Six layouts of eight ranks, with
-# dropout and clipping, in float64. The last one has everything at once. (Why `--eps 1e-6`: 6.10.)
+# dropout and clipping, in float64. The last one has everything at once. (`--eps 1e-6` is AdamW's; with a smaller one it
+# would enlarge the rounding noise of gradients that are zero, as chapter 6 explains.)
 
 # %%
-from minipar.train.verify import bound, compare, layer_scales, relative_difference, verify
-
-AXES, PIPELINED = ("tp", "dp", "pp"), "dp 2 x pp 4, zb-h1"
-GRID = "--dp 2 --tp 2 --pp 2 --microbatches"
+PIPELINED = "dp 2 x pp 4, zb-h1"
 LAYOUTS = {
-    "dp 8": "--dp 8",
-    "dp 8, ZeRO 3": "--dp 8 --zero-stage 3",
-    "tp 8, sequence parallel": "--tp 8 --sequence-parallel",
-    PIPELINED: "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1",
-    "dp 2 x tp 2 x pp 2": f"{GRID} 4",
-    "the same, interleaved, ZeRO 3,\nsequence parallel, recompute": f"{GRID} 4 --schedule interleaved-1f1b "
+    "dp 8": "--dp 8 --global-batch 8",
+    "dp 8, ZeRO 3": "--dp 8 --zero-stage 3 --global-batch 8",
+    "tp 8, sequence parallel": "--tp 8 --sequence-parallel --global-batch 8",
+    PIPELINED: "--dp 2 --pp 4 --microbatches 4 --schedule zb-h1 --global-batch 8",
+    "dp 2 x tp 2 x pp 2": GRID,
+    "the same, interleaved, ZeRO 3,\nsequence parallel, recompute": f"{GRID} --schedule interleaved-1f1b "
     "--zero-stage 3 --sequence-parallel --recompute full",
 }
-
-
-def train(comm, flags):
-    """What each step reported; all parameters after each step, on rank 0; bytes of step 0 by axis."""
-    trainer = trainer_on(comm, f"{flags} --global-batch {BATCH}")
-    steps, states = [], []
-    for step in range(STEPS):
-        comm.traffic.reset()
-        steps.append(trainer.step(step))
-        if step == 0:
-            sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
-        states.append(trainer.state_dict())
-    return steps, states, sent
-
-
-single, states, _ = train(serial(), "") if rank == 0 else [None] * 3  # one device takes the whole batch at once
-
-
-def digest(state):
-    """The bits of all parameters, in one number."""
-    return hashlib.sha256(b"".join(array.tobytes() for array in state.values())).hexdigest()
-
-
-def curve(comm, flags):
-    """Train a layout on eight ranks; each returns the bytes that it sent, and rank 0 a comparison with one device."""
-    steps, found, sent = train(comm, flags)
-    if comm.rank != 0:
-        return {"sent": sent}
-    apart = []
-    for mine, alone in zip(found, states, strict=True):
-        scales = layer_scales(alone)
-        apart.append(max(relative_difference(mine[name], alone[name], scales[name]) for name in alone))
-    verdict = compare(found[-1], states[-1], steps, single, exact=False, ranks=8, dtype="float64")
-    found = {"losses": [step.loss for step in steps], "apart": apart, "bits": digest(found[-1])}
-    return found | {"sent": sent, "passed": verdict.passed, "verdict": verdict.line}
-
-
-runs = {label: on_eight(curve, flags) for label, flags in LAYOUTS.items()}  # of each the eight ranks' answers
+single = eight.single_device("--global-batch 8") if rank == 0 else None  # one device takes the whole batch at once
+runs = {label: on_eight(comm, eight.train, flags, single) for label, flags in LAYOUTS.items()}
 if rank == 0:
     for label, (first, *_) in runs.items():
         assert first["passed"], (label, first["verdict"])
-        apart = f"within {first['apart'][-1]:.1e} of one device with the whole batch"
-        say(f"{' '.join(label.split()):<60} {STEPS} steps: {apart}")
-    say(f"the last one's verdict in full (one device, the whole batch at once):\n  {first['verdict']}")
+        say(f"{' '.join(label.split()):<60} {eight.STEPS} steps: within {first['differences'][-1]:.1e} of one device")
     assert runs["dp 8"][0]["bits"] == runs["dp 8, ZeRO 3"][0]["bits"]
-    say("dp 8 and dp 8 with ZeRO 3: the same bits")
-    curves = {label: (first["losses"], first["apart"]) for label, (first, *_) in runs.items()}
-    limit = [bound("float64", step) for step in range(1, STEPS + 1)]
-    show(plot_layouts(curves, [step.loss for step in single], limit), "08_layouts")
+    limit = [bound("float64", step) for step in range(1, eight.STEPS + 1)]
+    assert round(limit[-1], 12) == 21e-12
+    show(figures.plot_layouts(eight.curves(runs), [result.loss for result in single.results], limit), "08_layouts")
 
 # %% [markdown]
-# Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding. It has two
-# causes. The single device here takes the batch at once; the layouts cut it into parts and add those. And tp splits the
-# sums inside the products (6.6). The first cause goes away if the single device adds the same parts in the same order:
-# then every layout without tp has its **bits**. `--verify` compares with that device. Let it judge the layout of this
-# run's own ranks, over MPI:
+# Above, the symbols lie on one another. Below is what is left between them, in the parameters: rounding, about
+# $10^{-13}$ of a layer's largest value after five steps, where $2.1\cdot10^{-11}$ is allowed. It has two causes. The
+# single device here takes the batch at once; the layouts cut it into parts and add those. And tp splits the sums inside
+# the products (chapter 6). dp 8 without ZeRO and with stage 3 have the same bits.
+#
+# The first cause goes away if the single device adds the same parts in the same order: then every layout without tp has
+# its **bits**. `--verify` compares with that device. It judges the layout of this run's own ranks, over MPI:
 
 # %%
 trainer = trainer_on(comm, f"{MINE} --zero-stage 3", steps=3)
-verdict = verify(trainer, list(trainer.train()), tokens)
-assert verdict.passed and ("bit for bit" in verdict.line) == (TP == 1), verdict.line
+verdict = verify(trainer, list(trainer.train()), trainer.batches.tokens)
+assert verdict.passed and ("bit for bit" in verdict.line) == ("--tp 1" in MINE), verdict.line
 say(f"{MINE} --zero-stage 3\n{verdict.line}")
 
 # %% [markdown]
-# ## 8.3 Bytes per axis
+# ## 8.4 Bytes per axis
 #
 # What a step sends is known before it runs. The closed forms of chapters 4 to 7 hold on each axis, with that axis's
-# share of the rest: a rank all-reduces over tp for *its* layers, and over dp *its* part of the parameters.
-# `predicted_traffic` is their sum, for any combination. The sizes of the buckets come from the parameters' placements,
-# which `StepLayout.placements` computes for any rank before anything has run.
+# share of the rest: a rank all-reduces over tp for *its* layers, and over dp *its* part of the parameters. One rank
+# sends per step
+#
+# - over **dp** all gradients once: $2 \Psi_r \frac{d-1}{d}\, w$ bytes,
+#
+# - over **tp** for each microbatch four all-reduces per layer of its stage, one more for the embedding or the head,
+# each of $B T h$ values: $m\,(4 L_r + 1) \cdot 2 B T h\, \frac{t-1}{t}\, w$ with $L_r$ layers on the rank,
+#
+# - over **pp** for each microbatch one activation or its gradient per neighbouring stage: $m B T h\, w$, or twice that
+# in the middle; the first and the last rank besides the token embedding or its gradient, $\frac{V}{t} h\, w$.
+#
+# Here for rank 0 of dp 2 x tp 2 x pp 2:
 
 # %%
-from minipar.parallel.traffic import buckets, dp_bytes, pp_bytes, predicted_traffic, tp_bytes
-from minipar.train.layout import step_layout
-
+d, t, m, B, T, h, V, w = 2, 2, 4, 1, 16, 32, 256, 8
+by_hand = {
+    "tp": m * (4 * 2 + 1) * 2 * B * T * h * (t - 1) // t * w,
+    "dp": 2 * held[0] * (d - 1) // d * w,
+    "pp": m * B * T * h * w + V // t * h * w,
+}
 if rank == 0:
-    show_source(buckets, tp_bytes, dp_bytes, pp_bytes)
-
-say(f"bytes of one step, all {N} ranks{'tp':>12}{'dp':>12}{'pp':>12}")
-for stage in (0, 1, 3):
-    trainer = trainer_on(comm, f"{MINE} --zero-stage {stage}")
-    comm.traffic.reset()
-    trainer.step(0)
-    sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
-    assert sent == predicted_traffic(step_layout(trainer.config), rank)
-    ranks = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(sent).encode())]
-    total = "".join(f"{sum(each[axis] for each in ranks):>12,}" for axis in AXES)
-    say(f"{MINE.split(' --micro')[0]} --zero-stage {stage}{total}   predicted on every rank, ==")
+    counted = runs["dp 2 x tp 2 x pp 2"][0]["sent"]
+    for axis in AXES:
+        say(f"{axis}: {by_hand[axis]:>8,} bytes by hand, {counted[axis]:>8,} counted")
+    assert {axis: counted[axis] - by_hand[axis] for axis in AXES} == {"tp": 16, "dp": 8, "pp": 200}
+    assert by_hand == {"tp": 147_456, "dp": 140_032, "pp": 49_152}
+    show_source(tp_bytes)
 
 # %% [markdown]
-# And the six layouts. In each, every rank sent in its first step what the formulas say:
+# tp sends 147,456 bytes, dp 140,032, pp 49,152. What is missing, 16, 8 and 200 bytes, are the sums of the loss and of
+# the gradient's norm. The library's forms have them too, and sequence parallelism, recompute, ZeRO and uneven stages;
+# the sizes of the buckets come from the placements. So its account is exact. In each of the six layouts, every rank
+# sent in its first step what `predicted_traffic` says, and so does each rank of this run over MPI:
 
 # %%
 if rank == 0:
     say(f"{'bytes of one step, all eight ranks':<62}{'tp':>12}{'dp':>12}{'pp':>12}")
     for label, flags in LAYOUTS.items():
-        config = resolve(parse(f"{TRAINING} {flags} --global-batch {BATCH}".split()), 8)
-        predicted = [predicted_traffic(step_layout(config), r) for r in range(8)]
-        assert [answer["sent"] for answer in runs[label]] == predicted
+        layout = step_layout(config_of(flags, 8))
+        assert [answer["sent"] for answer in runs[label]] == [predicted_traffic(layout, r) for r in range(8)]
         total = "".join(f"{sum(answer['sent'][axis] for answer in runs[label]):>12,}" for axis in AXES)
         say(f"{' '.join(label.split()):<62}{total}")
+trainer = trainer_on(comm, f"{MINE} --zero-stage 3")
+assert eight.counted_step(comm, trainer)[1] == predicted_traffic(step_layout(trainer.config), rank)
 
 # %% [markdown]
 # Who sends to whom? A trace holds every message. Here is one step of dp 2 x tp 2 x pp 2, as messages between its ranks
 # (the same comes from `--trace FILE.json` and `python -m visualize mesh FILE.json --out FIG.png`):
 
-
 # %%
-def traced(comm):
-    """What was recorded in one step."""
-    comm = Communicator(comm.transport, clock="model")
-    trainer = trainer_on(comm, f"{GRID} 4 --global-batch {BATCH}")
-    comm.tracer.enabled = True
-    trainer.step(0)
-    return comm.tracer.chrome_events(comm.rank)
-
-
-found = on_eight(traced)
+events = on_eight(comm, eight.traced_step, GRID)
 if rank == 0:
-    about = {"clock": "model", "mesh": {"pp": 2, "dp": 2, "tp": 2}}
-    traffic = mesh_traffic(
-        parse_trace({"traceEvents": [event for mine in found for event in mine], "otherData": about})
-    )
-    for r in range(8):
-        assert {axis: traffic.sent(axis, r)[1] for axis in AXES} == runs["dp 2 x tp 2 x pp 2"][r]["sent"]
+    traffic = mesh_traffic(parse_trace(eight.one_trace(events)))
+    assert all(traffic.sent(axis, 0)[1] == counted[axis] for axis in AXES)
     show(plot_mesh(traffic), "08_mesh")
 
 # %% [markdown]
 # A pipeline rank sends each activation to *one* other rank, the one with its own dp and tp coordinates.
 #
-# ## 8.4 Why tp is innermost
+# ## 8.5 Why tp is innermost
 #
-# A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host.
-# So with hosts of $g$ ranks, a row stays inside a host exactly if its axis is inner enough. Which axis should that be?
-#
-# Take the *real program* on the model clock, in the scale 1:64: every length stands for one 64 times as
-# long, so a model of $h = 96$ and $T = 32$ stands for one of $h = 6144$ and $T = 2048$ in 16 bit, on devices that do
-# $4\cdot10^{14}$ operations per second. Two hosts of four ranks. Two axes have NVLink; the third has the link between
-# the hosts. Each axis is put there once. (The two ranks of a message are 1, 2 or 4 apart, which tells its axis.) To the
-# program nothing changes but the rank order: the same values, the same bytes.
-#
-# (The links are those of 6.11: bandwidths from data sheets, latencies assumed. A few values per step, norm and loss,
-# are priced as if they too were 64 x 64 times as many.)
+# A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host,
+# $g$ in each. A row stays inside a host if its stride times its length divides $g$: along tp if $t$ divides $g$, along
+# dp if $t d$ does. Counted for dp 2 x tp 4 x pp 2:
+
 
 # %%
-from dataclasses import dataclass
-
-SCALE, SPEED = 64, 400e12
-LINKS = {  # seconds per message, bytes per second
-    "NVLink": (3e-6, 450e9),
-    "InfiniBand": (5e-6, 50e9),
-    "Ethernet": (30e-6, 12.5e9),
-}
-DISTANCES = {1: "tp", 2: "dp", 4: "pp"}  # between the two ranks of a row
+def rows_inside(sizes, host):
+    """For each axis, how many of its rows lie inside one host; host(r) is the host of rank r."""
+    return {axis: sum(len({host(r) for r in row}) == 1 for row in rows(axis, sizes)) for axis in AXES}
 
 
-@dataclass(frozen=True)
-class AxisNetwork(Network):
-    """A link for each axis: `link` for axis `slow`, NVLink for the others."""
-
-    slow: str | None = None
-    link: str = "NVLink"
-
-    def seconds(self, nbytes, source, dest):
-        axis = DISTANCES[abs(source - dest)]
-        alpha, speed = LINKS[self.link if axis == self.slow else "NVLink"]
-        return alpha + nbytes * SCALE**2 * (2 / 4) / speed
-
-
-BIG = "--layers 2 --hidden 96 --heads 8 --seq-len 32 --vocab-size 256"
-
-
-def scaled(comm, slow, link, microbatches, trace=False):
-    """One step of the scale model with axis `slow` on `link`, the others on NVLink: seconds, traffic, trace."""
-    comm = Communicator(comm.transport, clock=ModelClock(SPEED / SCALE**3), network=AxisNetwork(slow=slow, link=link))
-    mesh = DeviceMesh(comm, dp=2, tp=2, pp=2)
-    flags = f"{BIG} {GRID} {microbatches} --global-batch {2 * microbatches}"
-    trainer = Trainer(resolve(parse(flags.split(), 1), 8), mesh, load_tokens(None, vocab_size=256, seq_len=32))
-    comm.traffic.reset()
-    comm.tracer.enabled = trace
-    trainer.step(0)
-    traffic = {axis: (comm.traffic.bytes(axis=axis), comm.traffic.messages(axis=axis)) for axis in AXES}
-    return comm.clock.now(), traffic, comm.tracer.chrome_events(comm.rank) if trace else []
-
-
-def deal(jobs):
-    """`scaled` for each job, on eight threads; the ranks share out the jobs. {job: what each returned} on rank 0."""
-    mine = json.dumps([run_local(8, scaled, *job) for job in jobs[rank::N]]).encode()
-    hands = [json.loads(hand) for hand in comm.gather_bytes(mine) or []]
-    return {job: hands[i % N][i // N] for i, job in enumerate(jobs)} if rank == 0 else {}
-
-
-jobs = [(None, "NVLink", 16), *((axis, link, 16) for link in ("InfiniBand", "Ethernet") for axis in AXES)]
-traces = [("pp", "Ethernet", 4, True), ("tp", "Ethernet", 4, True)]  # for 7.5
-simulated = deal([*traces, *jobs])
-if rank == 0:
-    times = {job[:2]: max(seconds for seconds, _, _ in simulated[job]) for job in jobs}
-    traffic = simulated[jobs[0]][0][1]
-    ideal = times[None, "NVLink"]
-    say(f"every axis on NVLink: {ideal * 1e3:.1f} ms. One axis on another link (rank 0's bytes and messages):")
-    say("                               InfiniBand               Ethernet")
-    say("axis       MB   messages   its price  step longer   its price  step longer")
-    for axis, (nbytes, messages) in traffic.items():
-        row = f"{axis} {nbytes * SCALE**2 / 2 / 1e6:>10,.0f} {messages:>8}"
-        for link in ("InfiniBand", "Ethernet"):
-            alpha, speed = LINKS[link]
-            price = messages * alpha + nbytes * SCALE**2 / 2 / speed
-            row += f" {price * 1e3:>9.1f} ms {(times[axis, link] - ideal) * 1e3:>9.1f} ms"
-        say(row)
-    for link in ("InfiniBand", "Ethernet"):
-        assert times["tp", link] > times["dp", link] > times["pp", link] > ideal
-    bars = {link: {axis: times[axis, link] for axis in AXES} for link in ("InfiniBand", "Ethernet")}
-    notes = {"tp": "added by tp between hosts", "dp": "added by dp between hosts", "pp": "added by pp between hosts"}
-    show(plot_placements(ideal, bars, notes), "08_placements")
+sizes = {"dp": 2, "tp": 4, "pp": 2}
+assert {axis: len(rows(axis, sizes)) for axis in AXES} == {"tp": 4, "dp": 8, "pp": 8}
+assert rows_inside(sizes, host=lambda r: r // 8) == {"tp": 4, "dp": 8, "pp": 0}
+assert rows_inside(sizes, host=lambda r: r // 4) == {"tp": 4, "dp": 0, "pp": 0}
+assert rows_inside(sizes, host=lambda r: r % 2) == {"tp": 0, "dp": 8, "pp": 8}  # ranks dealt to the hosts in turn
 
 # %% [markdown]
-# *Its price* is $\alpha$ per message and $\beta$ per byte, as if nothing were hidden. The step becomes longer by less:
+# On hosts of eight all rows of tp and dp stay inside and those of pp leave. On hosts of four only tp stays inside.
+# Which axis should leave last?
+#
+# We time the *real program* on the model clock, with dp 2 x tp 2 x pp 2 on two hosts of four ranks. The model is at the
+# scale 1:64. Every length stands for one 64 times as long: $h = 96$ for 6144, $T = 32$ for 2048, $V = 256$ for 16,384,
+# in 16 bit, on devices that do $4\cdot10^{14}$ operations per second. Two axes have NVLink (3 µs, 450 GB/s); the third
+# has the link between the hosts, InfiniBand (5 µs, 50 GB/s) or Ethernet (30 µs, 12.5 GB/s). Each axis is put there
+# once. To the program nothing changes but the rank order: the same values, the same bytes. (Bandwidths are from data
+# sheets, latencies assumed.)
+
+# %%
+SLOW = ("InfiniBand", "Ethernet")
+steps = [Job(axis, "Ethernet", 4, traced=True) for axis in ("pp", "tp")]  # for the timeline
+jobs = {(axis, link): Job(axis, link, 16) for link in SLOW for axis in AXES}
+simulated = eight.simulate(comm, [Job(None, "NVLink", 16), *jobs.values(), *steps])
+if rank == 0:
+    fast = simulated[Job(None, "NVLink", 16)]
+    times = {key: simulated[job].seconds for key, job in jobs.items()}
+    say(f"every axis on NVLink: {fast.seconds * 1e3:.1f} ms. One axis on another link (rank 0's bytes and messages):")
+    for (axis, link), seconds in times.items():
+        nbytes, messages = fast.traffic[axis]
+        price = messages * eight.LINKS[link][0] + nbytes / eight.LINKS[link][1]
+        text = f"{axis} on {link:<10}{nbytes / 1e6:>7,.0f} MB in {messages:>3} messages"
+        say(f"{text}   price {price * 1e3:>5.1f} ms   step longer by {(seconds - fast.seconds) * 1e3:>5.1f} ms")
+    assert all(times["tp", link] > times["dp", link] > times["pp", link] > fast.seconds for link in SLOW)
+    found = [round(1e3 * seconds, 1) for seconds in (fast.seconds, *(times[axis, "Ethernet"] for axis in AXES))]
+    assert found == [153.7, 299.2, 199.4, 183.9], found
+    show(figures.plot_placements(fast.seconds, times), "08_placements")
+
+# %% [markdown]
+# *Its price* is $\alpha$ per message and $\beta$ per byte, as if nothing were hidden. The step of 153.7 ms becomes
+# longer by less. On Ethernet between the hosts it takes 299.2 ms with tp there, 199.4 ms with dp, 183.9 ms with pp:
 #
 # - **tp** sends the most, in the most messages, and in forward everybody waits for it. What can be hidden is half of
-# backward's, behind weight gradients (6.11).
+# backward's, behind weight gradients (chapter 6).
 #
 # - **dp** sends its gradients once per step, whatever the number of microbatches. Some of it travels while the pipeline
-# cools down (7.10).
+# drains.
 #
-# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding (7.9). Mostly the
-# fill, the drain and the embedding wait.
+# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding. Mostly the fill, the
+# drain and the embedding wait.
 #
-# So rank numbers run tp, dp, pp from the inside out, and `--tp` should not exceed the ranks of a host. Megatron has the
-# same order. It is no law: with more microbatches tp and pp send more and dp does not, with ZeRO 3 dp may send more
-# than tp (the table in 8.3). Count first; the formulas are above.
+# So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
+# order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
+# (8.4's table). Count first.
 #
-# ## 8.5 The timeline
-#
-# Two steps of the scale model with 4 microbatches, on Ethernet between the hosts: first in the right order, then with
-# tp between the hosts. Of the eight ranks we show four, the first replica. (The other four do the same at the same
-# times.)
+# The timeline shows where the time goes. Two steps with 4 microbatches, on Ethernet between the hosts: first in the
+# right order, then with tp between the hosts. Of the eight ranks we show four, the first replica.
 
 # %%
 if rank == 0:
-    events, begin = [], 0.0
-    for job in traces:
-        for _, _, mine in simulated[job]:
-            events += [event | ({"ts": event["ts"] + begin} if "ts" in event else {}) for event in mine]
-        begin += 1e6 * max(seconds for seconds, _, _ in simulated[job])
-    shown = [event for event in events if event["pid"] in (0, 1, 4, 5) and event["ph"] in "MX"]
-    figure = plot_timeline(parse_trace({"traceEvents": shown, "otherData": {"clock": "model"}}))
-    title = "dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: pp (left), tp (right)"
-    figure.axes[0].set_title(title, loc="left", fontsize=10)
-    show(figure, "08_timeline")
+    trace = eight.one_after_another([simulated[job] for job in steps], ranks=(0, 1, 4, 5))
+    show(figures.plot_two_steps(trace, between_hosts=("pp", "tp")), "08_timeline")
 
 # %% [markdown]
-# Below a rank's computation are its rows of communication, from above: dp, pp (sums), pp (messages), tp. Ranks 0 and 1
-# are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after each pair of products comes a
-# sum that both wait for. On the left these sums are hairlines. On the right they fill the lowest row, and every F and B
-# is longer by them: F more than B, which hides half of its own. On the right the messages of pp are short; on the left
-# they are the grey pieces.
+# Below a rank's computation is one row for each kind of communication: the sums over tp, dp and pp, and pp's messages
+# ("pp p2p"). Ranks 0 and 1 are a tp pair of the first stage, 4 and 5 one of the second. A pair works in step: after
+# each pair of products comes a sum that both wait for. On the left the sums over tp are hairlines. On the right they
+# fill their row, and every F and B is longer by them. The messages of pp, solid grey, are long on the left and too
+# short to see on the right; where the row is hatched, a rank waits for a message that is not sent yet.
 #
 # The order of actions is the same in both halves: 1F1B. After its last backward each stage sums its gradients over dp.
 # The second stage is done first, and then waits for the norm, which needs every stage. The last piece on the left is
-# the new embedding on its way to the last stage: 7.9's, over the slow link.
+# the new embedding on its way to the last stage, over the slow link.
+#
+# **On several hosts** nothing in the program changes; a launcher starts the ranks: `mpirun --hosts node1,node2 --ppn 4
+# -n 8 python -m minipar.train --dp 2 --tp 4` (MPICH), `--host node1:4,node2:4` (Open MPI), or `srun --nodes 2
+# --ntasks-per-node 4 --distribution block` (Slurm). Let it number the ranks in blocks. `--distribution cyclic`,
+# `--map-by node` and `--ppn 1` deal them to the hosts in turn, and then tp lies between hosts, as in the last `assert`
+# above. Nothing fails; it is only slow. All hosts need the same program and text, and a shared file system for
+# `--save`.
 #
 # ## 8.6 A checkpoint moves
 #
 # A run is stopped and goes on: on more ranks, or fewer, or cut otherwise. So a checkpoint must not know its layout.
-# Each rank writes the elements that *it* owns, and says which they are of the serial model's: that is in its
-# parameters' placements. Nobody gathers anything. A rank that resumes puts each parameter together and takes its part.
+# Each rank writes the elements that *it* owns, and names them by their place in the serial model's parameter. Here is
+# a matrix that tp cuts by columns, whose optimizer state ZeRO cuts into chunks of the flattened part:
+
 
 # %%
-import tempfile
+def write(matrix, d, t):
+    """{rank: what it writes}: elements start:stop of the row-major part number `part` of `parts`, cut along dim 1."""
+    files = {}
+    for r in range(d * t):
+        place = coordinates(r, {"dp": d, "tp": t})
+        part = np.split(matrix, t, axis=1)[place["tp"]].reshape(-1)  # what this rank computes with
+        own = np.array_split(np.arange(part.size), d)[place["dp"]]  # what its optimizer updates
+        start, stop = int(own[0]), int(own[-1]) + 1
+        files[r] = {"part": place["tp"], "parts": t, "start": start, "stop": stop, "elements": part[start:stop].copy()}
+    return files
 
-from minipar.parallel.state import owned_pieces
-from minipar.train.resume import open_checkpoint
 
+def read(files, shape):
+    """Put the matrix together. What the layout was is in the names of the elements only."""
+    parts = [np.full(prod(shape) // files[0]["parts"], np.nan) for _ in range(files[0]["parts"])]
+    for file in files.values():
+        parts[file["part"]][file["start"] : file["stop"]] = file["elements"]
+    return np.concatenate([part.reshape(shape[0], -1) for part in parts], axis=1)
+
+
+matrix = np.random.default_rng(8).standard_normal((5, 8))
+for before, after in (((2, 2), (1, 8)), ((3, 4), (2, 2)), ((1, 1), (7, 2))):  # d and t of the writer, of the reader
+    files = write(matrix, *before)
+    assert sum(file["elements"].size for file in files.values()) == matrix.size  # each element once
+    resumed, direct = write(read(files, matrix.shape), *after), write(matrix, *after)
+    assert all(resumed[r]["elements"].tobytes() == direct[r]["elements"].tobytes() for r in direct)
+say("written by one layout, read by another: the same bits on every rank")
+files = write(matrix, d=2, t=2)
+assert [files[3][key] for key in ("part", "parts", "start", "stop")] == [1, 2, 10, 20]
 if rank == 0:
-    show_source(owned_pieces)
-    holder = tempfile.TemporaryDirectory()
-folder = comm.all_gather_bytes(holder.name.encode() if rank == 0 else b"")[0].decode()
-
-
-def segment(comm, flags, place, stop=None):
-    """Go on from the checkpoint in `place`, if there is one, until step `stop` and save there, or to the end."""
-    resume = f"--resume {place}" if stop is None else ""
-    config = resolve(parse(f"{TRAINING} --steps {STEPS} {flags} {resume}".split(), 1), comm.size)
-    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-    trainer = Trainer(config, mesh, tokens, open_checkpoint(config, tokens, comm))
-    results = [trainer.step(step) for step in range(trainer.first_step, STEPS if stop is None else stop)]
-    if stop is not None:
-        trainer.save(place, stop)
-    return trainer, results
-
-
-def move(comm, before, after, place):
-    """Three steps in one layout, the rest in another; on rank 0 the comparison with one device that never stopped."""
-    segment(comm, f"{before} --global-batch {BATCH}", place, stop=3)
-    trainer, results = segment(comm, f"{after} --global-batch {BATCH}", place)
-    state = trainer.state_dict()
-    if comm.rank == 0:
-        verdict = compare(state, states[-1], results, single, exact=False, ranks=8, dtype="float64")
-        return verdict.passed, verdict.line, digest(state)
-
-
-MOVES = (
-    (f"{GRID} 4", "--dp 8 --zero-stage 3", None),
-    ("--dp 2 --pp 4 --microbatches 4 --schedule gpipe --zero-stage 3", LAYOUTS[PIPELINED], PIPELINED),
-)
-for number, (before, after, never_stopped) in enumerate(MOVES):
-    for passed, line, bits in on_eight(move, before, after, f"{folder}/{number}")[:1]:
-        assert passed, line
-        say(f"{before}  ->  {after}\n  {line} (one device, the whole batch at once)")
-        if never_stopped:
-            assert bits == runs[never_stopped][0]["bits"]
-            say("  and the bits of the run in this layout that never stopped (7.2)")
+    show(figures.plot_pieces(files, matrix.shape), "08_pieces")
 
 # %% [markdown]
-# Optimizer state, samples and dropout went along, else the losses of the last steps would differ. What is random is
-# keyed by seed, step and sample, so the step's number is all that must be remembered. Where both layouts add in the
-# same order, the resumed run has the **bits** of one that never stopped. And over MPI, on this run's own ranks:
+# Four ranks write a matrix of 5 x 8: dp 2 x tp 2. Each tp rank holds four columns, 20 elements, and each of its two
+# replicas owns ten of them. Nobody gathers anything, nothing is written twice, and the reader needs neither the
+# writer's mesh nor its number of ranks: `part`, `parts`, `start` and `stop` say which elements of the serial matrix
+# these are.
+#
+# The library asks the placements:
 
 # %%
-files = f"{folder}/mine"
-segment(comm, f"{MINE} --zero-stage 1", files, stop=3)
-trainer, results = segment(comm, f"{MINE} --zero-stage 3", files)
-verdict = verify(trainer, results, tokens)
-assert verdict.passed and ("bit for bit" in verdict.line) == (TP == 1), verdict.line
-say(f"{MINE}: ZeRO 1 -> ZeRO 3\n  {verdict.line}")
+LAYER = "h.0.mlp.c_fc.weight"
 if rank == 0:
-    holder.cleanup()
+    show_source(owned_pieces)
+folder, cleanup = eight.shared_directory(comm)
+MOVES = (
+    (GRID, "--dp 8 --zero-stage 3 --global-batch 8", None),
+    ("--dp 2 --pp 4 --microbatches 4 --schedule gpipe --zero-stage 3 --global-batch 8", LAYOUTS[PIPELINED], PIPELINED),
+)
+for number, (before, after, never_stopped) in enumerate(MOVES):
+    for first in on_eight(comm, eight.move, before, after, f"{folder}/{number}", single)[:1]:
+        assert first["passed"], first["verdict"]
+        say(f"{before}  ->  {after}\n  {first['verdict']}")
+        assert never_stopped is None or first["bits"] == runs[never_stopped][0]["bits"]
+if rank == 0:
+    files = json.loads(Path(folder, "0", "step-00000003", "manifest.json").read_text())["files"]
+    pieces = [(file["name"], piece) for file in files for piece in file["pieces"] if piece["name"] == LAYER]
+    say("\n".join(f"{name}: {piece}" for name, piece in pieces))
+    assert [(piece["start"], piece["stop"]) for _, piece in pieces] == [(0, 968)] * 2 + [(968, 2048)] * 2
+
+# %% [markdown]
+# `owned_pieces` adds to the cell above what real parameters need. A parameter that tp does not cut is written by the
+# rank with tp 0 alone. A matrix that holds queries, keys and values is cut within each third, `groups` = 3. And chunks
+# are cut from whole buckets, not from single parameters. So of this layer's matrix, 32 x 128 of which a tp rank holds
+# 2,048 elements, the first replica owns 968 and the second 1,080.
+#
+# The **file format**: each rank writes one file, `rank-00000.safetensors` and so on. For each of its pieces it holds
+# three 1-D arrays, `parameter/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`, with the name of the serial model's
+# parameter and AdamW's two means. Rank 0 writes `manifest.json`: the step, the flags of the run, the shape of each
+# parameter, and for each file its size, its SHA-256 and its pieces as printed above; and a checksum of the manifest
+# itself. A reader first checks that each element of each parameter is there exactly once and that no file is damaged.
+# All is written to `step-00000003.partial`, which is renamed at the end: a run that is killed leaves a whole checkpoint
+# or none.
+#
+# Samples and dropout are keyed by seed, step and sample, so of what is random only the step's number must be
+# remembered. The first move goes from dp 2 x tp 2 x pp 2 to dp 8 with ZeRO 3. The second one adds in the same order
+# before and after, so the resumed run has the **bits** of the run of 8.3 that never stopped. And over MPI, on this
+# run's own ranks:
+
+# %%
+eight.stop_and_save(comm, f"{MINE} --zero-stage 1", f"{folder}/mine")
+trainer, results = eight.resume(comm, f"{MINE} --zero-stage 3", f"{folder}/mine")
+verdict = verify(trainer, results, trainer.batches.tokens)
+assert verdict.passed and ("bit for bit" in verdict.line) == ("--tp 1" in MINE), verdict.line
+say(f"{MINE}: ZeRO 1 -> ZeRO 3\n  {verdict.line}")
+cleanup.close()
 
 # %% [markdown]
 # On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`.
 #
-# ## 8.7 On several hosts
+# ## 8.7 Break it, and see what notices
 #
-# Nothing in the program changes. A launcher starts the ranks on the hosts. Ranks 0 to 3 on node1, 4 to 7 on node2,
-# with MPICH's `mpirun` (a hostfile has a line `node1:4` for each host):
-#
-# ```
-# mpirun --hosts node1,node2 --ppn 4 -n 8 python -m minipar.train --dp 2 --tp 4 ...
-# mpirun -f hostfile -n 8 python -m minipar.train --dp 2 --tp 4 ...
-# ```
-#
-# Open MPI's is told by `--host node1:4,node2:4`, or by `--hostfile FILE` with lines `node1 slots=4`. Slurm starts the
-# ranks itself:
-#
-# ```
-# srun --mpi=pmi2 --nodes 2 --ntasks-per-node 4 --distribution block python -m minipar.train --dp 2 --tp 4 ...
-# ```
-#
-# `srun --mpi=list` says what it speaks, and the MPI library must speak it too. (MPICH's first line is tested, on two
-# network namespaces with a cable between them: `tests/comm/test_multi_host.py`. The others are as their manuals say.)
-#
-# What to watch:
-#
-# - **Block order.** `--distribution cyclic` (Slurm), `--map-by node` (Open MPI) and `--ppn 1` (MPICH) deal the ranks
-# out to the hosts like cards. Then tp lies between hosts. Nothing fails; it is only slow.
-#
-# - **tp divides the ranks of a host**: with 8 of them, `--tp` 1, 2, 4 or 8. Else some rows cross.
-#
-# - **One program and one text** on all hosts, under the same paths, and a shared file system for `--save`. Ranks that
-# see different texts are told so before the first step.
-
-
-# %%
-def placed(hosts, per_host, tp, dp, cyclic=False):
-    """For each axis how many of its rows lie inside one host, and of how many; pp takes what tp and dp leave."""
-    size = hosts * per_host
-    host = [r % hosts if cyclic else r // per_host for r in range(size)]
-    strides = {"tp": (1, tp), "dp": (tp, dp), "pp": (tp * dp, size // (tp * dp))}
-    inside = {}
-    for axis, (stride, length) in strides.items():
-        rows = {tuple(r - (r // stride % length - k) * stride for k in range(length)) for r in range(size)}
-        inside[axis] = sum(len({host[r] for r in row}) == 1 for row in rows), len(rows)
-    return inside
-
-
-for cyclic in (False, True):
-    inside = placed(hosts=2, per_host=4, tp=2, dp=2, cyclic=cyclic)
-    rows = ", ".join(f"{axis} {here} of {all_of}" for axis, (here, all_of) in inside.items())
-    say(f"2 hosts of 4 ranks, dp 2 x tp 2 x pp 2, {'cyclic' if cyclic else 'block'}: rows inside a host: {rows}")
-assert placed(2, 4, 2, 2) == {"tp": (4, 4), "dp": (4, 4), "pp": (0, 4)}
-assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4, 4)}
-
-# %% [markdown]
-# ## 8.8 Exercises: break it, and see what notices
-#
-# With several axes there is a new kind of mistake: the right operation on the wrong row. Instruments:
+# With several axes there is a new kind of mistake: the right operation on the wrong row. Four instruments look at two
+# steps of dp 2 x tp 2 x pp 2 with clipping at work:
 #
 # - **loss**: is the last loss off by more than 5 %?
 #
@@ -568,30 +484,22 @@ assert placed(2, 4, 2, 2, cyclic=True) == {"tp": (0, 4), "dp": (4, 4), "pp": (4,
 #
 # - **bytes**: does each rank send on each axis what the formula says?
 #
-# - **one device**: parameters, losses and norms, by `compare`.
+# - **one device**: are parameters, losses and norms those of one device?
 #
-# Which catches which? (Two steps, dp 2 x tp 2 x pp 2, clipping at work.)
+# Which catches which?
 #
 # 1. **A gradient averaged over tp**, as if tp ranks were replicas.
 #
 # 2. **The norm summed over dp** instead of tp: the squares of cut parameters go to the wrong row, of the same length.
 #
-# 3. **The norm of the own stage**: each stage clips by what it has.
+# 3. **Samples dealt by world rank**: `rank % dp` instead of the dp coordinate.
 #
-# 4. **Samples dealt by world rank**: `rank % dp` instead of the dp coordinate.
-#
-# 5. **The axes in the wrong order**: pp innermost, tp outermost.
+# 4. **The axes in the wrong order**: pp innermost, tp outermost.
 
 
 # %%
-from contextlib import nullcontext
-from unittest.mock import patch
-
-from minipar.parallel.grad_norm import clip_grad_norm
-
-
 class AveragesOverTP(Trainer):
-    """Mistake 1: what is called with a bucket's parameters before dp sums their gradients."""
+    """Mistake 1: averages a bucket's gradients before dp sums them."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -608,20 +516,15 @@ def norm_over_dp(parameters, max_norm, units, dp, tp, pp):
     return clip_grad_norm(parameters, max_norm, units, dp, dp, pp)
 
 
-def norm_of_own_stage(parameters, max_norm, units, dp, tp, pp):
-    """Mistake 3: no sum over pp."""
-    return clip_grad_norm(parameters, max_norm, units, dp, tp)
-
-
 class DealsByWorldRank(Trainer):
-    """Mistake 4."""
+    """Mistake 3: the samples of another replica."""
 
     def samples(self, replica, microbatch):
         return super().samples(self.mesh.world.rank % self.config.mesh.dp, microbatch)
 
 
 class TensorOutermost(DeviceMesh):
-    """Mistake 5, if it is one."""
+    """Mistake 4, if it is one."""
 
     AXES = ("pp", "dp", "tp")
 
@@ -631,105 +534,141 @@ class TensorOutermost(DeviceMesh):
 
 
 NORM = "minipar.train.trainer.clip_grad_norm"
-MISTAKES = {  # how to break it, trainer, mesh
-    "nothing broken": (nullcontext, Trainer, DeviceMesh),
-    "1. gradient averaged over tp": (nullcontext, AveragesOverTP, DeviceMesh),
-    "2. norm over dp, not tp": (lambda: patch(NORM, norm_over_dp), Trainer, DeviceMesh),
-    "3. norm of the own stage": (lambda: patch(NORM, norm_of_own_stage), Trainer, DeviceMesh),
-    "4. samples by world rank": (nullcontext, DealsByWorldRank, DeviceMesh),
-    "5. tp outermost": (nullcontext, Trainer, TensorOutermost),
+MISTAKES = {  # trainer, mesh, how to break it, who notices
+    "nothing broken": (Trainer, DeviceMesh, nullcontext(), set()),
+    "1. gradient averaged over tp": (AveragesOverTP, DeviceMesh, nullcontext(), {"bytes", "one device"}),
+    "2. norm over dp, not tp": (Trainer, DeviceMesh, patch(NORM, norm_over_dp), {"ranks", "bytes", "one device"}),
+    "3. samples by world rank": (DealsByWorldRank, DeviceMesh, nullcontext(), {"ranks", "one device"}),
+    "4. tp outermost": (Trainer, TensorOutermost, nullcontext(), set()),
 }
-SMALL = f"{GRID} 2 --global-batch 4"
-
-
-def same(comm, arrays):
-    """Whether all ranks of the row hold these bits."""
-    return len(set(comm.all_gather_bytes(hashlib.sha256(b"".join(a.tobytes() for a in arrays)).digest()))) == 1
-
-
-def examine(comm, kind, mesh):
-    """Two steps; {instrument: whether it noticed} on this rank, and on rank 0 the comparison with one device."""
-    trainer = trainer_on(comm, SMALL, 2, kind, mesh)
-    comm.traffic.reset()
-    results = [trainer.step(0)]
-    place, shape = trainer.mesh.coordinates, trainer.mesh.shape
-    # The rank that has this place where tp is innermost.
-    usual = (place["pp"] * shape["dp"] + place["dp"]) * shape["tp"] + place["tp"]
-    sent = {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
-    results.append(trainer.step(1))
-    parameters = trainer.ddp.parameters()  # of this rank's stage
-    whole = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
-    alike = [same(trainer.mesh.dp, [p.data for p in parameters]), same(trainer.mesh.tp, whole)]
-    seen = {"ranks": not all(alike), "bytes": sent != predicted_traffic(step_layout(trainer.config), usual)}
-    state, line = trainer.state_dict(), ""
-    if comm.rank == 0:
-        verdict = compare(state, right[0], results, right[1], exact=False, ranks=8, dtype="float64")
-        seen |= {"loss": abs(results[-1].loss / right[1][-1].loss - 1) > 0.05, "one device": not verdict.passed}
-        line = verdict.line
-    return seen, line
-
-
-if rank == 0:
-    trainer = trainer_on(serial(), "--global-batch 4", 2)
-    results = list(trainer.train())
-    right = trainer.state_dict(), results
-caught = {}
-for name, (mistake, kind, mesh) in MISTAKES.items():
-    with mistake():
-        found = on_eight(examine, kind, mesh)
+right = eight.single_device("--global-batch 4", 2) if rank == 0 else None
+for name, (kind, mesh, mistake, expected) in MISTAKES.items():
+    with mistake:
+        answers = on_eight(comm, eight.examine, kind, mesh, right)
     if rank == 0:
-        caught[name] = {eye for seen, _ in found for eye, noticed in seen.items() if noticed}
-        eyes = "  ".join(
-            f"{eye} {'CAUGHT' if eye in caught[name] else '-':<6}" for eye in ("loss", "ranks", "bytes", "one device")
-        )
-        say(f"{name:<30} {eyes}")
-        if "one device" in caught[name]:
-            say(f"  {found[0][1].removeprefix('verify: FAILED: 8 ranks differ from 1 device by more than rounding: ')}")
-
-catching = {
-    "nothing broken": set(),
-    "1. gradient averaged over tp": {"bytes", "one device"},
-    "2. norm over dp, not tp": {"ranks", "bytes", "one device"},
-    "3. norm of the own stage": {"bytes", "one device"},
-    "4. samples by world rank": {"ranks", "one device"},
-    "5. tp outermost": set(),
-}
-assert caught == (catching if rank == 0 else {}), caught
-say("5 is right in every number, and slow: only a clock notices (7.4)")
+        noticed = {instrument for answer in answers for instrument in answer}
+        assert noticed == expected, (name, noticed)
+        say(f"{name:<30} noticed by: {', '.join(sorted(noticed)) or 'nobody'}")
 
 # %% [markdown]
 # No mistake shows in the loss.
 #
 # **1** is right for all parameters that tp does not cut: their gradients are equal, and so is the mean. It ruins the
-# cut ones, where it mixes different parts of a matrix. All ranks agree on the ruin.
+# cut ones, where it mixes different parts of a matrix. All ranks agree on the wrong values.
 #
-# **2** sends as many bytes as is right, on the wrong axis. Only an account by axis sees it. The two ranks of a tp row
-# get different norms, clip differently, and their copies drift apart.
+# **2** sends as many bytes as is right, on the wrong axis: the sum of all bytes does not show it, an account by axis
+# does. The two ranks of a tp row get different norms, clip differently, and their copies drift apart.
 #
-# **3**: the ranks that hold copies are in one stage, and have the same wrong norm, so comparing them sees nothing. The
-# rule for a norm in 3D: squares of cut parameters are summed over tp, ZeRO's chunks over dp, stages over pp, and each
-# element counts once.
+# The rule for a norm in 3D: squares of cut parameters are summed over tp, ZeRO's chunks over dp, stages over pp, and
+# each element counts once.
 #
-# **4** is the classic one: a data loader that knows the world and not the mesh. The tp ranks of a row work on different
-# samples, as if each had half of an activation. The bytes are perfect.
+# **3** is the classic one: a data loader that knows the world and not the mesh. The tp ranks of a row work on different
+# samples, and their sums add activations that do not belong together. The bytes are perfect.
 #
-# **5** is no mistake in any number, and no proof will ever find it. Each axis does the same work on other wires. Only a
-# clock notices: 8.4's bars say what it costs.
+# **4** is no mistake in any value, and no proof will ever find it. Each axis does the same work on other wires. Only a
+# clock notices: 8.5's bars say what it costs.
 #
-# ### For you
+# ## 8.8 PyTorch's names
 #
-# 1. Average over tp the gradients of *uncut* parameters only. Which instrument notices? And with
+# | here | PyTorch | Megatron-LM |
+# | --- | --- | --- |
+# | `DeviceMesh(comm, dp=2, tp=4, pp=2)` | `init_device_mesh(...)` | `initialize_model_parallel(...)` |
+# | `--tp 4 --pp 2`, dp is what is left | sizes of the mesh's dims | `--tensor-model-parallel-size 4` and so on |
+# | `mesh.tp`, a communicator | `mesh["tp"].get_group()` | `get_tensor_model_parallel_group()` |
+# | `mesh.coordinates["tp"]` | `mesh.get_local_rank("tp")` | `get_tensor_model_parallel_rank()` |
+# | tp fastest, pp slowest | the last dim of the mesh is fastest | `order="tp-cp-ep-dp-pp"` |
+# | `Shard`, `Replicate`, `Partial` | `Shard(dim)`, `Replicate()`, `Partial()` (DTensor) | parameter's `partition_dim` |
+# | `tensor_parallel` | `parallelize_module(model, mesh["tp"], plan)` | `ColumnParallelLinear` and so on |
+# | `PipelineParallel` | `PipelineStage`, `Schedule1F1B` | `get_forward_backward_func()` |
+# | `shard`, `--zero-stage` | `fully_shard(model, mesh=mesh["dp"])` | `--use-distributed-optimizer` |
+# | `--save DIR` | DCP: `save(state_dict, checkpoint_id=DIR)` | `--save DIR --ckpt-format torch_dist` |
+# | `--resume DIR` | DCP: `load(state_dict, checkpoint_id=DIR)` | `--load DIR` |
+# | `manifest.json` | `.metadata` | `.metadata`, `common.pt` |
+# | a piece: cut, start, stop | a chunk: offsets and sizes in each dim | `ShardedTensor`: `global_offset` |
+#
+# The mesh of 8.1 is `init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))` in PyTorch, and in
+# Megatron-LM `--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2` on 16 GPUs. DCP is
+# `torch.distributed.checkpoint`, and the schedules are in `torch.distributed.pipelining`. DeepSpeed chooses a ZeRO
+# stage with `"zero_optimization": {"stage": 3}`.
+#
+# DCP names a piece by a box in the whole tensor; here a piece is a range of a flattened part, because ZeRO's chunks are
+# cut from flat buckets. FSDP2 cuts each parameter along dim 0, so boxes are enough for it.
+#
+# ## 8.9 Problems
+#
+# 1. dp 4 x tp 2 x pp 3 on hosts of eight. Which coordinates has rank 17, and which ranks are in its rows? Which axes
+# leave a host?
+#
+# 2. Narayanan et al. (2021, Table 1) trained 145.6 billion parameters on 1536 GPUs with tp 8 and pp 8, a global batch
+# of 2304 samples, $h = 12\,288$, 80 layers, 2048 tokens per sample. Take microbatches of 2 samples and $w = 2$. How
+# large is $d$, and how many microbatches has a replica? What does a GPU in the middle of the pipeline send on each axis
+# per step, by the formulas of 8.4 (ten layers, no embedding, $\Psi_r$ an even share)? Which axes leave a host of eight?
+#
+# 3. For rank 0 of 8.4, from how many microbatches on does tp send more than dp? And if ZeRO 3 gathers each block for
+# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the scale model of
+# 8.5, where rank 0 sends 586 MB over dp: from how many microbatches on does pp send more than dp, so that dp should be
+# the outermost axis?
+#
+# 4. A matrix of 6 x 8 is cut by columns over tp 2 and by ZeRO over dp 3. Which rows and columns does rank 3 write?
+# A LayerNorm's 8 weights are not cut by tp. Which ranks write which of them? (Each is a bucket of its own, and
+# chunks are cut as `np.array_split` does.)
+#
+# 5. Each of the eight ranks of dp 2 x tp 2 x pp 2 sums the squares of all gradients that it holds, and the sums are
+# all-reduced over the world. How often does an element of a cut matrix count, and one of a LayerNorm? Without ZeRO, and
+# with ZeRO 2, where a rank keeps its own chunk only?
+#
+# 6. Average over tp the gradients of *uncut* parameters only. Which instrument of 8.7 notices? And with
 # `--sequence-parallel`, where each tp rank saw other tokens: what is right there, and what does the mean do?
 #
-# 2. From `tp_bytes` and `dp_bytes`: from how many microbatches on does tp send more than dp, for the scale model of
-# 8.4? And with ZeRO 3?
+# ## 8.10 Answers
 #
-# 3. Narayanan et al. (2021, Table 1) trained 145.6 billion parameters on 1536 GPUs with tp 8 and pp 8, batch 2304,
-# microbatches of 2 samples, $h = 12\,288$, 80 layers, sequence 2048. How large is dp, how many microbatches has a
-# replica, what does a GPU send on each axis per step, and which axes leave a host of 8?
+# 1. $17 = (2 \cdot 4 + 0) \cdot 2 + 1$: pp 2, dp 0, tp 1. Its rows are 16, 17 along tp, 17, 19, 21, 23 along dp, and 1,
+# 9, 17 along pp. $t = 2$ and $t d = 8$ divide 8, so tp and dp stay inside a host and pp leaves it.
 #
-# 4. Write a mesh in which dp is outermost (tp, pp, dp). What do 8.4's bars say about it with 4 microbatches, what with
-# 64?
+# 2. $d = 1536 / 64 = 24$, and $m = 2304 / (24 \cdot 2) = 48$. An activation has $B T h$ = 50.3 million values, 101 MB.
+# tp: $48 \cdot 4 \cdot 10 \cdot 2 \cdot \frac78 \cdot 101$ MB = 338 GB. dp:
+# $2 \cdot 2.275\cdot10^9 \cdot \frac{23}{24} \cdot 2$ bytes = 8.7 GB. pp: $2 \cdot 48 \cdot 101$ MB = 9.7 GB. tp
+# fills a host exactly; dp (stride 8) and pp (stride 192) leave it. tp sends 35 times as much as pp.
+#
+# 3. tp sends 36,864 bytes per microbatch, dp 140,032 per step: from 4 on. With ZeRO 3 dp sends 140,032 per microbatch
+# and half of that besides, so never. In the scale model an activation has $2048 \cdot 6144 \cdot 2$ bytes = 25.2 MB and
+# the embedding $\frac{16384}{2} \cdot 6144 \cdot 2$ bytes = 100.7 MB: pp sends more from $(586 - 100.7) / 25.2 = 19.3$,
+# so 20 microbatches on.
+#
+# 4. Rank 3 is dp 1, tp 1. Its part has $6 \cdot 4 = 24$ elements, of which the second third, 8:16, is its own: rows 2
+# and 3, columns 4 to 7. The LayerNorm is written by the ranks with tp 0, which are 0, 2 and 4: elements 0:3, 3:6 and
+# 6:8.
+#
+# 5. Without ZeRO a cut matrix counts $d = 2$ times, a LayerNorm $d t = 4$ times. With ZeRO 2 a cut matrix counts once
+# and a LayerNorm twice. Hence the rule of 8.7, with tp 0 alone counting what is not cut.
+#
+# 6. Bytes alone. The two gradients are the same bits, and $(x + x) / 2 = x$ exactly. With sequence parallelism they are
+# `Partial`: each is the sum over other tokens, and right is their sum. The mean is half of it at $t = 2$. Ranks
+# agree and the bytes are right; one device alone notices.
+
+# %%
+sizes = {"dp": 4, "tp": 2, "pp": 3}
+assert coordinates(17, sizes) == {"pp": 2, "dp": 0, "cp": 0, "tp": 1}
+assert [r for axis in AXES for r in rows(axis, sizes) if 17 in r] == [[16, 17], [17, 19, 21, 23], [1, 9, 17]]
+assert rows_inside(sizes, host=lambda r: r // 8) == {"tp": 12, "dp": 6, "pp": 0}
+
+d, t = 24, 8
+m, activation = 2304 // (d * 2), 2 * 2048 * 12_288 * 2
+sent = {"tp": m * 40 * 2 * activation * 7 / 8, "dp": 2 * 145.6e9 / 64 * 23 / 24 * 2, "pp": 2 * m * activation}
+assert m == 48 and [round(sent[axis] / 1e9, 1) for axis in AXES] == [338.2, 8.7, 9.7]
+
+assert ceil(by_hand["dp"] / (by_hand["tp"] / 4)) == 4 and ceil((586 - 100.7) / 25.2) == 20
+assert by_hand["dp"] > by_hand["tp"] / 4  # for each microbatch, with ZeRO 3
+
+file = write(np.arange(48.0).reshape(6, 8), 3, 2)[3]
+assert np.array_equal(file["elements"].reshape(2, 4), np.arange(48.0).reshape(6, 8)[2:4, 4:8])
+assert [(each[0], each[-1] + 1) for each in np.array_split(np.arange(8), 3)] == [(0, 3), (3, 6), (6, 8)]
+
+for name, whole, chunks in ((LAYER, 2, 1), ("h.0.ln_1.weight", 4, 2)):
+    placed = [p for placements in ranks for p in placements if p.name == name]
+    assert sum(p.dp.size for p in placed) == whole * prod(placed[0].shape)
+    assert sum(len(p.dp.own) for p in placed) == chunks * prod(placed[0].shape)
+say("the answers hold")
 
 # %% tags=["active-ipynb"]
 # %autopx

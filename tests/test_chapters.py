@@ -24,6 +24,7 @@ PICTURES = ("image/png", "image/svg+xml")
 EXPECTED = {
     "00_in_one_file",
     "01_autograd",
+    "02_gpt",
     "03_collectives",
     "04_data_parallel",
     "05_zero",
@@ -31,6 +32,7 @@ EXPECTED = {
     "07_pipeline",
     "08_3d_parallel",
     "09_planning",
+    "10_is_the_planner_right",
 }
 
 STANDALONE = {"00_in_one_file"}  # it uses NumPy and mpi4py only: no pictures, and headings that it prints itself

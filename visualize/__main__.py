@@ -65,7 +65,8 @@ def build_parser() -> UsageParser:
 
     add = drawing("trace", draw_trace, "every rank's timeline, from minipar.train --trace")
     add("file", metavar="FILE.json", help="Chrome trace JSON")
-    steps = "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (default: last two)"
+    steps = "a slice as Python's, counted from 0: 0:2 is the first two steps, --steps=-1: the last (the default, "
+    steps += "unless the trace has at most two)"
     add("--steps", type=step_slice, metavar="A:B", help=steps)
     add("--arrows", action="store_true", help="draw each message from sender to receiver")
 
@@ -143,9 +144,9 @@ def draw_memory(options: argparse.Namespace) -> Picture:
     names = [Path(file).stem for file in options.files]
     names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
     ledgers = [read_ledger(file, options.rank) for file in options.files]
-    title = f"memory of rank {options.rank} in one step"
-    titles = [f"{name}: {title}" for name in names] if len(names) > 1 else [title]
-    return plot_ledger(dict(zip(titles, ledgers, strict=True)))
+    title = f"Memory of rank {options.rank} during one training step, by kind"
+    names = names if len(names) > 1 else [""]  # one needs no name
+    return plot_ledger(dict(zip(names, ledgers, strict=True)), title=title)
 
 
 # ---- commands with other results -------------------------------------------------------------------------------------
@@ -209,10 +210,11 @@ def choose_schedule(options: argparse.Namespace) -> Schedule:
 
 def run_gallery(options: argparse.Namespace) -> list[str]:
     """Draw the README's pictures of schedules."""
+    half = Durations(Fraction(1, 2), Fraction(1, 2), Fraction(1, 2))  # of a stage, where a rank has two
     pictures = {
         "schedules": schedule.plot_schedules(schedule.gallery(4, 8)),
         "schedule_1f1b_8x32": schedule.plot_schedule(simulate(make("1f1b", 8, 32))),
-        "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8))),
+        "schedule_zbv": schedule.plot_schedule(simulate(make("zbv", 4, 8), half)),
     }
     paths = {str(Path(options.out) / f"{name}.png"): figure for name, figure in pictures.items()}
     for path, figure in paths.items():

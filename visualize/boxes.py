@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Action, Schedule, parse_action
@@ -16,10 +17,13 @@ KINDS = {"F": "F forward", "B": "B backward", "I": "I backward, input", "W": "W 
 # Lightness of a rank's first and last stage; F and B alone leave more space. Stages are also told apart by a bar.
 SHADES = {"F": (32, 43), "I": (54, 64), "B": (66, 77), "W": (80, 90)}
 SHADES_OF_TWO = {"F": (33, 53), "B": (66, 84)}
+HATCHES = {"W": "////"}  # of a kind whose shade can be taken for a neighbour's in grey
+HATCH_COLOUR = "#6FA898"
 
 DIGIT_WIDTH, DIGIT_HEIGHT = 0.64, 0.73  # of the font size: the font is DejaVu Sans, matplotlib's own
 FILL = 0.9  # of a box: the most that its number may take
 LARGEST, SMALLEST = 9.0, 5.0  # points; a number that would be smaller is left out
+HALO = 2.0  # points around a number
 
 Box = tuple[float, float, str, str]  # start, end, colour, the number inside
 
@@ -64,20 +68,28 @@ def fitting(digits: int, width: float, height: float) -> float:
 
 
 def number_boxes(
-    axes: Axes, row: tuple[float, float], boxes: Sequence[Box], points: tuple[float, float], digits: int
+    axes: Axes,
+    row: tuple[float, float],
+    boxes: Sequence[Box],
+    points: tuple[float, float],
+    digits: int,
+    largest: float = LARGEST,
 ) -> None:
     """Write the numbers of a row (top, height) of the axes, whose y grows downwards, where they can be read.
 
-    points: how many points one unit of x and of y are; digits: of the longest number, for which all are sized.
+    points: how many points one unit of x and of y are; digits: of the longest number, for which all are sized;
+    largest: the size of a number that has room.
     """
     top, height = row
     for start, end, colour, number in boxes:
-        size = fitting(digits, (end - start) * points[0], height * points[1])
+        size = min(fitting(digits, (end - start) * points[0], height * points[1]), largest)
         if size:
             # Digits are centred by their own height (the height of a line would count what hangs below it).
             spot = (start + end) / 2, top + height / 2 + DIGIT_HEIGHT * size / 2 / points[1]
             look = {"ha": "center", "va": "baseline", "color": ink_on(colour), "clip_on": True}
-            axes.text(*spot, number, fontsize=size, **look).set_in_layout(False)
+            text = axes.text(*spot, number, fontsize=size, **look)
+            text.set_in_layout(False)
+            text.set_path_effects([withStroke(foreground=colour, linewidth=HALO)])  # no hatching next to the digits
 
 
 def mark_stages(
@@ -98,11 +110,24 @@ def mark_stages(
         axes.broken_barh(bars, (top + 0.84 * height, 0.09 * height), facecolors=faces, linewidth=0)
 
 
+def hatch_boxes(axes: Axes, row: tuple[float, float], boxes: Sequence[tuple[float, float, str]]) -> None:
+    """Hatch the boxes (start, end, kind) of the kinds that have a hatching."""
+    for kind, hatch in HATCHES.items():
+        bars = [(start, end - start) for start, end, of in boxes if of == kind]
+        if bars:
+            axes.broken_barh(bars, row, facecolors="none", edgecolors=HATCH_COLOUR, hatch=hatch, linewidth=0)
+
+
 def legend_handles(colours: dict[tuple[str, int], str]) -> tuple[list[tuple[Patch, ...]], list[str]]:
     """Build the legend: each kind with its shades side by side, the empty box of an idle rank, the stages' shades."""
     kinds = list(dict.fromkeys(kind for kind, _ in colours))
     handles: list[tuple[Patch, ...]] = [
-        tuple(Patch(facecolor=colour) for (of, _), colour in colours.items() if of == kind) for kind in kinds
+        tuple(
+            Patch(facecolor=colour, edgecolor=HATCH_COLOUR, hatch=HATCHES.get(kind), linewidth=0)
+            for (of, _), colour in colours.items()
+            if of == kind
+        )
+        for kind in kinds
     ]
     labels = [KINDS[kind] for kind in kinds] + ["idle"]
     handles.append((Patch(facecolor="white", edgecolor=GREY, linewidth=0.6),))

@@ -39,7 +39,8 @@ from visualize.style import (
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
-SMOOTHING = 20  # steps in the moving average drawn over a noisy curve
+REACH = 10  # steps before and after: of their mean is the smoothed line that is drawn over a noisy curve
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))  # of several runs, to differ in grey
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
@@ -63,39 +64,43 @@ def plot_loss(
 ) -> Picture:
     """Draw loss in nats per token against the step, counted from 1, for each run ({label: rows with step and loss}).
 
+    A long run has two lines: thin is every step, thick is smoothed; the legend says which.
     `reference` draws a level to compare with: the entropy of single-byte frequencies, say, which a model beats only
     by looking at what came before.
     """
     figure = picture(7.0, 4.0)
     axes = figure.add_subplot()
-    for (label, rows), colour in zip(runs.items(), LINES * len(runs), strict=False):
+    for (label, rows), colour, dashes in zip(runs.items(), LINES * len(runs), DASHES * len(runs), strict=False):
         steps, losses = [row["step"] + 1 for row in rows], [float(row["loss"]) for row in rows]
         name = label if not label.startswith("_") else f" {label}"  # matplotlib hides labels that begin with "_"
-        if len(losses) > 3 * SMOOTHING:
-            last = math.fsum(losses[-SMOOTHING:]) / SMOOTHING
-            axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.45, label=f"{name}: each step")
-            text = f"{name}: mean of {SMOOTHING} steps around; {losses[0]:.3f} at first, {last:.3f} at last"
-            axes.plot(steps, _smooth(losses), color=colour, linewidth=2.0, label=text)
+        if len(losses) > 6 * REACH:
+            smooth = _smooth(losses)
+            axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.45)
+            text = f"{name}, smoothed: {losses[0]:.3f} at first, {smooth[-1]:.3f} at last"
+            axes.plot(steps, smooth, color=colour, linestyle=dashes, linewidth=2.0, label=text)
         else:
-            text = f"{name}: {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
-            axes.plot(steps, losses, color=colour, linewidth=1.8, label=text)
+            text = f"{name}: every step, {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
+            axes.plot(steps, losses, color=colour, linestyle=dashes, linewidth=1.8, label=text)
         if len(losses) == 1:
             axes.plot(steps, losses, "o", color=colour)
+    if any(len(rows) > 6 * REACH for rows in runs.values()):
+        text = f"thin line: every step; smoothed: the mean of up to {REACH} steps on either side"
+        axes.plot([], [], color=GREY, linewidth=0.9, label=text)
     if reference is not None:
         text = f"{reference_label} {reference:.3f}".strip()
         axes.axhline(reference, color=GREY, linestyle="--", linewidth=1.5, label=text)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1))  # above the curves
     tidy(axes)
     return figure
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Average up to SMOOTHING values around each one; fewer at the start, where the loss falls fast and bends."""
+    """Average each value with up to REACH before and after it; with fewer at the start, where the loss falls fast."""
     averages = []
     for i in range(len(values)):
-        reach = min(SMOOTHING // 2, i // 4)
+        reach = min(REACH, i // 4)
         around = values[i - reach : i + reach + 1]  # at the end fewer values follow
         averages.append(math.fsum(around) / len(around))
     return averages
@@ -129,8 +134,12 @@ def read_ledger(path: str, rank: int = 0) -> Sequence[LedgerMoment]:
     return ledgers[rank]
 
 
-def plot_ledger(runs: Mapping[str, Sequence[LedgerMoment]], model_state: Mapping[str, int] | None = None) -> Picture:
-    """Draw the memory of one rank over one step, stacked by kind, a panel for each run: {title: the ledger's moments}.
+def plot_ledger(
+    runs: Mapping[str, Sequence[LedgerMoment]], model_state: Mapping[str, int] | None = None, title: str = ""
+) -> Picture:
+    """Draw the memory of one rank over one step, stacked by kind, a panel for each run: {name: the ledger's moments}.
+
+    The title of the picture says whose memory it is; that of a panel is the name of its run.
 
     The horizontal axis has the moments at which memory changed, in order, whatever time lies between them; a phase of
     few moments is widened to hold its name. `model_state` draws a dashed level in the panels that it names: the bytes
@@ -145,12 +154,14 @@ def plot_ledger(runs: Mapping[str, Sequence[LedgerMoment]], model_state: Mapping
         if model_state is not None and label in model_state:
             axes.axhline(model_state[label] / scale, color=INK, linestyle="--", linewidth=1.3)
         axes.set_title(label, loc="left", fontsize=10)
-        axes.set_xlabel("changes of memory, in order", fontsize=8)
+        axes.set_xlabel("every allocation and release, in order", fontsize=8)
     panels[0].set_ylim(0, 1.15 * max(top, 1) / scale)
     panels[0].set_ylabel(f"memory of one rank ({unit})")
     handles: list[Artist] = [Patch(color=COLOURS[kind], label=kind) for kind in KINDS]
     if model_state:
         handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1.3, label="model state, formula"))
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK)
     columns = min(len(handles), 3 if len(runs) < 3 else len(handles))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return figure

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
 from visualize.style import BLUE, INK, ORANGE, PAPER, PURPLE, Picture, at_lightness, byte_label, byte_unit, picture
@@ -30,7 +31,8 @@ THINNEST, WIDEST = 1.0, 6.0  # points
 NEGLIGIBLE = 0.01  # of the bytes of the widest line on the same axis: not drawn
 # Inches: the width of a rank's box, a line of its text, the room between boxes, and the lane beside a row of boxes in
 # which lines pass that join ranks further apart than neighbours.
-BOX, LINE, ROOM, LANE = 1.22, 0.145, 0.8, 0.5
+BOX, LINE, ROOM, LANE = 1.3, 0.15, 0.8, 0.5
+SMALL = 8.0  # points: the smallest text, which can be read at half a page's width
 
 Place = tuple[float, float]  # inches, y upwards
 
@@ -205,9 +207,14 @@ def layout(shape: dict[str, int], box: tuple[float, float]) -> dict[int, Place]:
     return places
 
 
+def _fields(traffic: MeshTraffic) -> bool:
+    """Tell whether the stages of the pipeline have grey fields: each has several ranks."""
+    return len(traffic.axes) > 1 and traffic.shape["pp"] > 1
+
+
 def _stages(axes: Axes, traffic: MeshTraffic, places: dict[int, Place], height: float) -> None:
     """Draw a field behind each stage of a pipeline, and its name below."""
-    if len(traffic.axes) < 2 or traffic.shape["pp"] == 1:
+    if not _fields(traffic):
         return
     for stage in range(traffic.shape["pp"]):
         members = [place for rank, place in places.items() if traffic.coordinates(rank)["pp"] == stage]
@@ -215,9 +222,8 @@ def _stages(axes: Axes, traffic: MeshTraffic, places: dict[int, Place], height: 
         corner = (left - BOX / 2 - 0.13, low - height / 2 - 0.28)
         size = (right - left + BOX + 0.26, high - low + height + 0.41)
         axes.add_patch(Rectangle(corner, *size, facecolor=PAPER, edgecolor="none", zorder=0))
-        axes.text(
-            corner[0] + 0.08, corner[1] + 0.07, f"stage {stage}", fontsize=7.5, color=INK, va="baseline", zorder=1
-        )
+        look = {"fontsize": SMALL, "weight": "bold", "color": INK, "va": "baseline", "zorder": 1}
+        axes.text(corner[0] + 0.08, corner[1] + 0.07, f"stage {stage}", **look)
 
 
 def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: float) -> FancyBboxPatch:
@@ -232,13 +238,13 @@ def _box(axes: Axes, traffic: MeshTraffic, rank: int, place: Place, height: floa
     look = {"ha": "center", "va": "center", "color": INK, "zorder": 5}
     axes.text(x, top - 0.14, f"rank {rank}", fontsize=10, weight="bold", **look)
     coordinates = " ".join(f"{axis} {number}" for axis, number in traffic.coordinates(rank).items())
-    axes.text(x, top - 0.31, coordinates, fontsize=7.5, **look)
+    axes.text(x, top - 0.31, coordinates, fontsize=SMALL, **look)
     for number, axis in enumerate(traffic.axes):
         line = top - 0.50 - LINE * number
         colour, dashes = LOOKS[axis]
-        axes.plot([x - 0.52, x - 0.27], [line, line], color=colour, linestyle=dashes, linewidth=1.8, zorder=5)
+        axes.plot([x - 0.57, x - 0.32], [line, line], color=colour, linestyle=dashes, linewidth=1.8, zorder=5)
         text = f"{axis} {byte_label(traffic.per_step(traffic.sent(axis, rank)[1]), traffic.unit)}"
-        axes.text(x - 0.21, line, text, fontsize=7.5, **look | {"ha": "left"})
+        axes.text(x - 0.27, line, text, fontsize=SMALL, **look | {"ha": "left"})
     return box
 
 
@@ -262,11 +268,16 @@ def _links(
         look = {"color": colour, "linestyle": dashes, "linewidth": width, "capstyle": "butt", "joinstyle": "miter"}
         line = FancyArrowPatch(*ends, **way, **look, arrowstyle="-", shrinkA=shrink[0], shrinkB=shrink[1])
         line.set(zorder=2, gid=f"{axis} {low} {high}")
+        heads_over = 2.0
+        if route.startswith("bar"):  # it crosses straight lines: white beside it shows that it passes over them
+            line.set(zorder=2.6, path_effects=[withStroke(foreground="white", linewidth=width + 4)])
+            heads_over = 2.7
         axes.add_patch(line)
-        axes.add_patch(FancyArrowPatch(*ends, **way, arrowstyle="-".join(heads), color=colour, linewidth=0, zorder=2))
+        look = {"arrowstyle": "-".join(heads), "color": colour, "linewidth": 0, "zorder": heads_over}
+        axes.add_patch(FancyArrowPatch(*ends, **way, **look))
         if len(drawn) <= LABELLED:
             label = byte_label(traffic.per_step(up + down), traffic.unit)
-            axes.text(*middle, label, fontsize=7, ha="center", va="center", color=INK, zorder=3)
+            axes.text(*middle, label, fontsize=SMALL, ha="center", va="center", color=INK, zorder=3)
 
 
 def _route(
@@ -322,14 +333,14 @@ def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
         ranks = [traffic.sent(axis, rank)[1] for rank in range(traffic.ranks)]
         labels = [byte_label(traffic.per_step(total), traffic.unit) for total in (min(ranks), max(ranks))]
         span = " to ".join(dict.fromkeys(labels))
-        name = f"{axis}, {NAMES[axis]}, {traffic.shape[axis]} ranks"
+        name = f"{axis}, {NAMES[axis]}, {traffic.shape[axis]} {'stages' if axis == 'pp' else 'ranks'}"
         cells = (name, byte_label(traffic.per_step(nbytes), traffic.unit), span, f"{traffic.per_step(messages):,}")
         for x, cell in zip(columns, cells, strict=True):
             axes.text(x, y, cell, ha="left" if x == columns[0] else "right", **look)
-    notes = (
+    notes = [
         "In a box: the bytes that this rank sends. At a line: those of both directions; a wider line is more bytes.",
-        f"Not joined: pairs that send {100 * NEGLIGIBLE:g} % or less of the widest line on their axis. "
-        "Grey: a pipeline stage.",
-    )
+        f"Not joined: pairs that send {100 * NEGLIGIBLE:g} % or less of the widest line on their axis."
+        + " A grey field: the ranks of one pipeline stage." * _fields(traffic),
+    ]
     for line, note in enumerate(notes, start=len(traffic.axes) + 1):
-        axes.text(left, top - 0.22 * line, note, fontsize=7.5, color=INK, va="center")
+        axes.text(left, top - 0.22 * line, note, fontsize=SMALL, color=INK, va="center")

@@ -36,6 +36,7 @@ from visualize.style import (
 # Parts of a step's time and of memory, from the bottom of a bar to its top. Only the optimizer is part of both.
 TIME = {"compute": SKY, "tp": PURPLE, "pp": VERMILION, "dp": WINE, "bubble": GREY, "optimizer": GREEN}
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
+HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time whose colours are alike in grey
 AXES = ("dp", "tp", "pp")
 
 
@@ -62,9 +63,12 @@ def read_plan(path: str) -> dict[str, Any]:
 
 
 def plot_plan(search: dict[str, Any]) -> Picture:
-    """Draw the parts of time and of memory of the best plans, and every mesh as a point of the two."""
+    """Draw the parts of time and of memory of the best plans, and every mesh as a point of the two.
+
+    The plans are numbered, fastest first: below their bars and at their points.
+    """
     plans = search["plans"]
-    figure = picture(14.0, 5.0)
+    figure = picture(max(10.5, 4.5 + 1.2 * len(plans)), 4.8)
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
     _bars(time, plans, "seconds", 1.0, TIME)
     time.set_ylabel("time of a step (s)")
@@ -87,10 +91,13 @@ def _bars(axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, pa
     bottom = [0.0] * len(plans)
     for part, colour in parts.items():
         heights = [plan[key][part] / unit for plan in plans]
-        look = {"color": colour, "edgecolor": "white", "linewidth": 0.5}
+        look = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "hatch": HATCHES.get(part)}
         axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    names = ["\n".join([*(f"{axis} {plan[axis]}" for axis in AXES), f"ZeRO-{plan['zero_stage']}"]) for plan in plans]
+    names = [
+        "\n".join([f"plan {place}", *(f"{axis} {plan[axis]}" for axis in AXES), f"ZeRO-{plan['zero_stage']}"])
+        for place, plan in enumerate(plans, start=1)
+    ]
     axes.set_xticks(range(len(plans)), names, fontsize=8)
     axes.set_ylim(0, 1.4 * max(*bottom, 1e-9))
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center")
@@ -102,13 +109,23 @@ def _points(axes: Axes, search: dict[str, Any]) -> None:
     best = {tuple(plan[axis] for axis in AXES) for plan in search["plans"]}
     shown = [mesh for mesh in search["meshes"] if tuple(mesh[axis] for axis in AXES) in best]
     others = [mesh for mesh in search["meshes"] if mesh not in shown]
-    for meshes, colour, size, label in ((others, GREY, 4, "other meshes"), (shown, BLUE, 7, "the plans on the left")):
+    plans = f"plans 1 to {len(search['plans'])}" if len(search["plans"]) > 1 else "plan 1"
+    for meshes, colour, shape, size, label in (
+        (others, GREY, "o", 4, "any other mesh"),
+        (shown, BLUE, "s", 7, f"{plans}, with bars on the left"),
+    ):
         places = [(mesh["memory_bytes"] / 1e9, mesh["seconds"]) for mesh in meshes]
-        axes.plot([x for x, _ in places], [y for _, y in places], "o", color=colour, markersize=size, label=label)
-    axes.axvline(search["gpu"]["memory"] / 1e9, color=GREY, linestyle="--", label="memory of a GPU")
+        axes.plot([x for x, _ in places], [y for _, y in places], shape, color=colour, markersize=size, label=label)
+    for mesh in shown:
+        same = (plan for plan in search["plans"] if all(plan[axis] == mesh[axis] for axis in AXES))
+        name = str(search["plans"].index(next(same)) + 1)
+        place = (mesh["memory_bytes"] / 1e9, mesh["seconds"])
+        look = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 9, "color": INK}
+        axes.annotate(name, place, xytext=(0, -6), **look)
+    axes.axvline(search["gpu"]["memory"] / 1e9, color=VERMILION, linestyle="--", label="memory of a GPU")
     axes.set_xlabel("memory of the fullest rank (GB)")
     axes.set_ylabel("time of a step (s)")
-    axes.set_title(f"all {len(search['meshes'])} meshes that fit, each at its fastest", loc="left", fontsize=10)
+    axes.set_title(f"{len(search['meshes'])} meshes, each at its fastest", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.margins(y=0.15)
     low, high = axes.get_ylim()

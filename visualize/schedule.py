@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError
@@ -22,9 +25,12 @@ from visualize.boxes import (
     DIGIT_WIDTH,
     FILL,
     KINDS,
+    LARGEST,
     SIDE_BY_SIDE,
     SMALLEST,
     chunks,
+    fitting,
+    hatch_boxes,
     legend_handles,
     mark_stages,
     number_boxes,
@@ -46,7 +52,7 @@ NAMES = {
 LEFT, RIGHT, TITLE, AXIS, LEGEND = 0.72, 0.46, 0.34, 0.46, 0.32
 NARROWEST, WIDEST = 11.0, 24.0
 POINTS = 72
-LONGEST_NAME = 24  # of a file, beside the facts
+LONGEST_NAME = 20  # of a file, beside the facts
 LONGEST_FRACTION = 1000  # a denominator beyond this says less than the percentage
 
 
@@ -65,33 +71,44 @@ def bubble_text(bubble: Time) -> str:
     return percent
 
 
-def facts(timeline: Timeline, sizes: bool = True) -> str:
-    """State p, m and v (unless `sizes` is false), the bubble and the most activations that a rank holds.
+def facts(timeline: Timeline) -> str:
+    """State the bubble and the most activations that a rank holds.
 
     Zero Bubble's paper leaves out the time before a rank's first action and after its last: where that differs from
     idle / total, both are stated.
     """
-    p, m, v = len(timeline.ranks), timeline.schedule.microbatches, stages_per_rank(timeline)
-    parts = [f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else "")] if sizes else []
-    parts.append(f"bubble {bubble_text(timeline.bubble_fraction)}")
+    bubble = f"bubble (idle / total) {bubble_text(timeline.bubble_fraction)}"
     rate, fraction = float(timeline.bubble_rate), float(timeline.bubble_fraction)
     if abs(rate - fraction) > 1e-9 and timeline.schedule.splits_backward:
-        parts[-1] += f" ({bubble_text(timeline.bubble_rate)} within a rank's first to last action)"
-    peak = max(timeline.peak_activations, default=0)
+        inside = "none" if rate < 1e-9 else bubble_text(timeline.bubble_rate)
+        bubble += f", {inside} from a rank's first to its last action"
+    peak, v = max(timeline.peak_activations, default=0), stages_per_rank(timeline)
     # With v stages per rank each holds 1/v of the rank's layers, and so of their activations.
-    parts.append(f"peak {f'{peak}/{v} = {peak / v:g}' if v > 1 else peak} activation{'s' * (peak != 1)}")
-    return "  ·  ".join(parts)
+    return f"{bubble}  ·  peak {f'{peak}/{v} = {peak / v:g}' if v > 1 else peak} activation{'s' * (peak != 1)}"
+
+
+def sizes_text(timelines: Sequence[Timeline], times: bool = True) -> str:
+    """State p and m, if they are the same in all timelines, and the times of the actions (unless `times` is false)."""
+    sizes = {(len(timeline.ranks), timeline.schedule.microbatches) for timeline in timelines}
+    parts = [f"p = {p} rank{'s' * (p != 1)}, m = {m} microbatch{'es' * (m != 1)}" for p, m in sizes if len(sizes) == 1]
+    return ";  ".join([*parts, *filter(None, [times_text(timelines) if times else ""])])
 
 
 def times_text(timelines: Iterable[Timeline]) -> str:
-    """State the times of all layers of a rank, "F = 1, B = 2": of each kind of action that has one time everywhere."""
+    """State the times, "F = I = W = 1, B = 2 for all layers of a rank", of the kinds that have one time everywhere."""
     times: dict[str, set[Time]] = {kind: set() for kind in KINDS}
+    several = False
     for timeline in timelines:
         v = stages_per_rank(timeline)
+        several = several or v > 1
         for slot in (slot for row in timeline.ranks for slot in row):
             times[slot.action.kind].add(v * (slot.end - slot.start))
-    single = {kind: times.pop() for kind, times in times.items() if len(times) == 1}
-    return ", ".join(f"{kind} = {float(time):.4g}" for kind, time in single.items())
+    kinds: dict[str, list[str]] = {}
+    for kind, found in times.items():
+        if len(found) == 1:
+            kinds.setdefault(f"{float(found.pop()):.4g}", []).append(kind)
+    text = ", ".join(" = ".join([*equal, time]) for time, equal in kinds.items())
+    return f"{text} for all layers of a rank" if text and several else text
 
 
 def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[str, Timeline]:
@@ -140,12 +157,10 @@ def plot_schedules(timelines: Mapping[str, Timeline]) -> Picture:
     One that takes far longer than all others is cut, with its time at the edge.
     """
     sheet = _Sheet(list(timelines.values()), cut=True)
-    sizes = {(len(timeline.ranks), timeline.schedule.microbatches) for timeline in timelines.values()}
-    header = ", ".join([f"p = {p} ranks, m = {m} microbatches" for p, m in sizes if len(sizes) == 1])
     heights = [0.75 * len(timeline.ranks) * _row(timeline) for timeline in timelines.values()]
-    figure, axes = sheet.lay_out(heights, header)
+    figure, axes = sheet.lay_out(heights)
     for (name, timeline), panel in zip(timelines.items(), axes, strict=True):
-        sheet.draw(panel, timeline, name, f"time {float(timeline.makespan):g}  ·  {facts(timeline, sizes=False)}")
+        sheet.draw(panel, timeline, name, f"time {float(timeline.makespan):g}  ·  {facts(timeline)}")
     return figure
 
 
@@ -182,12 +197,17 @@ class _Sheet:
         lengths = sorted(float(slot.end - slot.start) for slot in slots if slot.end > slot.start)
         short = lengths[len(lengths) // 10] * self.scale
         number = 1.02 * SMALLEST * DIGIT_WIDTH * self.digits / FILL  # points
-        inches = number / POINTS * self.span / max(short, 1e-3 * self.span) + LEFT + RIGHT
-        return min(max(inches, NARROWEST), WIDEST)
+        short = max(short, 1e-3 * self.span)
+        width = min(max(number / POINTS * self.span / short + LEFT + RIGHT, NARROWEST), WIDEST)
+        # All numbers have the size that fits these boxes.
+        room = fitting(self.digits, short * POINTS * (width - LEFT - RIGHT) / self.span, math.inf)
+        self.size = room or LARGEST
+        return width
 
-    def lay_out(self, heights: Sequence[float], header: str = "") -> tuple[Picture, list[Axes]]:
-        """Make panels of these heights (inches) below a header, the time under the last, the legend under all."""
-        above = TITLE if header else 0.0
+    def lay_out(self, heights: Sequence[float]) -> tuple[Picture, list[Axes]]:
+        """Make panels of these heights (inches) below the sizes, the time under the last, the legend under all."""
+        header = sizes_text(self.timelines, times=not self.seconds)
+        above = 0.75 * TITLE if header else 0.0
         total = above + sum(heights) + TITLE * len(heights) + AXIS + LEGEND
         figure = Picture(figsize=(self.width, total), facecolor="white")
         self.inner, self.total = self.width - LEFT - RIGHT, total
@@ -205,9 +225,7 @@ class _Sheet:
             panel.tick_params(axis="x", bottom=panel is axes[-1], labelbottom=panel is axes[-1], labelsize=9)
         integer = not self.seconds and self.span > 10
         axes[-1].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=integer))
-        times = "" if self.seconds else times_text(self.timelines)
-        whole = " for all layers of a rank" if max(map(stages_per_rank, self.timelines)) > 1 else ""
-        note = f"{times}{whole}; number in a box: its microbatch" if times else "number in a box: its microbatch"
+        note = "number in a box: its microbatch"
         axes[-1].set_xlabel(f"time ({self.unit}; {note})" if self.unit else f"time ({note})", fontsize=9)
         handles, labels = legend_handles(self.colours)
         figure.legend(
@@ -236,15 +254,19 @@ class _Sheet:
             bars = [(start, end - start) for start, end in spans]
             edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
             panel.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidth=edge)
+            hatch_boxes(panel, row, [(*span, slot.action.kind) for span, slot in zip(spans, shown, strict=True)])
             marks = [(*span, face, stage) for span, face, stage in zip(spans, faces, stages, strict=True)]
             mark_stages(panel, row, marks, points[0], stages_per_rank(timeline))
             boxes = [
                 (*span, face, str(slot.action.microbatch)) for span, face, slot in zip(spans, faces, shown, strict=True)
             ]
-            number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits)
+            boxes = [box for box in boxes if box[1] <= self.span]
+            number_boxes(panel, row, boxes, points, self.digits, self.size)
         if end > self.span:
             self._beside(panel, ranks / 2, f"▸ {end:g}")
         self._ranks(panel, ranks)
+        v = stages_per_rank(timeline)
+        name = f"{name}, v = {v}" if v > 1 else name
         panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
         panel.set_title(facts, loc="right", fontsize=9.5, color=INK, pad=4)
 
@@ -278,11 +300,14 @@ class _Sheet:
                     panel.fill_between(times, levels, floor, step="post", color=GREY, alpha=0.55, linewidth=0)
                 else:
                     panel.step(times, levels, where="post", color=VERMILION, linewidth=1.0)
-        names = list(timelines)
-        which = f": {names[0]} grey, {names[1]} orange line" if len(names) > 1 else ""
         v = stages_per_rank(first)
         size = f" (each of 1/{v} of the rank's layers)" if v > 1 else ""
-        panel.set_title(f"activations alive{size}{which}", loc="left", fontsize=9.5, color=INK, pad=4)
+        panel.set_title(f"activations alive{size}", loc="left", fontsize=9.5, color=INK, pad=4)
+        if len(timelines) > 1:
+            grey: Artist = Patch(facecolor=GREY, alpha=0.55, label=next(iter(timelines)))
+            line = Line2D([], [], color=VERMILION, linewidth=1.0, label=", ".join(list(timelines)[1:]))
+            look = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.97), "ncols": 2, "frameon": False, "fontsize": 9}
+            panel.legend(handles=[grey, line], borderpad=0.0, borderaxespad=0.2, **look)
         self._beside(panel, 0, "peak", above=7)
 
 

@@ -9,22 +9,40 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
 from visualize.boxes import KINDS, Box, action_of, number_boxes
-from visualize.style import GREY, INK, NOT_A_ROW, PAPER, Picture, colours, number, picture, read_json
+from visualize.style import (
+    GREY,
+    INK,
+    NOT_A_ROW,
+    PAPER,
+    Picture,
+    at_lightness,
+    colours,
+    lightness,
+    number,
+    picture,
+    read_json,
+)
 
 COMPUTATION, COMMUNICATION = "computation", "communication"
 STEP_END = "optimizer"  # a step of training ends with this slice
-SHOWN_STEPS = 2  # of a longer trace, unless --steps says otherwise
+WHOLE = 2  # steps: a trace of more is shown by its last one, unless --steps says otherwise
 ORDER = ("tp", "cp", "dp", "pp")  # of the lanes: the mesh's fastest axis first
 # Inches: the picture, its axes, the row of a rank's computation, a lane of its communication, the space below them.
-WIDTH, LEFT, RIGHT, COMPUTE, LANE, GAP = 11.0, 1.45, 0.15, 0.36, 0.11, 0.1
+# The picture is as wide as a page's text. At half of that its letters, SMALL points here, can still be read.
+WIDTH, LEFT, RIGHT, TOP, COMPUTE, LANE, GAP = 7.0, 1.25, 0.12, 0.36, 0.27, 0.135, 0.09
+SMALL = 8.0
 POINTS = 72
 OFFSET: dict[str, Any] = {"textcoords": "offset points"}
-COLUMNS = 6  # of the legend
-HATCHED = 6.0  # points of waiting from which hatching can be seen, and its slice's colour too
+COLUMNS, LINE = 4, 0.17  # of the legend; inches
+SEEN = 0.3  # points: a name whose slices are all narrower is not in the legend
+HATCHED = 6.0  # points of waiting from which it is hatched: a narrower bar would be all lines
+LIGHT, DARKER = 80, 55  # CIE L* from which a bar in a lane has an edge, and that of the edge
+PALE, LINES = 0.75, "#777777"  # waiting: the part of white in its colour, and the colour of its few lines
 
 
 @dataclass(frozen=True)
@@ -137,23 +155,26 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
 def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False) -> Picture:
     """Draw each rank's computation over time, and below it a lane of communication for each mesh axis.
 
-    steps   the steps to show, as Python slices lists: slice(0, 2) is the first two. Default: the last SHOWN_STEPS.
+    steps   the steps to show, as Python slices lists: slice(0, 2) is the first two. Default: all of at most WHOLE
+            steps, the last of more.
     arrows  draw each message from its sender to its receiver (for a few hundred of them at most).
 
-    Grey in a computation row is a rank that does not compute. Hatching in a communication lane is time spent waiting
-    for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are coloured
-    by their kind, with the number of their microbatch where it can be read.
+    Grey in a computation row is a rank that does not compute. In a communication lane, pale and hatched is time spent
+    waiting for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are
+    coloured by their kind, with the number of their microbatch where it can be read.
     """
     begin, end, title = _window(trace, steps)
     sheet = _Sheet(trace, begin, end)
-    figure = picture(WIDTH, sheet.bottom + 0.4 + sheet.each * len(trace.ranks))
+    figure = picture(WIDTH, sheet.bottom + TOP + sheet.each * len(trace.ranks))
     figure.set_layout_engine("none")
     height = figure.get_figheight()
-    box = (LEFT / WIDTH, sheet.bottom / height, 1 - (LEFT + RIGHT) / WIDTH, 1 - (sheet.bottom + 0.4) / height)
+    box = (LEFT / WIDTH, sheet.bottom / height, 1 - (LEFT + RIGHT) / WIDTH, 1 - (sheet.bottom + TOP) / height)
     axes = figure.add_axes(box)
     for place, rank in enumerate(trace.ranks):
         for track in sheet.tracks:
             sheet.draw(axes, sheet.shown.get((rank, track), []), sheet.row(place, track), track == COMPUTATION)
+    for place in range(1, len(trace.ranks)):
+        axes.axhline(place - GAP / 2 / sheet.each, color=PAPER, linewidth=0.8, zorder=0)
     for start, _ in trace.steps():
         if begin <= start < end:
             axes.axvline((start - begin) * sheet.scale, color=INK, linewidth=0.6, linestyle=":")
@@ -165,11 +186,23 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
     sheet.name_rows(axes)
     words = [sheet.unit, *([f"{trace.clock} clock"] if trace.clock else [])]
     note = "; number in a box: its microbatch" if any(name in KINDS for name in sheet.visible) else ""
-    axes.set_xlabel(f"time ({', '.join(words)}{note})")
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(f"time ({', '.join(words)}{note})", fontsize=9)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.set_title(f"{title} on {_ranks(trace)}", loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(handles=sheet.legend, loc="lower center", ncols=COLUMNS, frameon=False, fontsize=9)
+    spot = (0.5, (0.04 + LINE * len(sheet.notes)) / height)
+    look = {"loc": "lower center", "frameon": False, "borderpad": 0.0, "columnspacing": 1.4, "handlelength": 1.6}
+    figure.legend(handles=sheet.legend, bbox_to_anchor=spot, ncols=COLUMNS, fontsize=SMALL + 0.5, **look)
+    for line, text in enumerate(reversed(sheet.notes)):
+        figure.text(0.5, (0.06 + LINE * line) / height, text, fontsize=SMALL, color=INK, ha="center")
     return figure
+
+
+def _ranks(trace: Trace) -> str:
+    """Count the ranks of a trace, and name the axes of their mesh: "8 ranks (pp 2, dp 2, tp 2)"."""
+    sizes = [f"{axis} {size}" for axis, size in trace.mesh.items() if size > 1]
+    count = f"{len(trace.ranks)} rank{'s' * (len(trace.ranks) != 1)}"
+    return f"{count} ({', '.join(sizes)})" if sizes else count
 
 
 class _Sheet:
@@ -192,9 +225,10 @@ class _Sheet:
         for one in (one for (_, track), slices in self.shown.items() if track in self.tracks for one in slices):
             visible[_what(one.name)] = max(visible.get(_what(one.name), 0.0), self._wide(one.end - one.start))
         self.colours = colours(visible)
-        self.visible = {name: colour for name, colour in self.colours.items() if visible[name] > 0.3}
+        self.visible = {name: colour for name, colour in self.colours.items() if visible[name] > SEEN}
         self.legend = self._legend()
-        self.bottom = 0.62 + 0.2 * math.ceil(len(self.legend) / COLUMNS)
+        self.notes = self._notes()
+        self.bottom = 0.56 + LINE * (math.ceil(len(self.legend) / COLUMNS) + len(self.notes))
 
     def _wide(self, seconds: float) -> float:
         """Convert a time to points of the picture's width."""
@@ -212,12 +246,17 @@ class _Sheet:
             axes.broken_barh([(0, (self.end - self.begin) * self.scale)], row, color=PAPER, linewidth=0)
         bars = [((one.start - self.begin) * self.scale, (one.end - one.start) * self.scale) for one in slices]
         faces = [self.colours[_what(one.name)] for one in slices]
-        # An edge would hide the colour of a narrow bar.
-        edges = [0.3 if self._wide(one.end - one.start) > HATCHED else 0.0 for one in slices]
-        axes.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidths=edges)
-        waits = [(bar[0], one.wait * self.scale) for bar, one in zip(bars, slices, strict=True)]
-        waits = [wait for wait in waits if wait[1] * self.points > HATCHED]
-        axes.broken_barh(waits, row, facecolors=(1, 1, 1, 0.5), edgecolors=INK, hatch="//////", linewidth=0.0)
+        # A white edge would hide the colour of a narrow bar; a light one has a dark edge, to be seen on white.
+        narrow = [self._wide(one.end - one.start) <= HATCHED for one in slices]
+        light = [lightness(face) > LIGHT and not computation for face in faces]
+        edges = [at_lightness(face, DARKER) if one else "white" for face, one in zip(faces, light, strict=True)]
+        widths = [0.4 if one else 0.3 * (not thin) for one, thin in zip(light, narrow, strict=True)]
+        axes.broken_barh(bars, row, facecolors=faces, edgecolors=edges, linewidths=widths)
+        for face in dict.fromkeys(faces):
+            mine = [(bar, one) for bar, one, of in zip(bars, slices, faces, strict=True) if of == face]
+            waits = [(bar[0], one.wait * self.scale) for bar, one in mine if self._wide(one.wait) > HATCHED]
+            if waits:
+                axes.broken_barh(waits, row, facecolors=_pale(face), edgecolors=LINES, hatch="///", linewidth=0.0)
         if computation:
             pairs = [(bar, action_of(one.name), face) for bar, one, face in zip(bars, slices, faces, strict=True)]
             boxes: list[Box] = [
@@ -240,30 +279,48 @@ class _Sheet:
                 axes.annotate("", xy=stop, xytext=start, arrowprops=look)
 
     def name_rows(self, axes: Axes) -> None:
-        """Name each rank at the middle of its rows, with its place in the mesh, and each of its lanes."""
+        """Name each rank at the middle of its rows, with its place in the mesh below, and each of its lanes."""
         ranks, mesh = self.trace.ranks, {axis: size for axis, size in self.trace.mesh.items() if size > 1}
         middle = (self.each - GAP) / 2 / self.each
         names = [f"rank {rank}" for rank in ranks]
         if mesh and math.prod(mesh.values()) == len(ranks):
-            places = [", ".join(f"{axis} {at}" for axis, at in coordinates(mesh, rank).items()) for rank in ranks]
-            names = [f"{name}\n{place}" for name, place in zip(names, places, strict=True)]
-        axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=8)
-        axes.tick_params(axis="y", length=0, pad=34)
+            places = [[f"{axis} {at}" for axis, at in coordinates(mesh, rank).items()] for rank in ranks]
+            between = "\n" if len(mesh) + 1 <= self.each * POINTS / (1.25 * SMALL) else ", "
+            names = [f"{name}\n{between.join(place)}" for name, place in zip(names, places, strict=True)]
+        axes.set_yticks([place + middle for place in range(len(ranks))], names, fontsize=SMALL, linespacing=1.1)
+        axes.tick_params(axis="y", length=0, pad=46)
         for place in range(len(ranks)):
             for track in self.tracks:
                 top, height = self.row(place, track)
-                text = track.removeprefix(COMMUNICATION).replace(", send and receive", " p2p").strip()
-                look = {"fontsize": 6.2, "ha": "right", "va": "center", "color": INK, "annotation_clip": False}
-                spot = (0.0, top + height / 2)
-                axes.annotate("compute" if track == COMPUTATION else text, spot, xytext=(-4, 0), **look, **OFFSET)
+                look = {"fontsize": SMALL, "ha": "right", "va": "center", "color": INK, "annotation_clip": False}
+                axes.annotate(_lane(track), (0.0, top + height / 2), xytext=(-4, 0), **look, **OFFSET)
+
+    def _notes(self) -> list[str]:
+        """Explain the names of the lanes."""
+        axes = [axis_of(track) for track in self.tracks[1:] if axis_of(track) in ORDER and "," not in track]
+        between = [axis_of(track) for track in self.tracks[1:] if "," in track]
+        notes = [f"{', '.join(axes)}: collectives on that axis of the mesh"] if axes else []
+        notes += [f"{axis} p2p: messages between single ranks" for axis in between]
+        return ["; ".join(notes)] if notes else []
 
     def _legend(self) -> list[Patch]:
         """Build the legend of what can be seen."""
         handles = [Patch(facecolor=colour, label=KINDS.get(name, name)) for name, colour in self.visible.items()]
         handles.append(Patch(facecolor=PAPER, label="rank does not compute"))
         if any(self._wide(one.wait) > HATCHED for slices in self.shown.values() for one in slices):
-            handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", label="waiting for messages"))
+            look = {"edgecolor": LINES, "hatch": "///", "linewidth": 0.0}
+            handles.append(Patch(facecolor=_pale(GREY), label="waiting for messages", **look))
         return handles
+
+
+def _lane(track: str) -> str:
+    """Name a lane: "compute", "tp", or "pp p2p" for what is sent and received between single ranks."""
+    return "compute" if track == COMPUTATION else axis_of(track) + " p2p" * ("," in track)
+
+
+def _pale(colour: str) -> str:
+    """Mix a colour with white, as waiting is drawn."""
+    return to_hex([PALE + (1 - PALE) * part for part in to_rgb(colour)])
 
 
 def _what(name: str) -> str:
@@ -277,16 +334,18 @@ def _window(trace: Trace, steps: slice | None) -> tuple[float, float, str]:
     marks = trace.steps()
     if steps is not None and not marks:
         raise UsageError("--steps: the trace marks no steps")
-    if not marks or (steps is None and len(marks) <= SHOWN_STEPS):
+    if not marks or (steps is None and len(marks) <= WHOLE):
         slices = [one for tracks in trace.ranks.values() for track in tracks.values() for one in track]
-        begin, end, title = min(one.start for one in slices), max(one.end for one in slices), "the whole run"
+        begin, end = min(one.start for one in slices), max(one.end for one in slices)
+        title = "Timeline of the whole trace"
     else:
-        chosen = range(1, len(marks) + 1)[steps or slice(-SHOWN_STEPS, None)]
+        chosen = range(1, len(marks) + 1)[steps or slice(-1, None)]
         if len(chosen) == 0:
             raise UsageError(f"--steps chooses none of the trace's {len(marks)} steps (0 to {len(marks) - 1})")
         first, last = chosen[0], chosen[-1]
         begin, end = marks[first - 1][0], marks[last - 1][1]
-        title = (f"step {first}" if first == last else f"steps {first} to {last}") + f" of {len(marks)}"
+        span = f"step {first}" if first == last else f"steps {first} to {last}"
+        title = f"Timeline of {span} of {len(marks)}"
     if not end > begin:
         raise UsageError("the trace holds nothing that took time")
     return begin, end, title

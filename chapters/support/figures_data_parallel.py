@@ -1,20 +1,79 @@
-"""Figure of chapter 4: the time of a step by bucket size."""
+"""Figures of chapter 4: the life of a bucket, and the time of a step by bucket size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
 from visualize.style import (
     BLUE,
+    COLOURS,
     GREEN,
     INK,
+    PAPER,
     VERMILION,
     Picture,
     byte_label,
+    ink_on,
     picture,
     tidy,
 )
+
+ROWS = ("backward\ncompletes gradients", "a bucket\ncounts them", "all-reduces\nunder way", "synchronize")
+
+
+def draw_life_of_buckets(gradients: Sequence[tuple[str, float, int]], sending: Sequence[float]) -> Picture:
+    """Draw one rank's step: gradients are completed one by one, buckets fill, are sent, and are waited for.
+
+    gradients    (name, seconds that backward needs for it, its bucket), in the order of backward
+    sending      seconds of each bucket's all-reduce
+    """
+    figure = picture(7.0, 3.5)
+    axes = figure.add_subplot()
+    complete: list[list[float]] = [[] for _ in sending]  # of each bucket: when its gradients are complete
+    starts: list[float] = []
+    now = 0.0
+    for name, seconds, bucket in gradients:
+        _box(axes, 0, now, seconds, COLOURS["backward"], name)
+        if not complete[bucket]:
+            starts.append(now)
+        now += seconds
+        complete[bucket].append(now)
+    end, wire = now, 0.0
+    for bucket, (start, times) in enumerate(zip(starts, complete, strict=True)):
+        _box(axes, 1, start, times[-1] - start, "white", "")
+        for number, (left, right) in enumerate(zip(times, times[1:], strict=False), start=1):
+            axes.add_patch(Rectangle((left, 1.4), right - left, -0.8 * number / len(times), color=PAPER, ec=INK))
+            axes.text((left + right) / 2, 1.3, f"{number} of {len(times)}", ha="center", va="center", fontsize=8)
+        axes.text(start + 0.1, 0.72, f"bucket {bucket}", ha="left", va="center", fontsize=8)
+        wire = max(wire, times[-1])  # a communicator sends one bucket after the other
+        axes.annotate(
+            "", (wire, 1.6), (times[-1], 1.4), arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        )
+        _box(axes, 2, wire, sending[bucket], COLOURS["all_reduce"], f"bucket {bucket}")
+        wire += sending[bucket]
+    if wire > end:
+        _box(axes, 3, end, wire - end, "white", "waits", hatch="///")
+    axes.axvline(end, color=INK, linestyle=":", linewidth=1)
+    axes.text(end + 0.1, -0.2, "backward ends", fontsize=8, va="center")
+    axes.set_yticks(range(4), ROWS, fontsize=9)
+    axes.set_ylim(3.5, -0.5)
+    axes.set_xlim(0, 1.02 * max(wire, end))
+    axes.set_xticks([])
+    axes.set_xlabel("time on one rank; the number of complete gradients grows until the bucket is full", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    return figure
+
+
+def _box(axes: Axes, row: int, left: float, width: float, colour: str, text: str, hatch: str = "") -> None:
+    axes.add_patch(Rectangle((left, row - 0.4), width, 0.8, facecolor=colour, edgecolor=INK, hatch=hatch))
+    patch = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+    ink = INK if hatch else ink_on(colour)
+    axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=8, color=ink, bbox=patch)
 
 
 def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computation: float) -> Picture:

@@ -1,18 +1,26 @@
-"""Figures of chapter 8: layouts side by side, and placements of the axes on hosts."""
+"""Figures of chapter 8: the grid of ranks, layouts side by side, placements of the axes on hosts, a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from visualize import parse_trace, plot_timeline
 from visualize.mesh import LOOKS
 from visualize.style import (
     GREY,
     INK,
     LINES,
+    MINT,
+    PAPER,
+    SKY,
+    YELLOW,
     Picture,
     picture,
     tidy,
@@ -21,6 +29,112 @@ from visualize.style import (
 MARKS = "os^vDP"
 EPSILON = 2.0**-52
 REST = "#D9D9D9"  # what all bars have
+FILES = (SKY, YELLOW, MINT, REST)  # the colour and the hatching of each rank's file
+HATCHES = ("", "///", "...", "xxx")
+
+
+def plot_grid(sizes: Mapping[str, int], per_host: int) -> Picture:
+    """Draw the ranks of a mesh, joined along each axis, inside the boxes of their hosts.
+
+    sizes     {"pp": ..., "dp": ..., "tp": ...}; rank = (pp*DP + dp)*TP + tp
+    per_host  ranks of a host, in the order of their numbers; whole tp rows
+    A tp row is drawn from left to right. The tp rows of one stage are shifted against one another, so that the lines
+    along pp, straight down, pass between the boxes.
+    """
+    dp, tp, pp = sizes["dp"], sizes["tp"], sizes["pp"]
+    if per_host % tp:
+        raise ValueError(f"a host of {per_host} ranks does not hold whole rows of tp = {tp}")
+    ranks = range(dp * tp * pp)
+    spot = {r: (r % tp + (r // tp % dp) / dp, -(r // tp) - 0.35 * (r // per_host)) for r in ranks}
+    strides = {"tp": (1, tp), "dp": (tp, dp), "pp": (tp * dp, pp)}
+    bottom = spot[ranks[-1]][1]
+    figure = picture(7.0, 1.1 + 0.72 * (1 - bottom))
+    axes = figure.add_subplot()
+    for first in ranks[::per_host]:
+        last = min(first + per_host, len(ranks)) - 1
+        top, base = spot[first][1] + 0.42, spot[last][1] - 0.42
+        shape = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": PAPER, "edgecolor": GREY}
+        host = FancyBboxPatch((-0.95, base), tp + 0.75 + (dp - 1) / dp, top - base, **shape)
+        host.set_label(f"host {first // per_host}")
+        axes.add_patch(host)
+        axes.text(-0.88, top - 0.12, f"host {first // per_host}", va="top", fontsize=9, color=INK)
+        stages = range(first // (tp * dp), last // (tp * dp) + 1)
+        axes.text(
+            -0.88, top - 0.37, "\n".join(f"stage pp {stage}" for stage in stages), va="top", fontsize=8, color=INK
+        )
+    for axis, (stride, size) in strides.items():
+        colour, dashes = LOOKS[axis]
+        for r in ranks:
+            if r // stride % size < size - 1:
+                (x, y), (other_x, other_y) = spot[r], spot[r + stride]
+                axes.plot([x, other_x], [y, other_y], color=colour, linestyle=dashes, linewidth=2.2, zorder=2)
+    for r, (x, y) in spot.items():
+        box = Rectangle((x - 0.21, y - 0.27), 0.42, 0.54, facecolor="white", edgecolor=INK, linewidth=1.0, zorder=3)
+        axes.add_patch(box)
+        place = (r // (tp * dp), r // tp % dp, r % tp)
+        axes.text(x, y + 0.09, str(r), ha="center", va="center", fontsize=11, color=INK, zorder=4)
+        axes.text(x, y - 0.14, " ".join(map(str, place)), ha="center", va="center", fontsize=8, color=INK, zorder=4)
+    axes.set_xlim(-1.0, tp - 0.1 + (dp - 1) / dp)
+    axes.set_ylim(bottom - 0.75, 0.5)
+    caption = "in each box: the rank and, below it, its coordinates pp dp tp"
+    axes.text((tp - 1.1 + (dp - 1) / dp) / 2, bottom - 0.68, caption, ha="center", fontsize=8, color=INK)
+    axes.axis("off")
+    handles = [
+        Line2D([], [], color=LOOKS[axis][0], linestyle=LOOKS[axis][1], linewidth=2.2, label=f"{axis}: {stride} apart")
+        for axis, (stride, _) in strides.items()
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9, handlelength=3.2)
+    return figure
+
+
+def plot_pieces(files: Mapping[int, Mapping[str, Any]], shape: tuple[int, int]) -> Picture:
+    """Draw which rank writes each element of a matrix, and each rank's file.
+
+    files  {rank: its piece}: elements `start` to `stop`, in row-major order, of part `part` of `parts` along dim 1
+    shape  of the matrix
+    """
+    rows, columns = shape
+    figure = picture(7.0, 0.8 + 0.36 * max(rows, 1.3 * len(files)))
+    left, right = figure.subplots(1, 2, width_ratios=(columns, 1.25 * columns))
+    owner = np.full(shape, -1)
+    for y, (rank, file) in enumerate(files.items()):
+        width = columns // file["parts"]
+        for element in range(file["start"], file["stop"]):
+            row, column = element // width, file["part"] * width + element % width
+            owner[row, column] = rank
+            _element(left, column, row, rank, element)
+            _element(right, element - file["start"], 1.6 * y + 0.6, rank, element)
+        text = f"rank {rank}: part {file['part']} of {file['parts']}, elements {file['start']}:{file['stop']}"
+        right.text(0, 1.6 * y + 0.5, text, ha="left", va="bottom", fontsize=8, color=INK)
+    _outline(left, owner)
+    left.set_xlim(-0.1, columns + 0.1)
+    left.set_ylim(rows + 0.1, -0.1)
+    left.set_title("the matrix of the serial model", fontsize=9, color=INK)
+    right.set_xlim(-0.1, max(file["stop"] - file["start"] for file in files.values()) + 0.1)
+    right.set_ylim(1.6 * len(files) + 0.1, -0.1)
+    right.set_title("what each rank writes", fontsize=9, color=INK)
+    left.axis("off")
+    right.axis("off")
+    return figure
+
+
+def _element(axes: Axes, x: float, y: float, rank: int, index: int) -> None:
+    """Draw one element in the colour and hatching of the rank that writes it."""
+    look = {"facecolor": FILES[rank % len(FILES)], "hatch": HATCHES[rank % len(HATCHES)], "edgecolor": GREY}
+    axes.add_patch(Rectangle((x, y), 1, 1, linewidth=0.6, label=f"rank {rank}", **look))
+    plate = {"boxstyle": "round,pad=0.12", "facecolor": look["facecolor"], "edgecolor": "none"}
+    axes.text(x + 0.5, y + 0.5, str(index), ha="center", va="center", fontsize=8, color=INK, bbox=plate)
+
+
+def _outline(axes: Axes, owner: np.ndarray) -> None:
+    """Draw the borders between the ranks' elements."""
+    rows, columns = owner.shape
+    for row in range(rows):
+        for column in range(columns):
+            if column + 1 < columns and owner[row, column] != owner[row, column + 1]:
+                axes.plot([column + 1] * 2, [row, row + 1], color=INK, linewidth=2.0)
+            if row + 1 < rows and owner[row, column] != owner[row + 1, column]:
+                axes.plot([column, column + 1], [row + 1] * 2, color=INK, linewidth=2.0)
 
 
 def plot_layouts(
@@ -62,18 +176,18 @@ def plot_layouts(
     return figure
 
 
-def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], notes: Mapping[str, str]) -> Picture:
+def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Picture:
     """Draw seconds of a step with one mesh axis on the slow link, one group of bars for each kind of slow link.
 
     ideal  seconds with every axis on the fast link
-    links  {slow link: {axis: seconds}}
-    notes  {axis: its name in the legend}
+    times  {(axis, slow link): seconds}
     """
-    figure = picture(9.0, 1.3 + 0.42 * sum(len(times) + 1 for times in links.values()))
+    links = dict.fromkeys(link for _, link in times)
+    figure = picture(9.0, 1.3 + 0.42 * (len(times) + len(links)))
     axes = figure.add_subplot()
     place, ticks = 0.0, []
-    for link, times in links.items():
-        for axis, seconds in times.items():
+    for link in links:
+        for axis, seconds in [(axis, seconds) for (axis, on), seconds in times.items() if on == link]:
             axes.barh(place, ideal * 1e3, height=0.72, color=REST)
             axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=LOOKS[axis][0])
             text = f"{seconds * 1e3:.0f} ms, {seconds / ideal - 1:+.0%}"
@@ -86,11 +200,21 @@ def plot_placements(ideal: float, links: Mapping[str, Mapping[str, float]], note
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.14e3 * max(seconds for times in links.values() for seconds in times.values()))
+    axes.set_xlim(0, 1.14e3 * max(times.values()))
     axes.set_xlabel("time of one step (ms, model clock)")
     tidy(axes)
     axes.grid(visible=False, axis="y")
     handles = [Patch(color=REST, label=f"every axis on the fast link: {ideal * 1e3:.0f} ms")]
-    handles += [Patch(color=LOOKS[axis][0], label=note) for axis, note in notes.items()]
+    slow = dict.fromkeys(axis for axis, _ in times)
+    handles += [Patch(color=LOOKS[axis][0], label=f"added by {axis} between hosts") for axis in slow]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def plot_two_steps(trace: dict[str, Any], between_hosts: tuple[str, str]) -> Picture:
+    """Draw two traced steps of dp 2 x tp 2 x pp 2 after one another; `between_hosts` is the axis there in each."""
+    figure = plot_timeline(parse_trace(trace))
+    first, second = between_hosts
+    title = f"dp 2 x tp 2 x pp 2, 1F1B, 4 microbatches. Between the hosts: {first} (left), {second} (right)"
+    figure.axes[0].set_title(title, loc="left", fontsize=10)
     return figure

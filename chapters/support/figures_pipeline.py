@@ -1,20 +1,118 @@
-"""Chapter 7: the timeline of a traced pipeline, and schedules that a notebook's reader changes with sliders."""
+"""Figures of chapter 7: paths through a schedule, a trace's timeline, schedules that follow a reader's sliders."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+
 from chapters.support.show import in_notebook
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import SCHEDULES, Action, Durations, Slot, Timeline, make, simulate
+from minipar.parallel.pipeline import SCHEDULES, Action, Durations, Slot, Timeline, check, make, simulate
 from minipar.parallel.pipeline.simulate import Time, timeline_of
-from visualize.boxes import action_of
-from visualize.schedule import NAMES, plot_schedule
-from visualize.style import Picture
+from visualize.boxes import KINDS, action_of
+from visualize.schedule import NAMES, gallery, plot_schedule
+from visualize.style import COLOURS, INK, Picture, ink_on, picture
 from visualize.timeline import COMPUTATION, STEP_END, Slice, Trace
+
+Named = tuple[str, int, int]  # an action of a hand-written list: kind, microbatch, stage
+PHASES = {"warm-up": ("#DDDDDD", "///"), "steady state": ("#FFFFFF", ""), "cool-down": ("#DDDDDD", "\\\\\\")}
+
+
+@dataclass(frozen=True)
+class MarkedPath:
+    """A schedule of one stage per rank, with the chain of actions that is marked in it."""
+
+    times: Mapping[Named, tuple[Time, Time]]  # start and end of each action
+    path: Sequence[Named]
+    pieces: Sequence[tuple[str, Time]]  # the name and the length of each piece of the path, in order
+    ahead: Sequence[int] | None = None  # forwards of each rank's warm-up; the phases are drawn if this is given
+
+    def __post_init__(self) -> None:
+        spans = [self.times[action] for action in self.path]
+        makespan = max(end for _, end in self.times.values())
+        lengths = sum(end - start for start, end in spans), sum(length for _, length in self.pieces)
+        if lengths != (makespan, makespan):
+            raise UsageError(f"the path and its pieces take {lengths}, but the schedule {makespan}")
+
+
+def plot_paths(panels: Mapping[str, MarkedPath], note: str) -> Picture:
+    """Draw schedules one above the other: boxes with their microbatch, a thick frame around each action of the path.
+
+    Below each schedule are the pieces of its path. `panels` gives each schedule its title; `note` names the times.
+    """
+    figure = picture(7.0, 0.75 + sum(0.95 + _rows(one) * (0.42 if one.ahead else 0.27) for one in panels.values()))
+    heights = [1.6 + _rows(one) * (1.5 if one.ahead else 1.0) for one in panels.values()]
+    grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    span = max(float(end) for one in panels.values() for _, end in one.times.values())
+    for axes, (title, one) in zip(grid, panels.items(), strict=True):
+        axes.set_xlim(-0.004 * span, 1.004 * span)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
+        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        axes.set_xticks([])
+        _draw_path(axes, one)
+    kinds = [kind for kind in KINDS if any(kind == named[0] for one in panels.values() for named in one.times)]
+    handles = [Patch(facecolor=COLOURS[kind], label=KINDS[kind]) for kind in kinds]
+    handles.append(Patch(facecolor="white", edgecolor=INK, linewidth=2, label="longest path"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5)
+    grid[-1].set_xlabel(f"time ({note}; number in a box: its microbatch)", fontsize=8.5, color=INK)
+    return figure
+
+
+def _rows(one: MarkedPath) -> int:
+    return 1 + max(stage for _, _, stage in one.times)
+
+
+def _draw_path(axes: Axes, one: MarkedPath) -> None:
+    """Draw the ranks' boxes, their phases below them, and the pieces of the path below all ranks."""
+    rows, step = _rows(one), 1.5 if one.ahead else 1.0
+    marked = set(one.path)
+    for (kind, microbatch, rank), (begin, end) in one.times.items():
+        start, length, y = float(begin), float(end - begin), rank * step
+        look = {"edgecolor": "white", "linewidth": 0.8, "zorder": 2}
+        axes.add_patch(Rectangle((start, y + 0.05), length, 0.9, facecolor=COLOURS[kind], **look))
+        if (kind, microbatch, rank) in marked:
+            frame = {"fill": False, "edgecolor": INK, "linewidth": 2.0, "zorder": 4}
+            axes.add_patch(Rectangle((start, y + 0.05), length, 0.9, gid="path", **frame))
+        middle = (start + length / 2, y + 0.5)
+        look = {"ha": "center", "va": "center_baseline", "fontsize": 8, "zorder": 5}
+        axes.text(*middle, str(microbatch), color=ink_on(COLOURS[kind]), **look)
+    for rank in range(rows):
+        slots = sorted(times for named, times in one.times.items() if named[2] == rank)
+        if one.ahead:
+            _draw_phases(axes, slots, one.ahead[rank], rank * step + 1.03)
+    bottom, at = rows * step, 0.0
+    axes.set_ylim(bottom + 1.5, -0.1)
+    axes.set_yticks([rank * step + 0.5 for rank in range(rows)], [f"rank {rank}" for rank in range(rows)], fontsize=8.5)
+    axes.tick_params(axis="y", length=0)
+    for name, length in one.pieces:
+        end = at + float(length)
+        arrow = {"arrowstyle": "<->", "color": INK, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (end, bottom + 0.4), (at, bottom + 0.4), arrowprops=arrow, annotation_clip=False)
+        for place in (at, end):
+            axes.plot([place, place], [0, bottom + 0.55], color=INK, linewidth=0.7, linestyle=":", zorder=1)
+        axes.text((at + end) / 2, bottom + 0.62, name, ha="center", va="top", fontsize=8.5, color=INK, gid="piece")
+        at = end
+
+
+def _draw_phases(axes: Axes, slots: Sequence[tuple[Time, Time]], ahead: int, y: float) -> None:
+    """Draw a strip with warm-up, steady state and cool-down below a rank's boxes, from its first action to its last."""
+    turns = [slots[0][0], slots[ahead][0], slots[len(slots) - ahead - 1][1], slots[-1][1]]
+    for (name, (colour, hatch)), start, end in zip(PHASES.items(), turns[:-1], turns[1:], strict=True):
+        if end > start:
+            look = {"facecolor": colour, "hatch": hatch, "edgecolor": "#888888", "linewidth": 0.6, "zorder": 2}
+            axes.add_patch(Rectangle((float(start), y), float(end - start), 0.34, gid=name, **look))
+            label = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+            if float(end - start) >= 3:
+                axes.text(
+                    float(start + end) / 2, y + 0.17, name, ha="center", va="center", fontsize=8, color=INK, zorder=3,
+                    bbox=label,
+                )  # fmt: skip
 
 
 def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Timeline:
@@ -75,18 +173,40 @@ def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Pictu
     return plot_schedule(simulate(schedule, durations))
 
 
+def schedule_table(p: int, m: int) -> str:
+    """Tabulate every schedule: bubbles, memory and messages, with equal times and with T_F, T_I, T_W = 4, 5, 3.
+
+    Activations and waiting W are in units of one rank's layers for one microbatch.
+    """
+    rows = [
+        f"p = {p}, m = {m}         idle / total    idle /   activations  W waiting   times 4, 5, 3:  messages",
+        "                                   ideal    at most      at most     idle / total    per step",
+    ]
+    others = gallery(p, m, Durations(4, 5, 3))
+    for name, timeline in gallery(p, m).items():
+        report, v = check(timeline.schedule), timeline.schedule.stages // p
+        bubble, other = Fraction(timeline.bubble_fraction), others[name].bubble_fraction
+        peak, waiting = max(report.peak_activations) / v, max(report.peak_weight_gradients) / v
+        row = f"{name:<18} {bubble!s:>5} = {float(bubble):.3f}   {float(bubble / (1 - bubble)):.3f}"
+        rows.append(f"{row} {peak:>9g} {waiting:>12g} {other!s:>11} = {float(other):.3f} {sum(report.sends):>9}")
+    return "\n".join(rows)
+
+
 def explore_schedules() -> Any:
     """Show sliders for p, m, v, schedule and times in a notebook with ipywidgets, and the picture that follows them.
 
-    Elsewhere (in a script, without ipywidgets) return the picture of 1F1B for p = 4, m = 8.
+    A static picture comes first: a page made of the notebook, as GitHub's, shows it and has no sliders. Elsewhere (in a
+    script, without ipywidgets) return that picture: ZB-H1 for p = 4, m = 8, times 4, 5, 3.
     """
+    static = picture_of("zb-h1", 4, 8, 1, Durations(4, 5, 3))
     if not in_notebook():
-        return picture_of("1f1b", 4, 8, 1, Durations())
+        return static
     try:
         import ipywidgets
         from IPython.display import display
     except ImportError:
-        return picture_of("1f1b", 4, 8, 1, Durations())
+        return static
+    display(static)
 
     looks = {"continuous_update": False, "style": {"description_width": "9em"}}
 
@@ -121,4 +241,8 @@ def explore_schedules() -> Any:
 
     shown = ipywidgets.interactive_output(follow, controls)
     columns = [list(controls.values())[:4], list(controls.values())[4:]]
-    return ipywidgets.VBox([ipywidgets.HBox([ipywidgets.VBox(column) for column in columns]), shown])
+    box = ipywidgets.VBox([ipywidgets.HBox([ipywidgets.VBox(column) for column in columns]), shown])
+    view = box._repr_mimebundle_()
+    view["text/plain"] = "(Here a running notebook has sliders for p, m, v, the schedule and the times.)"
+    display(view, raw=True)
+    return None

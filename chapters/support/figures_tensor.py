@@ -1,36 +1,37 @@
-"""Figures of chapter 6: how matrices are cut, activations, three links."""
+"""Figures of chapter 6: a Transformer block over t ranks with its shapes, and how matrices are cut."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from visualize.style import (
-    GREY,
-    INK,
-    LINES,
-    YELLOW,
-    Picture,
-    picture,
-    tidy,
-)
+from visualize.style import DARK, GREY, INK, LINES, MINT, PAPER, YELLOW, Picture, ink_on, picture
 
 RANKS = (*LINES, GREY, YELLOW)
 
+# (title of the block; the mapping that enters a pair and what its backward sends; the same of the one that leaves it)
+PLAIN = ("tensor parallelism: f and g", "f", "backward:\nall-reduce", "g", "forward:\nall-reduce")
+SEQUENCE = (
+    "with sequence parallelism: all-gather and reduce-scatter",
+    "all-\ngather",
+    "backward:\nreduce-scatter",
+    "reduce-\nscatter",
+    "backward:\nall-gather",
+)
+STEP, HALF = 0.8, 1.32  # inches from node to node, and from the attention of a block to its MLP
+
 
 def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) -> Picture:
-    """Draw matrices to scale, each part in the colour of the rank that holds it.
+    """Draw matrices to scale, each part in the colour and with the number of the rank that holds it.
 
     matrices: (name, rows, columns, dim along which it is cut, groups of equal stretches that are cut each).
     """
     gap = 0.45 * min(min(rows, columns) for _, rows, columns, _, _ in matrices)
     tallest = max(rows for _, rows, _, _, _ in matrices)
     total = sum(columns for _, _, columns, _, _ in matrices) + gap * len(matrices)
-    figure = picture(8.5, 0.9 + 8.3 * 1.12 * tallest / total)
+    figure = picture(7.5, 0.3 + 7.3 * 1.12 * tallest / total)
     axes = figure.add_subplot()
     left = 0.0
     for name, rows, columns, dim, groups in matrices:
@@ -41,6 +42,9 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
             size = (columns, step) if dim == 0 else (step, rows)
             colour = RANKS[piece % ranks % len(RANKS)]
             axes.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor="white", linewidth=0.6))
+            centre = (corner[0] + size[0] / 2, corner[1] + size[1] / 2)
+            look = {"fontsize": 8, "ha": "center", "va": "center_baseline", "color": ink_on(colour)}
+            axes.text(*centre, str(piece % ranks), **look)
         for group in range(1, groups):
             place = left + group * columns / groups
             axes.plot([place, place], [0, -rows], color=INK, linewidth=1.6)
@@ -50,76 +54,95 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
     axes.set_ylim(-tallest * 1.02, tallest * 0.1)
     axes.set_aspect("equal")
     axes.set_axis_off()
-    handles = [Rectangle((0, 0), 1, 1, facecolor=RANKS[r % len(RANKS)], label=f"rank {r}") for r in range(ranks)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(ranks, 8), frameon=False, fontsize=9)
     return figure
 
 
-def plot_activations(bars: Mapping[str, Mapping[str, float]], paper: Mapping[str, float]) -> Picture:
-    """Draw the bytes that a layer keeps for backward, per token and hidden element: a bar for each entry, in parts.
+def block_halves(sequence: bool) -> dict[str, list[tuple[str, str]]]:
+    """List the operations of both halves of a block, each with the shape, on every rank, of what leaves it."""
+    outside = "B, T/t, h" if sequence else "B, T, h"
+    _, enter, _, leave, _ = SEQUENCE if sequence else PLAIN
+    pairs = {
+        "attention": (("c_attn\ncolumns", "B, T, 3h/t"), ("heads", "B, T, h/t")),
+        "MLP": (("c_fc\ncolumns", "B, T, 4h/t"), ("gelu", "B, T, 4h/t")),
+    }
+    return {
+        half: [
+            ("Layer-\nNorm", outside),
+            (enter, "B, T, h"),
+            *pair,
+            ("c_proj\nrows", "B, T, h"),
+            (leave, outside),
+            ("drop-\nout", outside),
+            ("+", outside),
+        ]
+        for half, pair in pairs.items()
+    }
 
-    A mark shows the paper's formula for the same entry.
+
+def plot_blocks(*sequence: bool) -> Picture:
+    """Draw a Transformer block over t ranks, one below the other, without or with sequence parallelism.
+
+    Each half of a block is a chain of operations; above each edge stands the shape of what one rank has there. A
+    shaded band says what differs between the ranks; between two bands is a mapping, the only place that sends.
     """
-    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-    figure = picture(9.0, 1.4 + 0.42 * len(bars))
-    axes = figure.add_subplot()
-    for place, bar in enumerate(bars.values()):
-        left = 0.0
-        for part, colour in zip(parts, LINES * len(parts), strict=False):
-            width = bar.get(part, 0.0)
-            axes.barh(place, width, left=left, height=0.62, color=colour, edgecolor="white", linewidth=0.8)
-            left += width
-        end = max(left, paper.get(list(bars)[place], 0.0))
-        axes.annotate(f"{left:.1f}", (end, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9)
-    marks = [(paper[name], place) for place, name in enumerate(bars) if name in paper]
-    axes.plot(
-        *zip(*marks, strict=True), "|", color=INK, markersize=20, markeredgewidth=2.5, label="the paper's formula"
-    )
-    for part, colour in zip(parts, LINES * len(parts), strict=False):
-        axes.barh(0, 0, color=colour, label=part)
-    axes.set_yticks(range(len(bars)), list(bars))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * max(*(sum(bar.values()) for bar in bars.values()), *paper.values()))
-    axes.set_xlabel("bytes kept per layer, divided by s b h")
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
-    figure.legend(loc="outside upper center", ncols=len(parts) + 1, frameon=False, fontsize=9, markerscale=0.5)
+    height = 0.34 + 2 * HALF
+    figure = picture(7.0, height * len(sequence))
+    figure.set_layout_engine("none")  # every place is given in inches
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, 7.0)
+    axes.set_ylim(-height * len(sequence), 0)
+    axes.set_axis_off()
+    for place, with_sequence in enumerate(sequence):
+        top = -height * place
+        axes.text(0.1, top - 0.28, (SEQUENCE if with_sequence else PLAIN)[0], fontsize=10, weight="bold", color=INK)
+        for row, (half, nodes) in enumerate(block_halves(with_sequence).items()):
+            _draw_half(axes, top - 0.34 - HALF * row, half, nodes, with_sequence)
     return figure
 
 
-def plot_links(links: Mapping[str, Mapping[str, Any]], computation: Mapping[int, float]) -> Picture:
-    """Draw seconds of a step against tensor-parallel ranks, one curve for each link, above computation alone.
-
-    links        {name: {"points": {t: seconds} to be marked, "curve": {t: seconds} by the formula,
-                 "crossing": the t at which communication takes as long as computation}}
-    computation  {t: seconds} without communication
-    """
-    figure = picture(8.2, 4.8)
-    axes = figure.add_subplot()
-    single = computation[min(computation)] * 1e3
-    axes.axhline(single, color=GREY, linestyle=":", linewidth=1.4, label="one device")
+def _draw_half(axes: Axes, top: float, half: str, nodes: Sequence[tuple[str, str]], sequence: bool) -> None:
+    _, enter, at_enter, leave, at_leave = SEQUENCE if sequence else PLAIN
+    places = [0.84 + STEP * i for i in range(len(nodes))]
+    middle, bottom = top - 0.66, top - HALF + 0.08
+    first, last = (places[[name for name, _ in nodes].index(name)] for name in (enter, leave))
+    hatch = "////" if sequence else None
+    for left, right, colour, pattern in (
+        (0.08, first, PAPER, hatch),
+        (first, last, MINT, None),
+        (last, 6.94, PAPER, hatch),
+    ):
+        size = (right - left, HALF - 0.12)
+        axes.add_patch(
+            Rectangle((left, bottom), *size, facecolor=colour, edgecolor="white", hatch=pattern, linewidth=0, zorder=0)
+        )
+    whose = "own tokens" if sequence else "same on all"
+    own = "heads" if half == "attention" else "columns"
+    for x, text in (
+        ((0.08 + first) / 2, whose),
+        ((first + last) / 2, f"{half}: all tokens, each rank its own {own}"),
+        ((last + 6.94) / 2, whose),
+    ):
+        axes.text(x, top - 0.15, text, fontsize=8, style="italic", ha="center", va="center", color=INK)
+    shapes = [nodes[-1][1], *(shape for _, shape in nodes)]
+    widths = [0.2 if name in ("+", "f", "g") else 0.52 for name, _ in nodes]
+    starts = [0.12, *(x + wide / 2 for x, wide in zip(places, widths, strict=True))]
+    stops = [*(x - wide / 2 - 0.03 for x, wide in zip(places, widths, strict=True)), 6.92]
+    centres = [0.48, *((a + b) / 2 for a, b in zip(places[:-1], places[1:], strict=True)), None]
+    for left, right, centre, shape in zip(starts, stops, centres, shapes, strict=True):
+        arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (right, middle), (left, middle), arrowprops=arrow, zorder=1)
+        if centre is not None:  # the sum has the shape of its terms
+            axes.text(centre, middle + 0.27, shape, fontsize=8, ha="center", va="bottom", color=INK)
+    plus = places[-1]
     axes.plot(
-        list(computation), [s * 1e3 for s in computation.values()], "--", color=INK, linewidth=1.4, label="computation"
+        [0.2, 0.2, plus, plus], [middle, bottom + 0.06, bottom + 0.06, middle - 0.19], color=INK, linewidth=1, zorder=1
     )
-    for (name, link), colour in zip(links.items(), LINES, strict=False):
-        curve, points = link["curve"], link["points"]
-        axes.plot(list(curve), [s * 1e3 for s in curve.values()], "-", color=colour, linewidth=1.8, label=name)
-        axes.plot(list(points), [s * 1e3 for s in points.values()], "o", color=colour, markersize=6)
-        if min(curve) <= link["crossing"] <= max(curve):
-            height = np.exp(np.interp(np.log(link["crossing"]), np.log(list(curve)), np.log(list(curve.values()))))
-            axes.plot(link["crossing"], height * 1e3, "D", color=colour, markersize=10, markeredgecolor=INK, zorder=4)
-    axes.plot([], [], "D", color="white", markeredgecolor=INK, markersize=9, label="communication = computation")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = [t for t in (1, 2, 3, 4, 6, 8, 16, 32, 64) if t <= max(computation)]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(FixedLocator([m * 10**e for e in range(-3, 4) for m in (1, 2, 5)]))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("tensor-parallel ranks t")
-    axes.set_ylabel("time of a step (ms)")
-    tidy(axes)
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
-    return figure
+    for x, wide, (name, _) in zip(places, widths, nodes, strict=True):
+        sends = name in (enter, leave)
+        look = {"facecolor": DARK if sends else "white", "edgecolor": INK, "boxstyle": "round,pad=0.02", "zorder": 2}
+        axes.add_patch(FancyBboxPatch((x - wide / 2, middle - 0.17), wide, 0.34, **look))
+        colour = "white" if sends else INK
+        axes.text(x, middle, name, fontsize=8, ha="center", va="center", color=colour, zorder=3, linespacing=1.0)
+        if sends:
+            note = at_enter if name == enter else at_leave
+            axes.text(x, middle - 0.23, note, fontsize=8, ha="center", va="top", color=INK, linespacing=1.0)

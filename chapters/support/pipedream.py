@@ -15,6 +15,8 @@ old weights (`stale_reference`). Stages own their weights, so the head has an em
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from minipar.autograd import Tensor
 from minipar.backend import from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn.gpt import GPT
+from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.module import Parameter
 from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline.actions import Action, Schedule
@@ -64,6 +66,13 @@ class Staleness:
     def updates(self, microbatch: int) -> bool:
         """Return True if the weights are updated after this microbatch's backward."""
         return (microbatch + 1) % self.group == 0
+
+
+class Fresh(Staleness):
+    """Synchronous training with as many microbatches per update: the latest weights, always."""
+
+    def version(self, stage: int, microbatch: int) -> int:
+        return microbatch // self.group
 
 
 class StashedWeights:
@@ -190,3 +199,41 @@ def stale_reference(
     for weights in stages:
         weights.use(weights.latest)
     return losses
+
+
+def differences_from_one_device(comm: Communicator, group: int) -> tuple[bool, float]:
+    """Train a small GPT without draining, one block per rank of `comm`, and compare it on rank 0 with two references.
+
+    Return (True if all bits are those of one device with the same old weights and each rank has kept the versions that
+    the rule says, the largest difference from training with the latest weights); both are meaningless on other ranks.
+    """
+    stages, length, count = comm.size, 16, 4 * comm.size
+    samples = np.random.default_rng(2).integers(0, 256, (count, 1, length + 1))
+    config = GPTConfig(vocab_size=256, n_positions=length, n_embd=16, n_layer=stages, n_head=2)
+    staleness, fresh = Staleness(stages, group), Fresh(stages, group)
+
+    def batch(microbatch: int) -> tuple[np.ndarray, np.ndarray]:
+        return samples[microbatch][:, :length], samples[microbatch][:, 1:]
+
+    def digests(model: GPT, among: list[Parameter]) -> dict[str, str]:
+        return {
+            name: hashlib.sha256(value.data.tobytes()).hexdigest()
+            for name, value in model.named_parameters()
+            if any(value is each for each in among)
+        }
+
+    model = GPT(config, dtype="float64")
+    pipeline = AsynchronousPipeline(model, comm, staleness, count, (1, length))
+    pipeline.run(batch)
+    mine = digests(model, pipeline.weights.parameters), pipeline.losses.tolist(), pipeline.weights.peak
+    ranks = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(mine).encode())]
+    if comm.rank > 0:
+        return True, 0.0
+    stale, latest = GPT(config, dtype="float64"), GPT(config, dtype="float64")
+    losses = stale_reference(stale, staleness, count, length, batch)
+    stale_reference(latest, fresh, count, length, batch)
+    same = digests(stale, stale.parameters()) == {name: bits for own, _, _ in ranks for name, bits in own.items()}
+    kept = [stages - s if group == 1 else 2 for s in range(stages)]
+    same = same and losses == ranks[-1][1] and kept == [peak for _, _, peak in ranks]
+    pairs = zip(stale.parameters(), latest.parameters(), strict=True)
+    return same, max(float(np.abs(a.data - b.data).max()) for a, b in pairs)

@@ -15,6 +15,10 @@ from typing import Any
 
 OUT = Path("out")
 RULE = "-" * 100
+SOURCE_STYLE = (
+    "white-space: pre; overflow-x: auto; overflow-wrap: normal; word-break: normal; font-family: monospace; "
+    "font-size: 13px; line-height: 1.35; color: #222222; background: #F8F8F8; padding: 6px; margin: 0"
+)
 UNDERLINES = {"#": "=", "##": "~", "###": "."}  # for each level of heading
 
 
@@ -59,13 +63,27 @@ def show_source(*objects: Callable[..., Any] | type) -> None:
     print_headings()
     for thing in objects:
         source = inspect.getsource(thing).rstrip()
-        place = f"{thing.__module__}.{thing.__qualname__}"
+        text = f"# {thing.__module__}.{thing.__qualname__}\n{source}"
         if in_notebook():
-            from IPython.display import Code, display
+            from IPython.display import display
 
-            display(Code(f"# {place}\n{source}", language="python"))
+            display({"text/html": source_html(text), "text/plain": text}, raw=True)
         else:
-            print(f"{RULE}\n# {place}\n{source}\n{RULE}")
+            print(f"{RULE}\n{text}\n{RULE}")
+
+
+def source_html(text: str) -> str:
+    """Return Python's text as HTML that needs no style sheet: coloured, in a fixed-width font, no line broken.
+
+    A line that is wider than the page scrolls. Jupyter's and nbconvert's style sheets break the lines of any `pre` at
+    the window's edge, so its own style says otherwise. GitHub removes all styles: there it is a plain `pre`.
+    """
+    from pygments import highlight  # comes with IPython
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    lines = highlight(text, PythonLexer(), HtmlFormatter(nowrap=True, noclasses=True))
+    return f'<pre style="{SOURCE_STYLE}">{lines}</pre>'
 
 
 _printed: dict[str, int] = {}  # of each script: the line up to which its headings are printed

@@ -36,7 +36,7 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     """Set out = chunk r of the sum: each partial sum goes once round the ring, and every rank adds its part to it.
 
     (p-1) alpha + n(p-1)/p (beta + gamma): the fewest bytes possible (Patarasuk and Yuan 2009, section 4).
-    Chunk c is summed in the order c+1, c+2, ..., c: fixed, but not the rank order. `x` is not changed.
+    Chunk j is summed in the order j+1, j+2, ..., j: fixed, but not the rank order. `x` is not changed.
     """
     p, r = link.size, link.rank
     bounds = chunk_bounds(x.size, p)

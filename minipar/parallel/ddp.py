@@ -21,7 +21,7 @@ from minipar.parallel.wrapper import BeforeReduce, Wrapper
 def all_reduce_gradients(model: Module, comm: Communicator, algorithm: str = "ring") -> None:
     """Naive data parallelism: after backward, sum the whole gradient over the ranks in one all-reduce.
 
-    Sends 2 Psi (p-1)/p elements per rank (Psi parameters, p ranks), none of it hidden behind computation.
+    Sends 2 Psi (d-1)/d elements per rank (Psi parameters, d ranks), none of it hidden behind computation.
     """
     parameters = model.parameters()
     for p in parameters:
@@ -58,7 +58,7 @@ class DistributedDataParallel(Wrapper):
     `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank (by default: the sum that
     sequence parallelism needs, if it has been applied to the model).
 
-    Sends 2 Psi (p-1)/p elements per rank and step, however many microbatches there are.
+    Sends 2 Psi (d-1)/d elements per rank and step, however many microbatches there are.
     """
 
     def __init__(

@@ -21,14 +21,14 @@ from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
 
 
 class FullyShardedDataParallel(ShardedGradients):
-    """A model of which each rank keeps 1/p: the parameters exist whole only while their unit computes.
+    """A model of which each rank keeps 1/d: the parameters exist whole only while their unit computes.
 
     Use it as DistributedDataParallel. A GPT is gathered block by block; a module that lists no `parts` is one unit.
     While one unit computes, the next one's parameters are on their way (`prefetch`). The last part's backward follows
     its forward at once, and a lookup's backward does not read the table, so the unit that embedding and head share is
     gathered once for each of the two.
 
-    Sends per forward and backward 2 Psi (p-1)/p elements per rank to gather parameters, and Psi (p-1)/p once per step
+    Sends per forward and backward 2 Psi (d-1)/d elements per rank to gather parameters, and Psi (d-1)/d once per step
     to reduce-scatter gradients: 3 Psi where data parallelism sends 2 Psi.
     """
 

@@ -1,7 +1,7 @@
 """Model state in closed form: the bytes of parameters, gradients and optimizer state on a rank at each ZeRO stage.
 
-Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi parameters on N ranks, in bytes of 16-bit
-training with Adam: 16 Psi, then 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N, 16 Psi/N for stages 1, 2, 3.
+Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi parameters on d ranks, in bytes of 16-bit
+training with Adam: 16 Psi, then 4 Psi + 12 Psi/d, 2 Psi + 14 Psi/d, 16 Psi/d for stages 1, 2, 3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minipar.errors import UsageError
 from minipar.parallel.placement import Placement
 
 STAGES = (0, 1, 2, 3)
-Count = int | Fraction  # elements or bytes; a Fraction if Psi/N is not rounded
+Count = int | Fraction  # elements or bytes; a Fraction if Psi/d is not rounded
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) 
 
 
 def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
-    """Compute the bytes on a rank: the paper's with own = Fraction(psi, N), a run's with elements_placed(...)."""
+    """Compute the bytes on a rank: the paper's with own = Fraction(psi, d), a run's with elements_placed(...)."""
     parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
     return ModelState(
         parameters * precision.parameters, gradients * precision.gradients, optimizer * precision.optimizer
@@ -70,7 +70,7 @@ def model_state(psi: int, own: Count, stage: int, precision: Precision, accumula
 def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, int]:
     """Count the elements of placed parameters, and those of them that data-parallel rank `rank` owns: (psi, own).
 
-    Rank 0 owns the most. NB: minipar pads nothing; if N does not divide a bucket, the first ranks own one element more.
+    Rank 0 owns the most. NB: minipar pads nothing; if d does not divide a bucket, the first ranks own one element more.
     Frameworks pad every rank to the longest.
     """
     psi = own = 0

@@ -8,7 +8,7 @@ of them into one chunk per rank.
     stage 3   parameters too (fsdp.py)
 
 An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what data parallelism sends: per step and
-rank Psi (p-1)/p elements to reduce-scatter gradients, and as many to gather updated parameters.
+rank Psi (d-1)/d elements to reduce-scatter gradients, and as many to gather updated parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minipar.parallel.wrapper import Wrapper
 
 
 def gather_parameters(comm: Communicator, chunks: dict[Bucket, Chunk], parameters: Array) -> None:
-    """All-gather every rank's chunks into the flat array `parameters`. Sends Psi (p-1)/p elements per rank."""
+    """All-gather every rank's chunks into the flat array `parameters`. Sends Psi (d-1)/d elements per rank."""
     works = []
     for bucket, chunk in chunks.items():
         out = parameters[bucket.start : bucket.stop]
@@ -40,8 +40,8 @@ def gather_parameters(comm: Communicator, chunks: dict[Bucket, Chunk], parameter
 class ZeroStage1(ShardedDataParallel):
     """Optimizer state sharded; parameters and gradients are whole on every rank.
 
-    Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/p of the
-    model only. `options` are groups and before_reduce (sharding.py). Sends 2 Psi (p-1)/p elements per rank and step,
+    Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
+    model only. `options` are groups and before_reduce (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step,
     and one float64 for the norm.
     """
 
@@ -96,7 +96,7 @@ class ZeroOptimizer:
         optimizer.step()         # sums them over dp, updates this rank's shard, gathers the parameters
         optimizer.zero_grad()
 
-    `options` are those of the optimizer class. Sends 2 Psi (p-1)/p elements per rank and step, in two collectives;
+    `options` are those of the optimizer class. Sends 2 Psi (d-1)/d elements per rank and step, in two collectives;
     none of it is hidden behind computation.
     """
 

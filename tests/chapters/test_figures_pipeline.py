@@ -5,7 +5,14 @@ from fractions import Fraction
 import pytest
 
 from chapters.support import figures_pipeline
-from chapters.support.figures_pipeline import explore_schedules, measured_timeline
+from chapters.support.figures_pipeline import (
+    PHASES,
+    MarkedPath,
+    explore_schedules,
+    measured_timeline,
+    plot_paths,
+    schedule_table,
+)
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Action, Durations, make, simulate
 from minipar.parallel.pipeline.simulate import measured_durations, predicted_timeline
@@ -90,11 +97,18 @@ def test_the_prediction_takes_each_stages_mean_times():
 
 
 def test_in_a_notebook_the_picture_follows_the_sliders(monkeypatch, capsys):
-    widgets = pytest.importorskip("ipywidgets")
+    widgets, display = pytest.importorskip("ipywidgets"), pytest.importorskip("IPython.display")
     drawn = []
     monkeypatch.setattr(figures_pipeline, "in_notebook", lambda: True)
     monkeypatch.setattr(figures_pipeline, "plot_schedule", drawn.append)
-    box = explore_schedules()
+    boxes, make_box, views = [], widgets.VBox, []
+    monkeypatch.setattr(widgets, "VBox", lambda children: boxes.append(make_box(children)) or boxes[-1])
+    monkeypatch.setattr(display, "display", lambda *shown, raw=False: views.extend(shown if raw else ()))
+    assert explore_schedules() is None, "no value to print"
+    box = boxes[-1]
+    assert drawn[0].schedule.ranks == make("zb-h1", 4, 8).ranks, "a static picture comes first"
+    (view,) = views
+    assert "VBox" not in view["text/plain"] and "application/vnd.jupyter.widget-view+json" in view
     sliders = {
         one.description: one
         for column in box.children[0].children
@@ -112,5 +126,45 @@ def test_in_a_notebook_the_picture_follows_the_sliders(monkeypatch, capsys):
     assert len(drawn) == before and "9/4 is not whole" in capsys.readouterr().out, "what cannot be says why"
 
 
+PATH = [("F", 0, 0), ("F", 0, 1), ("B", 0, 1), ("F", 1, 1), ("B", 1, 1), ("B", 1, 0)]
+PIECES = [("down", 1), ("the last rank", 6), ("up", 2)]
+
+
+def slots(p=2, m=2):
+    rows = timeline("1f1b", p, m).ranks
+    return {(s.action.kind, s.action.microbatch, s.action.stage): (s.start, s.end) for row in rows for s in row}
+
+
+def test_a_path_is_drawn_as_frames_with_its_pieces_below():
+    figure = plot_paths({"1F1B": MarkedPath(slots(), PATH, PIECES)}, "F = 1, B = 2")
+    axes = figure.axes[0]
+    frames = [patch for patch in axes.patches if patch.get_gid() == "path"]
+    boxes = [patch for patch in axes.patches if patch.get_gid() is None]
+    assert sorted((f.get_x(), f.get_width()) for f in frames) == sorted(
+        (start, end - start) for start, end in (slots()[action] for action in PATH)
+    )
+    assert sorted((box.get_x(), box.get_x() + box.get_width()) for box in boxes) == sorted(slots().values())
+    assert [text.get_text() for text in axes.texts if text.get_gid() == "piece"] == ["down", "the last rank", "up"]
+
+
+def test_phases_are_drawn_below_the_ranks_that_have_them():
+    axes = plot_paths({"1F1B": MarkedPath(slots(), PATH, PIECES, ahead=[1, 0])}, "").axes[0]
+    strips = {(p.get_gid(), p.get_x(), p.get_x() + p.get_width()) for p in axes.patches if p.get_gid() in PHASES}
+    assert strips == {("warm-up", 0, 1), ("steady state", 1, 6), ("cool-down", 6, 9), ("steady state", 1, 7)}
+
+
+def test_a_path_that_is_shorter_than_the_schedule_is_refused():
+    for path, pieces in ((PATH[:-1], PIECES), (PATH, PIECES[:-1])):
+        with pytest.raises(UsageError, match="but the schedule 9"):
+            MarkedPath(slots(), path, pieces)
+
+
+def test_the_table_has_a_row_for_each_schedule():
+    rows = schedule_table(4, 8).splitlines()
+    assert len(rows) == 2 + len(SCHEDULES)
+    (row,) = (row for row in rows if row.startswith("ZB-H2"))
+    assert row.split()[1:] == ["1/9", "=", "0.111", "0.125", "7", "7", "1/9", "=", "0.111", "48"]
+
+
 def test_outside_a_notebook_exploring_is_one_picture():
-    assert explore_schedules().axes[0].get_title(loc="left") == "1F1B"
+    assert explore_schedules().axes[0].get_title(loc="left") == "ZB-H1"

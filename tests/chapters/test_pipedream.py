@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from chapters.support.pipedream import AsynchronousPipeline, Staleness, stale_reference
+from chapters.support import pipedream
+from chapters.support.pipedream import AsynchronousPipeline, Staleness, differences_from_one_device, stale_reference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig, Parameter
@@ -106,6 +107,13 @@ def test_a_pipeline_that_does_not_stash_is_caught():
     expected, _ = on_one_device(Staleness(3), 9)
     found = {n: x for state, _, _ in run_local(3, pipeline, Staleness(3), 9, ForgetsToStash) for n, x in state.items()}
     assert any(found[name].tobytes() != expected[name].tobytes() for name in expected)
+
+
+def test_the_chapters_comparison_sees_forgotten_stashes(monkeypatch):
+    assert [same for same, _ in run_local(3, differences_from_one_device, 1)] == [True] * 3
+    monkeypatch.setattr(pipedream, "AsynchronousPipeline", ForgetsToStash)
+    same, apart = run_local(3, differences_from_one_device, 1)[0]
+    assert not same and apart > 1e-6
 
 
 def test_too_small_groups_and_synchronous_schedules_are_refused():

@@ -1,4 +1,4 @@
-"""Predicted against measured: what is drawn is what the bench wrote, and foreign files are refused."""
+"""Plans, and predicted against measured: what is drawn is what was written, and foreign files are refused."""
 
 import json
 
@@ -6,7 +6,8 @@ import pytest
 
 from minipar.errors import UsageError
 from visualize import plot_agreement, read_layouts
-from visualize.plan import layout_name
+from visualize.plan import HATCHES, MEMORY, TIME, layout_name, plot_plan
+from visualize.style import lightness
 
 PLAIN = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False, "recompute": "none"}
 PLAIN |= {"microbatches": 1, "seconds": 0.5, "seconds_min": 0.4, "seconds_max": 0.7, "predicted_seconds": 0.55}
@@ -40,3 +41,48 @@ def test_a_file_without_predictions_is_refused(tmp_path, rows):
     path.write_text(json.dumps(rows))
     with pytest.raises(UsageError, match="bench layouts --machine FILE --json"):
         read_layouts(str(path))
+
+
+def search():
+    """What the planner writes, as far as it is drawn: two plans of three meshes, all far from 0."""
+    plans = [
+        {"dp": dp, "tp": tp, "pp": 1, "zero_stage": 1, "mfu": 0.5}
+        | {"seconds": dict.fromkeys(TIME, seconds / 6) | {"total": seconds}}
+        | {"memory_bytes": dict.fromkeys(MEMORY, 10e9)}
+        for dp, tp, seconds in ((4, 1, 100.0), (2, 2, 101.0))
+    ]
+    meshes = [plan | {"seconds": plan["seconds"]["total"], "memory_bytes": 50e9 + plan["tp"] * 1e9} for plan in plans]
+    meshes.append({"dp": 1, "tp": 4, "pp": 1, "seconds": 104.0, "memory_bytes": 55e9})
+    about = {"model": {"name": "m"}, "gpus": 4, "gpu": {"name": "g", "memory": 60e9}, "global_batch": 8, "seq_len": 16}
+    return about | {"plans": plans, "meshes": meshes}
+
+
+def test_the_points_of_the_meshes_fill_their_panel_and_are_named():
+    """Neither axis starts at 0; each plan has its number, below its bars as at its point."""
+    time, memory, points = plot_plan(search()).axes
+    assert 40 < points.get_xlim()[0] < 51 and 90 < points.get_ylim()[0] < 100
+    legend = {text.get_text() for text in points.get_legend().get_texts()}
+    assert legend == {"any other mesh", "plans 1 to 2, with bars on the left", "memory of a GPU"}
+    drawn = {line.get_label(): line for line in points.lines}
+    assert len({line.get_color() for line in drawn.values()}) == 3
+    others, plans = drawn["any other mesh"], drawn["plans 1 to 2, with bars on the left"]
+    assert list(others.get_xdata()) == [55] and list(plans.get_xdata()) == [51, 52]
+    assert others.get_marker() != plans.get_marker(), "told apart in grey"
+    assert [(text.get_text(), *text.xy) for text in points.texts] == [("1", 51, 100), ("2", 52, 101)]
+    for panel in (time, memory):
+        names = [label.get_text() for label in panel.get_xticklabels()]
+        assert names == ["plan 1\ndp 4\ntp 1\npp 1\nZeRO-1", "plan 2\ndp 2\ntp 2\npp 1\nZeRO-1"]
+
+
+def test_parts_of_time_alike_in_grey_differ_by_hatching():
+    looks = [(round(lightness(colour)), HATCHES.get(part)) for part, colour in TIME.items()]
+    for i, (light, hatch) in enumerate(looks):
+        assert all(abs(light - other) > 10 or hatch != pattern for other, pattern in looks[:i])
+    bars = plot_plan(search()).axes[0].containers
+    drawn = {part.get_label(): part.patches[0].get_hatch() for part in bars}
+    assert drawn == {part: HATCHES.get(part) for part in TIME}
+
+
+def test_no_part_of_time_has_the_colour_of_a_part_of_memory():
+    shared = set(TIME.values()) & set(MEMORY.values())
+    assert shared == {TIME["optimizer"]} == {MEMORY["optimizer"]}, "the optimizer alone is part of both"

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex, to_rgb
 
 from minipar.comm import run_local, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_metrics, read_trace, save
 from visualize.__main__ import main
-from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours
+from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours, lightness
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +53,11 @@ def write(tmp_path):
     return write
 
 
+def pale(colour) -> str:
+    """A quarter of the colour, the rest white."""
+    return "#{:02X}{:02X}{:02X}".format(*(round(255 * (0.75 + 0.25 * part)) for part in to_rgb(colour)))
+
+
 def bars(figure) -> list[tuple[float, float, float, str, bool]]:
     """(start, end, top, colour, hatched) of every bar in the picture."""
     found = []
@@ -82,7 +89,7 @@ def test_the_timeline_draws_each_slice_at_its_time():
                 (2, 6, ORANGE, False),
                 (9, 10, GREEN, False),
                 (6, 9, SKY, False),
-                (6, 7, "#FFFFFF", True),  # the second in which the all-reduce waited
+                (6, 7, pale(SKY), True),  # the second in which the all-reduce waited
             ]
         )
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -94,11 +101,11 @@ def test_the_timeline_draws_each_slice_at_its_time():
 @pytest.mark.parametrize(
     ("steps", "seconds", "title"),
     [
-        (None, 20, "steps 4 to 5 of 5"),
-        (slice(1, 2), 10, "step 2 of 5"),
-        (slice(0, 4), 40, "steps 1 to 4 of 5"),
-        (slice(-1, None), 10, "step 5 of 5"),
-        (slice(None, None), 50, "steps 1 to 5 of 5"),
+        (None, 10, "Timeline of step 5 of 5 on 3 ranks"),
+        (slice(1, 2), 10, "Timeline of step 2 of 5 on 3 ranks"),
+        (slice(0, 4), 40, "Timeline of steps 1 to 4 of 5 on 3 ranks"),
+        (slice(-1, None), 10, "Timeline of step 5 of 5 on 3 ranks"),
+        (slice(None, None), 50, "Timeline of steps 1 to 5 of 5 on 3 ranks"),
     ],
 )
 def test_a_long_trace_is_shown_by_steps(steps, seconds, title):
@@ -115,8 +122,9 @@ def test_an_optimizer_that_takes_no_time_still_ends_its_step():
             slice_event("optimizer", 0, 0, 10.0 * s + 10, 0),
         )
         data["traceEvents"] += [optimizer, forward]
-    axes = plot_timeline(parse_trace(data)).axes[0]
-    assert axes.get_title(loc="left") == "steps 2 to 3 of 3" and axes.get_xlim() == pytest.approx((0, 20))
+    axes = plot_timeline(parse_trace(data), slice(1, 3)).axes[0]
+    assert axes.get_title(loc="left") == "Timeline of steps 2 to 3 of 3 on 1 rank"
+    assert axes.get_xlim() == pytest.approx((0, 20))
 
 
 def test_steps_that_are_not_there_are_refused():
@@ -155,7 +163,9 @@ def test_a_trace_of_minipar_can_be_drawn(tmp_path, clock):
     trace = read_trace(path)
     assert list(trace.ranks) == [0, 1, 2, 3] and trace.clock == clock and len(trace.steps()) == 2
     assert set(trace.ranks[0]) == {"computation", "communication world"} and len(trace.messages) > 0
-    plot_timeline(trace, arrows=True).savefig(tmp_path / "t.png")
+    figure = plot_timeline(trace, arrows=True)
+    figure.savefig(tmp_path / "t.png")
+    assert not figure.texts, "world is no axis of a mesh"
 
 
 def test_lanes_and_ranks_are_named_with_their_place_in_the_mesh():
@@ -163,8 +173,10 @@ def test_lanes_and_ranks_are_named_with_their_place_in_the_mesh():
     data["otherData"]["mesh"] = {"pp": 2, "dp": 2, "tp": 1}
     figure = plot_timeline(parse_trace(data))
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["rank 0\npp 0, dp 0", "rank 1\npp 0, dp 1", "rank 2\npp 1, dp 0", "rank 3\npp 1, dp 1"]
+    assert names == ["rank 0\npp 0\ndp 0", "rank 1\npp 0\ndp 1", "rank 2\npp 1\ndp 0", "rank 3\npp 1\ndp 1"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["compute", "dp"] * 4
+    assert [text.get_text() for text in figure.texts] == ["dp: collectives on that axis of the mesh"]
+    assert figure.axes[0].get_title(loc="left") == "Timeline of the whole trace on 4 ranks (pp 2, dp 2)"
     middle = figure.axes[0].get_yticks()[0]
     tops = [y for _, _, y, _, _ in bars(figure) if y < 1]
     assert min(tops) < middle < max(tops), "a rank's name is next to the middle of its rows"
@@ -192,6 +204,57 @@ def test_a_narrow_bar_keeps_its_colour_without_hatching():
     assert hatched == [6], "the second of the all_reduce; the narrow all_gather shows its colour"
 
 
+def pipeline_of(ranks=8):
+    """A trace of a mesh of 2 x 2 x 2: on each rank a pipeline's actions, a collective on each axis, and a receive."""
+    names = ("computation", "communication tp", "communication dp", "communication pp")
+    names += ("communication pp, send and receive",)
+    events = []
+    for r in range(ranks):
+        for tid, name in enumerate(names):
+            events.append({"ph": "M", "name": "thread_name", "pid": r, "tid": tid, "args": {"name": name}})
+        events += [slice_event(f"0F{m}", r, 0, m, 1) for m in range(4)]
+        events += [slice_event(f"0B{m}", r, 0, 4 + 2 * m, 2) for m in range(4)]
+        events += [slice_event("all_reduce", r, tid, 11 + tid / 3, 0.3, wait=0.2) for tid in (1, 2, 3)]
+        events += [slice_event("recv", r, 4, 0, 4, wait=4), slice_event("optimizer", r, 0, 12.5, 0.5)]
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    return parse_trace({"traceEvents": events, "otherData": {"mesh": mesh, "clock": "cpu"}})
+
+
+def test_a_timeline_can_be_read_at_half_a_pages_width():
+    """Letters of at least 8 points in a picture 7 inches wide, none over others, none outside the picture."""
+    figure = plot_timeline(pipeline_of())
+    assert figure.get_figwidth() == 7
+    axes = figure.axes[0]
+    FigureCanvasAgg(figure)
+    renderer = figure.canvas.get_renderer()
+    figure.draw(renderer)
+    rows = [*axes.texts, *axes.get_yticklabels(), *figure.texts, axes.title, axes._left_title, axes.xaxis.label]
+    texts = [text for text in (*rows, *figure.legends[0].get_texts()) if text.get_text()]
+    assert min(text.get_fontsize() for text in texts) >= 8
+    lanes = [text.get_text() for text in axes.texts if not text.get_text().isdigit()]
+    assert lanes == ["compute", "tp", "dp", "pp", "pp p2p"] * 8
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names[5] == "rank 5\npp 1\ndp 0\ntp 1" and len(names) == 8
+    notes = ["tp, dp, pp: collectives on that axis of the mesh; pp p2p: messages between single ranks"]
+    assert [text.get_text() for text in figure.texts] == notes
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    for number, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1
+        for other in boxes[:number]:
+            wide = min(box.x1, other.x1) - max(box.x0, other.x0)
+            high = min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert wide <= 0 or high <= 2, "lines of text may touch, by a pixel of the font's own space"
+
+
+def test_waiting_is_pale_with_few_lines_and_not_black():
+    figure = plot_timeline(pipeline_of())
+    hatched = [one for one in figure.axes[0].collections if one.get_hatch()]
+    assert hatched and {one.get_hatch() for one in hatched} == {"///"}
+    for one in hatched:
+        assert min(lightness(to_hex(face)) for face in one.get_facecolor()) > 80
+        assert min(lightness(to_hex(line)) for line in one.get_edgecolor()) > 45
+
+
 # ---- loss and bytes --------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +267,7 @@ def test_the_loss_curve_draws_every_step_and_the_reference():
     axes = plot_loss({"run": rows(losses)}, reference=1.5, reference_label="entropy").axes[0]
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["run: 3.000 at first, 2.000 at last", "entropy 1.500"]
+    assert labels == ["run: every step, 3.000 at first, 2.000 at last", "entropy 1.500"]
 
 
 def test_a_long_curve_shows_its_points_and_their_mean():
@@ -216,9 +279,11 @@ def test_a_long_curve_shows_its_points_and_their_mean():
     assert smooth[0] == losses[0] and smooth[100] == pytest.approx(np.mean(losses[90:111]))
     assert smooth[199] == pytest.approx(np.mean(losses[189:]))
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[0] == "a: each step"
-    assert labels[1] == f"a: mean of 20 steps around; 4.100 at first, {np.mean(losses[-20:]):.3f} at last"
-    assert len(axes.lines) == 3 and len({line.get_color() for line in axes.lines}) == 2
+    assert labels[0] == f"a, smoothed: 4.100 at first, {np.mean(losses[189:]):.3f} at last"
+    assert labels[2:] == ["thin line: every step; smoothed: the mean of up to 10 steps on either side"]
+    thin, thick, other, _ = axes.lines
+    assert thin.get_linewidth() < thick.get_linewidth() / 2 and thin.get_color() == thick.get_color()
+    assert thick.get_color() != other.get_color() and thick.get_linestyle() != other.get_linestyle()
 
 
 def test_bytes_are_drawn_beside_their_formula(tmp_path):

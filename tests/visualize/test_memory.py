@@ -124,9 +124,12 @@ def test_the_command_compares_files(write, tmp_path, monkeypatch):
     monkeypatch.setattr("visualize.style.save", lambda figure, path: drawn.append(figure))
     files = [write(f"stage{stage}.json", account()) for stage in range(3)]
     assert main(["memory", *files, "--rank", "1", "--out", "x.png"]) == 0
-    assert [axes.get_title(loc="left") for axes in drawn[0].axes] == [
-        f"stage{stage}: memory of rank 1 in one step" for stage in range(3)
-    ]
+    assert [axes.get_title(loc="left") for axes in drawn[0].axes] == [f"stage{stage}" for stage in range(3)]
+    assert main(["memory", files[0], "--out", "x.png"]) == 0
+    assert drawn[1].axes[0].get_title(loc="left") == "", "one file: its name says nothing"
+    titles = [figure.get_suptitle() for figure in drawn]
+    assert titles == [f"Memory of rank {rank} during one training step, by kind" for rank in (1, 0)]
+    assert {axes.get_xlabel() for axes in drawn[0].axes} == {"every allocation and release, in order"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The mesh drawn: its numbers are what the ranks counted and the closed forms, each line is a pair that talks."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import combinations
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from launcher import ROOT, run_mpi
 from matplotlib.colors import to_hex
-from matplotlib.patches import FancyArrowPatch
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace, wire_bytes
 from visualize import MeshTraffic, mesh_traffic, mesh_values, parse_trace, plot_mesh, read_trace
@@ -140,6 +141,38 @@ def test_each_pair_that_talks_is_one_line_as_wide_as_its_bytes(tmp_path, sizes):
     if traffic.ranks == 8:
         labels = sorted(byte_label(nbytes / 2, traffic.unit) for nbytes in both.values())
         assert labels == sorted(text for text in written if text in set(labels))
+
+
+def test_all_bytes_have_one_unit_and_the_stages_are_named(tmp_path):
+    links = {("tp", 0, 1): [1, 5 * 2**20], ("tp", 1, 0): [1, 2**20], ("pp", 0, 2): [1, 3000], ("pp", 1, 3): [1, 70]}
+    figure = plot_mesh(MeshTraffic({"pp": 2, "dp": 1, "tp": 2}, 1, links))
+    sizes = [found for text in texts(figure) for found in re.findall(r"\d (B|[KMG]iB)\b", text)]
+    assert len(sizes) > 10 and set(sizes) == {"MiB"}
+    fields = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+    names = [text for text in figure.axes[0].texts if text.get_text().startswith("stage ")]
+    assert [text.get_text() for text in names] == ["stage 0", "stage 1"] and len(fields) == 2
+    for field, text in zip(fields, names, strict=True):
+        assert field.get_bbox().contains(*text.get_position()), "a name stands in its field"
+    assert any("A grey field: the ranks of one pipeline stage." in text for text in texts(figure))
+    without = plot_mesh(MeshTraffic({"pp": 1, "dp": 2, "tp": 1}, 1, {("dp", 0, 1): [1, 8]}))
+    assert not any("grey" in text for text in texts(without)), "no field, no word about it"
+
+
+def test_a_line_beside_a_row_passes_over_those_that_it_crosses():
+    """tp of 4 in two stages: the ring's way back from the last rank crosses the lines of pp."""
+    ring = {("tp", 4 * stage + i, 4 * stage + (i + 1) % 4): [1, 100] for stage in (0, 1) for i in range(4)}
+    pipeline = {("pp", i, i + 4): [1, 100] for i in range(4)}
+    drawn = lines(plot_mesh(MeshTraffic({"pp": 2, "dp": 1, "tp": 4}, 1, ring | pipeline)))
+    over = {pair for pair, line in drawn.items() if line.get_path_effects()}
+    assert over == {("tp", 0, 3), ("tp", 4, 7)}
+    straight = max(line.get_zorder() for pair, line in drawn.items() if pair not in over)
+    assert straight < min(drawn[pair].get_zorder() for pair in over)
+
+
+def test_letters_in_the_mesh_have_eight_points(tmp_path):
+    traffic, _ = run(tmp_path, **CUBE)
+    figure = plot_mesh(traffic)
+    assert min(text.get_fontsize() for text in figure.axes[0].texts) >= 8 and figure.get_figwidth() < 8
 
 
 def test_heads_are_where_bytes_arrive_and_little_is_not_drawn():

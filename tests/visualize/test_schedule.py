@@ -14,11 +14,11 @@ from matplotlib.colors import to_hex, to_rgb
 from minipar.parallel.pipeline import SCHEDULES, Durations, load_csv, make, peak_live, simulate
 from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
-from visualize.boxes import chunks, fitting, palette
-from visualize.schedule import NAMES, bubble_text, facts
+from visualize.boxes import KINDS, chunks, fitting, legend_handles, palette
+from visualize.schedule import NAMES, bubble_text, facts, sizes_text
 from visualize.style import COLOURS, at_lightness, lightness
 
-RATE = "(0 within a rank's first to last action)"  # Zero Bubble's way of counting
+RATE = ", none from a rank's first to its last action"  # Zero Bubble's way of counting
 
 
 def timeline(name="1f1b", p=4, m=8, v=None, **durations):
@@ -30,7 +30,7 @@ def drawn(axes, bars=False) -> list[tuple[float, float, int, str]]:
     found = []
     for collection in axes.collections:
         assert isinstance(collection, PolyCollection)
-        if isinstance(collection, FillBetweenPolyCollection):
+        if isinstance(collection, FillBetweenPolyCollection) or collection.get_hatch():
             continue
         colours = [to_hex(colour) for colour in collection.get_facecolor()]
         for number, path in enumerate(collection.get_paths()):
@@ -79,19 +79,27 @@ def test_idle_time_is_white_and_framed():
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "said"),
     [
-        ("gpipe", 4, 8, None, "p = 4, m = 8  ·  bubble 3/11 = 27.3 %  ·  peak 8 activations"),
-        ("1f1b", 8, 32, None, "p = 8, m = 32  ·  bubble 7/39 = 17.9 %  ·  peak 8 activations"),
-        ("naive", 4, 8, None, "p = 4, m = 8  ·  bubble 3/4 = 75.0 %  ·  peak 1 activation"),
-        ("gpipe", 1, 2, None, "p = 1, m = 2  ·  bubble 0  ·  peak 2 activations"),
-        ("interleaved-1f1b", 4, 8, 2, "p = 4, m = 8, v = 2  ·  bubble 3/19 = 15.8 %  ·  peak 11/2 = 5.5 activations"),
-        ("zb-h2", 4, 8, None, f"p = 4, m = 8  ·  bubble 1/9 = 11.1 % {RATE}  ·  peak 7 activations"),
+        ("gpipe", 4, 8, None, "bubble (idle / total) 3/11 = 27.3 %  ·  peak 8 activations"),
+        ("1f1b", 8, 32, None, "bubble (idle / total) 7/39 = 17.9 %  ·  peak 8 activations"),
+        ("naive", 4, 8, None, "bubble (idle / total) 3/4 = 75.0 %  ·  peak 1 activation"),
+        ("gpipe", 1, 2, None, "bubble (idle / total) 0  ·  peak 2 activations"),
+        ("interleaved-1f1b", 4, 8, 2, "bubble (idle / total) 3/19 = 15.8 %  ·  peak 11/2 = 5.5 activations"),
+        ("zb-h2", 4, 8, None, f"bubble (idle / total) 1/9 = 11.1 %{RATE}  ·  peak 7 activations"),
     ],
 )
 def test_the_title_says_bubble_and_peak(name, p, m, v, said):
     line = timeline(name, p, m, v)
     assert facts(line) == said
     panel = plot_schedule(line).axes[0]
-    assert (panel.get_title(loc="left"), panel.get_title(loc="right")) == (NAMES[name], said)
+    title = f"{NAMES[name]}, v = {v}" if v else NAMES[name]
+    assert (panel.get_title(loc="left"), panel.get_title(loc="right")) == (title, said)
+
+
+def test_a_bubble_that_zero_bubble_counts_otherwise_says_how():
+    line = timeline("zbv", 4, 8, forward=2)
+    fraction, rate = bubble_text(line.bubble_fraction), bubble_text(line.bubble_rate)
+    assert 0 < line.bubble_rate < line.bubble_fraction
+    assert facts(line).startswith(f"bubble (idle / total) {fraction}, {rate} from a rank's first to its last action  ·")
 
 
 def test_a_bubble_is_a_fraction_only_where_that_says_something():
@@ -149,15 +157,72 @@ def test_several_timelines_share_one_axis_and_memory_lies_below():
     areas = [one for one in memory.collections if isinstance(one, FillBetweenPolyCollection)]
     assert len(areas) == 4 and len(memory.lines) == 4, "predicted as areas, measured as lines"
     assert [text.get_text() for text in memory.texts] == ["4", "3", "2", "1", "peak"]
+    legend = memory.get_legend()
+    named = {text.get_text(): one for text, one in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+    assert to_hex(named["predicted"].get_facecolor()) == to_hex(areas[0].get_facecolor()[0])
+    assert to_hex(named["measured"].get_color()) == to_hex(memory.lines[0].get_color())
+    assert plot_schedule(predicted).axes[-1].get_legend() is None
     milli = plot_schedule(timeline(forward=1e-3, backward_input=1e-3, backward_weight=1e-3), seconds=True).axes[1]
     assert milli.get_xlabel().startswith("time (ms;") and milli.get_xlim() == (0, pytest.approx(33))
 
 
-def test_the_time_axis_states_the_times_of_the_actions():
-    axes = plot_schedule(timeline(forward=3)).axes[-1]
-    assert axes.get_xlabel() == "time (F = 3, B = 2; number in a box: its microbatch)"
-    axes = plot_schedule(timeline("zbv", forward=Fraction(1, 2))).axes[-1]
-    assert axes.get_xlabel().startswith("time (F = 1, I = 2, W = 2 for all layers of a rank;")
+@pytest.mark.parametrize(
+    ("line", "stated"),
+    [
+        (timeline(forward=3), "p = 4 ranks, m = 8 microbatches;  F = 3, B = 2"),
+        (timeline("zb-h1", 1, 1), "p = 1 rank, m = 1 microbatch;  F = I = W = 1"),
+        (
+            timeline("zbv", forward=Fraction(1, 2)),
+            "p = 4 ranks, m = 8 microbatches;  F = 1, I = W = 2 for all layers of a rank",
+        ),
+    ],
+)
+def test_a_picture_states_its_sizes_and_the_times_of_the_actions(line, stated):
+    for figure in (plot_schedule(line), plot_schedules({"one": line})):
+        assert [text.get_text() for text in figure.texts] == [stated]
+        assert figure.axes[-1].get_xlabel() == "time (number in a box: its microbatch)"
+
+
+def test_measured_times_are_not_stated_as_if_all_were_equal():
+    two = {"predicted": timeline(), "measured": timeline(forward=2)}
+    assert sizes_text(list(two.values())) == "p = 4 ranks, m = 8 microbatches;  B = 2"
+    assert plot_schedule(two, seconds=True).texts[0].get_text() == "p = 4 ranks, m = 8 microbatches"
+    other = [timeline(), timeline(m=4)]
+    assert sizes_text(other) == "F = 1, B = 2"
+
+
+def hatched(figure, panel) -> list[tuple[float, int]]:
+    """(start, rank) of every hatched box of a panel."""
+    patterns = [one for one in figure.axes[panel].collections if one.get_hatch()]
+    corners = [path.vertices.min(axis=0) for one in patterns for path in one.get_paths()]
+    return sorted((round(float(x), 6), int(y)) for x, y in corners)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
+def test_w_is_hatched_and_no_other_kind_and_the_legend_says_so(name):
+    line = timeline(name)
+    figure = plot_schedule(line)
+    weights = [
+        (round(float(slot.start), 6), rank)
+        for rank, row in enumerate(line.ranks)
+        for slot in row
+        if slot.action.kind == "W"
+    ]
+    assert hatched(figure, 0) == sorted(weights)
+    labels = {kind: label for kind, label in KINDS.items() if any(k == kind for k, _ in palette([line.schedule]))}
+    handles, texts = legend_handles(palette([line.schedule]))
+    marks = {text: {patch.get_hatch() for patch in patches} for patches, text in zip(handles, texts, strict=True)}
+    assert {kind: marks[label] for kind, label in labels.items()} == {
+        kind: {"////"} if kind == "W" else {None} for kind in labels
+    }
+
+
+def test_all_numbers_of_a_picture_have_one_size():
+    """Two digits in one line, in a forward of one unit as in a backward of two."""
+    for line in (timeline("1f1b", 8, 32), timeline("zbv", 4, 8)):
+        texts = plot_schedule(line).axes[0].texts
+        assert len({round(text.get_fontsize(), 6) for text in texts}) == 1
+        assert {text.get_rotation() for text in texts} == {0} and not any("\n" in text.get_text() for text in texts)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -181,7 +246,8 @@ def test_the_gallery_gives_every_schedule_the_same_model():
     }  # fmt: skip
     assert "Interleaved 1F1B" not in gallery(4, 6)
     figure = plot_schedules(lines)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == list(lines)
+    two = {"Interleaved 1F1B": ", v = 2", "ZB-V": ", v = 2"}  # stages per rank
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [name + two.get(name, "") for name in lines]
     assert {axes.get_xlim() for axes in figure.axes} == {(0, 1.06 * 33)}, "the naive one is cut"
     assert [text.get_text() for text in figure.axes[0].texts][-1] == "▸ 96"
     assert len(drawn(figure.axes[-1])) == 2 * 3 * 4 * 8
@@ -387,3 +453,4 @@ def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
     assert names == ["schedules.png", "schedule_1f1b_8x32.png", "schedule_zbv.png"]
     assert all((Path(__file__).parents[2] / "visualize" / "gallery" / name).is_file() for name in names)
     assert len(figures) == 3 and len(drawn(figures[str(tmp_path / names[1])].axes[0])) == 2 * 8 * 32
+    assert figures[str(tmp_path / names[2])].texts[0].get_text().endswith("F = I = W = 1 for all layers of a rank")

@@ -1,0 +1,127 @@
+"""Five mistakes that chapter 6 plants in tensor parallelism, and the checks that may notice them.
+
+A mistake is a context in which one function or class of the library is replaced by a wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from chapters.support.whole_gradients import is_split
+from minipar.autograd import Tensor, linear
+from minipar.comm import wire_bytes
+from minipar.nn import clip_grad_norm, squared_norm
+from minipar.parallel.tensor import RowParallelLinear, TensorGroup, TensorParallel, layers
+from minipar.train.trainer import Trainer
+from minipar.train.verify import compare
+
+
+class BiasOnEveryRank(RowParallelLinear):
+    """Mistake 1: a row layer that adds its bias before the sum."""
+
+    def forward(self, x: Any) -> Tensor:
+        return layers.leave(linear(x, self.weight, self.bias), self.group, self.sequence)
+
+
+def column_linear_without_f(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, sequence: bool, transposed: bool = False
+) -> Tensor:
+    """Mistake 2: a column layer whose backward does not sum the input's gradient."""
+    return linear(x, weight, bias, transposed)
+
+
+def norm_of_all_ranks(parameters: Any, max_norm: Any, units: int, dp: Any, tp: Any, pp: Any) -> float:
+    """Mistake 3: a gradient norm that sums the squares of replicated parameters over tp, too."""
+    squares = np.array([squared_norm([p.grad for p in parameters])])
+    tp.all_reduce(squares, algorithm="ordered")
+    return clip_grad_norm(parameters, max_norm, norm=float(np.sqrt(squares[0])))
+
+
+def loss_with_own_maximum(logits: Tensor, targets: Any, group: TensorGroup) -> Tensor:
+    """Mistake 4: a loss that takes each rank's own maximum instead of that of all ranks."""
+    alone = TensorGroup(group.comm, group.reduction)
+    alone.comm = _OwnMaximum(group.comm)  # type: ignore[assignment]
+    return layers.vocab_parallel_cross_entropy_sum(logits, targets, alone)
+
+
+class _OwnMaximum:
+    """A communicator that leaves out the maximum over ranks."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def all_reduce(self, x: Any, op: str = "sum", **options: Any) -> Any:
+        return x if op == "max" else self.comm.all_reduce(x, **options)
+
+
+def no_sum(tensor: TensorParallel, parameters: Any) -> None:
+    """Mistake 5: the gradients of Partial parameters stay those of each rank's own tokens."""
+
+
+PLAN = "minipar.parallel.tensor.plan."
+MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing broken": nullcontext,
+    "1. bias on every rank": lambda: patch(PLAN + "RowParallelLinear", BiasOnEveryRank),
+    "2. no all-reduce in backward": lambda: patch.object(layers, "column_linear", column_linear_without_f),
+    "3. norm counts t times": lambda: patch("minipar.train.trainer.clip_grad_norm", norm_of_all_ranks),
+    "4. own maximum": lambda: patch(PLAN + "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
+    "5. no sum of partial gradients": lambda: patch.object(TensorParallel, "sum_partial", no_sum),
+}
+
+
+def bytes_per_step(trainer: Trainer) -> int:
+    """Return what a correct step sends over tp: layers, embedding, head, loss, norm, and replicated gradients."""
+    config, tp = trainer.model.config, trainer.mesh.tp
+    tokens = trainer.samples_per_microbatch * config.n_positions
+
+    def ring(elements: int) -> int:
+        return wire_bytes("all_reduce", "ring", elements, 8, tp.size, tp.rank)
+
+    expected = (4 * config.n_layer + 2) * ring(tokens * config.n_embd) + ring(tokens) + ring(2 * tokens)
+    expected += wire_bytes("all_reduce", "ordered", 1, 8, tp.size, tp.rank)
+    if trainer.config.mesh.sequence_parallel:
+        expected += sum(ring(sum(p.size for p in b.parameters if not is_split(p))) for b in trainer.ddp.buckets)
+    return expected
+
+
+def examine(
+    name: str, make_trainer: Callable[[], Trainer], single: Mapping[int, tuple[Any, Any]]
+) -> tuple[set[str], float]:
+    """Train with the mistake of this name. Return the checks that notice it, on every rank, and the last loss.
+
+    `single` has on rank 0, for one step and for the steps of the trainer, the parameters and the results of one device
+    after as many steps; on other ranks it is empty. The checks:
+
+    ranks   all ranks hold the same bits of the parameters that are not split
+    bytes   the first step sends `bytes_per_step` over tp
+    step k  after k steps parameters, losses and norms are those of one device
+    """
+    noticed: set[str] = set()
+    with MISTAKES[name]():
+        trainer = make_trainer()
+        comm, steps = trainer.mesh.world, trainer.config.optimizer.steps
+        comm.traffic.reset()
+        results, states = [], {}
+        for step in range(steps):
+            results.append(trainer.step(step))
+            if step == 0 and comm.traffic.bytes(axis="tp") != bytes_per_step(trainer):
+                noticed.add("bytes")
+            if step + 1 in (1, steps):
+                states[step + 1] = trainer.state_dict()
+    whole = b"".join(p.data.tobytes() for p in trainer.model.parameters() if not is_split(p))
+    if len(set(comm.all_gather_bytes(whole))) > 1:
+        noticed.add("ranks")
+    for count, (parameters, alone) in single.items():
+        verdict = compare(
+            states[count], parameters, results[:count], alone, exact=False, ranks=comm.size, dtype="float64"
+        )
+        if not verdict.passed:
+            noticed.add(f"step {count}")
+    everyones = comm.all_gather_bytes(json.dumps(sorted(noticed)).encode())
+    return {check for data in everyones for check in json.loads(data)}, results[-1].loss

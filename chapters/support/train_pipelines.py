@@ -1,0 +1,229 @@
+"""Runs of the trainer as a pipeline, for chapter 7: compared with one device, on the model clock, and with replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from chapters.support.figures_pipeline import measured_timeline
+from minipar.autograd import Tensor
+from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local
+from minipar.errors import CommunicationError, UsageError
+from minipar.memory import KINDS, MemoryLedger
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel.pipeline import PipelineStage, Timeline, balanced_cuts
+from minipar.parallel.pipeline.simulate import StageDurations
+from minipar.train.config import TrainConfig, parse, resolve
+from minipar.train.data import Tokens, load_tokens
+from minipar.train.trainer import Trainer
+from minipar.train.verify import Verdict, compare, train_on_one_device, verify
+from visualize import parse_trace
+
+ELEMENT = 8  # bytes of a float64
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some steps of training on all ranks. The counts are those of this rank.
+
+    messages    those of the schedule per step: the bytes sent over pp, less the tied embedding's, by those of B T h
+    peak_alive  the most activations of one stage and microbatch that it has held
+    """
+
+    verdict: Verdict
+    losses: list[float]
+    messages: float
+    peak_alive: int
+
+
+class PipelineRuns:
+    """Training on all ranks of `comm`, two steps each, in float64, with dropout and clipping.
+
+    The pipeline has `stages` ranks, and there are `replicas` of it. Stages have unequal sizes: a layer is left over.
+    Each microbatch is `samples` = 2 samples of `length` tokens. The same steps are done once on one device.
+    """
+
+    length, hidden, vocabulary, samples, steps = 16, 16, 256, 2, 2
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.stages = max(size for size in range(1, 9) if comm.size % size == 0)
+        self.replicas, self.microbatches = comm.size // self.stages, max(2, self.stages)
+        self.pipe = DeviceMesh(comm, dp=self.replicas, pp=self.stages).pp
+        self.tokens = load_tokens(None, vocab_size=self.vocabulary, seq_len=self.length)
+        self.single = train_on_one_device(self.configure("gpipe"), self.tokens) if comm.rank == 0 else None
+
+    def configure(self, schedule: str, stages: int | None = None) -> TrainConfig:
+        """Return the trainer's configuration, from its own flags. Without a pipeline there is nothing to schedule."""
+        stages = stages or self.stages
+        pipeline = f"--pp {stages} --schedule {schedule} " if stages > 1 else ""
+        flags = (
+            f"--layers {2 * self.stages + 1} --hidden {self.hidden} --heads 2 --seq-len {self.length} "
+            f"--global-batch {self.samples * self.microbatches * self.replicas} --microbatches {self.microbatches} "
+            f"--dtype float64 --reduction ordered --dropout 0.1 --clip-grad 0.5 --lr 3e-3 --steps {self.steps}"
+        )
+        return resolve(parse((pipeline + flags).split(), self.comm.rank), self.comm.size)
+
+    def train(self, schedule: str, stages: int | None = None, kind: type[Trainer] = Trainer) -> Run:
+        """Train with this schedule and compare with one device. With fewer `stages` there are more replicas."""
+        stages = stages or self.stages
+        mesh = DeviceMesh(self.comm, dp=self.comm.size // stages, pp=stages)
+        trainer = kind(self.configure(schedule, stages), mesh, self.tokens)
+        self.comm.traffic.reset()
+        results = list(trainer.train())
+        sent = self.comm.traffic.bytes("send", "pp") / self.steps
+        if trainer.pipelined:
+            home = trainer.pipelined.executor.schedule.home
+            ends = {home[0], home[len(home) - 1]}
+            if len(ends) == 2 and mesh.pp.rank in ends:
+                sent -= self.vocabulary * self.hidden * ELEMENT  # the tied embedding or its gradient
+        if stages == self.stages:
+            verdict = self._compare(trainer, results)
+        else:
+            verdict = verify(trainer, results, self.tokens)  # other replicas: one device adds in another order
+        peak = trainer.pipelined.executor.peak_alive if trainer.pipelined else 0
+        messages = sent / (self.samples * self.length * self.hidden * ELEMENT)
+        return Run(verdict, [result.loss for result in results], messages, peak)
+
+    def _compare(self, trainer: Trainer, results: Any) -> Verdict:
+        """Compare as `verify` does, with the one device that has trained already. Every rank gets the verdict."""
+        state, line = trainer.state_dict(), b""
+        if self.single is not None:
+            parameters, steps = self.single
+            found = compare(
+                state, parameters, results, steps, exact=True, ranks=self.comm.size, dtype=trainer.config.run.dtype
+            )
+            line = f"{int(found.passed)}{found.line}".encode()
+        line = self.comm.all_gather_bytes(line)[0]
+        return Verdict(line[:1] == b"1", line[1:].decode())
+
+
+# ---- the model clock -------------------------------------------------------------------------------------------------
+
+CLOCK_SHAPE = {"layers": 8, "hidden": 32, "seq_len": 16, "vocabulary": 256}
+
+
+def _trainer(comm: Communicator, flags: str, **mesh: int) -> Trainer:
+    shape = f"--layers {CLOCK_SHAPE['layers']} --hidden {CLOCK_SHAPE['hidden']} --heads 4 "
+    shape += f"--seq-len {CLOCK_SHAPE['seq_len']} --microbatches 8 --steps 1 "
+    config = resolve(parse((shape + flags).split(), 1), comm.size)
+    tokens = load_tokens(None, vocab_size=CLOCK_SHAPE["vocabulary"], seq_len=CLOCK_SHAPE["seq_len"])
+    return Trainer(config, DeviceMesh(comm, **mesh), tokens)
+
+
+def timeline_on_model_clock(schedule: str, message: int) -> Timeline:
+    """Train one step on 4 threads, m = 8, and return the timeline in operations; a message takes `message` of them."""
+
+    def step(comm: Communicator) -> list[dict[str, Any]]:
+        comm = Communicator(comm.transport, clock=ModelClock(1.0), network=Network(alpha=message))
+        trainer = _trainer(comm, f"--global-batch 8 --pp 4 --schedule {schedule}", pp=4)
+        comm.tracer.enabled = True
+        trainer.step(0)
+        return comm.tracer.chrome_events(comm.rank)
+
+    events = [event for mine in run_local(4, step) for event in mine]
+    return measured_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
+
+
+def same_times(measured: Timeline, predicted: Timeline) -> bool:
+    """Return True if every action starts and ends at the predicted whole number, in the same order on every rank."""
+    found = [[(slot.action, round(slot.start), round(slot.end)) for slot in row] for row in measured.ranks]
+    return found == [[(slot.action, slot.start, slot.end) for slot in row] for row in predicted.ranks]
+
+
+def stage_durations(block: Mapping[str, int], head: Mapping[str, int], stages: int, message: int) -> StageDurations:
+    """Return the operations of each stage's actions from those of a block and those that the head adds, by F, I, W.
+
+    The cuts are the trainer's: as equal as whole blocks allow. B is the sum of I and W.
+    """
+    table, costs = {}, [0, *[block["F"]] * CLOCK_SHAPE["layers"], head["F"]]
+    for s, parts in enumerate(balanced_cuts(costs, stages)):
+        last = s == stages - 1
+        blocks = parts - (s == 0) - last
+        for kind in "FIW":
+            table[s, kind] = blocks * block[kind] + last * head[kind]
+        table[s, "B"] = table[s, "I"] + table[s, "W"]
+    return StageDurations(comm=message, table=table)
+
+
+def step_with_replicas(overlap: bool) -> float:
+    """Return the seconds of a step of two pipelines of two ranks, 1F1B, m = 8, on the model clock and a slow network.
+
+    With `overlap` a gradient travels as soon as it is complete, in the cool-down; without it, after all backwards.
+    """
+    speed = 1e9  # operations per second
+
+    def step(comm: Communicator) -> float:
+        network = Network(alpha=5e4 / speed, beta=6 / speed)
+        comm = Communicator(comm.transport, clock=ModelClock(speed), network=network)
+        trainer = _trainer(comm, "--global-batch 16 --pp 2 --schedule 1f1b", dp=2, pp=2)
+        if not overlap:
+            trainer.pipelined.last = None  # no microbatch is the last: all buckets wait for `synchronize`
+        trainer.step(0)
+        return comm.clock.now()
+
+    return max(run_local(4, step))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak_activations(alive: int, blocks: int, recompute: bool) -> float:
+    """Count the most activations while a stage does `alive` forwards, then as many backwards; in inputs of a block."""
+    length, hidden = 16, 16
+    config = GPTConfig(vocab_size=256, n_positions=length, n_embd=hidden, n_layer=blocks, n_head=2)
+    stage = PipelineStage(GPT(config, dtype="float64", recompute=recompute).parts[1 : 1 + blocks])
+    ledger = MemoryLedger()
+    with ledger.recording():
+        for i in range(alive):
+            stage.forward(i, Tensor(np.ones((1, length, hidden)), requires_grad=True))
+        for i in range(alive):
+            stage.backward(i, np.ones((1, length, hidden)))
+    peak = max(held[KINDS.index("activations")] for _, held in ledger.moments)
+    return peak / (length * hidden * ELEMENT)
+
+
+class CountsTwice(Trainer):
+    """A trainer that gives microbatch 1 the samples of microbatch 0."""
+
+    def samples(self, replica: int, microbatch: int) -> Any:
+        return super().samples(replica, 0 if microbatch == 1 else microbatch)
+
+
+class DropsTied(Trainer):
+    """A trainer whose last stage keeps the head's contribution to the token embedding's gradient."""
+
+    def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
+        super().__init__(config, mesh, tokens)
+        if self.pipelined is not None:
+            self.pipelined.pipeline.fetch_tied_gradient = lambda: None
+
+
+# ---- references and refusals -----------------------------------------------------------------------------------------
+
+
+def gradients_on_one_device(weights: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    """Compute the weights' gradients of sum(y^2)/2 through layers y = tanh(x A), one microbatch after the other."""
+    gradients = np.zeros_like(weights)
+    for microbatch in batch:
+        kept = [microbatch]
+        for weight in weights:
+            kept.append(np.tanh(kept[-1] @ weight))
+        gradient = kept[-1]
+        for s in reversed(range(len(weights))):
+            d_product = gradient * (1 - kept[s + 1] ** 2)
+            gradients[s] += kept[s].T @ d_product
+            gradient = d_product @ weights[s].T
+    return gradients
+
+
+def refusal(attempt: Callable[..., Any], *arguments: Any) -> str:
+    """Return the message of the UsageError or CommunicationError with which the attempt must fail."""
+    try:
+        attempt(*arguments)
+    except (UsageError, CommunicationError) as error:
+        return str(error)
+    raise AssertionError(f"{attempt.__name__} has refused nothing")

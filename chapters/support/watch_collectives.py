@@ -1,0 +1,106 @@
+"""Count the messages of every collective, record a timeline on the model clock, and show a mistake being caught."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minipar.bench.collectives import measure
+from minipar.comm import ALGORITHMS, Communicator, Network, chunk_bounds, messages, run_local, wire_bytes
+
+
+def watch_blocks(ranks: int, algorithm: Callable[..., Any], *titles: str) -> list[tuple[str, np.ndarray]]:
+    """Run algorithm(comm, x, after_step), an all-reduce in place, and keep every rank's x after each step.
+
+    x has one element per chunk. Rank r brings 2^r, so the bits of a partial sum are the ranks whose contributions are
+    in it. Return (title, x of all ranks: (rank, chunk)) for the beginning and each step.
+    """
+
+    def watched(comm: Communicator) -> list[np.ndarray]:
+        x = np.full(comm.size, 1 << comm.rank)
+        frames = [x.copy()]
+        algorithm(comm, x, lambda: frames.append(x.copy()))
+        return frames
+
+    steps = np.array(run_local(ranks, watched)).swapaxes(0, 1)  # (step, rank, chunk)
+    return list(zip(titles, steps, strict=True))
+
+
+def count_calls(comm: Communicator, elements: int) -> list[dict[str, Any]]:
+    """Run every algorithm of every collective once with float64 values, and count what this rank sends.
+
+    Each row names the operation and holds what was counted ("messages", "bytes") beside the closed forms
+    ("expected_messages", "expected").
+    """
+    own = slice(*chunk_bounds(elements, comm.size)[comm.rank])
+    calls: dict[str, Callable[[np.ndarray, str], Any]] = {
+        "all_reduce": lambda x, name: comm.all_reduce(x, algorithm=name),
+        "reduce_scatter": lambda x, name: comm.reduce_scatter(x, algorithm=name),
+        "all_gather": lambda x, name: comm.all_gather(x[own], x.copy(), algorithm=name),
+        "all_to_all": lambda x, name: comm.all_to_all(x, algorithm=name),
+        "broadcast": lambda x, name: comm.broadcast(x, algorithm=name),
+    }
+    rows = []
+    for op, call in calls.items():
+        for name in ALGORITHMS[op]:
+            if name == "mpi":  # MPI does not say what it sends
+                continue
+            before = comm.traffic.messages(op), comm.traffic.bytes(op)
+            call(np.ones(elements), name)
+            rows.append(
+                {
+                    "op": f"{op}, {name}",
+                    "messages": comm.traffic.messages(op) - before[0],
+                    "bytes": comm.traffic.bytes(op) - before[1],
+                    "expected_messages": messages(op, name, comm.size, comm.rank),
+                    "expected": wire_bytes(op, name, elements, 8, comm.size, comm.rank),
+                }
+            )
+    return rows
+
+
+def timeline(ranks: int, program: Callable[..., Any], *arguments: Any, network: Network) -> tuple[list[Any], Any]:
+    """Run program(comm, *arguments) on simulated ranks under a trace. Return each rank's value, and the figure."""
+    from minipar.comm import save_chrome_trace
+    from visualize import plot_timeline, read_trace  # they import matplotlib, which only the rank that draws needs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "trace.json")
+
+        def traced(comm: Communicator) -> Any:
+            comm.tracer.enabled = True  # without start_trace's barrier, so that the timeline begins at 0
+            value = program(comm, *arguments)
+            save_chrome_trace(path, comm)
+            return value
+
+        values = run_local(ranks, traced, clock="model", network=network)
+        return values, plot_timeline(read_trace(path), arrows=False)
+
+
+def measure_all_reduce(
+    comm: Communicator, algorithms: Sequence[str], sizes: Sequence[int], say: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Measure all-reduces of these sizes in bytes, in turns with MPI's own. Print and return the times."""
+    rows = [measure(comm, "all_reduce", name, size, np.dtype(np.float32)) for name in algorithms for size in sizes]
+    say("     bytes  algorithm                      ours   MPI's own    algbw   busbw (GB/s)")
+    for row in rows:
+        algbw = row["bytes"] / row["seconds"] / 1e9
+        name = row["algorithm"] if row["algorithm"] == row["runs"] else f"{row['algorithm']}: {row['runs']}"
+        ours, native = row["seconds"] * 1e6, row["mpi_seconds"] * 1e6
+        busbw = algbw * 2 * (comm.size - 1) / comm.size
+        say(f"{row['bytes']:10,}  {name:24} {ours:7.0f} us {native:8.0f} us  {algbw:7.3f}  {busbw:7.3f}")
+    return rows
+
+
+def caught(expected: type[Exception], run: Callable[[], object]) -> None:
+    """Run something that must fail with this error, and print the error. AssertionError if it does not fail."""
+    try:
+        run()
+    except expected as error:
+        print(f"caught: {error}\n")
+    else:
+        raise AssertionError(f"no {expected.__name__}: the mistake went unnoticed")

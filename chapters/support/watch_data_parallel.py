@@ -1,0 +1,202 @@
+"""What chapter 4 watches data parallelism with: a step on the model clock, and training runs with a planted mistake."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minipar.comm import Communicator, Network, run_local, serial
+from minipar.nn import GPT, GPTConfig
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
+from visualize import Trace, parse_trace
+
+# ---- instruments -----------------------------------------------------------------------------------------------------
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def everywhere(comm: Communicator, ok: bool) -> bool:
+    """Tell every rank whether `ok` holds on all ranks."""
+    return all(answer == b"1" for answer in comm.all_gather_bytes(b"1" if ok else b"0"))
+
+
+def same_on_all_ranks(comm: Communicator, array: np.ndarray) -> bool:
+    """Tell whether all ranks hold the same bits."""
+    return len(set(comm.all_gather_bytes(hashlib.sha256(array.tobytes()).digest()))) == 1
+
+
+# ---- the model clock -------------------------------------------------------------------------------------------------
+
+DEVICES, SPEED = 8, 1e12  # the model clock's default speed: operations per second
+NETWORK = Network(alpha=1e-6, beta=1 / 4e9)
+MODEL = GPTConfig(vocab_size=256, n_positions=64, n_embd=64, n_layer=4, n_head=4)
+FORWARD = MODEL.forward_flops(batch=8, length=64)
+COMPUTATION = 3 * FORWARD / SPEED  # seconds of forward and backward
+ELEMENTS = sum(parameter.size for parameter in GPT(MODEL, deferred=True).parameters())
+
+
+def all_reduce_seconds(elements: int, ranks: int) -> float:
+    """Compute 2(d-1)(alpha + beta n/d) of a ring over d ranks; n/d are the bytes of the largest chunk, in float32."""
+    return 2 * (ranks - 1) * NETWORK.seconds(4 * -(-elements // ranks))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the size of its buckets (None: one all-reduce after backward), their number, and the seconds."""
+
+    bucket_bytes: int | None
+    buckets: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The steps as rank 0 saw them, and the trace of all devices."""
+
+    steps: list[Step]
+    trace: Trace
+
+
+def simulate(bucket_sizes: Sequence[int]) -> Simulation:
+    """Run a naive step, then one for each size of a bucket, on simulated devices: threads of this process."""
+    results: list[Any] = run_local(DEVICES, _steps, bucket_sizes, clock="model", network=NETWORK)
+    events = [event for _, rank_events in results for event in rank_events]
+    return Simulation(results[0][0], parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
+
+
+def _steps(comm: Any, bucket_sizes: Sequence[int]) -> tuple[list[Step], list[dict[str, Any]]]:
+    model = GPT(MODEL)
+    for parameter in model.parameters():  # first: these hooks run before those that start the buckets
+        seconds = 2 * FORWARD * parameter.size / ELEMENTS / SPEED
+        parameter.register_post_accumulate_grad_hook(lambda leaf, seconds=seconds: comm.clock.advance(seconds))
+    comm.tracer.enabled = True
+    steps = [_step(comm, model, bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
+    return steps, comm.tracer.chrome_events(comm.rank)
+
+
+def _step(comm: Any, model: GPT, bucket_bytes: int | None) -> Step:
+    a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for 8 samples of 64 tokens
+    ddp = None
+    if bucket_bytes is not None:
+        ddp = DistributedDataParallel(model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    model.zero_grad()
+    start = comm.clock.now()
+    with comm.tracer.region("forward", flops=FORWARD):
+        loss = model.loss_sum(a_few, a_few)
+    # ddp.loss would send two values; the trainer, too, scales the loss by a count that it knows.
+    with ddp.scaled_backward() if ddp else nullcontext(), comm.tracer.region("backward"):
+        loss.backward(np.full_like(loss.data, 1.0))
+    if ddp:
+        ddp.synchronize()
+    else:
+        all_reduce_gradients(model, comm)
+    seconds = comm.clock.now() - start
+    with comm.tracer.region("optimizer", flops=12 * ELEMENTS):
+        pass
+    if ddp:
+        ddp.detach()
+    return Step(bucket_bytes, len(ddp.buckets) if ddp else 1, seconds)
+
+
+# ---- planted mistakes ------------------------------------------------------------------------------------------------
+
+
+class DropsABucket(DistributedDataParallel):
+    """Mistake 1: the first bucket is "summed" over this rank alone."""
+
+    def _start(self, bucket: Bucket) -> None:
+        comm = self.comm
+        if bucket is self.buckets[0]:
+            self.comm = serial()
+        super()._start(bucket)
+        self.comm = comm
+
+
+class LocalCount(DistributedDataParallel):
+    """Mistake 2: as if each rank had divided the sum of its losses by its own count, not by the global one."""
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.buffers.gradients *= self.comm.size
+
+
+class KeepsGradients(DistributedDataParallel):
+    """Mistake 3: each rank steps on the mean gradient of its own samples; then `after_step` averages the parameters."""
+
+    def synchronize(self) -> None:
+        ranks, self.comm = self.comm, serial()
+        super().synchronize()
+        self.comm = ranks
+        self.buffers.gradients *= self.comm.size
+
+    def _on_gradient(self, leaf: Any) -> None:
+        ranks, self.comm = self.comm, serial()
+        super()._on_gradient(leaf)
+        self.comm = ranks
+
+    def after_step(self) -> None:
+        for bucket in self.buckets:
+            parameters = self.buffers.parameters[bucket.start : bucket.stop]
+            self.comm.all_reduce(parameters, algorithm="ordered")
+            parameters /= self.comm.size
+
+
+def without_no_sync(
+    model: GPT, comm: Communicator, microbatches: Sequence[tuple[np.ndarray, np.ndarray]], forget: bool
+) -> GPT:
+    """Run backward for each microbatch and synchronize each time. `forget`: let the wrapper forget that it has."""
+    ddp = DistributedDataParallel(model, comm, "ordered")
+    for inputs, targets in microbatches:
+        if forget:
+            ddp.forget_gradients()  # the optimizer's zero_grad calls it, and sets the gradients to None as well
+        (ddp.loss(inputs, targets) / len(microbatches)).backward()
+    return model
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The instruments that objected to a run, how far its parameters are from one device's (relative), and its loss."""
+
+    caught: set[str]
+    difference: float
+    loss: float
+
+    def __str__(self) -> str:
+        eyes = "  ".join(f"{eye} {'CAUGHT' if eye in self.caught else '-':<6}" for eye in INSTRUMENTS)
+        return f"{eyes}  off by {self.difference:.0e}, loss {self.loss:.3f}"
+
+
+INSTRUMENTS = ("loss", "ranks", "bytes", "one device")
+
+
+def examine(
+    comm: Communicator,
+    train: Callable[[], tuple[np.ndarray, Sequence[float]]],
+    parameters: np.ndarray,
+    loss: float,
+    nbytes: int,
+) -> Seen:
+    """Run `train`, which returns parameters and losses, and read the instruments; the same answer on every rank.
+
+    `parameters` are one device's, `loss` is the right run's last, and `nbytes` is what this rank must send.
+    """
+    comm.traffic.reset()
+    trained, losses = train()
+    sent = comm.traffic.bytes("all_reduce")
+    difference = np.array([np.abs(trained - parameters).max() / np.abs(parameters).max()])
+    objections = (
+        abs(losses[-1] / loss - 1) > 0.05,
+        not same_on_all_ranks(comm, trained),
+        not everywhere(comm, sent == nbytes),
+        not everywhere(comm, same_bits(trained, parameters)),
+    )
+    caught = {eye for eye, objects in zip(INSTRUMENTS, objections, strict=True) if objects}
+    return Seen(caught, float(comm.all_reduce(difference, op="max")[0]), losses[-1])
