@@ -3,7 +3,7 @@
 #
 #   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
 #   make test    PYTEST="-k ring -x"           some tests
-#   make site-check CHROMIUM=/path/to/chrome   another browser
+#   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -100,7 +100,7 @@ site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
 site-check: out/browser/version-$(PLAYWRIGHT)
 	@[ -d out/site ] || { echo "minipar: no out/site; run make site" >&2; exit 1; }
 	@[ -n "$(CHROMIUM)" ] || { echo "minipar: found no Chromium; name one: make site-check CHROMIUM=/path/to/chrome" >&2; exit 1; }
-	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" out/screenshots
+	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" $(SCREENSHOTS)
 
 # Of MathJax's 20 MB what the site loads: the component that reads TeX, its extensions, and its fonts.
 out/mathjax/version-$(MATHJAX):

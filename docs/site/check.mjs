@@ -116,7 +116,8 @@ for (const path of pages.sort()) {
   if (path.endsWith("site/explorers.html")) problems.push(...(await explorerFaults(page)));
   if (screenshots) {
     mkdirSync(screenshots, { recursive: true });
-    await page.screenshot({ path: join(screenshots, `${path.replaceAll("/", "_")}.png`), fullPage: true });
+    const file = join(screenshots, `${path.replaceAll("/", "_")}.png`);
+    await page.screenshot({ path: file, fullPage: true, timeout: 120000 });
   }
   if (path === "search.html") problems.push(...(await searchFaults(page)));
   const formulas = await page.locator("mjx-container").count();

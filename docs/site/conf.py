@@ -61,7 +61,12 @@ myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
 html_title = "minipar"
-html_theme_options = {"use_download_button": True, "show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {
+    "use_download_button": False,  # it would offer a PDF alone
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],  # the sidebar has the search; a second one above it is too much
+}
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is; without it the theme logs an error
 html_static_path = ["static", "../../out/mathjax"]
 html_css_files = ["site.css"]
