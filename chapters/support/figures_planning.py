@@ -1,17 +1,18 @@
-"""Figures of chapter 9: what a layout costs before anything runs, and what a planner foresees."""
+"""Figures of chapters 9 and 10: what a layout costs before anything runs, and what a planner foresees."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, PercentFormatter
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from visualize.plan import MEMORY, TIME
-from visualize.style import BLUE, GREY, INK, LINES, ORANGE, Picture, ink_on, picture, tidy
+from visualize.style import BLUE, GREY, INK, LINES, ORANGE, PAPER, Picture, ink_on, picture, tidy
 
 Parts = Mapping[str, float]
 
@@ -160,6 +161,12 @@ def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], flo
     return figure
 
 
+def _signed(difference: float) -> str:
+    """Write a relative difference in percent, with a sign unless it rounds to 0."""
+    percent = round(100 * difference)
+    return f"{percent:+d}%" if percent else "0%"
+
+
 def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> Picture:
     """Draw predicted time over printed time, a point for each row of each group; `band` is the tolerance."""
     figure = picture(8.5, 1.1 + 0.26 * sum(len(rows) for rows in groups.values()))
@@ -173,7 +180,7 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
         for place, ratio in zip(places, rows.values(), strict=True):
             look = {"va": "center", "ha": "right" if ratio < 1 else "left", "fontsize": 8, "color": INK}
             way = (-8 if ratio < 1 else 8, 0)
-            axes.annotate(f"{ratio - 1:+.0%}", (ratio, place), xytext=way, textcoords="offset points", **look)
+            axes.annotate(_signed(ratio - 1), (ratio, place), xytext=way, textcoords="offset points", **look)
         names += rows
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
@@ -186,6 +193,16 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
     return figure
 
 
+def _marks(low: float, high: float) -> list[float]:
+    """Choose marks of a logarithmic axis: 1, 2, 5, 10, ..., or more of them where fewer than three fit."""
+    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+        marks = [digit * 10.0**power for power in range(-9, 10) for digit in digits]
+        inside = [mark for mark in marks if low <= mark <= high]
+        if len(inside) > 2:
+            break
+    return inside
+
+
 def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float) -> Picture:
     """Draw predicted against measured, both axes logarithmic: {quantity: [(predicted, measured), ...]}.
 
@@ -193,16 +210,16 @@ def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float
     """
     figure = picture(10.5, 3.9)
     drawn = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (quantity, points), colour, mark in zip(drawn, panels.items(), LINES, "osD^vP", strict=False):
+    for axes, (quantity, points) in zip(drawn, panels.items(), strict=True):
         predicted, measured = zip(*points, strict=True)
         ends = min(predicted + measured) / 1.5, max(predicted + measured) * 1.5
         axes.fill_between(ends, [(1 - band) * x for x in ends], [(1 + band) * x for x in ends], color="#E3EBF2")
         axes.plot(ends, ends, color=INK, linewidth=1.0)
-        axes.plot(measured, predicted, mark, color=colour, markersize=6, alpha=0.8, linestyle="")
+        axes.plot(measured, predicted, "o", color=BLUE, markersize=6, alpha=0.8, linestyle="")
         axes.set_xscale("log")
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_locator(FixedLocator(_marks(*ends)))
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_locator(NullLocator())
         axes.set_xlim(*ends)
@@ -245,4 +262,90 @@ def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, boo
     handles: list[Artist] = [Patch(color=colours[k % 2], label=change) for k, change in enumerate(changes)]
     handles.append(Line2D([], [], color=INK, marker="*", linestyle="", label="another layout becomes the best"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    return figure
+
+
+# ---- the order of decisions ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A step of planning: what must hold, and what to change if it does not, cheapest first."""
+
+    name: str
+    conditions: Sequence[str]
+    remedies: Sequence[str]
+
+
+DECISIONS = (
+    Decision(
+        "1  MEMORY",
+        (
+            r"state:  $(2 + 2 + 12)$ bytes per parameter, ZeRO divides by $d$",
+            r"+ in flight $\times\;L/p$ layers $\times\;BT\,(10h + (24h + 5aT)/t)$",
+            r"$\leq$ 92 % of the GPU's memory",
+        ),
+        (
+            "ZeRO-1, sequence parallelism",
+            "flash attention, selective recompute",
+            "more tp inside the host, or pp",
+            "ZeRO-3",
+            "full recompute (a third more work)",
+        ),
+    ),
+    Decision(
+        "2  BANDWIDTH",
+        (
+            r"tp:  $t \leq g$  and  $(t-1)\,S\beta' / (3h) \ll 1$",
+            r"dp:  $BT \geq S\beta$ tokens in a microbatch",
+            r"ZeRO-3:  $g\,\nu \geq S\beta$ tokens on a host",
+        ),
+        (
+            "less tp",
+            "larger microbatches",
+            "ZeRO-1 instead of ZeRO-3",
+            r"tp $\times$ pp if $S\beta > T + g\,\nu$",
+        ),
+    ),
+    Decision(
+        "3  BUBBLE",
+        (r"$((p-1)/v)\;/\;(m + (p-1)/v) \ll 1$", r"with $m$ = samples of the global batch / $(B\,d)$"),
+        ("smaller microbatches, fewer replicas", "interleaving ($v$), ZB-H1", "less pp, more tp or ZeRO"),
+    ),
+)
+LAST = "simulate the best five, measure them"
+
+
+def plot_decisions(decisions: Sequence[Decision] = DECISIONS, last: str = LAST) -> Picture:
+    """Draw the decisions from top to bottom: a box with the conditions, and beside it a box with the remedies.
+
+    Where the conditions hold the way leads down, to `last` after the last decision; where they do not, to the right.
+    """
+    line, gap, left, right = 0.29, 0.5, (0.05, 4.6), (5.15, 8.45)
+    heights = [line * (0.65 + max(len(one.conditions) + 1, len(one.remedies) + 1)) for one in decisions]
+    total = sum(heights) + gap * len(decisions) + 2 * line
+    figure = picture(8.5, total + 0.1)
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, 8.5), ylim=(-total - 0.05, 0.05))
+    axes.axis("off")
+    arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.3}
+    top = 0.0
+    for one, height in zip(decisions, heights, strict=True):
+        for (start, end), fill, title, lines in (
+            (left, "#DCEBF5", one.name, one.conditions),
+            (right, "#FBF3DD", "else in this order, then 1 again", one.remedies),
+        ):
+            axes.add_patch(Rectangle((start, top - height), end - start, height, facecolor=fill, edgecolor=INK))
+            axes.text(start + 0.12, top - 0.75 * line, title, va="center", fontsize=10.5, weight="bold", color=INK)
+            for number, text in enumerate(lines, start=1):
+                axes.text(start + 0.12, top - (0.85 + number) * line, text, va="center", fontsize=10, color=INK)
+        middle, centre = top - height / 2, sum(left) / 2
+        axes.annotate("", (right[0], middle), (left[1], middle), arrowprops=arrow)
+        axes.text((left[1] + right[0]) / 2, middle + 0.1, "no", ha="center", va="bottom", fontsize=10, color=INK)
+        top -= height + gap
+        axes.annotate("", (centre, top), (centre, top + gap), arrowprops=arrow)
+        axes.text(centre + 0.15, top + gap / 2, "yes", va="center", fontsize=10, color=INK)
+    box = Rectangle((left[0], top - 2 * line), left[1] - left[0], 2 * line, facecolor=PAPER, edgecolor=INK)
+    axes.add_patch(box)
+    axes.text(sum(left) / 2, top - line, last, ha="center", va="center", fontsize=10.5, color=INK)
     return figure

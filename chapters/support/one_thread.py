@@ -1,4 +1,4 @@
-"""Hundreds of ranks in one thread, for chapter 9: simulations of communication alone."""
+"""Hundreds of ranks in one thread, for chapter 10: simulations of communication alone."""
 
 from __future__ import annotations
 

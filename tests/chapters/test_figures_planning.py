@@ -1,10 +1,13 @@
-"""Figures of the planning chapter: what is drawn is what was given."""
+"""Figures of the planning chapters: what is drawn is what was given."""
 
 import pytest
 from matplotlib.colors import to_hex
 
 from chapters.support.figures_planning import (
+    DECISIONS,
+    LAST,
     plot_bubbles,
+    plot_decisions,
     plot_fit,
     plot_points,
     plot_predictions,
@@ -71,11 +74,32 @@ def test_predictions_are_points_inside_the_picture():
     assert [text.get_text() for text in axes.texts] == ["-10%", "+2%", "+50%"]
 
 
+def test_a_difference_that_rounds_to_zero_has_no_sign():
+    axes = plot_predictions({"a": {"x": 0.999, "y": 1.001}}, 0.15).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0%", "0%"]
+
+
+def test_decisions_are_drawn_in_order_and_no_text_leaves_its_box():
+    figure = plot_decisions()
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    lines = [text for one in DECISIONS for text in (one.name, *one.conditions, *one.remedies)]
+    drawn = [text.get_text() for text in axes.texts]
+    assert [text for text in drawn if text in lines] == lines and drawn[-1] == LAST
+    assert drawn.count("yes") == drawn.count("no") == len(DECISIONS)
+    boxes = [patch.get_window_extent() for patch in axes.patches]
+    for text in axes.texts:
+        if text.get_text() in (*lines, LAST):
+            extent = text.get_window_extent()
+            assert sum(box.x0 < extent.x0 and extent.x1 < box.x1 and box.y0 < extent.y0 < box.y1 for box in boxes) == 1
+
+
 def test_points_are_pairs_inside_the_picture():
     time, memory = plot_points({"ms": [(10.0, 12.0), (500.0, 300.0)], "MB": [(3.0, 3.0)]}, 0.2).axes
     assert [list(line) for line in time.lines[1].get_data()] == [[12.0, 300.0], [10.0, 500.0]]
     assert list(memory.lines[1].get_xdata()) == [3.0]
     for axes, least, most in ((time, 10, 500), (memory, 3, 3)):
+        assert len(axes.get_xticks()) > 1 and list(axes.get_xticks()) == list(axes.get_yticks())
         assert axes.get_xlim() == axes.get_ylim() and axes.get_xlim()[0] < least and axes.get_xlim()[1] > most
 
 

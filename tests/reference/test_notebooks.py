@@ -1,5 +1,5 @@
 """The chapters' runs that `make test` leaves out: notebooks from a clean state, one, two and eight ranks, and the
-planning chapter.
+two planning chapters.
 """
 
 import pytest

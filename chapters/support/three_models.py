@@ -1,0 +1,83 @@
+"""The three models of chapters 9 and 10, the planner's first choice for each on a cluster, and what pictures need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+from minipar.errors import UsageError
+from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.layout import Layout
+from minipar.plan.model import RECOMPUTE, find_model
+from minipar.plan.rank_bytes import memory
+from minipar.plan.search import SearchSpace, plan, why
+from minipar.plan.step_time import step_time
+
+SMALL, MIDDLE, LARGE = "megatron-7.5b", "llama-2-70b", "megatron-1t"
+SHORT = {SMALL: "7.5B", MIDDLE: "70B", LARGE: "1T"}
+LENGTH = {SMALL: 2048, MIDDLE: 4096, LARGE: 2048}  # tokens per sample, as they were trained
+BATCH = {SMALL: 2048, MIDDLE: 1024, LARGE: 3072}  # samples of the global batch
+# With sequence parallelism wherever there is tp. The planner tries both: without it backward waits for less (6.9), but
+# here it wins nowhere, and the search takes twice as long.
+ASK = SearchSpace(sequence_parallel=True)
+
+Choice = dict[str, Any]
+Place = tuple[str, str, int]  # model, kind of GPU, GPUs
+
+
+def first_choice(name: str, kind: str, gpus: int) -> Choice | None:
+    """Search for the best layout of a model on so many GPUs of a kind; None if nothing fits. Values are JSON's."""
+    try:
+        search = plan(find_model(name), Cluster(GPUS[kind], gpus), BATCH[name], LENGTH[name], ASK, top=3)
+    except UsageError:
+        return None
+    first, *others = search.plans
+    return {
+        "mesh": first.mesh,
+        "layout": str(first.layout),
+        "zero": first.layout.zero,
+        "time": {part: seconds for part, seconds in asdict(first.time).items() if part != "exact"},
+        "total": first.time.total,
+        "mfu": first.mfu,
+        "tokens": BATCH[name] * LENGTH[name] / first.time.total,
+        "next": f"{others[0].layout}: {why(first, others[0])}" if others else "",
+    }
+
+
+def spending(plans: Mapping[Place, Choice | None], kind: str) -> dict[str, dict[str, tuple[dict[str, float], float]]]:
+    """Return {model: {layout, a word in a line: (seconds by part, MFU)}} for one kind of GPU, smallest model first."""
+    bars: dict[str, dict[str, tuple[dict[str, float], float]]] = {name: {} for name in SHORT.values()}
+    for (name, gpu, gpus), choice in plans.items():
+        if gpu == kind and choice:
+            d, t, p = choice["mesh"]
+            label = f"{gpus} GPUs\ndp {d}\ntp {t}\npp {p}\nZeRO-{choice['zero']}"
+            bars[SHORT[name]][label] = choice["time"], choice["mfu"]
+    return bars
+
+
+def scaling(plans: Mapping[Place, Choice | None]) -> dict[str, dict[str, dict[int, tuple[float, float]]]]:
+    """Return {kind of GPU: {model: {GPUs: (tokens per second, MFU)}}}."""
+    curves: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    for (name, kind, gpus), choice in plans.items():
+        if choice:
+            points = curves.setdefault(kind.upper(), {}).setdefault(SHORT[name], {})
+            points[gpus] = choice["tokens"], choice["mfu"]
+    return curves
+
+
+def fastest(t: int, p: int, zero: int, gpus: int) -> tuple[float, str] | None:
+    """Return the seconds of a step of Llama 2 70B on A100s with this tp, pp and ZeRO stage, and its recompute.
+
+    The microbatch and the recompute are the best of those that fit; None if none does.
+    """
+    model, cluster, choices = find_model(MIDDLE), Cluster(GPUS["a100"], gpus), []
+    d, length = gpus // (t * p), LENGTH[MIDDLE]
+    for microbatch, recompute in product((1, 2, 4, 8, 16), RECOMPUTE):
+        m, rest = divmod(BATCH[MIDDLE], d * microbatch)
+        if m and not rest:
+            layout = Layout(d, t, p, microbatch, m, zero, sequence_parallel=t > 1, recompute=recompute)
+            if memory(model, layout, length).total < cluster.usable_memory:
+                choices.append((step_time(model, layout, cluster, length).total, recompute))
+    return min(choices) if choices else None
