@@ -88,8 +88,8 @@ notebooks: $(VENV)/.test
 	$(BIN)/jupytext --quiet --to ipynb --update chapters/[0-9]*.py
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
 
-# The chapters are committed with their outputs; nothing is executed. A warning is an error. The explorers' JavaScript is
-# compared with Python on 1,000 random settings (100 in make test).
+# The chapters are committed with their outputs; nothing is executed. A warning is an error. The explorers' JavaScript
+# is compared with Python on 1,000 random settings of each (100 in make test).
 site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
 	MINIPAR_EXPLORER_SETTINGS=1000 $(BIN)/python -m pytest -q tests/test_explorers.py
 	@rm -rf out/site

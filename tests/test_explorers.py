@@ -1,7 +1,7 @@
 """Claims about the site's explorers: for random settings, their JavaScript computes what Python computes, with ==.
 
-MINIPAR_EXPLORER_SETTINGS=1000 compares so many settings instead of 100 (`make site` does). node computes all in one
-process.
+MINIPAR_EXPLORER_SETTINGS=1000 compares so many settings of each explorer instead of 100 (`make site` does). node
+computes all in one process.
 """
 
 import json

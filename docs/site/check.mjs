@@ -111,6 +111,7 @@ let failed = 0;
 for (const path of pages.sort()) {
   problems = [];
   await page.goto(home + path);
+  if (path === "index.html") await page.waitForURL(`${home}README.html`); // it only leads there
   await settled(page);
   problems.push(...(await page.evaluate(faults)));
   if (path.endsWith("site/explorers.html")) problems.push(...(await explorerFaults(page)));

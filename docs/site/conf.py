@@ -69,6 +69,7 @@ html_theme_options = {
 }
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is; without it the theme logs an error
 html_static_path = ["static", "../../out/mathjax"]
+html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_extra_path = ["index.html"]
 html_copy_source = False
