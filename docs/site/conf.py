@@ -4,6 +4,7 @@ Nothing is executed: the notebooks are committed with their outputs. Nothing is 
 copied from its npm package, and the theme brings its fonts.
 """
 
+import re
 from pathlib import Path
 
 CONTENTS = """
@@ -22,6 +23,7 @@ chapters/[0-9]*
 docs/site/explorers
 docs/site/gallery
 chapters/exercises/README
+docs/examples/README
 ```
 
 ```{toctree}
@@ -30,13 +32,23 @@ chapters/exercises/README
 :glob:
 
 docs/*
+CONTRIBUTING
 ```
 """
 
 project = "minipar"
+author = "the minipar contributors"
 extensions = ["myst_nb"]
 root_doc = "README"
-include_patterns = ["README.md", "chapters/[0-9]*.ipynb", "chapters/exercises/README.md", "docs/*.md", "docs/site/*.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "chapters/[0-9]*.ipynb",
+    "chapters/exercises/README.md",
+    "docs/*.md",
+    "docs/examples/README.md",
+    "docs/site/*.md",
+]
 exclude_patterns = ["**/.ipynb_checkpoints"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 suppress_warnings = ["mystnb.unknown_mime_type"]
@@ -49,20 +61,46 @@ myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
 html_title = "minipar"
-html_theme_options = {"use_download_button": True, "show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {
+    "use_download_button": False,  # it would offer a PDF alone
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],  # the sidebar has the search; a second one above it is too much
+}
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is; without it the theme logs an error
 html_static_path = ["static", "../../out/mathjax"]
+html_favicon = "static/icon.svg"
+html_css_files = ["site.css"]
 html_extra_path = ["index.html"]
 html_copy_source = False
 html_show_sourcelink = False
 mathjax_path = "es5/tex-mml-chtml.js"
+mathjax3_config = {"options": {"enableMenu": False}}  # its speech would load more, from another host
+
+EXPLORERS = ("memory", "schedules", "traffic", "draw", "page")  # each imports from earlier ones alone
+
+
+def join_modules(folder):
+    """Join the explorers' modules into one script. Browsers import no module from a file, so file:// needs it."""
+    modules = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in EXPLORERS]
+    program = re.sub(r"^import .*\n|^export ", "", "".join(modules), flags=re.MULTILINE)
+    return '"use strict";\n{\n' + program + "}\n"
+
+
+def add_contents(app, docname, source):
+    """Add the table of contents to README, which has none in the repository."""
+    if docname == app.config.root_doc:
+        source[0] += CONTENTS
+
+
+def write_explorers(app, exception):
+    """Write the script of the page of explorers."""
+    if exception is None:
+        script = join_modules(Path(app.confdir) / "static")
+        Path(app.outdir, "_static", "explorers.js").write_text(script, encoding="utf-8")
 
 
 def setup(app):
-    """Add the table of contents to README, which has none in the repository."""
-
-    def add_contents(app, docname, source):
-        if docname == root_doc:
-            source[0] += CONTENTS
-
+    """Connect the two functions above."""
     app.connect("source-read", add_contents)
-    Path(app.outdir).mkdir(parents=True, exist_ok=True)
+    app.connect("build-finished", write_explorers)

@@ -1,0 +1,147 @@
+// Small SVG pictures: a schedule's timeline, activations in flight, stacked bars. Colours as in visualize/style.py.
+
+export const COLOURS = {
+  F: "#0072B2", B: "#E69F00", I: "#CC79A7", W: "#9FDBCA",
+  parameters: "#0072B2", gradients: "#E69F00", optimizer: "#009E73", activations: "#F0E442", buffers: "#3A3A3A",
+  tp: "#0072B2", dp: "#E69F00", pp: "#533144",
+};
+const LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+const KIND_NAMES = { F: "forward", B: "backward", I: "backward for the input", W: "backward for the weights" };
+const WIDTH = 760;
+const LEFT = 62; // room for the rank's name
+const RIGHT = 12;
+
+// Make an SVG or HTML element. A tag that begins with "svg:" is SVG.
+export function element(tag, attributes = {}, ...children) {
+  const svg = tag.startsWith("svg:");
+  const node = svg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4)) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const text = (x, y, content, attributes = {}) =>
+  element("svg:text", { x, y, "font-size": 12, fill: "currentColor", ...attributes }, content);
+const line = (x1, y1, x2, y2, attributes = {}) =>
+  element("svg:line", { x1, y1, x2, y2, stroke: "currentColor", "stroke-opacity": 0.25, ...attributes });
+
+function picture(height, label) {
+  const svg = element("svg:svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label });
+  svg.style.width = "100%";
+  return svg;
+}
+
+// Round steps for an axis: 1, 2 or 5 times a power of ten, about `count` of them up to `most`.
+function ticks(most, count) {
+  const rough = most / count || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((candidate) => candidate >= rough);
+  return Array.from({ length: Math.floor(most / step + 1e-9) + 1 }, (_, k) => Number((k * step).toPrecision(12)));
+}
+
+function timeAxis(svg, total, y, scale) {
+  for (const tick of ticks(total, 12)) {
+    svg.append(line(scale(tick), y, scale(tick), y + 4), text(scale(tick), y + 16, tick, { "text-anchor": "middle" }));
+  }
+  const middle = LEFT + (WIDTH - LEFT - RIGHT) / 2;
+  svg.append(text(middle, y + 32, "time, in the unit of F, I and W", { "text-anchor": "middle" }));
+}
+
+const timeScale = (total) => (time) => LEFT + (time / (total || 1)) * (WIDTH - LEFT - RIGHT);
+
+// A row for each rank and a box for each action: its letter and microbatch where they fit, else the microbatch alone.
+// Boxes of a rank's second and later stages are framed.
+export function timeline({ rows, total }) {
+  const scale = timeScale(total);
+  const row = Math.min(30, Math.max(14, 300 / rows.length));
+  const svg = picture(rows.length * row + 40, "timeline of the schedule");
+  rows.forEach((slots, rank) => {
+    const y = rank * row;
+    svg.append(text(LEFT - 8, y + row / 2 + 4, `rank ${rank}`, { "text-anchor": "end" }));
+    for (const { action: { stage, kind, microbatch }, start, end } of slots) {
+      const [x, width] = [scale(start), scale(end) - scale(start)];
+      const box = element("svg:rect", {
+        x, y: y + 1, width: Math.max(0, width - 0.6), height: row - 2, fill: COLOURS[kind],
+        ...(stage >= rows.length ? { stroke: "#222222", "stroke-width": 1.4 } : {}),
+      });
+      const name = `${KIND_NAMES[kind]} of microbatch ${microbatch}, stage ${stage}, rank ${rank}: ${start} to ${end}`;
+      box.append(element("svg:title", {}, name));
+      svg.append(box);
+      const label = [`${kind}${microbatch}`, `${microbatch}`].find((words) => words.length * 7 + 3 <= width);
+      if (label !== undefined) {
+        const fill = kind === "F" ? "white" : "#222222"; // the other colours are light
+        const place = { "text-anchor": "middle", fill, "font-size": 11, "pointer-events": "none" };
+        svg.append(text(x + width / 2, y + row / 2 + 4, label, place));
+      }
+    }
+  });
+  timeAxis(svg, total, rows.length * row + 2, scale);
+  return svg;
+}
+
+// A line of steps for each rank. `stages`: how many activations make one of all the rank's layers.
+export function activationsPlot({ live, total, stages }) {
+  const [top, height] = [8, 120];
+  const scale = timeScale(total);
+  const svg = picture(top + height + 40, "activations in flight over time");
+  const most = Math.max(1, ...live.flat().map(([, count]) => count / stages));
+  const level = (count) => top + height - (height * count) / stages / most;
+  for (const tick of ticks(most, 4)) {
+    const y = level(tick * stages);
+    svg.append(line(LEFT, y, WIDTH - RIGHT, y), text(LEFT - 8, y + 4, tick, { "text-anchor": "end" }));
+  }
+  live.forEach((steps, rank) => {
+    let path = `M ${scale(0)} ${level(0)}`;
+    for (const [time, count] of steps) path += ` H ${scale(time)} V ${level(count)}`;
+    path += ` H ${scale(total)}`;
+    const colour = LINES[rank % LINES.length];
+    const dash = ["none", "6 3", "2 2"][Math.floor(rank / LINES.length) % 3];
+    const drawn = { d: path, fill: "none", stroke: colour, "stroke-width": 1.8, "stroke-dasharray": dash };
+    svg.append(element("svg:path", drawn));
+  });
+  timeAxis(svg, total, top + height + 2, scale);
+  return svg;
+}
+
+// Which colour is which rank, or which kind.
+export function legend(entries) {
+  const list = element("p", { class: "explorer-legend" });
+  for (const [name, colour] of entries) {
+    const swatch = element("span", { class: "explorer-swatch" });
+    swatch.style.background = colour;
+    list.append(element("span", {}, swatch, name));
+  }
+  return list;
+}
+
+export const rankLegend = (ranks) =>
+  legend(Array.from({ length: Math.min(ranks, LINES.length) }, (_, r) => [`rank ${r}`, LINES[r]]));
+export const kindLegend = (kinds) => legend(kinds.map((kind) => [`${kind}: ${KIND_NAMES[kind]}`, COLOURS[kind]]));
+
+// A horizontal bar for each {name, parts: {kind: amount}, mark}, with its sum in words; `limit` draws a line across.
+export function bars(entries, write, limit = 0) {
+  const [row, left, right] = [30, 80, 90];
+  const svg = picture(entries.length * row + (limit ? 20 : 4), "bars");
+  const sums = entries.map(({ parts }) => Object.values(parts).reduce((sum, part) => sum + part, 0));
+  const scale = (WIDTH - left - right) / Math.max(...sums, limit, 1e-300);
+  entries.forEach(({ name, parts, mark }, index) => {
+    const y = index * row + 2;
+    const weight = { "font-weight": mark ? "bold" : "normal" };
+    svg.append(text(left - 8, y + row / 2 + 2, name, { "text-anchor": "end", ...weight }));
+    let x = left;
+    for (const [kind, part] of Object.entries(parts)) {
+      const box = { x, y, width: part * scale, height: row - 6, fill: COLOURS[kind], opacity: mark ? 1 : 0.75 };
+      svg.append(element("svg:rect", box, element("svg:title", {}, `${kind}: ${write(part)}`)));
+      x += part * scale;
+    }
+    svg.append(text(x + 8, y + row / 2 + 2, write(sums[index]), weight));
+  });
+  if (limit) {
+    const x = left + limit * scale;
+    const bottom = entries.length * row;
+    svg.append(line(x, 0, x, bottom, { stroke: "#D55E00", "stroke-opacity": 1, "stroke-width": 2 }));
+    svg.append(text(x, bottom + 14, `memory of a GPU: ${write(limit)}`, { "text-anchor": "middle" }));
+  }
+  return svg;
+}

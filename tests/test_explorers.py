@@ -1,0 +1,211 @@
+"""Claims about the site's explorers: for random settings, their JavaScript computes what Python computes, with ==.
+
+MINIPAR_EXPLORER_SETTINGS=1000 compares so many settings of each explorer instead of 100 (`make site` does). node
+computes all in one process.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from minipar.errors import UsageError
+from minipar.parallel.memory import FLOAT32, FLOAT64, model_state
+from minipar.parallel.pipeline import SCHEDULES, Durations, make, simulate
+from minipar.parallel.pipeline.simulate import live_activations
+from minipar.plan.layout import PRECISIONS, Layout
+from minipar.plan.model import MODELS, ModelShape
+from minipar.plan.rank_bytes import memory, volume
+from minipar.plan.search import schedules
+from visualize.mesh import LOOKS
+from visualize.style import COLOURS
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="the explorers are JavaScript, and there is no node to run them")
+
+SETTINGS = int(os.environ.get("MINIPAR_EXPLORER_SETTINGS", "100"))
+WIDTHS = {
+    "mixed": PRECISIONS["fp16"],
+    "mixed, gradients in 32 bits": PRECISIONS["bf16"],
+    "float32": FLOAT32,
+    "float64": FLOAT64,
+}
+
+
+# ---- random settings -------------------------------------------------------------------------------------------------
+
+
+def random_schedule(rng):
+    """Times are eighths, also after the division by v, so that every sum of them is exact."""
+    name, v = rng.choice(list(SCHEDULES)), rng.randint(1, 4)
+    stages = {"interleaved-1f1b": v, "zbv": 2}.get(name, 1)
+    forward, backward, weights = (stages * rng.randint(0, 24) / 8 for _ in range(3))
+    p = rng.randint(1, 9)
+    m = rng.choice([rng.randint(1, 20), p * rng.randint(1, 3)])
+    times = {"F": forward, "I": backward, "W": weights, "comm": rng.choice([0, rng.randint(0, 16) / 8])}
+    return {"name": name, "p": p, "m": m, "v": v, **times}
+
+
+def random_state(rng):
+    return {
+        "psi": rng.choice([rng.randint(1, 1000), rng.randint(1, 10**13)]),
+        "d": rng.choice([rng.randint(1, 9), rng.randint(1, 65536)]),
+        "stage": rng.randint(0, 3),
+        "precision": rng.choice(list(WIDTHS)),
+        "accumulating": rng.random() < 0.5,
+    }
+
+
+def random_layout(rng):
+    """A layout, possible more often than not."""
+
+    def seldom(unlikely, likely):
+        return unlikely if rng.random() < 0.05 else likely
+
+    heads, tp, pp = seldom(rng.randint(1, 99), rng.choice([24, 48, 96])), rng.choice([1, 2, 3, 4, 8]), rng.randint(1, 8)
+    length = rng.choice([16, 1000, 2048, 8192])
+    return {
+        "layers": seldom(rng.randint(1, 20), 2 * pp * rng.randint(1, 8) + rng.choice([0, 0, 1])),
+        "h": seldom(rng.randint(1, 20000), heads * rng.randint(1, 200)),
+        "heads": heads,
+        "vocab": rng.randint(2, 300000),
+        "positions": rng.choice([length, 2 * length]),
+        "T": length,
+        "dp": rng.choice([1, 2, 3, 8, 64, 1000]),
+        "tp": tp,
+        "pp": pp,
+        "schedule": rng.choice(list(SCHEDULES)) if pp > 1 else "1f1b",
+        "v": rng.randint(1, 4),
+        "b": rng.choice([1, 2, 4, 7]),
+        "m": seldom(rng.randint(1, 7), pp * rng.choice([1, 2, 8, 33])),
+        "sequenceParallel": seldom(True, tp > 1 and rng.random() < 0.5),
+        "zero": rng.randint(0, 3),
+        "recompute": rng.choice(["none", "selective", "full"]),
+        "attention": rng.choice(["stored", "flash"]),
+        "precision": rng.choice(list(WIDTHS)[:2]),
+    }
+
+
+# ---- Python's answers ------------------------------------------------------------------------------------------------
+
+
+def schedule_answer(name, p, m, v, F, I, W, comm):  # noqa: E741
+    schedule = make(name, p, m, v if name == "interleaved-1f1b" else None)
+    stages = schedule.stages // p
+    timeline = simulate(schedule, Durations(F / stages, I / stages, W / stages, comm))
+    return {
+        "slots": [[[str(slot.action), slot.start, slot.end] for slot in row] for row in timeline.ranks],
+        "total": timeline.makespan,
+        "bubble": timeline.bubble_fraction,
+        "peaks": timeline.peak_activations,
+        "live": [[list(step) for step in live_activations(row)] for row in timeline.ranks],
+    }
+
+
+def state_answer(psi, d, stage, precision, accumulating):
+    state = model_state(psi, Fraction(psi, d), stage, WIDTHS[precision], accumulating)
+    return {kind: Fraction(getattr(state, kind)) for kind in ("parameters", "gradients", "optimizer")}
+
+
+def layout_answer(layers, h, heads, vocab, positions, T, precision, b, m, v, sequenceParallel, **choices):
+    """UsageError where the search of the planner would not look: see `layouts` in minipar/plan/search.py."""
+    model = ModelShape(layers=layers, hidden=h, heads=heads, vocab_size=vocab, positions=positions)
+    pp, tp, name = choices["pp"], choices["tp"], choices["schedule"]
+    stages = v if name == "interleaved-1f1b" else 1
+    enough = {"interleaved-1f1b": m % pp == 0 and pp * stages <= layers, "zbv": layers % (2 * pp) == 0}
+    fits = enough.get(name, (name, 1) in schedules(model, pp, m, name if pp > 1 else None))
+    if heads % tp or pp > layers or (sequenceParallel and tp == 1) or not fits:
+        raise UsageError("no such layout")
+    layout = Layout(
+        microbatch=b,
+        microbatches=m,
+        virtual_stages=stages,
+        sequence_parallel=sequenceParallel,
+        precision=WIDTHS[precision],
+        **choices,
+    )
+    sent, held = volume(model, layout, T), memory(model, layout, T)
+    return {
+        "parameters": model.parameters,
+        "sent": {axis: getattr(sent, axis) for axis in ("tp", "pp", "dp")},
+        "held": {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer")}
+        | {"activations": held.activations, "buffers": held.buffers},
+    }
+
+
+KINDS = {
+    "schedule": (random_schedule, schedule_answer),
+    "state": (random_state, state_answer),
+    "layout": (random_layout, layout_answer),
+}
+
+
+def python_answer(kind, setting):
+    try:
+        return KINDS[kind][1](**setting)
+    except UsageError:
+        return "impossible"
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def settings(kind):
+    rng = random.Random(f"explorers {kind}")
+    return [KINDS[kind][0](rng) for _ in range(SETTINGS)]
+
+
+@pytest.fixture(scope="module")
+def page():
+    """What node makes of all settings: {"answers": {kind: [...]}, "COLOURS": {...}, ...}."""
+    questions = [[kind, setting] for kind in KINDS for setting in settings(kind)]
+    script = str(Path(__file__).with_name("explorers.mjs"))
+    result = subprocess.run([NODE, script], input=json.dumps(questions), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    answers = found["answers"]
+    found["answers"] = {kind: answers[i * SETTINGS : (i + 1) * SETTINGS] for i, kind in enumerate(KINDS)}
+    return found
+
+
+def as_python(kind, answer):
+    """An answer of JavaScript in Python's terms: fractions came as pairs of strings."""
+    if "error" in answer:
+        return "impossible" if answer["error"] else "no reason given"
+    if kind == "schedule":
+        return answer
+    fractions = {name: Fraction(*map(int, pair)) for name, pair in answer.get("sent", answer).items()}
+    return answer | {"sent": fractions} if kind == "layout" else fractions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explorers_compute_what_python_computes(page, kind):
+    answers = [as_python(kind, answer) for answer in page["answers"][kind]]
+    for setting, answer in zip(settings(kind), answers, strict=True):
+        assert answer == python_answer(kind, setting), setting
+    assert sum(answer != "impossible" for answer in answers) > SETTINGS / 2
+
+
+def test_explorers_refuse_what_cannot_be(page):
+    assert {kind for kind, answers in page["answers"].items() for answer in answers if "error" in answer} == {
+        "schedule",
+        "layout",
+    }
+
+
+def test_explorers_have_the_names_and_sizes_of_the_library(page):
+    assert page["SCHEDULES"] == list(SCHEDULES)
+    assert page["PRECISIONS"] == {name: vars(precision) for name, precision in WIDTHS.items()}
+    for name, sizes in page["MODELS"].items():
+        model = MODELS[name]
+        assert sizes == [model.layers, model.hidden, model.heads, model.vocab_size, model.positions]
+
+
+def test_explorers_have_the_colours_of_the_pictures(page):
+    axes = {axis: colour for axis, (colour, _) in LOOKS.items()}
+    assert page["COLOURS"] == {name: (COLOURS | axes)[name] for name in page["COLOURS"]}
