@@ -438,11 +438,11 @@ assert np.array_equal(predicted.reshape(B, T, h) + c_proj.bias.data, parallel["c
 say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit for bit")
 
 # %% [markdown]
-# The embedding has the same bits, and so has ln_1. Columns and heads *may* have them: each element is the same sum over
-# $h$, but the library's product of a narrower matrix may group it differently. The row layer splits the sum itself, and
-# one device that adds the same blocks in the same order gets the ranks' exact bits. So the difference is the order of
-# additions and nothing else. The bound that `--verify` uses is 1e-12 relative after one training step in float64, 1e-10
-# after twenty (`minipar.train.verify.bound`).
+# The embedding has the same bits, and so has ln_1. Columns and heads may have the same bits: each element is the same
+# sum over $h$, but the library's product of a narrower matrix may group it differently. The row layer splits the sum
+# itself, and one device that adds the same blocks in the same order gets the ranks' exact bits. So the difference is
+# the order of additions and nothing else. The bound that `--verify` uses is 1e-12 relative after one training step in
+# float64, 1e-10 after twenty (`minipar.train.verify.bound`).
 #
 # ## 6.7 The bytes
 #
@@ -461,8 +461,9 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 
 # %% [markdown]
 # Data parallelism over $d$ ranks sends $2\Psi\frac{d-1}{d}$ elements per *step*, whatever the batch. A layer has
-# $12h^2$ parameters, so there it is about $24h^2$ per layer, here $8Nh$ per layer and *microbatch*. Tensor parallelism
-# sends more as soon as a microbatch has more than $3h$ tokens, and it does so within the layer, where every rank waits.
+# $12h^2$ parameters, so there it is about $24h^2$ per layer, here $8Nh$ per layer and *microbatch*. With one microbatch
+# per step tensor parallelism sends more from $N = 3h$ tokens on, with four from $N = 3h/4$ on. And it sends within the
+# layer, where every rank waits.
 #
 # ## 6.8 Dropout
 #
@@ -526,9 +527,10 @@ assert relative_difference(all_reduce(dbias_own), dbias_d) < 1e-12
 say(f"each rank's {N // t} of {N} tokens as in 6.2, with the same {sent:,} bytes")
 
 # %% [markdown]
-# The last line shows the one new duty. The bias, both LayerNorms, `wpe` and `ln_f` are the same on every rank, but a
-# rank's gradient of them covers its own tokens only. The whole is the **sum over tp**: their placement is `Partial`.
-# It is one all-reduce of $6h$ elements per layer and step. (Without sequence parallelism each rank has seen all tokens,
+# The last line shows the one new duty. Some parameters are the same on every rank, but a rank's gradient of them covers
+# its own tokens only. In a layer these are the biases of the two row layers ($2h$ elements) and both LayerNorms ($4h$);
+# outside the layers `wpe` and `ln_f`. The whole gradient is the **sum over tp**: their placement is `Partial`. They
+# are summed once per step, $6h$ elements of each layer. (Without sequence parallelism each rank has seen all tokens,
 # and summing would count $t$ times.) The library's version:
 
 # %%
@@ -593,12 +595,13 @@ for ranks, sequence, ours, paper in ((1, False, 90.0, 114), (8, False, 20.0, 23)
 # Two constants differ. Of the attention probabilities we keep one copy and the mask, $3aT/h$ for the paper's $5aT/h$,
 # but we keep gelu's tanh, $32/t$ for $24/t$. And sequence parallelism cannot divide the inputs of the column layers
 # here: the gathered $N \times h$ input is kept whole, because the weight's gradient needs it. Megatron keeps only the
-# own tokens and gathers a **second time in backward**. So it sends $2Nh\frac{t-1}{t}$ elements more per layer, and its
-# memory falls as $34/t$ where ours stops at $2w$.
+# own tokens and gathers a **second time in backward**, while it computes $\mathrm{d}Y_r A_r^\top$, the gradient of the
+# column layer's input ($\mathrm{d}Y_r$ is that of its result). So it sends one all-gather more for each of the two
+# column layers, $2Nh\frac{t-1}{t}$ elements per layer, and its memory falls as $34/t$ where ours stops at $2w$.
 #
 # ## 6.10 With data parallelism and ZeRO
 #
-# The mesh (chapter 8) has tp as its fastest axis: the ranks of one tensor group are neighbours, on one machine. Ranks
+# The mesh (chapter 8) numbers the ranks of one tensor group consecutively, so that they are on one machine. Ranks
 # with the same part of the model form a dp group, and data parallelism or ZeRO runs over it, unchanged: it sees a model
 # with smaller parameters. One function must know of both, the gradient norm for clipping: the squares of split
 # parameters are summed over tp; replicated ones count once. For the MLP of 6.2, and then the library's loop over the
@@ -648,12 +651,13 @@ for flags in (["--zero-stage", "0"], ["--zero-stage", "3", "--sequence-parallel"
 # ## 6.11 What it costs: the link
 #
 # An all-reduce of $n$ bytes over a ring takes $2(t-1)(\alpha + \beta n/t)$ (chapter 3). A layer's products with its
-# matrices have $24 Nh^2$ operations in forward and twice as many in backward. So a layer takes about
+# matrices have $24 Nh^2$ operations in forward, 2 for each token and each of $12h^2$ parameters, and twice as many in
+# backward. (Attention's own products are left out.) So a layer takes about
 #
 # $$\frac{72Nh^2}{tS} + 4 \cdot 2(t-1)\left(\alpha + \beta\frac{n}{t}\right), \qquad n = wNh.$$
 #
 # The first term falls as $1/t$. The second tends to $8\beta n$ plus a latency that grows. One check that the program
-# sends what the formula says: on chapter 4's `model` clock, where products here cost nothing.
+# sends what the formula says: on chapter 3's `model` clock, where products here cost nothing.
 
 # %%
 LINK = Network(alpha=5e-6, beta=4e-8)
@@ -816,7 +820,7 @@ for name in MISTAKES:
 # ## 6.14 Problems
 #
 # 1. A GPU has $B = 4$ samples of $T = 2048$ tokens, $h = 4096$ and $t = 8$. How many bytes does a rank send per layer
-# in 16 bit, and how long does that take on NVLink (450 GB/s) without latency?
+# in 16 bit, forward and backward together? How long does that take on NVLink (450 GB/s) without latency?
 #
 # 2. How many bytes does the loss of $N = 8192$ tokens send per rank in float32 over $t = 8$ ranks? How many does a rank
 # send to gather the logits of GPT-2's vocabulary, padded to 50,264?
@@ -828,11 +832,12 @@ for name in MISTAKES:
 # rank by the paper's formulas: alone, with $t = 8$, and with sequence parallelism too?
 #
 # 5. A row layer's bias could also be added before the sum on rank 0 only. Is that right in forward? What is its
-# gradient on each rank, with and without sequence parallelism, and what would the optimizer do to the copies on the
-# others?
+# gradient on each rank, with and without sequence parallelism, and what would the optimizer, without weight decay, do
+# to the copies on the others?
 #
-# 6. Let `_ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Which product could
-# hide that all-gather? What do the ledger and the counter say before and after?
+# 6. Let `_ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Backward has two
+# products (6.9, 6.11). Which of them can run during that all-gather, and why not the other? Per layer, what do the
+# ledger and the counter say before and after?
 #
 # ## 6.15 Answers
 
@@ -852,11 +857,13 @@ say(f"4. {', '.join(f'{x:,}' for x in kept_bytes)} bytes: with tp alone, 10 of t
 
 # %% [markdown]
 # 5. Forward is right: the sum contains the bias once. Without sequence parallelism rank 0 gets the whole gradient and
-# the others get 0, because they do not use theirs. The optimizer then changes the copy on rank 0 alone, and the copies
-# are no longer equal. With sequence parallelism rank 0 also gets the whole gradient, because backward gathers all
-# tokens before it; the sum of `Partial` gradients hands it to every rank, and the copies stay equal.
+# the others get 0, because they do not use theirs. Without weight decay a gradient of 0 changes nothing, so the
+# optimizer changes the copy on rank 0 alone, and the copies are no longer equal. With sequence parallelism rank 0 also
+# gets the whole gradient, because backward gathers all tokens before it; the sum of `Partial` gradients hands it to
+# every rank, and the copies stay equal.
 #
-# 6. The product $\mathrm{d}Y_r A_r^\top$, which gives $\mathrm{d}X$, does not need $X$ and can hide the all-gather. The
+# 6. The product $\mathrm{d}Y_r A_r^\top$, which gives $\mathrm{d}X$, does not need $X$ and can run during the
+# all-gather. The other, $X^\top \mathrm{d}Y_r$, needs what is being gathered. For the inputs of the column layers the
 # ledger sees $2w\,Nh/t$ instead of $2w\,Nh$ per layer. The counter sees two more all-gathers of $Nh\frac{t-1}{t}$
 # elements each.
 #

@@ -108,9 +108,9 @@ assert all(naive_lists(p, m) == library_lists("naive", p, m) for p, m in SIZES)
 #
 # ### What an action needs
 #
-# `2F0` needs `1F0`. `2B0` needs its own forward, `2F0`, and the gradient from behind, `3B0`. A rank does its list in
-# order, and an action begins when the rank is free and what it needs is there. That is all that a simulator has to
-# know. (`I` and `W`, the two halves of a backward, come in 7.5; `W` needs its `I`.)
+# `2F0` needs `1F0`. `2B0` needs its own forward, `2F0`, and the gradient from the next stage, `3B0`. A rank does its
+# list in order, and an action begins when the rank is free and what it needs is there. That is all that a simulator has
+# to know. (`I` and `W`, the two halves of a backward, come in 7.5; `W` needs its `I`.)
 
 
 # %%
@@ -127,17 +127,15 @@ def timed(lists, times):
     """The (start, end) of each action; times[kind] is the time of an action, and messages take none."""
     last = max(s for actions in lists for _, _, s in actions)
     slots, free, todo = {}, [0] * len(lists), [list(actions) for actions in lists]
-    progress = True
-    while progress:
-        progress = False
+    while any(todo):
+        done = len(slots)
         for r, actions in enumerate(todo):
             while actions and all(need in slots for need in needs(*actions[0], last)):
                 action = actions.pop(0)
                 start = max([free[r], *(slots[need][1] for need in needs(*action, last))])
                 free[r] = start + times[action[0]]
                 slots[action] = start, free[r]
-                progress = True
-    assert not any(todo), "the ranks wait in a circle"
+        assert len(slots) > done, "the ranks wait in a circle"
     return slots
 
 
@@ -197,11 +195,12 @@ assert all(idle(gpipe_lists(p, m), t) == (p - 1) * (t["F"] + t["B"]) for p, m in
 #
 # ## 7.3 1F1B: the same bubble, less memory
 #
-# Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. In that time it may
-# run ahead by $p-1-r$ forwards. After these *warm-up* forwards comes the *steady state*: each further forward is
-# followed by a backward, which frees what a forward took. At the end, in the *cool-down*, only backwards are left. This
-# is the synchronous form of PipeDream's order (Narayanan et al. 2019), called PipeDream-Flush or **1F1B** (Narayanan et
-# al. 2021, arXiv 2104.04473, section 2.2).
+# Rank $r$ cannot do a backward before its first microbatch has been down to the last rank and back. It runs ahead by
+# $p-1-r$ forwards: those that fit while microbatch 0 goes down. While the gradient comes back it waits: more forwards
+# would cost memory and not shorten the longest path (below). After these $p-1-r$ *warm-up* forwards comes the *steady
+# state*: each further forward is followed by a backward, which frees what a forward took. At the end, in the
+# *cool-down*, only backwards are left. This is the synchronous form of PipeDream's order (Narayanan et al. 2019),
+# called PipeDream-Flush or **1F1B** (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
 
 # %%
@@ -266,9 +265,9 @@ if rank == 0:
 # %% [markdown]
 # ## 7.4 Interleaved: smaller stages, shorter warm-up
 #
-# The bubble is $p-1$ times the time of a *stage*. So make stages shorter: give each rank $v$ of them, not one after
-# another but $p$ apart, rank $r$ the stages $r, p+r, 2p+r, \dots$ (Narayanan et al. 2021, section 2.2). A microbatch
-# goes $v$ times round the ranks. Filling the pipeline now takes $p-1$ stages of length $T_F/v$, so
+# The idle time is $p-1$ times the `F` and `B` of a *stage*. So make stages shorter: give each rank $v$ of them, not one
+# after another but $p$ apart, rank $r$ the stages $r, p+r, 2p+r, \dots$ (Narayanan et al. 2021, section 2.2). A
+# microbatch goes $v$ times round the ranks. Filling the pipeline now takes $p-1$ stages of length $T_F/v$, so
 #
 # $$T_{\text{idle}} = \frac{(p-1)(T_F+T_B)}{v}, \qquad \text{bubble} = \frac{p-1}{vm+p-1}.$$
 #
@@ -278,7 +277,8 @@ if rank == 0:
 # Rank $r$ warms up with $2(p-1-r) + (v-1)p$ forwards. Its first backward is that of microbatch 0 through its *last*
 # stage. Before the forward of microbatch 0 through that stage, the first group of $p$ microbatches has passed the other
 # $v-1$ stages of the rank: $(v-1)p$ forwards. From there microbatch 0 goes down to the last rank in $p-1-r$ hops, and
-# its gradient comes back in as many. The rank does one forward for each of these $2(p-1-r)$ hops.
+# its gradient comes back in as many. The rank does one forward for each of these $2(p-1-r)$ hops: here, unlike in 1F1B,
+# also while the gradient comes back.
 
 
 # %%
@@ -309,9 +309,9 @@ for p, m in SIZES:
 # The library's version has the same order. It refuses an $m$ that $p$ does not divide, and says so.
 #
 # Two prices. Rank 0 holds up to $2(p-1)+(v-1)p+1$ activations, each of $1/v$ of its layers: for $p = 4$, $v = 2$ and
-# $m = 8$ that is 11 halves, against 4 wholes in 1F1B. And there are $v$ times as many messages, also from the last rank
-# back to rank 0: 112 in a step instead of 48. The bubble is 3/19 instead of 3/11. In the picture the lighter boxes are
-# a rank's second stage.
+# $m = 8$ these are 11 halves, against 4 wholes in 1F1B. And there are more messages: each of the $pv-1$ cuts between
+# stages is crossed by $m$ microbatches in both directions, so a step has $2m(pv-1)$, 112 instead of 48. The bubble is
+# 3/19 instead of 3/11. In the picture the lighter boxes are a rank's second stage.
 
 # %%
 if rank == 0:
@@ -356,12 +356,16 @@ if rank == 0:
 #
 # Take 1F1B and split each `B`. If `W` followed `I` at once, only the gradients' way up would get shorter. Put `W` off
 # further: rank $r$ does `W` of microbatch $i$ after `I` of microbatch $i + r$. The last rank keeps $p-1$ of its `W` for
-# the end, so its last `I` is done $(p-1)T_W$ earlier. This is **ZB-H1**. It runs no more forwards ahead than 1F1B. But
-# a `W` that is put off keeps its inputs alive: on rank $r$ those of up to $r + 1$ microbatches.
+# the end, so its last `I` is done $(p-1)T_W$ earlier. This is **ZB-H1**. It runs no more forwards ahead than 1F1B.
 #
 # **ZB-H2** is the same with depth 2: rank $r$ runs $2(p-1-r)$ forwards ahead, which fills rank 0's wait for its first
-# gradient, and does `W` $2r$ microbatches after `I`. Rank 0 then holds $2p-1$ activations. The library has one function
-# for both, with the same argument `depth`.
+# gradient, and does `W` $2r$ microbatches after `I`. The library has one function for both, with the same argument
+# `depth`.
+#
+# **Memory has two counts.** Counted until `I`, rank $r$ of ZB-H1 holds $p-r$ microbatches, as in 1F1B, and rank 0 of
+# ZB-H2 $2p-1$. But a `W` that is put off keeps its inputs alive. In ZB-H1 $r$ of them wait when rank $r$ does a
+# forward, so counted until `W`, each rank holds $(p-r) + r = p$ microbatches; in ZB-H2 each holds $2p-1$. The pictures
+# and tables of this chapter count until `I`, and exercise 11 counts until `W`.
 
 
 # %%
@@ -388,6 +392,8 @@ for p, m in SIZES:
     for k in (1, 2):
         lists = zero_bubble_lists(p, m, k)
         assert lists == library_lists(f"zb-h{k}", p, m)
+        held = [max(np.cumsum([{"F": 1, "I": 0, "W": -1}[kind] for kind, _, _ in actions])) for actions in lists]
+        assert m <= k * (p - 1) or held == [k * (p - 1) + 1] * p  # counted until W
         for t in TIMES if m > k * (p - 1) else []:
             f, i, w = (t[kind] for kind in "FIW")
             assert idle(lists, t) == (p - 1) * max(f, f + i - k * w, i - (k - 1) * f)
@@ -492,18 +498,21 @@ if rank == 0:
 # There is no best row. The bubble falls from 3/11 = 0.273 (1F1B) to 3/19 (interleaved), 1/9 (ZB-H1) and 1/17 (ZB-V).
 # With the times 4, 5, 3 ZB-H1 is no better than interleaving: 3/19 for both. Interleaving and ZB-V pay with messages
 # (112 and 96 against 48), ZB-H2 with memory: 7 activations against 4. And all zero-bubble schedules keep $x$ and $dy$
-# for each `W` that waits; the column of activations does not contain them. Choose by what is short: memory, network, or
-# time.
+# for each `W` that waits; the column of activations, counted until `I`, does not contain them. Choose by what is short:
+# memory, network, or time.
 #
-# **With recompute.** A GPT block keeps 22.125 times its input for its backward, in elements $BTh$. A rank with
-# $L/p$ blocks, on which `alive` microbatches are alive, holds at most
+# **With recompute.** A GPT block keeps $20 + 2/h + aT/h$ times $BTh$ elements for its backward, $BTh$ being the size of
+# its input (chapter 6's table without dropout; $a$ heads). In the cell below that is 22.125. A rank with $L/p$ blocks,
+# on which `alive` microbatches are alive, holds at most
 #
 # $$\underbrace{\text{alive}\,\Big(22.125\,\frac{L}{p} + 1\Big) + 5}_{\text{without recompute}} \qquad
 # \underbrace{\text{alive}\,\frac{L}{p} + 22.125 + 6}_{\text{with it}}$$
 #
-# such inputs. With `--recompute full` only the blocks' inputs are multiplied by `alive`. The block whose backward runs
-# makes its 22.125 again, for one microbatch at a time. 5 and 6 are the gradients on their way through this one block.
-# The price is one more forward for each backward. The ledger of chapter 5 counts both on a stage:
+# times $BTh$ elements. The $+1$ is the stage's result. 5 are the gradients on their way through one block: 1 of its
+# result and 4 of the MLP's inside, which is four times as wide. With `--recompute full` only one array per block is
+# multiplied by `alive`: its result, which is the next block's input. (What the stage has received is not in these
+# counts.) The block whose backward runs makes its 22.125 and its result again, for one microbatch at a time: so 6 and
+# not 5. The price is one more forward for each backward. The ledger of chapter 5 counts both on a stage:
 
 # %%
 peak = train_pipelines.peak_activations
@@ -574,8 +583,8 @@ for name in schedules.SCHEDULES:
     schedule = make(name, stages, microbatches)
     report, run = check(schedule), runs.train(name)
     assert run.verdict.passed, run.verdict.line
-    counted = run.messages, run.peak_alive  # of this rank
-    assert stages == 1 or counted == (report.sends[pipe.rank], report.peak_activations[pipe.rank])
+    listed = report.sends[pipe.rank], report.peak_activations[pipe.rank]
+    assert stages == 1 or (run.messages, run.peak_alive) == listed
     say(f"{name:<17} = 1 device, bit for bit; alive at most, by rank: {report.peak_activations}")
 right = run.losses  # the same with every schedule
 
@@ -644,9 +653,9 @@ if rank == 0:
 #
 # So $T_W < T_F < T_I$, the more so the longer the sequence. The head adds $2NhV$ to each on the last stage.
 #
-# Is the simulator right? The executor runs on the `model` clock (chapter 3), which every matrix product of
-# the trainer advances by its number of operations. Four ranks as threads; a message takes 50,000 operations. Every
-# start and end of every action is the simulator's.
+# Is the simulator right? The executor runs on the `model` clock (chapter 3), which every matrix product of the
+# trainer advances by its number of operations. Four ranks as threads; a message takes 50,000 operations. Every start
+# and end of every action is the simulator's.
 
 # %%
 if rank == 0:
@@ -662,7 +671,8 @@ if rank == 0:
 
 # %% [markdown]
 # These bubbles are larger than in 7.6, because the stages are not equal: the last has the head as well. The slowest
-# stage sets the pace, and the others wait for it at every microbatch. A bubble counts every kind of waiting.
+# stage sets the pace, and the others wait for it at every microbatch. A bubble counts every kind of waiting, and where
+# the ranks' work is unequal it is the mean over the ranks.
 #
 # The model clock does not count LayerNorm, GELU, softmax, residuals, the loss and the optimizer. They are few
 # operations but move much memory, so on a GPU they take time. `mpirun -n 8 python -m minipar.bench pipeline` measures
@@ -799,20 +809,24 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
 # 2. **$p = 8$, $m = 16$, times 4, 5, 3.** What are the idle times and bubbles of 1F1B and ZB-H1? By which factor does
 # ZB-H1 divide the idle time, and by which the bubble?
 #
-# 3. **$p = 4$, $v = 2$, $m = 8$.** How many forwards does each rank of the interleaved schedule do in its warm-up? How
-# many activations, each of half a rank's layers, does rank 0 hold at most, and how many messages travel in a step?
+# 3. **$p = 4$, $v = 3$, $m = 8$.** How many forwards does each rank of the interleaved schedule do in its warm-up? How
+# many activations, each of a third of a rank's layers, does rank 0 hold at most, and how many messages travel in a
+# step?
 #
-# 4. **GPipe or 1F1B?** $p = 4$, $m = 32$, three blocks per rank. What is the peak of rank 0 in inputs of a block:
-# GPipe, 1F1B, and both with recompute?
+# 4. **GPipe or 1F1B?** $p = 4$, $m = 32$, three blocks per rank, 22.125 as in 7.6. What is the peak of rank 0, in units
+# of $BTh$ elements: GPipe, 1F1B, and both with recompute?
 #
-# 5. **`W` longer than `F` and `I`.** With depth 1, $(p-1)(T_F+T_I-T_W)$ becomes negative if $T_W > T_F+T_I$. What is
-# ZB-H1's idle time then, and why?
+# 5. **`W` longer than `F` and `I` together.** With depth 1, $(p-1)(T_F+T_I-T_W)$ becomes negative if $T_W > T_F+T_I$.
+# What is ZB-H1's idle time then, and why?
 #
 # 6. **Five activations.** With $p = 4$, $m = 8$ and times 4, 5, 3 ZB-H1 idles for 18 and holds 4 activations on rank 0,
-# ZB-H2 for 12 and holds 7. Find `ahead` and `delay` for `split_lists` that hold 5 and idle for less than 14.
+# counted until `I`; ZB-H2 idles for 12 and holds 7. Between them lies `ahead` 4, 3, 2, 0, with which rank 0 holds 5.
+# Let `delay` be 0, 1, 2 on the first three ranks. Try 3, 4, 5, 6 on the last, with `split_lists` and `idle`. Which is
+# the first that idles for less than 14? How many microbatches does the last rank then hold, counted until `W`?
 #
-# 7. **The head.** With $V = 50{,}257$, $h = 768$, $T = 1024$, 12 blocks: how many blocks does the head cost? How should
-# the cuts lie with 4 ranks? And which bubble remains with 8, whatever the schedule?
+# 7. **The head.** With $V = 50{,}257$, $h = 768$, $T = 1024$, 12 blocks: how many blocks does the head cost in forward?
+# How should the cuts lie with 4 ranks? And which bubble, averaged over the ranks, remains at least with 8, whatever the
+# schedule?
 #
 # ## 7.15 Answers
 #
@@ -823,8 +837,8 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
 # $84/276 = 7/23$ and $42/234 = 7/39$. The bubble is divided by 39/23 and not by 2, because the total has become
 # shorter too.
 #
-# 3. 10, 8, 6, 4 forwards: $2(p-1-r) + (v-1)p$. Rank 0 holds one more, 11 halves. There are $pv - 1 = 7$ cuts, each
-# crossed by 8 microbatches in both directions: 112 messages.
+# 3. 14, 12, 10, 8 forwards: $2(p-1-r) + (v-1)p$. Rank 0 holds one more, 15 thirds: 5 wholes. There are $pv - 1 = 11$
+# cuts, each crossed by 8 microbatches in both directions: 176 messages.
 #
 # 4. GPipe $32\,(22.125 \cdot 3 + 1) + 5 = 2161$, with recompute $32 \cdot 3 + 28.125 = 124.125$. In 1F1B 4 are alive:
 # 274.5, and 40.125 with recompute. Recompute helps GPipe more than 1F1B's order does, and costs a forward; 1F1B costs
@@ -833,22 +847,23 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
 # 5. $(p-1)\max(T_F, T_I)$: the chain *up* is shorter than the other two. The last rank cannot begin before $(p-1)T_F$,
 # and rank 0 waits $(p-1)T_I$ for its first gradient, because its own forwards cover only the way down.
 #
-# 6. `ahead` 4, 3, 2, 0 and `delay` 0, 1, 2, 5: idle 13.
+# 6. The idle times are 18, 15, 13, 13: so 5. From 3 to 4 the chain *up* gets shorter by $T_W$; at 5 another chain is
+# the longest. The last rank does its first `W` after 6 forwards, so it holds 6 until `W`.
 #
 # 7. A block has $24h^2 + 4Th$ operations per token and the head $2hV$: 4.46 blocks. With 4 ranks the cuts 4, 4, 4 and
 # 0 + head are nearly equal. With 8 ranks the head alone takes more than twice the mean of $16.46/8$ blocks. It sets the
-# pace, and at least $1 - 2.06/4.46 = 0.54$ of the time is idle.
+# pace, and at least $1 - 2.06/4.46 = 0.54$ of the ranks' time is idle.
 
 # %%
 assert [simulate(make("1f1b", 8, m)).bubble_fraction for m in (63, 64)] == [Fraction(1, 10), Fraction(7, 71)]
 assert idle(interleaved_lists(8, 32), EQUAL) == 7 * 3  # beside 64 stages of 3 each: 7/71
 assert [idle(library_lists(name, 8, 16), REAL) for name in ("1f1b", "zb-h1")] == [84, 42]
 assert Fraction(84, 192 + 84) / Fraction(42, 192 + 42) == Fraction(39, 23)
-assert [[kind for kind, _, _ in actions].index("B") - 1 for actions in interleaved_lists(4, 8)] == [10, 8, 6, 4]
+assert [[kind for kind, _, _ in actions].index("B") for actions in interleaved_lists(4, 8, 3)] == [15, 13, 11, 9]
+assert sum(check(make("interleaved-1f1b", 4, 8, 3)).sends) == 176
 assert [peak(k, 3, recompute) for k in (32, 4) for recompute in (False, True)] == [2161, 124.125, 274.5, 40.125]
 assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t in TIMES[5:])  # T_W > T_F + T_I
-mine = split_lists([4, 3, 2, 0], [0, 1, 2, 5], 8)
-assert idle(mine, REAL) == 13 and check(written(*map(as_text, mine))).peak_activations[0] == 5
+assert [idle(split_lists([4, 3, 2, 0], [0, 1, 2, last], 8), REAL) for last in (3, 4, 5, 6)] == [18, 15, 13, 13]
 head_in_blocks = 2 * 768 * 50257 / (24 * 768**2 + 4 * 1024 * 768)
 assert round(head_in_blocks, 2) == 4.46 and round(1 - (12 + head_in_blocks) / 8 / head_in_blocks, 2) == 0.54
 
