@@ -217,30 +217,16 @@ say(f"a chain: error {check_adjoint(chain, arrays):.1e}; with a skip path: {chec
 # %% [markdown]
 # ## 1.3 Backward without recursion
 #
-# Python allows about 1000 nested calls. A recursive search fails on the graph of a long sum. The loop does not notice
-# the length. (Rank 0 alone builds the long sum.)
-
+# Python allows about 1000 nested calls, so a recursive search fails on the graph of a long sum. The loop does not
+# notice the length. (Rank 0 alone builds the long sum.)
 
 # %%
-def recursive_order(tensor, order, seen):
-    """The textbook's topological sort: inputs before users."""
-    seen.add(tensor)
-    for x in tensor.inputs:
-        if x not in seen:
-            recursive_order(x, order, seen)
-    order.append(tensor)
-    return order
-
-
 if comm.rank == 0:
-    y = first = SmallTensor(0.0)
-    one = SmallTensor(1.0)
+    y = one = SmallTensor(1.0)
     for _ in range(100_000):
         y = y + one
-    caught("recursion over 100,000 additions", lambda: recursive_order(y, [], set()), RecursionError)
     y.backward(1.0)
-    assert first.grad == 1 and one.grad == 100_000
-    say(f"the loop: {one.grad:,.0f} contributions to the leaf that is added each time")
+    assert one.grad == 100_001  # contributions of 1
 
 # %% [markdown]
 # ## 1.4 The library's engine
@@ -265,39 +251,27 @@ if comm.rank == 0:
 # An edge does not lead to the input's array. So an array is freed as soon as neither the program nor a node needs it.
 # (NB: PyTorch's nodes are separate from tensors for the same reason.)
 #
-# The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only.
-# `run_backward` adds two things. It empties each node after its visit, `vars(node).clear()`, which frees what forward
-# kept for it: memory falls while backward goes on. And it sends contributions to leaves before those to nodes.
-# `_close_use` counts a use as done. After the last one the leaf's *hooks* run: functions that a strategy has
-# registered. Data parallelism starts to send the gradient there.
+# The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only: nodes need no count,
+# because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after
+# its visit, `vars(node).clear()`, which frees what forward kept for it: memory falls while backward goes on. And it
+# sends contributions to leaves before those to nodes. `_close_use` counts a use as done. After the last one the leaf's
+# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there.
 
 # %%
 if comm.rank == 0:
     show_source(backward.reachable, backward.run_backward, backward._close_use)
 
 # %%
-leaves, small = [Tensor(array, requires_grad=True) for array in arrays], [SmallTensor(array) for array in arrays]
-complete = []
+x, A, D = leaves = [Tensor(array, requires_grad=True) for array in arrays]
+completed = []
 for leaf in leaves:
-    leaf.register_post_accumulate_grad_hook(lambda leaf: complete.append("xAD"[leaves.index(leaf)]))
-g = random.standard_normal((6, 4))
-with_skip(*leaves).backward(g)
-with_skip(*small).backward(g)
-
-
-def assert_close(results, expected):
-    """Compare on the scale of the largest element: matrix products round differently on other processors."""
-    for x, y in zip(results, expected, strict=True):
-        assert np.abs(x - y).max() <= 1e-12 * np.abs(y).max()
-
-
-assert_close([leaf.grad for leaf in leaves], [tensor.grad for tensor in small])
-assert complete == ["D", "x", "A"]
-say("the library's gradients = those of the 30 lines; complete in the order D, x, A")
+    leaf.register_post_accumulate_grad_hook(completed.append)
+with_skip(*leaves).backward(np.ones((6, 4)))
+assert completed == [D, x, A]
 
 # %% [markdown]
-# The hook of $D$ runs first, long before the end: $D$ is the matrix that forward used last. $x$ has its last
-# contribution in the very last visit, because $x A$ was the first operation.
+# For `with_skip` of section 1.2 the hook of $D$ runs first: $D$ is the matrix that forward used last. $x$ has its last
+# contribution in the very last visit, because $x A$ was the first operation, and $A$ its only one.
 #
 # ## 1.5 Three gradients by hand
 #
@@ -310,7 +284,7 @@ say("the library's gradients = those of the 30 lines; complete in the order D, x
 # **Cross-entropy.** The loss of a token with target $k$ is $-\log \pi_k = \log \sum_j e^{z_j} - z_k$. Its gradient is
 # $\pi - e_k$, where $e_k$ is 1 at the target and 0 elsewhere. To compute the loss safely, subtract the row's maximum
 # $\hat z$ from all logits first: $\log \sum_j e^{z_j - \hat z} - (z_k - \hat z)$ is the same value, and no term of the
-# sum is above 1. Without that, $e^z$ overflows in float32 from $z = 88.8$ on.
+# sum is above 1. Without that, $e^z$ overflows in float32 from $z = 89$ on.
 #
 # **LayerNorm** (Ba et al. 2016, arXiv 1607.06450) normalizes a row $x$ of $h$ elements, then scales and shifts it. Bars
 # are means over the row:
@@ -357,6 +331,12 @@ def layer_norm_by_hand(x, gain, bias, g, epsilon=1e-5):
     return xhat * gain + bias, dx, (g * xhat).sum(axis=0), g.sum(axis=0)
 
 
+def assert_close(results, expected):
+    """Compare on the scale of the largest element: sums are rounded differently in another order."""
+    for x, y in zip(results, expected, strict=True):
+        assert np.abs(x - y).max() <= 1e-12 * np.abs(y).max()
+
+
 N, h, V = 6, 16, 10
 z, targets = Tensor(random.standard_normal((N, V)), requires_grad=True), random.integers(V, size=N)
 loss = cross_entropy(z, targets)
@@ -368,8 +348,6 @@ inputs = [Tensor(array, requires_grad=True) for array in (rows, gain, bias)]
 output = layer_norm(*inputs)
 output.backward(g)
 assert_close((output.data, *(tensor.grad for tensor in inputs)), layer_norm_by_hand(rows, gain, bias, g))
-with np.errstate(over="ignore"):
-    assert np.isinf(np.exp(np.float32(88.8))) and np.isfinite(np.exp(np.float32(88.7)))
 say("cross-entropy and LayerNorm by hand = the library's, forward and backward")
 
 # %% [markdown]
@@ -429,13 +407,10 @@ with patch.object(SmallTensor, "receive", lambda self, contribution: setattr(sel
 
 # %% [markdown]
 # **2. Statistics taken for constants.** The commonest mistake in a hand-written LayerNorm: backward treats the mean and
-# the deviation as constants, so two of the three paths are missing. `gradcheck` names input 0, which is $x$. The
-# gradients of gain and bias are right.
-
+# the deviation as constants and returns $\rho\, \hat g$ alone, so two of the three paths are missing. `gradcheck` names
+# input 0, which is $x$. The gradients of gain and bias are right.
 
 # %%
-if comm.rank == 0:
-    show_source(wrong_gradients.ConstantStatistics.backward)
 caught("constant statistics", lambda: gradcheck(wrong_gradients.constant_statistics, [rows, gain, bias]))
 
 # %% [markdown]
@@ -448,11 +423,13 @@ caught("constant statistics", lambda: gradcheck(wrong_gradients.constant_statist
 
 # %%
 points = random.standard_normal((4, 50))
-error = gradcheck(wrong_gradients.other_gelu, [points], tolerance=1e-2)
-say(f"with a tolerance of 1e-2 it passes: error {error:.1e}")
+gradcheck(wrong_gradients.other_gelu, [points], tolerance=1e-2)  # passes
 caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.other_gelu, [points]))
 
 # %% [markdown]
+# Not every difference is a mistake. On a GPU, threads may add in the order in which they finish (*atomic* additions),
+# and libraries choose among their kernels by measuring them. Then two right runs differ in the last bits.
+#
 # ## 1.8 PyTorch's names
 #
 # | here | PyTorch |
@@ -491,8 +468,8 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 # 4. Two for each of $8 \cdot 768 + 2 \cdot 768 = 7680$ elements: 15,360. Three inputs with two forwards each: 6.
 # 5. For $dA$ its input $x$ and the gradient of $x A$, $N h + 4 N h$ elements; for $dD$ the output of GELU and $g$,
 #    $4 N h + N h$. Together $10 N h$. Backward itself would have freed them as it passed the nodes.
-# 6. The order depends on the numbers of the nodes, so on the program alone. GPUs disagree because a kernel may add in
-#    the order in which its threads finish (atomics), and because libraries choose among kernels by measuring them.
+# 6. The order depends on the numbers of the nodes, so on the program alone. GPUs disagree because of sums inside a
+#    kernel, in the order of its threads, and because one may choose another kernel (end of 1.7).
 
 # %%
 y, x = SmallTensor(2.0), SmallTensor(3.0)

@@ -153,7 +153,7 @@ if rank == 0:
 # second hands all chunks to all. Each sends $\Psi\frac{d-1}{d}$ elements per rank. Something can be done in between.
 #
 # **AdamW works element by element.** In step $k$ each element $\theta$ of the parameters, with gradient $G$, has two
-# running means $\mu_1$ and $\mu_2$, the learning rate $\eta$ and the weight decay $\lambda$, and changes as
+# running means $\mu_1$ and $\mu_2$ (chapter 2), the learning rate $\eta$ and the weight decay $\lambda$, and changes as
 #
 # $$\mu_1 \leftarrow \beta_1 \mu_1 + (1-\beta_1)\,G, \quad \mu_2 \leftarrow \beta_2 \mu_2 + (1-\beta_2)\,G^2, \quad
 # \theta \leftarrow (1-\eta\lambda)\,\theta - \eta\,
@@ -418,8 +418,10 @@ if rank == 0:
 # with gradients clipped so that the norm matters. (`enter` names the phases for the ledger's picture.)
 #
 # In every stage a bucket is a *unit*: the parameters of one block, or those of the embedding and the head, which share
-# a matrix. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean that the same values are
-# added in the same order.
+# a matrix. That unit is used first and last: stage 3 gathers it for the embedding and again for the head, where it
+# stays for the backward that follows at once. The embedding's backward does not read the matrix, so there are two
+# gathers, as for a block. Chunk $r$ of each bucket belongs to rank $r$. Equal buckets in all stages mean that the same
+# values are added in the same order.
 
 # %%
 T, STEPS, CLIP = 32, 3, 0.5
@@ -532,8 +534,9 @@ if rank == 0:
 # before the first one and reduce-scatters them after the last. Without prefetch stage 3 takes 1.296 ms: computation
 # stops for each block's gather, and in backward the gather even queues behind the reduce-scatter of the block before.
 #
-# At 0.25 GB/s the wire is the bottleneck: 5.726 ms become 7.985 ms, 1.39 times as much, and the ratio goes towards
-# $3\Psi / 2\Psi = 1.5$: nothing hides what takes longer than the computation.
+# At 0.25 GB/s the wire is the bottleneck: 5.726 ms become 7.985 ms, 1.39 times as much: nothing hides what takes longer
+# than the computation. As computation becomes negligible, the ratio goes towards
+# $3\Psi / 2\Psi = 1.5$.
 #
 # And on the fast network stage 1 is slower than stage 0, with the same bytes: 0.994 ms. Stage 0 does its whole
 # all-reduce during backward. In stage 1 the second half, the gather, follows the optimizer's step, where nothing
@@ -611,10 +614,10 @@ for every, elements in ((False, Psi + own), (True, own)):
 #
 # **Why ZeRO-2/3 and pipelines quarrel.** A pipeline needs many microbatches: with $p$ ranks its idle fraction is
 # $(p-1)/(m+p-1)$ (chapter 7), so $m$ is several times $p$. For each of them, stage 2 pays a reduce-scatter or gives
-# back its gradient memory, and stage 3 two gathers. What made ZeRO cheap, once per step, happens $m$ times per step,
-# and each time with the work of one microbatch to hide behind. The figures above are this cost, without a pipeline.
-# That is why Megatron and DeepSpeed combine pipelines with stage 1, whose communication is once per step whatever $m$
-# is. Chapter 8 takes it up.
+# back its gradient memory. Stage 3's parameters must besides be gathered again for each microbatch's forward and
+# backward. What is sent once per step without microbatches is now sent $m$ times, and each time only the work of one
+# microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
+# combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 8 takes it up.
 #
 # ## 5.10 Exercises: break it, and see what notices
 #
@@ -685,7 +688,7 @@ for name, wrap, right, catching in (
 # | `Deferred` | the device `meta` | `deepspeed.zero.Init` |
 # | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
 #
-# ## 5.12 Problems and answers
+# ## 5.12 Problems
 #
 # 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take
 # 20 GB of each. Which is the first stage that fits?
@@ -697,28 +700,9 @@ for name, wrap, right, catching in (
 # large on 1,024?
 #
 # 4. 64 GPUs reach $4 \cdot 10^{14}$ operations per second each and send 50 GB/s each, in fp16. How many tokens must a
-# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step take with 4,096 tokens?
-
-# %%
-fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
-assert fits == [228, 91.5, 68.75, 46]
-say(f"1. with 20 GB of activations and buffers {fits} GB: stage 2 is the first that fits")
-
-once_around = float(13 * 2 * Fraction(7, 8))  # GB of one reduce-scatter or all-gather of everything, per GPU
-sent = [times * once_around for times in (2, 8 + 1, 3 * 8)]
-assert sent == [45.5, 204.75, 546]
-say(f"2. {sent} GB: 2, m + 1 and 3m times {once_around} GB (table in 5.9)")
-
-largest = {ranks: [round(60 / float(bytes_per_rank(1, ranks, stage)), 1) for stage in (1, 2, 3)] for ranks in (8, 1024)}
-assert largest == {8: [10.9, 16, 30], 1024: [15, 29.8, 3840]}
-say(f"3. billions of parameters at stages 1, 2 and 3: {largest[8]} on 8 GPUs, {largest[1024]} on 1,024;")
-say("   stages 1 and 2 end at 60/4 and 60/2, however many GPUs there are")
-
-needed = Fraction(63, 64) * 2 * Fraction(4 * 10**14, 50 * 10**9) / 2
-assert needed == 7875 and round(float(needed / 4096), 2) == 1.92
-say(f"4. {needed} tokens; with 4,096 the wire is the bottleneck, and a step takes 1.92 times as long")
-
-# %% [markdown]
+# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step with 4,096 tokens take than
+# if nothing had to be sent?
+#
 # ### For you
 #
 # 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
@@ -728,10 +712,24 @@ say(f"4. {needed} tokens; with 4,096 the wire is the bottleneck, and a step take
 # out of the head. Keep it. How many bytes does a step save, and what happens to the peak? Why is it the last block and
 # not the first?
 #
-# 3. A run on 8 ranks is to be continued on 6. Which arrays must a checkpoint hold, in which form, and which of this
-# chapter's bits can the continued run not reproduce?
+# 3. A run on 8 ranks is to be continued on 6. A *checkpoint* is what the run writes to files so that another run can
+# take its next step; the batch of a step depends on the seed and the step's number only. Which arrays must it hold, in
+# which form, and which of this chapter's bits can the continued run not reproduce?
 #
-# ### Answers
+# ## 5.13 Answers
+#
+# Of the problems:
+#
+# 1. Stage 2: it takes 68.75 GB, stage 1 takes 91.5 GB.
+#
+# 2. 45.5, 204.75 and 546 GB: 2, $m + 1$ and $3m$ times 22.75 GB (table in 5.9).
+#
+# 3. 10.9, 16 and 30 billion parameters on 8 GPUs, 15, 29.8 and 3,840 billion on 1,024. Stages 1 and 2 end at 60/4 and
+# 60/2, however many GPUs there are.
+#
+# 4. 7,875 tokens. With 4,096 the wire is the bottleneck, and a step takes 1.92 times as long.
+#
+# Of "For you":
 #
 # 1. For the gather of its own buckets, and for nothing else. Start the gathers in the model's order, so that the first
 # unit's comes first. `_fetch` starts a gather and `_gather` waits for it when the unit's forward comes.
@@ -741,10 +739,24 @@ say(f"4. {needed} tokens; with 4,096 the wire is the bottleneck, and a step take
 # away for a moment only (unit 2 in the schematic of 5.4). The first block would stay through all of forward and
 # backward.
 #
-# 3. Parameters, both means of AdamW, the number of the step, and the position in the data. Each array is stored under
-# its parameter's name as elements of the *whole* parameter, because 6 ranks cut chunks in other places than 8. The sums
-# over ranks have other terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits
-# from those of a run that stays on 8. What is restored (parameters and means) has the same bits.
+# 3. Parameters, both means of AdamW, and the number of the step. Each array is stored under its parameter's name as
+# elements of the *whole* parameter, because 6 ranks cut chunks in other places than 8. The sums over ranks have other
+# terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits from those of a run
+# that stays on 8. What is restored (parameters and means) has the same bits.
+
+# %%
+fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]
+assert fits == [228, 91.5, 68.75, 46]
+
+once_around = float(13 * 2 * Fraction(7, 8))  # GB of one reduce-scatter or all-gather of everything, per GPU
+assert [times * once_around for times in (2, 8 + 1, 3 * 8)] == [45.5, 204.75, 546]
+
+largest = {ranks: [round(60 / float(bytes_per_rank(1, ranks, stage)), 1) for stage in (1, 2, 3)] for ranks in (8, 1024)}
+assert largest == {8: [10.9, 16, 30], 1024: [15, 29.8, 3840]}
+
+needed = Fraction(63, 64) * 2 * Fraction(4 * 10**14, 50 * 10**9) / 2
+assert needed == 7875 and round(float(needed / 4096), 2) == 1.92
+say("problems 1 to 4: the answers are right")
 
 # %% tags=["active-ipynb"]
 # %autopx

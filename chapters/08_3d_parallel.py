@@ -155,9 +155,10 @@ if rank == 0:
 #
 # The trainer does exactly this, in this order: `tensor_parallel`, then `PipelineParallel`, then `shard`. None of them
 # asks what the others did. Each records its part in the parameter's *placement*: `Shard` (cut by tp), `Replicate` (the
-# same on all ranks of tp) or `Partial` (the same, but the gradient is still to be summed); the rank of pp; and
-# the parameter's place in a bucket, whose chunks belong to the ranks of dp. What needs all axes is a loop over
-# placements: the norm, checkpoints, the bytes of 8.4. They can be computed for any rank before anything has run:
+# same on all ranks of tp) or `Partial` (the same, but with sequence parallelism each rank's gradient covers its own
+# tokens only: the gradient is their sum over tp, chapter 6); the rank of pp; and the parameter's place in a bucket,
+# whose chunks belong to the ranks of dp. What needs all axes is a loop over placements: the norm, checkpoints, the
+# bytes of 8.4. They can be computed for any rank before anything has run:
 
 # %%
 layout = step_layout(config_of(f"{GRID} --zero-stage 1", 8))
@@ -306,12 +307,12 @@ assert rows_inside(sizes, host=lambda r: r % 2) == {"tp": 0, "dp": 8, "pp": 8}  
 # On hosts of eight all rows of tp and dp stay inside and those of pp leave. On hosts of four only tp stays inside.
 # Which axis should leave last?
 #
-# We time the *real program* on the model clock, with dp 2 x tp 2 x pp 2 on two hosts of four ranks. The model is at the
-# scale 1:64. Every length stands for one 64 times as long: $h = 96$ for 6144, $T = 32$ for 2048, $V = 256$ for 16,384,
-# in 16 bit, on devices that do $4\cdot10^{14}$ operations per second. Two axes have NVLink (3 µs, 450 GB/s); the third
-# has the link between the hosts, InfiniBand (5 µs, 50 GB/s) or Ethernet (30 µs, 12.5 GB/s). Each axis is put there
-# once. To the program nothing changes but the rank order: the same values, the same bytes. (Bandwidths are from data
-# sheets, latencies assumed.)
+# We time the *real program* on the model clock, with dp 2 x tp 2 x pp 2 on two hosts of four ranks. The model has two
+# layers, $B = 1$ and $m = 16$. It is at the scale 1:64: every length stands for one 64 times as long, $h = 96$ for
+# 6144, $T = 32$ for 2048, $V = 256$ for 16,384. Bytes and times are those of the full size, in 16 bit, on devices that
+# do $4\cdot10^{14}$ operations per second. Two axes have NVLink (3 µs, 450 GB/s); the third has the link between the
+# hosts, InfiniBand (5 µs, 50 GB/s) or Ethernet (30 µs, 12.5 GB/s). Each axis is put there once. To the program nothing
+# changes but the rank order: the same values, the same bytes. (Bandwidths are from data sheets, latencies assumed.)
 
 # %%
 SLOW = ("InfiniBand", "Ethernet")
@@ -486,6 +487,10 @@ cleanup.close()
 #
 # - **one device**: are parameters, losses and norms those of one device?
 #
+# The rule for a norm in 3D is that each element counts once. So squares of cut parameters are summed over tp, and those
+# of uncut ones are not; ZeRO's chunks are summed over dp, and stages over pp. A tied embedding counts on one stage
+# only.
+#
 # Which catches which?
 #
 # 1. **A gradient averaged over tp**, as if tp ranks were replicas.
@@ -559,9 +564,6 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # **2** sends as many bytes as is right, on the wrong axis: the sum of all bytes does not show it, an account by axis
 # does. The two ranks of a tp row get different norms, clip differently, and their copies drift apart.
 #
-# The rule for a norm in 3D: squares of cut parameters are summed over tp, ZeRO's chunks over dp, stages over pp, and
-# each element counts once.
-#
 # **3** is the classic one: a data loader that knows the world and not the mesh. The tp ranks of a row work on different
 # samples, and their sums add activations that do not belong together. The bytes are perfect.
 #
@@ -605,9 +607,9 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # per step, by the formulas of 8.4 (ten layers, no embedding, $\Psi_r$ an even share)? Which axes leave a host of eight?
 #
 # 3. For rank 0 of 8.4, from how many microbatches on does tp send more than dp? And if ZeRO 3 gathers each block for
-# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the scale model of
-# 8.5, where rank 0 sends 586 MB over dp: from how many microbatches on does pp send more than dp, so that dp should be
-# the outermost axis?
+# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the model of
+# 8.5 at full size ($B = 1$, $T = 2048$, $h = 6144$, $V = 16\,384$, $w = 2$), where rank 0 sends 586 MB over dp: from
+# how many microbatches on does pp send more than dp, so that dp should be the outermost axis?
 #
 # 4. A matrix of 6 x 8 is cut by columns over tp 2 and by ZeRO over dp 3. Which rows and columns does rank 3 write?
 # A LayerNorm's 8 weights are not cut by tp. Which ranks write which of them? (Each is a bucket of its own, and
@@ -618,7 +620,7 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # with ZeRO 2, where a rank keeps its own chunk only?
 #
 # 6. Average over tp the gradients of *uncut* parameters only. Which instrument of 8.7 notices? And with
-# `--sequence-parallel`, where each tp rank saw other tokens: what is right there, and what does the mean do?
+# `--sequence-parallel`, where these are `Partial` (8.2): what is right there, and what does the mean do?
 #
 # ## 8.10 Answers
 #
@@ -631,9 +633,9 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # fills a host exactly; dp (stride 8) and pp (stride 192) leave it. tp sends 35 times as much as pp.
 #
 # 3. tp sends 36,864 bytes per microbatch, dp 140,032 per step: from 4 on. With ZeRO 3 dp sends 140,032 per microbatch
-# and half of that besides, so never. In the scale model an activation has $2048 \cdot 6144 \cdot 2$ bytes = 25.2 MB and
-# the embedding $\frac{16384}{2} \cdot 6144 \cdot 2$ bytes = 100.7 MB: pp sends more from $(586 - 100.7) / 25.2 = 19.3$,
-# so 20 microbatches on.
+# and half of that besides, so never. In the model of 8.5 an activation has $2048 \cdot 6144 \cdot 2$ bytes = 25.2 MB
+# and the embedding $\frac{16384}{2} \cdot 6144 \cdot 2$ bytes = 100.7 MB: pp sends more from
+# $(586 - 100.7) / 25.2 = 19.3$, so 20 microbatches on.
 #
 # 4. Rank 3 is dp 1, tp 1. Its part has $6 \cdot 4 = 24$ elements, of which the second third, 8:16, is its own: rows 2
 # and 3, columns 4 to 7. The LayerNorm is written by the ranks with tp 0, which are 0, 2 and 4: elements 0:3, 3:6 and
@@ -642,9 +644,9 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # 5. Without ZeRO a cut matrix counts $d = 2$ times, a LayerNorm $d t = 4$ times. With ZeRO 2 a cut matrix counts once
 # and a LayerNorm twice. Hence the rule of 8.7, with tp 0 alone counting what is not cut.
 #
-# 6. Bytes alone. The two gradients are the same bits, and $(x + x) / 2 = x$ exactly. With sequence parallelism they are
-# `Partial`: each is the sum over other tokens, and right is their sum. The mean is half of it at $t = 2$. Ranks
-# agree and the bytes are right; one device alone notices.
+# 6. Bytes alone. The two gradients are the same bits, and $(x + x) / 2 = x$ exactly. With sequence parallelism each is
+# the sum over other tokens, and right is their sum. The mean is half of it at $t = 2$. Ranks agree and the bytes are
+# right; one device alone notices.
 
 # %%
 sizes = {"dp": 4, "tp": 2, "pp": 3}
