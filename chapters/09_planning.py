@@ -773,17 +773,17 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 #
 # 4. **ZeRO-3 or tp x pp?** 70B on 2048 H100s, sequences of 4096. Which size of the global batch (in tokens) do
 # ZeRO-3's gathers need to hide? And with half of that, is the pipeline's bubble smaller than what is exposed?
-
-# %%
-model, choices = replace(GPT3, layers=40, hidden=5120, heads=40), ("1f1b", 1, False, "selective")
-totals = [sum(bytes_held(model, 2048, d, 1, 1, 1, 8, 1, *choices)) for d in (19, 20)]
-assert totals[0] > 0.92 * ROOM > totals[1]
-inside, between = balance["h100"]
-assert round(between) == 18544 and round(7 * inside / (3 * 8192), 2) == 0.59
-assert bubble(16, 256) < 0.1 < bubble(16, 128) and bubble(16, 64, v=4) < 0.1 < bubble(16, 32, v=4)
-host_tokens = between / 2  # g nu
-assert round(2048 * between / 8, -4) == 4_750_000 and round(4096 / host_tokens, 2) == 0.44
-say(f"1. d = 20: {float(totals[1]) / 1e9:.1f} GB, d = 19: {float(totals[0]) / 1e9:.1f}")
+#
+# ### For you
+#
+# 1. A GPU like the H100 with twice the network (`find_gpu` reads a JSON file: `{"like": "h100", "between": 100e9}`).
+# For which of the three models would you buy it, on 4096 GPUs? And twice the memory instead?
+#
+# 2. What do 2, 4 and 8 times the batch bring for the 7.5B on 4096 A100s? Predict with 9.3's rule and 9.4's formula,
+# then ask `python -m minipar.plan --model megatron-7.5b --gpus 4096 --gpu a100 --global-batch 4096 --seq-len 2048`.
+#
+# 3. So many GPU hours are left, and twice as many tokens to train on as last time. From $6\Psi$ per token: how large a
+# model can you train?
 
 # %% [markdown]
 # ### Answers
@@ -800,21 +800,21 @@ say(f"1. d = 20: {float(totals[1]) / 1e9:.1f} GB, d = 19: {float(totals[0]) / 1e
 # 4. $g\nu \ge S\beta$ means $\nu \ge 2318$, for 2048 GPUs **4.75 million tokens**. With half of that the exposed
 # gathers take $2 - 1$ = 1 of the computing time, the bubble $T/(g\nu) = 4096/9272$ = 0.44: **tp x pp**.
 #
-# ### For you
-#
-# 1. A GPU like the H100 with twice the network (`find_gpu` reads a JSON file: `{"like": "h100", "between": 100e9}`).
-# For which of the three models would you buy it, on 4096 GPUs? And twice the memory instead?
-#
-# 2. What do 2, 4 and 8 times the batch bring for the 7.5B on 4096 A100s? Predict with 9.3's rule and 9.4's formula,
-# then ask `python -m minipar.plan --model megatron-7.5b --gpus 4096 --gpu a100 --global-batch 4096 --seq-len 2048`.
-#
-# 3. So many GPU hours are left, and twice as many tokens to train on as last time. From $6\Psi$ per token: how large a
-# model can you train?
-#
-# **Answers.** 1. MFU with the H100's own values, twice the network, twice the memory: 7.5B 25.6, 27.7, 25.6 %; 70B
+# **For you.** 1. MFU with the H100's own values, twice the network, twice the memory: 7.5B 25.6, 27.7, 25.6 %; 70B
 # 34.0, 35.4, 36.3 %; 1T 55.4, 57.2, 57.4 %. So the network for the smallest, which waits for gradients, and memory for
 # the 70B, which then needs no recompute. 2. From 37.0 to 40.9, 44.4 and 47.3 %: the batch per replica grows, what is
 # exposed and the bubble shrink. 3. $6\Psi$ times twice the tokens is as much as before for half the parameters.
+
+# %%
+model, choices = replace(GPT3, layers=40, hidden=5120, heads=40), ("1f1b", 1, False, "selective")
+totals = [sum(bytes_held(model, 2048, d, 1, 1, 1, 8, 1, *choices)) for d in (19, 20)]
+assert totals[0] > 0.92 * ROOM > totals[1]
+inside, between = balance["h100"]
+assert round(between) == 18544 and round(7 * inside / (3 * 8192), 2) == 0.59
+assert bubble(16, 256) < 0.1 < bubble(16, 128) and bubble(16, 64, v=4) < 0.1 < bubble(16, 32, v=4)
+host_tokens = between / 2  # g nu
+assert round(2048 * between / 8, -4) == 4_750_000 and round(4096 / host_tokens, 2) == 0.44
+say(f"1. d = 20: {float(totals[1]) / 1e9:.1f} GB, d = 19: {float(totals[0]) / 1e9:.1f}")
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -541,13 +541,15 @@ for name, (noticed, choice) in zip(EXPECTED, shared(comm, examined, [(name,) for
 #
 # 4. **Tiles.** In tiles of 128 x 256 on 108 multiprocessors: which shares are busy for 2048 tokens and 2048 columns,
 # and for 4096 tokens?
-
-# %%
-twice = runs.planned(runs.configured("--tp 2 --pp 2 --microbatches 16")[0], runs.modelled(4, per_host=4))
-assert isclose(twice.compute, 2 * eight.compute) and isclose(twice.bubble, eight.bubble)
-assert round(0.005 * (2 * np.log(16384)) ** 0.5, 3) == 0.022
-assert isclose(0.7 * 0.75 / 0.6 + 0.2 + 0.1, 1.175) and isclose(0.7 + 0.2 + 0.1 / 0.8, 1.025)
-assert busy(2048, 2048) == 128 / 216 and busy(4096, 2048) == 256 / 324
+#
+# ### For you
+#
+# 1. Write an instrument that catches mistake 3, bits and bytes.
+#
+# 2. The pencil of 10.1 leaves something out. Add the messages between stages, and the loss's sums over tp. How far from
+# the planner are you then?
+#
+# 3. What could you measure on *one* host of GPUs to make the planner's answer for 1000 GPUs better?
 
 # %% [markdown]
 # ### Answers
@@ -563,21 +565,19 @@ assert busy(2048, 2048) == 128 / 216 and busy(4096, 2048) == 256 / 324
 # 4. $16 \cdot 8 = 128$ tiles take two rounds of 108: **59 %**. $32 \cdot 8 = 256$ take three: **79 %**. So twice the
 # tokens take 1.5 times as long.
 #
-# ### For you
-#
-# 1. Write an instrument that catches mistake 3, bits and bytes.
-#
-# 2. The pencil of 10.1 leaves something out. Add the messages between stages, and the loss's sums over tp. How far from
-# the planner are you then?
-#
-# 3. What could you measure on *one* host of GPUs to make the planner's answer for 1000 GPUs better?
-#
-# **Answers.** 1. Compare what depends on the network: predict the 7.5B on 4096 A100s with half the bandwidth, and ask
+# **For you.** 1. Compare what depends on the network: predict the 7.5B on 4096 A100s with half the bandwidth, and ask
 # that the time change as 9.3's formulas say. Or hold $1/\beta$ against nccl-tests: they print 85 to 96 GB/s between
 # hosts whose cards give 100 together (`minipar/plan/cluster.py`). 2. A message has $4Th$ bytes and takes 5.3 µs, and
 # `MINIPAR` does not wait for it (`blocking_hops`): only the first and the last cost time. Most of what is missing, 0.10
 # of 0.14 ms, is in the row `tp`: the loss's two sums over tp, 12 µs with each microbatch. 3. `products`, `half_work`,
 # `copies` and `contention`: the largest bars of 10.6 are properties of one GPU.
+
+# %%
+twice = runs.planned(runs.configured("--tp 2 --pp 2 --microbatches 16")[0], runs.modelled(4, per_host=4))
+assert isclose(twice.compute, 2 * eight.compute) and isclose(twice.bubble, eight.bubble)
+assert round(0.005 * (2 * np.log(16384)) ** 0.5, 3) == 0.022
+assert isclose(0.7 * 0.75 / 0.6 + 0.2 + 0.1, 1.175) and isclose(0.7 + 0.2 + 0.1 / 0.8, 1.025)
+assert busy(2048, 2048) == 128 / 216 and busy(4096, 2048) == 256 / 324
 
 # %% tags=["active-ipynb"]
 # %autopx
