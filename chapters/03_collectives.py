@@ -168,7 +168,12 @@ if rank == 0:
 # One after the other they are an **all-reduce**: the whole sum on every rank. In a ring each of the two takes $p-1$
 # steps, and in each step each rank sends one chunk, $n/p$ bytes, to its right. In the reduce-scatter a rank *adds* what
 # arrives to its own part of that chunk and sends the sum on. In the all-gather it *keeps* what arrives and sends it on.
-# `after_step` lets us watch, and section 3.10 changes `start`.
+#
+# ![Ring all-reduce on four ranks](../visualize/gallery/ring_all_reduce.gif)
+#
+# Rows are ranks and columns are chunks, colours are the ranks' contributions, and red frames are messages.
+#
+# In the code `after_step` lets us watch, and section 3.10 changes `start`.
 
 
 # %%
@@ -218,11 +223,11 @@ if rank == 0:
     complete = panels[3][1] == 0b1111  # (rank, chunk)
     assert np.array_equal(complete, np.eye(4)) and (panels[-1][1] == 0b1111).all()
     show(plot_blocks([panels[:4], panels[3:]]), "03_ring")
-    say("after 3 steps rank r has the whole sum of chunk r and of no other; after 6 steps every rank has all of it")
 
 # %% [markdown]
 # Into each framed block went a message from the rank above it (into rank 0's from rank 3). Follow chunk 0: its sum
 # starts on rank 1, goes to rank 2 and rank 3, and is complete on rank 0. Then the complete chunk goes round once more.
+# After 3 steps rank $r$ has the whole sum of chunk $r$ and of no other; after 6 steps every rank has all of it.
 #
 # **No algorithm sends less.** Look at one element, and put all receives of messages about it in the order in which they
 # happen. Some rank is the first to know its sum. Until then each of the other $p-1$ ranks must have sent at least one
@@ -272,9 +277,17 @@ if rank == 0:
 # **Recursive doubling**: at distance $1, 2, 4, \dots$ pairs of ranks exchange *everything*, and both add. That takes
 # $\lg p$ messages of $n$ bytes each.
 #
+# ![Recursive doubling on four ranks](../visualize/gallery/recursive_doubling.gif)
+#
+# Each message carries all chunks, with all contributions that its sender has so far.
+#
 # **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): at distance
 # $p/2, p/4, \dots, 1$ each rank of a pair sends one half of what they share and adds up the other. After $\lg p$
 # messages that is a reduce-scatter. The way back is an all-gather: $2\lg p$ messages, and only $2n(p-1)/p$ bytes.
+#
+# ![Reduce-scatter by recursive halving on four ranks](../visualize/gallery/reduce_scatter.gif)
+#
+# This is the way there: two chunks go to the rank at distance 2, then one chunk goes to the rank at distance 1.
 
 
 # %%
@@ -291,7 +304,9 @@ def halving(comm, x, after_step=lambda: None, distance=None):
     """Set x = the sum over p = 2^k ranks; p divides the length of x."""
     distance = distance or comm.size // 2
     partner = comm.rank ^ distance  # the rank whose number differs in one binary digit
-    kept, given = np.split(x, 2)[:: -1 if comm.rank & distance else 1]  # the lower rank keeps the lower half
+    kept, given = np.split(x, 2)
+    if comm.rank & distance:  # the lower rank keeps the lower half, its partner the upper one
+        kept, given = given, kept
     kept += exchange(comm, given, partner, partner)
     after_step()
     if distance > 1:
@@ -332,17 +347,22 @@ if rank == 0:
 # `recursive_halving_all_reduce` is built in the same way.
 #
 # **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down: about
-# $2\lg p\,(\alpha + n\beta)$ if whole arrays travel. Cut into $k$ pieces that follow one another, the array takes about
-# $(2\lg p + k)(\alpha + \frac{n}{k}\beta)$ on links that send and receive at once: few steps *and* nearly $n\beta$. But
-# a leaf then sends little and an inner rank sends to two children, which doubles its $\beta$. NCCL's tree is a pair of
-# trees, each for half of the array; a leaf of one is an inner rank of the other, so each rank sends at most $2n$ bytes,
-# as in the ring, within a number of steps that grows with $\lg p$. The library has one tree, in `broadcast`.
+# $2\lg p\,(\alpha + n\beta)$ if whole arrays travel. Cut the array into $k$ pieces that follow one another: the first
+# piece takes $2\lg p$ steps, and the others follow one step apart. On links that send and receive at once that is about
+# $(2\lg p + k)(\alpha + \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But a leaf then sends little, and on the
+# way down an inner rank sends each piece twice, so its bytes take twice as long. NCCL's tree is a pair of trees, each
+# for half of the array; a leaf of one is an inner rank of the other, so each rank sends at most $2n$ bytes, as in the
+# ring, within a number of steps that grows with $\lg p$. The library has one tree, in `broadcast`.
 #
 # **Hierarchical all-reduce.** Let $p$ ranks sit on hosts of $g$ GPUs each. First a reduce-scatter inside each host,
 # then an all-reduce of the $n/g$ bytes between the ranks with the same place in their hosts, then an all-gather inside
-# each host. The ranks of one host together send $2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat
-# ring one rank of each host sends $2n(1 - 1/p)$, in $2(p-1)$ steps. So the bytes are nearly the same. What is gained is
-# the number of steps on the slow network, and that each GPU can use a network card of its own. Problem 5 builds it.
+# each host. Each of a host's $g$ ranks all-reduces $n/g$ bytes among $p/g$ hosts. Together they send
+# $g \cdot 2\frac{n}{g}(1 - g/p) = 2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat ring one rank of
+# each host sends $2n(1 - 1/p)$, in $2(p-1)$ steps. So the bytes are nearly the same. What is gained is the number of
+# steps on the slow network, and that each GPU can use a network card of its own.
+#
+# `comm.split(color, axis)` makes such groups. Every rank calls it, and gets a communicator of the ranks that passed the
+# same `color`, in rank order. `axis` is a name under which the group's messages are counted. Problem 5 uses it.
 #
 # ## 3.5 All-to-all, and the order of a sum
 #
@@ -438,9 +458,10 @@ if p > 1 and rank == 0:
 #    T_\text{halving} = 2\lg p\;\alpha + 2n\,\frac{p-1}{p}\,\beta. $$
 #
 # On the `model` **clock** a rank's time advances only by what the cost model says. A rank's messages leave one after
-# the other; each carries its sender's time, and the receiver continues at the later of the two plus $\alpha + \beta n$.
-# The ranks are threads here, so 32 of them are no trouble. The prices are powers of two: sums of them are exact in
-# binary, and the simulated time equals the formula with `==`.
+# the other, and each carries the time at which it left. The receiver continues at
+# $\max(\text{its own time}, \text{that time} + \alpha + \beta n)$. The ranks are threads here, so 32 of them are no
+# trouble. The prices are powers of two: sums of them are exact in binary, and the simulated time equals the formula
+# with `==`.
 
 # %%
 ALPHA, BETA = 2.0**-16, 2.0**-30  # 15 microseconds per message, 1.07 GB/s
@@ -464,15 +485,15 @@ if rank == 0:
     say("ring: simulated time == formula on each of 3, 5 and 32 ranks")
 
 # %% [markdown]
-# Few messages or few bytes: which is better depends on $n$. Doubling and ring cost the same at
+# Few messages or few bytes: which is better depends on $n$. Set $T_\text{ring} = T_\text{doubling}$ and solve for $n$:
 #
-# $$ n^* = \frac{\alpha}{\beta}\cdot\frac{2(p-1) - \lg p}{\lg p - 2(p-1)/p}, $$
+# $$ n^* = \frac{\alpha}{\beta}\cdot\frac{2(p-1) - \lg p}{\lg p - 2(p-1)/p}. $$
 #
-# and doubling and halving at $n^* = \frac{\alpha}{\beta}\cdot\frac{\lg p}{\lg p - 2(p-1)/p}$. The ratio $\alpha/\beta$
-# is the number of bytes that a message could carry in the time it takes to get started: 16 KiB with our prices. (Both
-# formulas are for $p = 2^k$ above 2. With two ranks doubling sends as few bytes as the ring, in half as many messages:
-# it is always better, and the denominators are zero.) Each mark below is a run of the library's code on 16 simulated
-# ranks.
+# Above $n^*$ the ring wins. In the same way halving wins against doubling above
+# $n^* = \frac{\alpha}{\beta}\cdot\frac{\lg p}{\lg p - 2(p-1)/p}$. The ratio $\alpha/\beta$ is the number of bytes that
+# a message could carry in the time it takes to get started: 16 KiB with our prices. (Both formulas are for $p = 2^k$
+# above 2. With two ranks doubling sends as few bytes as the ring, in half as many messages: it is always better, and
+# the denominators are zero.) Each mark below is a run of the library's code on 16 simulated ranks.
 
 # %%
 if rank == 0:
@@ -487,7 +508,6 @@ if rank == 0:
     assert [round(nbytes / 1024) for nbytes in crossings.values()] == [30, 196]
     assert [round(times[name, 1 << 20] * 1e3, 2) for name in FORMULAS] == [2.29, 3.97, 1.95]
     show(plot_crossover(times, {name: partial(FORMULAS[name], ranks) for name in FORMULAS}, crossings), "03_crossover")
-    say(f"{len(times)} simulated times == formulas on {ranks} ranks")
 assert FEW_STEPS_BELOW == 256 * 1024
 
 # %% [markdown]
@@ -499,9 +519,9 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # far end of the machine, through links that all pairs share, where a ring only talks to neighbours. And halving needs a
 # power of two: otherwise the extra ranks send and receive whole arrays.
 #
-# `algorithm="auto"` in this library takes few messages below 256 KiB and few bytes in few rounds of waiting from there
-# on. On another machine another rule would be right, which is why MPI and NCCL carry tables of measured thresholds. A
-# caller who needs certain bits names the algorithm.
+# In this library `algorithm="auto"` takes recursive doubling for an all-reduce below 256 KiB, and `ordered` from there
+# on: as few bytes as the ring, and two rounds of waiting. On another machine another rule would be right, which is why
+# MPI and NCCL carry tables of measured thresholds. A caller who needs certain bits names the algorithm.
 #
 # ## 3.8 Against MPI's own
 #
@@ -541,7 +561,8 @@ if p > 1:
 #
 # What can be hidden? Take a backward pass of $L$ layers. Each takes $T_B$ and leaves a gradient whose all-reduce takes
 # $T_\text{ring}$. One after the other: $L(T_B + T_\text{ring})$. Asynchronously, an all-reduce travels while the layers
-# before it compute. The first starts at $T_B$, and then either computation or communication is the bottleneck:
+# before it compute. If computation takes longer, the last all-reduce starts at $L\,T_B$. If communication takes longer,
+# all $L$ of them run back to back from $T_B$ on, when the first gradient is there. So the pass takes
 #
 # $$ \max(L\,T_B + T_\text{ring},\; T_B + L\,T_\text{ring}). $$
 #
@@ -662,17 +683,22 @@ if rank == 0:
 # 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s and
 #    a message costs 15 µs. How many bytes does each GPU send? How long does it take, which part of that is $\alpha$,
 #    and what are algbw and busbw without that part?
-# 2. With these prices, from which size on is the ring better than recursive doubling?
-# 3. Four ranks bring, in all four elements of a float32 array, the values $1$, $2^{24}$, $-2^{24}$ and $1$. (In float32
-#    $2^{24} + 1$ rounds to $2^{24}$.) What does `ordered` give, and what does `ring` give in each element?
+# 2. On the 64 GPUs of problem 1, from which array size on is the ring better than recursive doubling?
+# 3. Four ranks bring, in all four elements of a float32 array, the values $1$, $2^{24}$, $-2^{24}$ and $1$. (Float32
+#    holds every integer up to $\pm 2^{24}$, and from there to $\pm 2^{25}$ only the even ones. $2^{24} + 1$ rounds to
+#    $2^{24}$.) What does `ordered` give, and what does `ring` give in each element?
 # 4. Five ranks call a ring all-reduce of 320 KiB with the prices of section 3.7. Rank 2 comes $T_B/2$ (0.49 ms) after
-#    the others. When is each rank done? What does a profiler show on rank 0?
+#    the others. When is each rank done? What does a profiler show on rank 0? (It counts the time that a rank waits in a
+#    call as time of that call.)
 # 5. Build the hierarchical all-reduce of section 3.4 for 8 ranks on 2 hosts from the library's collectives and
 #    `comm.split`. How many bytes leave each host, how many with a flat ring? What are they for 64 ranks on 8 hosts?
 #
 # **For you.** (a) One rank passes `op="max"` and the others `op="sum"`. Nothing above catches it: sizes and number of
-# messages agree. What would a check cost? (b) A mean can be divided by $p$ before the all-reduce or after it. When do
-# both give the same bits? Which one is better in float16?
+# messages agree. What would a check cost? (Hint: values are equal on all ranks if their maximum is their minimum, and
+# one all-reduce with `max` can find both.) (b) A mean can be divided by $p$ before the all-reduce or after it.
+# When do both give the same bits? Which one is better in float16? (A float is a fraction times a power of two. In
+# float16 the powers go from $2^{-14}$ to $2^{15}$, so the largest value is 65,504; below $2^{-14}$ values lose digits
+# and are called *subnormal*.)
 #
 # ## 3.13 Answers
 
@@ -708,24 +734,26 @@ say("the answers are right")
 # 1. $2 \cdot 14 \cdot 63/64 = 27.56$ GB. It takes 0.551 s for the bytes and 1.89 ms for 126 messages. algbw is 25.4
 #    GB/s and busbw 50 GB/s, the link's speed.
 # 2. $\alpha/\beta = 750$ KB, and $750 \cdot (126 - 6)/(6 - 126/64)$ KB is 22.3 MB.
-# 3. `ordered` adds $((1 + 2^{24}) - 2^{24}) + 1 = 1$ everywhere. `ring` adds chunk 0 in the order 1, 2, 3, 0, which is
-#    2; chunk 1 in the order 2, 3, 0, 1, which is 2; chunk 2 in the order 3, 0, 1, 2, which is 2; chunk 3 in rank order,
-#    which is 1. Every rank gets the same four values.
+# 3. `ordered` adds $((1 + 2^{24}) - 2^{24}) + 1 = 1$ everywhere: the first 1 is lost. `ring` adds chunk 0 in the order
+#    1, 2, 3, 0, which is 2; chunk 1 in the order 2, 3, 0, 1, which is 2; chunk 2 in the order 3, 0, 1, 2, which is 2;
+#    chunk 3 in rank order, which is 1. Every rank gets the same four values.
 # 4. All at 0.49 ms + $T_\text{ring}$ = 1.10 ms: a ring takes its full time from the moment when the *last* rank begins.
 #    On rank 0 the all-reduce seems to take 1.10 ms, as if the network were slow. The cause is a slow rank (a
 #    *straggler*).
 # 5. $2n(1 - 4/8) = n$ bytes from each host, against $1.75\,n$ in a flat ring. For 64 ranks on 8 hosts $1.75\,n$ against
 #    $1.97\,n$. That is the least possible: with hosts in the place of ranks it is the bound of section 3.3.
 #
-# (a) Every rank computes a hash of operation, algorithm, dtype and shape, and an all-reduce with `max` of the hash and
-# its negative shows whether all are equal: $\lg p$ messages of 16 bytes. For a small array that doubles the time. So it
-# is switched on to look for a mistake: PyTorch's `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes such
-# a check of operation, shapes and dtypes.
+# (a) Every rank computes a hash of operation, algorithm, dtype and shape. An all-reduce with `max` of two values, the
+# hash and its negative, gives the hashes' maximum and minus their minimum; all hashes are equal if the two add up to 0.
+# That is $\lg p$ messages of 16 bytes. For a small array it doubles the time. So it is switched on to look for a
+# mistake: PyTorch's `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes such a check of operation, shapes and dtypes.
 #
 # (b) When $p$ is a power of two: dividing by it changes the exponent only, so it commutes with rounding (as long as
 # nothing overflows or becomes subnormal). In float16 the largest value is 65,504, and eight gradients of 16,000 have an
 # infinite sum: divide before. The danger is then at the other end: small gradients divided by a large $p$ become
 # subnormal or zero. PyTorch's DDP divides before; FSDP can divide by about $\sqrt p$ before and by the rest after.
+#
+# Exercises 1 to 3 in chapters/exercises are about this chapter.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -201,8 +201,8 @@ if rank == 0:
 # %% [markdown]
 # ## 4.3 What it costs on the wire
 #
-# Either algorithm sends each chunk's contribution once, and its result once, $d - 1$ times in all. With $\Psi$
-# parameters a rank sends
+# With $\Psi$ parameters a chunk has $\Psi/d$ elements. In either algorithm a rank sends $d-1$ chunks in the first half,
+# the reduce-scatter, and $d-1$ in the second, the all-gather:
 #
 # $$2 \Psi \frac{d-1}{d} \text{ elements},$$
 #
@@ -237,12 +237,13 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 # all-reduce, asynchronously.
 #
 # 3. Buckets start **strictly in order**, even if a later one is complete first. Collectives match by order: if rank 0
-# started bucket 3 and rank 1 bucket 4, they would add up different parameters.
+# started bucket 3 and rank 1 bucket 4, they would add up different parameters. If the buckets' lengths differ, minipar
+# reports it (chapter 3). Where lengths are not checked, a rank can wait for messages that no other rank sends: a hang.
 #
 # 4. When backward ends, `synchronize` waits for what is still under way.
 #
-# The life of three buckets with two gradients each, on one rank. Bucket 2 is full when backward ends, but it has to
-# wait for bucket 1, and `synchronize` waits for both:
+# The life of three buckets with two gradients each, on one rank. Bucket 2 is full when backward ends, but the wire is
+# still busy with bucket 1. `synchronize` waits for both:
 
 # %%
 if rank == 0:
@@ -313,8 +314,8 @@ for number, (completed, size) in enumerate(log):
 # %% [markdown]
 # The library's version adds three things. All parameters move into one flat array and all gradients into another
 # (`FlatBuffers`), of which a bucket is a slice, so backward writes straight into what is sent and nothing is copied. It
-# serves many steps: `synchronize` fills the counts again, and sends zeros for what the loss did not use. And each hook
-# calls `progress`, which moves the messages under way while backward goes on.
+# serves many steps: `synchronize` sets every bucket's count of missing gradients back to its start, and sends zeros for
+# what the loss did not use. And each hook calls `progress`, which moves the messages under way while backward goes on.
 #
 # The hook is `_on_gradient`. Instead of a count, `_waiting` has for each bucket the set of leaves that are missing:
 
@@ -366,9 +367,10 @@ if rank == 0:
 # %% [markdown]
 # One all-reduce after backward exposes 0.400 ms of 1.155 ms, which is $2(d-1)(\alpha + \beta n/d)$. With 7 buckets a
 # step takes 0.830 ms, and 81 % of the all-reduce is hidden: on the right most of it lies under backward. What sticks
-# out is the *tail*: the last bucket cannot start before backward ends. In GPT-2 it holds the token embedding. That is
-# the first parameter, and because the output head is tied to it, its gradient is complete only at the very end. In the
-# real GPT-2 (124 million parameters) it is almost a third of all bytes, which nothing hides.
+# out is the *tail*: the last bucket cannot start before backward ends. In GPT-2 it holds the first two parameters, the
+# token and the position embedding. Backward reaches them last, and the output head, which is tied to the token
+# embedding, waits with them. In the real GPT-2 (124 million parameters) the token embedding is almost a third of all
+# bytes, which nothing hides.
 #
 # ### How large should a bucket be?
 #
@@ -399,7 +401,7 @@ if rank == 0:
 # If a shard does not fit in memory, cut it into $m$ *microbatches* and let their gradients add up locally before the
 # ranks talk. Nothing needs to travel before the last one. In the hook of 4.4 that is one more line, `if not syncing:
 # return`, which `_on_gradient` has. `no_sync` sets this flag for the backward passes inside its block. The last
-# microbatch runs *outside* the block, so that its hooks start the buckets. Each sample is a microbatch here:
+# microbatch runs *outside* the block, so that its hooks start the buckets. Here each sample is a microbatch: $m = B$.
 
 
 # %%
@@ -414,7 +416,7 @@ comm.traffic.reset()
 *firsts, last = samples(rank)
 with ddp.no_sync():
     for inputs, targets in firsts:
-        (ddp.loss(inputs, targets) / B).backward()  # the mean over one microbatch of each rank, of which there are B
+        (ddp.loss(inputs, targets) / B).backward()  # one microbatch's mean; over B, as a rank has m = B of them
 (ddp.loss(*last) / B).backward()
 once = comm.traffic.bytes("all_reduce")
 
@@ -559,8 +561,8 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 # the efficiency, $T_1$ divided by $d$ times this time, must fall, and the batch per rank runs out in the end. *Weak
 # scaling* keeps the batch per rank and lets the global batch grow. Then computation stays, and data parallelism scales
 # until the batch is larger than training can use (McCandlish et al. 2018, arXiv 1812.06162). For the model and network
-# of 4.4 and a global batch of 64 samples, with all hidden that fits behind backward, which is two thirds of the
-# computation:
+# of 4.4 and a global batch of 64 samples: backward is two thirds of the computation, and we assume that all of it can
+# hide communication (no tail).
 
 # %%
 efficiency = []
@@ -637,20 +639,34 @@ for name, wrapper, catching in (
 # | `FlatBuffers` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
 # | `all_reduce(..., async_op=True)`, `wait` | the same names in `torch.distributed` | |
 #
-# ## 4.10 Problems and answers
+# ## 4.10 Problems
 #
 # 1. A model has 1.5 billion parameters and fp32 gradients. How many GB does each rank send per step, among 8 ranks and
 # among 1,024?
 #
 # 2. 64 ranks all-reduce 6 GB of gradients; $\alpha = 10\,\mu s$, $1/\beta$ = 25 GB/s. How long do the bytes take? How
-# much latency is added with one bucket, and with buckets of 25 MiB? How large must a bucket be so that the latency is
-# at most 5 % of the bytes' time?
+# much latency is added with one bucket, and with buckets of 25 MiB? How many equal buckets may there be so that the
+# latency is at most 5 % of the bytes' time, and how large is each?
 #
 # 3. Rank 0 has 100 tokens, whose losses add up to 200. Rank 1 has 28 tokens, whose losses add up to 84. What is the
 # mean loss, and what is the mean of the ranks' means?
 #
 # 4. Four ranks hold $10^{16}$, $1$, $-10^{16}$ and $1$ in every element. Which sum does `ordered` give in float64, and
-# which does `ring` give in each of its four chunks?
+# which does `ring` give in each of its four chunks? (Float64 values near $10^{16}$ are 2 apart. A sum halfway between
+# two of them rounds to the one whose last binary digit is 0, here the multiple of 4; $10^{16}$ is one.)
+#
+# **For you.** (a) In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete,
+# whatever came before. For this GPT nothing breaks. Which kind of model would break it, and what would you see: an
+# error, a hang, or wrong values?
+#
+# (b) In the timeline of 4.4, which two parameters make up nearly all of the tail, and how would you shorten it?
+#
+# (c) Every rank holds all $\Psi$ parameters, all gradients, both AdamW moments, and after the all-reduce every rank
+# takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done
+# *between* the two, so that each rank keeps only $1/d$ of the optimizer's state, for the same bytes? (That is ZeRO
+# stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
+#
+# ## 4.11 Answers
 
 # %%
 gigabytes = [2 * 1.5e9 * 4 * (ranks - 1) / ranks / 1e9 for ranks in (8, 1024)]
@@ -661,7 +677,7 @@ latency, wire = 2 * 63 * 10e-6, 2 * 63 / 64 * 6e9 / 25e9  # of one bucket; of al
 in_buckets, at_most = math.ceil(6e9 / (25 * 2**20)) * latency, int(0.05 * wire / latency)
 assert [round(1e3 * value, 2) for value in (wire, latency, in_buckets)] == [472.5, 1.26, 288.54] and at_most == 18
 say(f"2. bytes {wire * 1e3:.1f} ms; latency {latency * 1e3:.2f} ms, or {in_buckets * 1e3:.1f} ms in 25 MiB buckets;")
-say(f"   at most {at_most} buckets, so {6e9 / at_most / 1e6:.0f} MB or more in each")
+say(f"   at most {at_most} equal buckets, of {6e9 / at_most / 1e6:.0f} MB each")
 
 mean, of_means = (200 + 84) / (100 + 28), (200 / 100 + 84 / 28) / 2
 assert (mean, of_means) == (2.21875, 2.5)
@@ -673,36 +689,23 @@ assert left_to_right(list(held)) == 1 and around == [0, 1, 0, 1]
 say(f"4. ordered 1 everywhere, ring {around}; the exact sum is 2")
 
 # %% [markdown]
-# (4: Chunk 0 is added in the order of ranks 1, 2, 3, 0. Float64 values near $10^{16}$ are 2 apart, so $1 - 10^{16}$ and
-# the next sum lose a one each, and adding $10^{16}$ leaves 0.)
+# (4: `ordered` adds $((10^{16} + 1) - 10^{16}) + 1 = 1$: the first 1 is lost. In the ring chunk 0 is added in the
+# order of ranks 1, 2, 3, 0: $1 - 10^{16}$ and the next sum lose a one each, and adding $10^{16}$ leaves 0.)
 #
-# ### For you
+# (a) A model whose ranks complete gradients in different orders: one whose path depends on the data, such as layers
+# that are skipped or experts that some ranks do not use. Then collectives of different buckets meet. Buckets of equal
+# size give wrong values without any sign. Of unequal size they give an error where lengths are checked, as here.
+# Elsewhere they can hang.
 #
-# 1. In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete, whatever came
-# before. For this GPT nothing breaks. Which kind of model would break it, and what would you see: an error, a hang, or
-# wrong values?
-#
-# 2. In the picture of 4.4, which two parameters make the tail, and how would you shorten it?
-#
-# 3. Every rank holds all $\Psi$ parameters, all gradients, both AdamW moments, and after the all-reduce every rank
-# takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done
-# *between* the two, so that each rank keeps only $1/d$ of the optimizer's state, for the same bytes? (That is ZeRO
-# stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
-#
-# ### Answers
-#
-# 1. A model whose ranks complete gradients in different orders: one whose path depends on the data, such as layers that
-# are skipped or experts that some ranks do not use. Then collectives of different buckets meet. Buckets of equal size
-# give wrong values without any sign. Of unequal size they give an error where lengths are checked, and a hang
-# elsewhere.
-#
-# 2. The token and the position embedding, the first parameters. The head's part of the token embedding's gradient is
+# (b) The token and the position embedding, the first parameters. The head's part of the token embedding's gradient is
 # complete at the very beginning. It could be summed over the ranks by itself at once, and the lookup's part at the end
 # as the few rows of the tokens that occurred. Without a tie, the head's gradient leaves first and only the lookup's is
 # late.
 #
-# 3. After the reduce-scatter rank $r$ has chunk $r$ of the summed gradient. It updates chunk $r$ of the parameters, for
-# which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 5 builds this.
+# (c) After the reduce-scatter rank $r$ has chunk $r$ of the summed gradient. It updates chunk $r$ of the parameters,
+# for which alone it keeps AdamW's moments, and the all-gather carries updated parameters. Chapter 5 builds this.
+#
+# Exercises 4 and 5 in chapters/exercises are about this chapter.
 
 # %% tags=["active-ipynb"]
 # %autopx
