@@ -434,8 +434,8 @@ say(f"{B} microbatches on {d} ranks = 1 device, bit for bit; {once:,} bytes sent
 # %% [markdown]
 # **The first mistake** of this chapter is to forget `no_sync`. Each backward pass sends everything, so the bytes
 # double. And here the gradient is *wrong*: after the first all-reduce the buffer holds the global sum $\Sigma_1$ of the
-# first microbatches' gradients. The second pass adds each rank's own gradient and sums again, which gives $d\,\Sigma_1
-# + \Sigma_2$. (PyTorch averages over ranks instead of summing. There the buffer holds the *average* $\Sigma_1 / d$
+# first microbatches' gradients. The second pass adds each rank's own gradient and sums again, which gives
+# $d\,\Sigma_1 + \Sigma_2$. (PyTorch averages over ranks instead of summing. There the buffer holds the *average* $\Sigma_1 / d$
 # after the first pass, and the second gives $\frac1d(d \cdot \Sigma_1/d + \Sigma_2) = (\Sigma_1 + \Sigma_2)/d$, which
 # is right: the same mistake costs only bytes.) The library refuses the second pass. To see the damage, we make it
 # forget that it has summed these gradients.
@@ -577,7 +577,7 @@ assert [round(value, 2) for value in efficiency] == [0.65, 1, 0.14, 0.16]
 # On 8 ranks the efficiency is 65 % with the naive form and 100 % with overlap. On 64 ranks it is 14 % and 16 %: there
 # is too little backward left to hide behind.
 #
-# ## 4.8 Exercises: break it, and see what notices
+# ## 4.8 Mistakes, and what notices them
 #
 # Two mistakes are behind us. Three more, all of them found in real code, are run here on purpose
 # (`chapters/support/watch_data_parallel.py` has them). We look with four instruments:

@@ -619,7 +619,7 @@ for every, elements in ((False, Psi + own), (True, own)):
 # microbatch can hide it. The figures above are this cost, without a pipeline. That is why Megatron and DeepSpeed
 # combine pipelines with stage 1, whose communication is once per step whatever $m$ is. Chapter 8 takes it up.
 #
-# ## 5.10 Exercises: break it, and see what notices
+# ## 5.10 Mistakes, and what notices them
 #
 # Four mistakes (`chapters/support/watch_zero.py` has them). The instruments:
 #
@@ -743,6 +743,8 @@ for name, wrap, right, catching in (
 # elements of the *whole* parameter, because 6 ranks cut chunks in other places than 8. The sums over ranks have other
 # terms and another order with 6 ranks, so gradients, losses and norms differ in their last bits from those of a run
 # that stays on 8. What is restored (parameters and means) has the same bits.
+#
+# Exercises 6 and 7 in chapters/exercises are about this chapter.
 
 # %%
 fits = [float(bytes_per_rank(13 * 10**9, 8, stage)) / 1e9 + 20 for stage in range(4)]

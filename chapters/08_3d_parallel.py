@@ -474,7 +474,7 @@ cleanup.close()
 # %% [markdown]
 # On the command line: `--save DIR --save-every K`, and `--resume DIR` with any other `--dp --tp --pp --zero-stage`.
 #
-# ## 8.7 Break it, and see what notices
+# ## 8.7 Mistakes, and what notices them
 #
 # With several axes there is a new kind of mistake: the right operation on the wrong row. Four instruments look at two
 # steps of dp 2 x tp 2 x pp 2 with clipping at work:

@@ -707,7 +707,7 @@ assert plans[LARGE, "a100", 64] is None and "full recompute" in plans[LARGE, "a1
 # three times its speed: its utilization is lower in every row. And the second best layout is often very close. On 1024
 # A100s the 70B's is less than a tenth of a percent slower.
 #
-# ## 9.6 Mistakes: break it, and see what notices
+# ## 9.6 Mistakes, and what notices them
 #
 # A planner has no loss that goes up when it is wrong. It prints a table as neat as before. What could notice? Three
 # instruments of this chapter:

@@ -474,7 +474,7 @@ for length in (4096, 32768):
 # **Everything else:** data loading, checkpoints, evaluation, failures. On thousands of GPUs something breaks every few
 # hours. A fast step is not yet a fast run.
 #
-# ## 10.8 Mistakes: break it, and see what notices
+# ## 10.8 Mistakes, and what notices them
 #
 # Two instruments of this chapter, next to chapter 9's three:
 #
