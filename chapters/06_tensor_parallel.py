@@ -871,6 +871,8 @@ say(f"4. {', '.join(f'{x:,}' for x in kept_bytes)} bytes: with tp alone, 10 of t
 # *between* layers. At each cut one rank sends the activations of a microbatch, $Nh$ elements, to one other rank, and
 # gets as many elements of their gradient back. A stage waits for the one before it in forward and for the one after it
 # in backward. Chapter 7 keeps the stages busy with many microbatches.
+#
+# Exercises 8 and 9 in chapters/exercises are about this chapter.
 
 # %% tags=["active-ipynb"]
 # %autopx

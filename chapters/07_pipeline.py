@@ -870,6 +870,8 @@ assert round(head_in_blocks, 2) == 4.46 and round(1 - (12 + head_in_blocks) / 8 
 # %% [markdown]
 # In the notebook, the last cell lets you change $p$, $m$, $v$, the schedule and the times, and the picture follows.
 # Readers without a running notebook see one picture there: ZB-H1 with the times 4, 5, 3.
+#
+# Exercises 10 and 11 in chapters/exercises are about this chapter.
 
 # %% tags=["active-ipynb"]
 # %autopx

@@ -647,6 +647,8 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # 6. Bytes alone. The two gradients are the same bits, and $(x + x) / 2 = x$ exactly. With sequence parallelism each is
 # the sum over other tokens, and right is their sum. The mean is half of it at $t = 2$. Ranks agree and the bytes are
 # right; one device alone notices.
+#
+# Exercise 12 in chapters/exercises is about this chapter.
 
 # %%
 sizes = {"dp": 4, "tp": 2, "pp": 3}
