@@ -195,6 +195,24 @@ def test_chapter_0_is_one_file_of_at_most_450_lines():
     assert modules == {"math", "mpi4py", "numpy", "os"} and "import minipar" in library
 
 
+def code_lines(script):
+    """Count the lines of code of a chapter: neither blank, nor comment, nor markdown."""
+    lines, code = 0, True
+    for line in map(str.strip, script.splitlines()):
+        if line.startswith("# %%"):
+            code = "[markdown]" not in line
+        lines += bool(line) and code and not line.startswith("#")
+    return lines
+
+
+@chapters
+def test_a_chapter_is_one_sitting(chapter):
+    """The first edition's chapters had up to 832 lines of code; these have at most 340, in at most 900 lines."""
+    assert code_lines("# %%\nx = 1\n\n# a comment\n\n# %% [markdown]\n# Text\n") == 1
+    script = chapter.read_text()
+    assert code_lines(script) <= 340 and len(script.splitlines()) <= 900
+
+
 # ---- the checks notice what they are for -----------------------------------------------------------------------------
 
 
