@@ -69,7 +69,7 @@ from minipar.plan.layout import Layout
 from minipar.plan.model import RECOMPUTE, find_model, utilization
 from minipar.plan.rank_bytes import layer_activations, memory, rank_parameters
 from minipar.plan.search import plan
-from minipar.plan.step_time import UnitPass, overlapped
+from minipar.plan.step_time import UnitPass, overlapped, step_time
 
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
@@ -283,7 +283,8 @@ if rank == 0:
 # %% [markdown]
 # 1. **ZeRO-1**, just so: 76 GB, nearly half of them the activations of one sequence. A planner must also leave room for
 # what it does not see, the libraries and fragmentation (it uses 92 % of the 80 GB: then ZeRO-2 is the safe answer, or
-# recompute). The last bar: tp 8 divides all four parts, so four sequences at once fit twice, without any ZeRO.
+# recompute). The last bar: tp 8 divides all four parts, so four sequences at once need less than half of the memory,
+# without any ZeRO.
 #
 # 2. **No**: the state is small, but a GPU without tp has all 80 layers' activations, 544 GB for one sequence of 4096.
 # ZeRO divides state only. It fits with full recompute.
@@ -366,9 +367,16 @@ assert round(S["a100"] / GPUS["a100"].memory_bandwidth) == 115  # 9.4's third wi
 # The number of tokens is in neither. A larger batch does not help tp, only a larger $h$, or a faster wire.
 #
 # **dp.** The all-reduce of $2\Psi'$ bytes sends up to $4\Psi'$, and the last microbatch's backward has $4\Psi' BT$
-# operations to hide it behind: it hides if $BT > S\beta$ tokens. ZeRO-1's reduce-scatter hides behind that backward
-# ($BT > S\beta/2$), its gather behind the next step's first forward, of $2\Psi' BT$ operations ($BT > S\beta$). ZeRO-3
-# sends $6\Psi'$ with *every* microbatch, beside its $6\Psi' BT$ operations: $BT > S\beta$ again, each time.
+# operations to hide it behind: it hides if $BT > S\beta$ tokens (with one member of the sum per host, as with tp 8;
+# with $k$ members $k$ rings share the bytes, and $S\beta/k$ tokens are enough). ZeRO-1's reduce-scatter hides behind
+# that backward ($BT > S\beta/2$), its gather behind the next step's first forward, of $2\Psi' BT$ operations ($BT >
+# S\beta$). ZeRO-3 sends $6\Psi'$ with *every* microbatch, beside its $6\Psi' BT$ operations: $BT > S\beta$ again, each
+# time.
+#
+# **Latencies** come on top. In a ring of $d$ ranks a gather or a reduce-scatter takes $d - 1$ messages, one after the
+# other: $(d-1)\,\alpha$ seconds for each layer, however few its bytes are. $\alpha$ is 14 µs on the network, 3.4 µs on
+# NVLink. A layer of the 7.5B with tp 8 has 50 MB of gradients on each rank, 2.5 ms on the network: from 180 replicas on
+# the latencies are the larger part. A smaller batch leaves less computation beside them, and they stay.
 #
 # Predict for GPT-3 ($h$ = 12288, 12 layers per stage, tp 8): which axis can bear the network?
 
@@ -380,9 +388,10 @@ for link, S_beta in zip(("NVLink", "network"), balance["a100"], strict=True):
 
 # %% [markdown]
 # tp costs 18.5 % on NVLink, and 222 % on the network, more than twice what it divides: **tp stays inside a host**.
-# (Half of backward's sums hide behind weight gradients: 6.11.) pp costs less than half a percent and could live on
-# anything. dp is in between: each microbatch of a replica must have enough tokens to hide behind. On the network these
-# are 11,700, six sequences of 2048.
+# (That is forward. Backward's all-reduces hide behind weight gradients, 6.11. With sequence parallelism only half of
+# backward's bytes do: the reduce-scatters hide, the all-gathers do not.) pp costs less than half a percent and could
+# live on anything. dp is in between: each microbatch of a replica must have enough tokens to hide behind. On the
+# network these are 11,700, six sequences of 2048.
 #
 # ### Over the whole step
 #
@@ -424,8 +433,9 @@ if rank == 0:
     show(figures.plot_wires(panels), "09_bandwidth")
 
 # %% [markdown]
-# Left: computation stays as it is, as many GPUs share the same work. The sums over tp come up to 12 % of it with tp 8,
-# and jump where tp leaves the host, to 38 % with tp 16. That is with eight rings at once; with one ring they would take
+# Left: computation stays as it is, as many GPUs share the same work. The sums over tp come up to 12 % of it with tp 8.
+# That is two thirds of forward's 18.5 %: the whole step has twice forward's sums and three times its computation. They
+# jump where tp leaves the host, to 38 % with tp 16. That is with eight rings at once; with one ring they would take
 # three times as long as the computation.
 #
 # Right: all that goes with microbatches, computation, tp and pp, falls with $1/d$. The gradients are of the same
@@ -459,6 +469,8 @@ for B in (1, 2, 4, 8, 16):  # 64 A100s: tp 8, eight replicas of one host each
     backward, reduce = B * 2 * model.layer_flops(2048) / 8 / S["a100"], 4 * psi * 7 / 8 * seconds_per_byte(8, 8)
     left[B] = exposed(36, backward, reduce) / (36 * reduce)
     say(f"{B * 2048:>7,} tokens, {B * 2048 / balance['a100'][1]:.2f} S beta: {left[B]:.0%} exposed")
+# A layer's gradients; a ring of d ranks sends (d - 1)/d of their bytes, in d - 1 messages.
+assert round(2 * psi / 1e6) == 50 and 179 < 2 * psi * NETWORK / Assumptions.alpha_between < 180
 assert [round(100 * part) for part in left.values()] == [79, 58, 16, 3, 3]
 
 # %% [markdown]
@@ -506,8 +518,8 @@ if rank == 0:
 # There interleaving and zero bubble pay, or more tp and less pp.
 #
 # Memory, bandwidth, bubble: each pulls another way. More pp saves state and costs bubble. More tp saves everything and
-# costs sums. More dp costs nothing until the batch is used up. The three steps on one page ($\beta'$ is NVLink's
-# $\beta$):
+# costs sums. More dp costs little while a microbatch has $S\beta$ tokens to hide behind and the ring's latencies,
+# $(d-1)\,\alpha$ for each layer, are short. The three steps on one page ($\beta'$ is NVLink's $\beta$):
 
 # %%
 if rank == 0:
@@ -520,8 +532,9 @@ if rank == 0:
 #
 # **ZeRO-3 with tp $t$** (alone: $t = 1$). A replica is $t$ GPUs, and a host holds $g/t$ of them. Each of the $t$ parts
 # of the model is gathered by rings that enter and leave the host, and all the host's cards together carry $6\Psi$ bytes
-# with each microbatch, whatever $t$ is, beside the $6\Psi \cdot g\nu$ operations of the host's $g$ GPUs (with one
-# microbatch). With $\beta$ the network's and $\beta'$ NVLink's:
+# with each microbatch, whatever $t$ is: $6\Psi\beta/g$ seconds on $g$ cards. Beside them stand the $6\Psi \cdot g\nu$
+# operations of the host's $g$ GPUs (with one microbatch), $6\Psi\nu/S$ seconds: they hide if $g\nu \ge S\beta$. With
+# $\beta$ the network's and $\beta'$ NVLink's:
 #
 # $$\text{bandwidth: } g\,\nu \ge S\beta, \qquad \text{batch: } \nu\, t \ge T, \qquad \text{memory: }
 # \frac{16\Psi}{d\,t} + \frac{\text{activations}}{t} \le \text{the GPU's}, \qquad
@@ -692,12 +705,30 @@ say(f"the rule: {rule:,.0f} tokens/s; the planner: {planner['tokens']:,.0f}")
 assert round(rule, -3) == 386_000 and round(planner["tokens"], -3) == 354_000 and "(0.0%)" in planner["next"]
 assert plans[LARGE, "a100", 64] is None and "full recompute" in plans[LARGE, "a100", 256]["layout"]
 
+
+def small_on_4096(kind, batches, assumptions):
+    """MFU of the 7.5B on 4096 GPUs of a kind, with so many times its batch."""
+    cluster = Cluster(GPUS[kind], 4096, assumptions=assumptions)
+    return plan(find_model(SMALL), cluster, batches * 2048, 2048, ASK).plans[0].mfu
+
+
+jobs = [("a100", 1, free), ("a100", 8, Assumptions()), ("a100", 8, free), ("h100", 1, free)]
+found = [mfu[SMALL, "a100", 256], mfu[SMALL, "a100", 4096], *shared(comm, small_on_4096, jobs)]
+assert [round(100 * each, 1) for each in found] == [56.3, 37.0, 48.2, 47.3, 56.1, 35.9]
+wide = Layout(2048, 2, 1, 1, 1, zero=1, sequence_parallel=True)
+for assumptions, seconds in ((free, 0.33), (Assumptions(), 1.17)):
+    cluster = Cluster(GPUS["a100"], 4096, assumptions=assumptions)
+    assert round(step_time(find_model(SMALL), wide, cluster, 2048).total, 2) == seconds
+
 # %% [markdown]
 # 1. The rule says 386,000 tokens per second, the planner 354,000. The rule of thumb is as good as a planner, if
 # somebody tells it the utilization.
 #
-# 2. **The smallest scales worst.** It has the same batch on 4096 GPUs, 1024 tokens for each: its gradients and its
-# bubbles have little to hide behind. To use more GPUs well, a model must grow, or its batch.
+# 2. **The smallest scales worst**: from 56.3 % on 256 GPUs to 37.0 % on 4096. It has the same batch on 4096 GPUs, 1024
+# tokens for each, so little computation beside its communication. And much of that is latency: with both $\alpha$ set
+# to 0 the planner finds 48.2 %, with 2048 replicas of tp 2 and no pipeline. A step of that layout takes 0.33 s without
+# latencies and 1.17 s with them, as each layer's rings have 2048 members (9.3). So the planner takes 256 replicas, and
+# pays for a pipeline's messages and bubble. To use more GPUs well, a model must grow, or its batch.
 #
 # 3. The 1T needs tp 8 *and* pp everywhere. The 7.5B needs neither, up to 256 GPUs: data parallelism with ZeRO-1. The
 # 70B is in between, tp 4 and a short pipeline.
@@ -712,7 +743,7 @@ assert plans[LARGE, "a100", 64] is None and "full recompute" in plans[LARGE, "a1
 # A planner has no loss that goes up when it is wrong. It prints a table as neat as before. What could notice? Three
 # instruments of this chapter:
 #
-# - **lists**: is what is in flight what the schedules' own lists say?
+# - **lists**: does the planner's number of microbatches in flight equal the number counted in the schedules' lists?
 #
 # - **layer**: do a layer's activations follow the paper's formula, with and without tp and dp?
 #
@@ -765,8 +796,8 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 # 1. **Memory.** From which $d$ on does a 13B model ($h$ = 5120, $L$ = 40, $a$ = 40, $V$ = 51200, $T$ = 2048) fit into
 # 0.92 of 80 GB with ZeRO-1, one sequence in a microbatch and selective recompute? (Leave the buffers out.)
 #
-# 2. **Bandwidth.** An H100 cluster: how many tokens must a microbatch of a replica have for its gradients to hide
-# between hosts, and what is tp 8's price for $h$ = 8192 inside a host?
+# 2. **Bandwidth.** An H100 cluster, tp 8: how many tokens must a microbatch of a replica have for its gradients to hide
+# between hosts, and what is tp's price for $h$ = 8192 inside a host? (Without latencies.)
 #
 # 3. **Bubble.** 16 stages, 1024 sequences in the batch, $B$ = 1. From how many replicas (a power of two) on is more
 # than a tenth of the time bubble with 1F1B? And with $v = 4$?
@@ -776,20 +807,22 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 #
 # ### For you
 #
-# 1. A GPU like the H100 with twice the network (`find_gpu` reads a JSON file: `{"like": "h100", "between": 100e9}`).
-# For which of the three models would you buy it, on 4096 GPUs? And twice the memory instead?
+# 1. A GPU like the H100 with twice the network (`--gpu` takes a JSON file: `{"like": "h100", "between": 100e9}`). For
+# which of the three models would you buy it, on 4096 GPUs? And twice the memory instead (`{"like": "h100", "memory":
+# 160e9}`)?
 #
-# 2. What do 2, 4 and 8 times the batch bring for the 7.5B on 4096 A100s? Predict with 9.3's rule and 9.4's formula,
-# then ask `python -m minipar.plan --model megatron-7.5b --gpus 4096 --gpu a100 --global-batch 4096 --seq-len 2048`.
+# 2. What do 2, 4 and 8 times the batch bring for the 7.5B on 4096 A100s? Predict with 9.3's rule and latencies, and
+# 9.4's formula. Then ask `python -m minipar.plan --model megatron-7.5b --gpus 4096 --gpu a100 --global-batch 4096
+# --seq-len 2048`.
 #
-# 3. So many GPU hours are left, and twice as many tokens to train on as last time. From $6\Psi$ per token: how large a
+# 3. You have as many GPU hours as last time, and twice as many tokens to train on. From $6\Psi$ per token: how large a
 # model can you train?
 
 # %% [markdown]
 # ### Answers
 #
-# 1. $\Psi = 13.0\cdot10^9$. Parameters and gradients take $4\Psi$ = 51.9 GB, activations $34 \cdot 2048 \cdot 5120
-# \cdot 40$ = 14.3 GB. Of 73.6 GB 7.4 remain for $12\Psi/d$: $d \ge$ **20** (73.4 GB).
+# 1. $\Psi$ = 12,858,214,400. Parameters and gradients take $4\Psi$ = 51.4 GB, activations $34 \cdot 2048 \cdot 5120
+# \cdot 40$ = 14.3 GB. Of 73.6 GB 7.9 remain for $12\Psi/d$: $d \ge$ **20** (73.4 GB; $d$ = 19 needs 73.8).
 #
 # 2. $S\beta$ = **18,544** tokens, nine sequences of 2048. Price of tp 8: $7 \cdot 2060 / (3 \cdot 8192)$ = **59 %** of
 # forward. Flash attention does not help, a larger $h$ does.
@@ -801,14 +834,21 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 # gathers take $2 - 1$ = 1 of the computing time, the bubble $T/(g\nu) = 4096/9272$ = 0.44: **tp x pp**.
 #
 # **For you.** 1. MFU with the H100's own values, twice the network, twice the memory: 7.5B 25.6, 27.7, 25.6 %; 70B
-# 34.0, 35.4, 36.3 %; 1T 55.4, 57.2, 57.4 %. So the network for the smallest, which waits for gradients, and memory for
-# the 70B, which then needs no recompute. 2. From 37.0 to 40.9, 44.4 and 47.3 %: the batch per replica grows, what is
-# exposed and the bubble shrink. 3. $6\Psi$ times twice the tokens is as much as before for half the parameters.
+# 34.0, 35.4, 36.3 %; 1T 55.4, 57.2, 57.4 %. So the network for the smallest, and memory for the 70B, which then needs
+# no recompute. But the network brings the 7.5B little: without latencies it would have 35.9 %. 2. From 37.0 to 40.9,
+# 44.4 and 47.3 %. With both $\alpha$ 0 it would be 48.2, 53.1, 55.0 and 56.1 %: of what is lost since 256 GPUs (56.3
+# %), latencies are the larger part. They do not grow with the batch, so a larger batch has more computation beside
+# them. It also has more to hide bytes behind, and more microbatches beside a bubble. 3. $6\Psi$ times twice the tokens
+# is as much as before for half the parameters.
+#
+# Exercise 13 in chapters/exercises is about this chapter.
 
 # %%
 model, choices = replace(GPT3, layers=40, hidden=5120, heads=40), ("1f1b", 1, False, "selective")
 totals = [sum(bytes_held(model, 2048, d, 1, 1, 1, 8, 1, *choices)) for d in (19, 20)]
-assert totals[0] > 0.92 * ROOM > totals[1]
+psi, kept = model.parameters, 34 * 2048 * 5120 * 40
+assert psi == 12_858_214_400 and [round(4 * psi / 1e9, 1), round(kept / 1e9, 1)] == [51.4, 14.3]
+assert [round(each / 1e9, 1) for each in (0.92 * ROOM - 4 * psi - kept, *map(float, totals))] == [7.9, 73.8, 73.4]
 inside, between = balance["h100"]
 assert round(between) == 18544 and round(7 * inside / (3 * 8192), 2) == 0.59
 assert bubble(16, 256) < 0.1 < bubble(16, 128) and bubble(16, 64, v=4) < 0.1 < bubble(16, 32, v=4)
