@@ -435,10 +435,10 @@ say(f"{B} microbatches on {d} ranks = 1 device, bit for bit; {once:,} bytes sent
 # **The first mistake** of this chapter is to forget `no_sync`. Each backward pass sends everything, so the bytes
 # double. And here the gradient is *wrong*: after the first all-reduce the buffer holds the global sum $\Sigma_1$ of the
 # first microbatches' gradients. The second pass adds each rank's own gradient and sums again, which gives
-# $d\,\Sigma_1 + \Sigma_2$. (PyTorch averages over ranks instead of summing. There the buffer holds the *average* $\Sigma_1 / d$
-# after the first pass, and the second gives $\frac1d(d \cdot \Sigma_1/d + \Sigma_2) = (\Sigma_1 + \Sigma_2)/d$, which
-# is right: the same mistake costs only bytes.) The library refuses the second pass. To see the damage, we make it
-# forget that it has summed these gradients.
+# $d\,\Sigma_1 + \Sigma_2$. (PyTorch averages over ranks instead of summing. There the buffer holds the *average*
+# $\Sigma_1 / d$ after the first pass, and the second gives $\frac1d(d \cdot \Sigma_1/d + \Sigma_2) = (\Sigma_1 +
+# \Sigma_2)/d$, which is right: the same mistake costs only bytes.) The library refuses the second pass. To see the
+# damage, we make it forget that it has summed these gradients.
 
 # %%
 try:
