@@ -866,6 +866,7 @@ assert all(idle(zero_bubble_lists(4, 8, 1), t) == 3 * max(t["F"], t["I"]) for t 
 assert [idle(split_lists([4, 3, 2, 0], [0, 1, 2, last], 8), REAL) for last in (3, 4, 5, 6)] == [18, 15, 13, 13]
 head_in_blocks = 2 * 768 * 50257 / (24 * 768**2 + 4 * 1024 * 768)
 assert round(head_in_blocks, 2) == 4.46 and round(1 - (12 + head_in_blocks) / 8 / head_in_blocks, 2) == 0.54
+say(f"7. The head takes as long as {head_in_blocks:.2f} blocks.")
 
 # %% [markdown]
 # In the notebook, the last cell lets you change $p$, $m$, $v$, the schedule and the times, and the picture follows.

@@ -614,6 +614,7 @@ assert round(1e6 * missing) == 142 and round(1e6 * (missing - 2 * hop - m * loss
 assert round(0.005 * (2 * np.log(16384)) ** 0.5, 3) == 0.022
 assert isclose(0.7 * 0.75 / 0.6 + 0.2 + 0.1, 1.175) and isclose(0.7 + 0.2 + 0.1 / 0.8, 1.025)
 assert busy(2048, 2048) == 128 / 216 and busy(4096, 2048) == 256 / 324
+say(f"1. computation {1e3 * twice.compute:.2f} ms, bubble {1e3 * twice.bubble:.2f} ms")
 
 # %% tags=["active-ipynb"]
 # %autopx
