@@ -1,6 +1,4 @@
-"""The chapters' runs that `make test` leaves out: notebooks from a clean state, one, two and eight ranks, and the
-two planning chapters.
-"""
+"""The chapters' runs that `make test` leaves out: notebooks from a clean state, and other numbers of ranks."""
 
 import pytest
 from test_chapters import CHAPTERS, LATER_RUNS, NOTEBOOKS, execute_from_a_clean_state, run_as_a_script, str_of
