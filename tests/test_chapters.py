@@ -207,7 +207,6 @@ def code_lines(script):
 
 @chapters
 def test_a_chapter_is_one_sitting(chapter):
-    """The first edition's chapters had up to 832 lines of code; these have at most 340, in at most 900 lines."""
     assert code_lines("# %%\nx = 1\n\n# a comment\n\n# %% [markdown]\n# Text\n") == 1
     script = chapter.read_text()
     assert code_lines(script) <= 340 and len(script.splitlines()) <= 900

@@ -10,13 +10,13 @@ You need:
     comm.irecv(array, source)       starts to receive into a contiguous array
     message.wait()                  ends a message that one of the two returned
 
-Graded on 1 to 8 ranks, with sizes that the ranks do not divide: the values; that x is as before; that rank r sends p
-- 1 messages with all elements but those of chunk r, which is the fewest possible; that nothing waits forever.
+Graded on 1 to 8 ranks, with sizes that the ranks do not divide: the values; that x is as before; that rank r
+sends p - 1 messages with all elements but those of chunk r, which is the fewest possible; that nothing waits forever.
 """
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm import Communicator, chunk_bounds
 
 
 def reduce_scatter(comm: Communicator, x: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ the bytes: n(p-1)/p elements for the all-gather and 2n(p-1)/p for the all-reduce
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm import Communicator, chunk_bounds
 
 
 def all_gather(comm: Communicator, chunk: np.ndarray, n: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm import Communicator, chunk_bounds
 
 
 class AdamState:

@@ -17,7 +17,7 @@ most.
 
 import numpy as np
 
-from minipar.comm import Communicator
+from minipar.comm import Communicator, chunk_bounds
 
 
 def gradients(comm: Communicator, shards: list[np.ndarray], x: np.ndarray, target: np.ndarray) -> list[np.ndarray]:

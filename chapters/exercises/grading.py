@@ -156,18 +156,19 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def expect(value: Any, expected: Any, what: str, mistakes: Mapping[str, Any] | None = None) -> None:
-    """Raise a Hint unless `value` is `expected`. `mistakes` gives the value of each known mistake, by its hint."""
+    """Raise a Hint unless `value` is `expected`. `mistakes` gives by its hint each mistake's value, or a tuple."""
     if value is None:
         raise Hint(f"{what}: the function returned None")
     if same(value, expected):
         return
     for hint, wrong in (mistakes or {}).items():
-        if same(value, wrong):
+        if any(same(value, each) for each in (wrong if isinstance(wrong, tuple) else (wrong,))):
             raise Hint(f"{what}: {hint}")
     value, expected = np.asarray(value), np.asarray(expected)
     if value.shape != expected.shape:
         raise Hint(f"{what}: the shape is {value.shape}, expected {expected.shape}")
-    place = np.unravel_index(int(np.argmax(~(abs(value - expected) <= 0))), value.shape) if value.ndim else ()
+    difference = np.nan_to_num(abs(value - expected), nan=np.inf)
+    place = np.unravel_index(int(np.argmax(difference)), value.shape) if value.ndim else ()
     raise Hint(f"{what}: wrong value; element {list(map(int, place))} is {value[place]}, expected {expected[place]}")
 
 

@@ -55,8 +55,10 @@ def grade_case(solution, ranks, logits, name):
         normal = losses + logits[rows, TARGETS]
         maximum = "each rank subtracts its own maximum: sums with different maxima cannot be added"
         mistakes = {
-            maximum: np.log(own_sums) + top[:, rank] - logits[rows, TARGETS],
-            maximum + " ": np.log(own_sums) - (parts[rows, shifted[0], shifted[1]] - top[rows, shifted[0]]),
+            maximum: (
+                np.log(own_sums) + top[:, rank] - logits[rows, TARGETS],
+                np.log(own_sums) - (parts[rows, shifted[0], shifted[1]] - top[rows, shifted[0]]),
+            ),
             "the target's logit is counted on ranks that do not have it: a negative index counts from the end": normal
             - wrapped,
             "the target's logit comes from your own part only: sum it over the ranks, 0 where it is elsewhere": normal

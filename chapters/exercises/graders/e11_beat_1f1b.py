@@ -1,6 +1,6 @@
 """Grader of exercise 11, a schedule that beats 1F1B under its memory."""
 
-from chapters.exercises.graders.e10_one_f_one_b import timeline_of
+from chapters.exercises.graders.schedules import timeline_of
 from chapters.exercises.grading import Hint, call, require
 from minipar.parallel.pipeline.simulate import peak_live
 

@@ -1,0 +1,33 @@
+"""A reader's lists of actions as a checked schedule, for exercises 10 and 11."""
+
+from chapters.exercises.grading import Hint, require
+from minipar.errors import UsageError
+from minipar.parallel.pipeline.actions import Schedule, parse_action
+from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.lower import lower
+from minipar.parallel.pipeline.simulate import Durations, simulate
+
+DURATIONS = Durations(forward=1, backward_input=1, backward_weight=1)  # B takes 2
+
+
+def timeline_of(lists, p, m, kinds):
+    """Return the timeline of a reader's lists with one stage for each rank. Hint if they are no schedule."""
+    require(isinstance(lists, list) and len(lists) == p, f"p = {p}, m = {m}: expected a list of {p} lists")
+    wanted = {f"{kind}{i}" for kind in kinds for i in range(m)}
+    for rank, actions in enumerate(lists):
+        where = f"p = {p}, m = {m}, rank {rank}"
+        require(isinstance(actions, list), f'{where}: expected a list of actions like "F0", not {actions!r}')
+        unknown = [action for action in actions if action not in wanted]
+        require(not unknown, f"{where}: {unknown[:1]} is no action; with m = {m} they are {sorted(wanted)}")
+        missing, twice = wanted - set(actions), [action for action in actions if actions.count(action) > 1]
+        require(not missing, f"{where}: it never runs {', '.join(sorted(missing))}")
+        require(not twice, f"{where}: it runs {twice[:1]} more than once")
+    try:
+        schedule = Schedule.of(
+            "yours", [[parse_action(f"{rank}{action}") for action in actions] for rank, actions in enumerate(lists)]
+        )
+        timeline = simulate(schedule, DURATIONS)
+        check(lower(schedule))
+    except UsageError as error:
+        raise Hint(f"p = {p}, m = {m}: {error}") from None
+    return timeline
