@@ -48,7 +48,8 @@ from functools import partial
 
 import numpy as np
 
-from chapters.support.watch_collectives import caught, count_calls, measure_all_reduce, timeline, watch_blocks
+from chapters.support.caught import catcher
+from chapters.support.watch_collectives import count_calls, measure_all_reduce, timeline, watch_blocks
 from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes
 from minipar.comm.communicator import FEW_STEPS_BELOW
 from minipar.comm.gathers import ring_all_gather
@@ -57,6 +58,7 @@ from minipar.errors import CommunicationError
 
 p, rank = comm.size, comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
+caught = catcher(say)  # runs a check that must fail, and prints what it says
 if rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
     from chapters.support.figures_collectives import plot_blocks, plot_crossover
     from chapters.support.show import show, show_source
@@ -154,7 +156,7 @@ def blocking_ring(comm):
 
 
 if rank == 0:
-    caught(CommunicationError, lambda: run_local(3, blocking_ring))
+    caught("every rank sends first", lambda: run_local(3, blocking_ring), CommunicationError)
 
 # %% [markdown]
 # ## 3.3 All-reduce = reduce-scatter + all-gather
@@ -626,7 +628,7 @@ if rank == 0:
     check(1, lambda r: 10**r * np.arange(1, 9))
     check(0, lambda r: np.full(8, r + 1))
     say("a test in which rank r brings r + 1 in all places does not see the mistake\n")
-    caught(AssertionError, lambda: check(0, lambda r: 10**r * np.arange(1, 9)))
+    caught("start 0", lambda: check(0, lambda r: 10**r * np.arange(1, 9)))
 
 # %% [markdown]
 # **2. A message of the wrong size.** One rank's array is shorter. MPI delivers a short message silently into a longer
@@ -652,8 +654,8 @@ def no_call_on_rank_3(comm):
 
 
 if rank == 0:
-    caught(CommunicationError, lambda: run_local(4, shorter_on_rank_1))
-    caught(CommunicationError, lambda: run_local(4, no_call_on_rank_3))
+    caught("99 elements on rank 1", lambda: run_local(4, shorter_on_rank_1), CommunicationError)
+    caught("no call on rank 3", lambda: run_local(4, no_call_on_rank_3), CommunicationError)
 
 # %% [markdown]
 # ## 3.11 PyTorch's names

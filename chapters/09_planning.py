@@ -190,13 +190,16 @@ def bytes_held(model, T, d, t, p, B, m, zero, schedule, v, sequence_parallel, re
 axes = [(d, t, p) for d in (1, 64) for t in (1, 8) for p in (1, 4)]
 schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 4))
 options = list(product(range(4), schedules, (False, True), RECOMPUTE))
+compared = 0
 for name, (d, t, p), (zero, (schedule, v), sequence_parallel, recompute) in product((SMALL, LARGE), axes, options):
     if v == 1 or p > 1:
         layout = Layout(d, t, p, 2, 8, zero, schedule, v, sequence_parallel, recompute)
         ours = bytes_held(find_model(name), 2048, d, t, p, 2, 8, zero, schedule, v, sequence_parallel, recompute)
         held = memory(find_model(name), layout, 2048)
         assert ours == (held.parameters, held.gradients, held.optimizer, held.activations)
-say("1,152 layouts: each of the four parts == the planner's")
+        compared += 1
+assert compared == 1152
+say(f"{compared:,} layouts: each of the four parts == the planner's")
 
 # %% [markdown]
 # Bytes, to the last one, in 1,152 layouts. Here is how the library writes a layer's activations:
@@ -327,11 +330,12 @@ def sent_by(model, T, layout):
     return bytes_sent(layers, model.hidden, psi, T, d, t, p, B, m, layout.zero, layout.virtual_stages, layout.recompute)
 
 
-for (d, t, p), zero, recompute, v in product(axes, range(4), ("none", "full"), (1, 2)):
+cases = list(product(axes, range(4), ("none", "full"), (1, 2)))
+for (d, t, p), zero, recompute, v in cases:
     layout = Layout(d, t, p, 2, 8, zero, "interleaved-1f1b" if v > 1 else "1f1b", v, True, recompute)
     sent = rank_bytes.volume(GPT3, layout, 2048)
     assert sent_by(GPT3, 2048, layout) == (sent.tp, sent.pp, sent.dp)
-say("128 layouts of GPT-3: bytes over tp, pp and dp == the planner's")
+say(f"{len(cases)} layouts of GPT-3: bytes over tp, pp and dp == the planner's")
 
 # %% [markdown]
 # Now the wires. An A100 sends 300 GB/s to the other seven of its host (NVLink), and 25 GB/s through its network card to

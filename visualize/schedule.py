@@ -104,9 +104,9 @@ def times_text(timelines: Iterable[Timeline]) -> str:
         for slot in (slot for row in timeline.ranks for slot in row):
             times[slot.action.kind].add(v * (slot.end - slot.start))
     kinds: dict[str, list[str]] = {}
-    for kind, found in times.items():
-        if len(found) == 1:
-            kinds.setdefault(f"{float(found.pop()):.4g}", []).append(kind)
+    for kind, durations in times.items():
+        if len(durations) == 1:
+            kinds.setdefault(f"{float(durations.pop()):.4g}", []).append(kind)
     text = ", ".join(" = ".join([*equal, time]) for time, equal in kinds.items())
     return f"{text} for all layers of a rank" if text and several else text
 

@@ -1,4 +1,4 @@
-"""Count the messages of every collective, record a timeline on the model clock, and show a mistake being caught."""
+"""Count the messages of every collective, record a timeline on the model clock, and time all-reduces."""
 
 from __future__ import annotations
 
@@ -94,13 +94,3 @@ def measure_all_reduce(
         busbw = algbw * 2 * (comm.size - 1) / comm.size
         say(f"{row['bytes']:10,}  {name:24} {ours:7.0f} us {native:8.0f} us  {algbw:7.3f}  {busbw:7.3f}")
     return rows
-
-
-def caught(expected: type[Exception], run: Callable[[], object]) -> None:
-    """Run something that must fail with this error, and print the error. AssertionError if it does not fail."""
-    try:
-        run()
-    except expected as error:
-        print(f"caught: {error}\n")
-    else:
-        raise AssertionError(f"no {expected.__name__}: the mistake went unnoticed")
