@@ -239,6 +239,7 @@ say(f"all ranks together sent {2 * Psi * (d - 1) * 8:,} = 2 Psi (d-1) * 8 bytes"
 # 3. Buckets start **strictly in order**, even if a later one is complete first. Collectives match by order: if rank 0
 # started bucket 3 and rank 1 bucket 4, they would add up different parameters. If the buckets' lengths differ, minipar
 # reports it (chapter 3). Where lengths are not checked, a rank can wait for messages that no other rank sends: a hang.
+# If the lengths happen to be equal, nothing is reported and the sums are wrong.
 #
 # 4. When backward ends, `synchronize` waits for what is still under way.
 #
@@ -254,8 +255,9 @@ if rank == 0:
 # How does a parameter know that its gradient is complete? Before backward starts, the engine counts how often each
 # parameter is used. It counts down with each contribution, and at zero it calls the parameter's hooks (chapter 1). A
 # bucket does the same one level higher: it counts its parameters down, and at zero it leaves. Here are buckets and
-# their hook on plain arrays. (The output head is tied to the token embedding: `ties` are such leaves with a gradient of
-# their own. A bucket is complete only with them, and `fold_tied_gradients` adds them up.)
+# their hook on plain arrays. (The output head and the token embedding share one matrix, but each use collects its
+# gradient in a leaf of its own. The second leaf is in `ties`. A bucket waits for all leaves of its parameters, and
+# `fold_tied_gradients` adds up the gradients of one matrix.)
 #
 # Buckets change *when* things are sent. They must not change what arrives: with `ordered`, the reference's bits for any
 # bucket size, and not one byte more on the wire than the formula of 4.3.
@@ -333,9 +335,10 @@ if rank == 0:
     show_source(DistributedDataParallel._start, DistributedDataParallel.synchronize, FlatBuffers.__init__)
 
 # %% [markdown]
-# (The bytes of rank 0 vary by a few elements with the size of the buckets, because the uneven chunks of many small
-# arrays fall differently; summed over the ranks they are those of 4.3 each time. And with `ring` the *bits* depend on
-# the bucket size: it decides in which chunk an element lies, and so in which order it is summed.)
+# (With other numbers of ranks the bytes of rank 0 vary by a few elements with the size of the buckets, because the
+# uneven chunks of many small arrays fall differently; summed over the ranks they are those of 4.3 each time. And with
+# `ring` the *bits* depend on the bucket size: it decides in which chunk an element lies, and so in which order it is
+# summed.)
 #
 # ### Seeing it
 #
@@ -367,10 +370,10 @@ if rank == 0:
 # %% [markdown]
 # One all-reduce after backward exposes 0.400 ms of 1.155 ms, which is $2(d-1)(\alpha + \beta n/d)$. With 7 buckets a
 # step takes 0.830 ms, and 81 % of the all-reduce is hidden: on the right most of it lies under backward. What sticks
-# out is the *tail*: the last bucket cannot start before backward ends. In GPT-2 it holds the first two parameters, the
-# token and the position embedding. Backward reaches them last, and the output head, which is tied to the token
-# embedding, waits with them. In the real GPT-2 (124 million parameters) the token embedding is almost a third of all
-# bytes, which nothing hides.
+# out is the *tail*: the rest of the bucket that is under way when backward ends, and the whole last bucket, which
+# cannot start before. Nearly all of the last one are the first two parameters, the token and the position embedding.
+# Backward reaches them last, and the output head, which is tied to the token embedding, waits with them. In the real
+# GPT-2 (124 million parameters) the token embedding is almost a third of all bytes, which nothing hides.
 #
 # ### How large should a bucket be?
 #
@@ -557,12 +560,12 @@ say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte (ln 256 = {math.log
 #
 # $$\text{at least } \; \frac{T_1}{d} + \text{what is not hidden of } \; 2(d-1)\left(\alpha + \frac{n}{d}\beta\right).$$
 #
-# The first term falls as $1/d$. The second does not fall at all: its bytes tend to $2n$, its latency grows with $d$. So
-# the efficiency, $T_1$ divided by $d$ times this time, must fall, and the batch per rank runs out in the end. *Weak
-# scaling* keeps the batch per rank and lets the global batch grow. Then computation stays, and data parallelism scales
-# until the batch is larger than training can use (McCandlish et al. 2018, arXiv 1812.06162). For the model and network
-# of 4.4 and a global batch of 64 samples: backward is two thirds of the computation, and we assume that all of it can
-# hide communication (no tail).
+# The first term falls as $1/d$. The all-reduce in the second does not get shorter: its bytes tend to $2n$, its latency
+# grows with $d$. And there is less and less backward to hide it. So the efficiency, $T_1$ divided by $d$ times this
+# time, must fall, and the batch per rank runs out in the end. *Weak scaling* keeps the batch per rank and lets the
+# global batch grow. Then computation stays, and data parallelism scales until the batch is larger than training can use
+# (McCandlish et al. 2018, arXiv 1812.06162). For the model and network of 4.4 and a global batch of 64 samples:
+# backward is two thirds of the computation, and we assume that all of it can hide communication (no tail).
 
 # %%
 efficiency = []
@@ -620,11 +623,11 @@ for name, wrapper, catching in (
 # constant factor cancels: the parameters move as they should, up to `eps`. The mistake shows when clipping is turned
 # on, or with SGD.
 #
-# **Mistake 5 would be right with plain SGD.** For an update $-\eta\,G_r$ that is linear in the gradient, the average of
-# the updated weights is the update with the averaged gradient. It is wrong as soon as gradients are clipped, because
-# each rank then clips by the norm of its own gradient. And AdamW is not linear: it divides by a root, and the mean of
-# quotients is not the quotient of means. Replicas agree, the bytes are right, the loss falls; only the comparison with
-# one device objects.
+# **Mistake 5 would be right with plain SGD.** Let $G_r$ be the gradient of rank $r$'s own mean and all ranks have
+# equally many tokens. For an update $-\eta\,G_r$, which is linear in the gradient, the average of the updated weights
+# is the update with the averaged gradient. It is wrong as soon as gradients are clipped, because each rank then clips
+# by the norm of its own gradient. And AdamW is not linear: it divides by a root, and the mean of quotients is not the
+# quotient of means. Replicas agree, the bytes are right, the loss falls; only the comparison with one device objects.
 #
 # ## 4.9 PyTorch's names
 #
@@ -656,10 +659,11 @@ for name, wrapper, catching in (
 # two of them rounds to the one whose last binary digit is 0, here the multiple of 4; $10^{16}$ is one.)
 #
 # **For you.** (a) In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete,
-# whatever came before. For this GPT nothing breaks. Which kind of model would break it, and what would you see: an
-# error, a hang, or wrong values?
+# whatever came before. For this GPT nothing breaks. Which kind of model would break it (think of a path that depends on
+# the data), and what would you see: an error, a hang, or wrong values?
 #
-# (b) In the timeline of 4.4, which two parameters make up nearly all of the tail, and how would you shorten it?
+# (b) In the timeline of 4.4, which two parameters make up nearly all of the last bucket, and how would you shorten the
+# tail? (Most rows of an embedding's gradient are 0: those of tokens that the batch does not contain.)
 #
 # (c) Every rank holds all $\Psi$ parameters, all gradients, both AdamW moments, and after the all-reduce every rank
 # takes the very same optimizer step. The all-reduce is a reduce-scatter followed by an all-gather. What could be done

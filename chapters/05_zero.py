@@ -92,10 +92,10 @@ say(f"{d} rank{'s' if d > 1 else ''}")
 # | mean of the squared gradient (variance) | fp32 | 4 |
 # | | | **16** |
 #
-# Why an fp32 copy of the parameters? An update is often smaller than $2^{-11}$ of its parameter, half the distance to
-# the next fp16 value, and would be rounded away. The three fp32 rows are the *optimizer state*, 12 bytes. Without
-# mixed precision there is no second copy: parameter, gradient and two means are $4 + 4 + 8 = 16$ bytes in fp32, and
-# $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
+# Why an fp32 copy of the parameters? An update is often smaller than $2^{-12}$ of its parameter. That is at most half
+# the distance to the next fp16 value, so it would be rounded away. The three fp32 rows are the *optimizer state*, 12
+# bytes. Without mixed precision there is no second copy: parameter, gradient and two means are $4 + 4 + 8 = 16$ bytes
+# in fp32, and $8 + 8 + 16 = 32$ in float64, in which this chapter runs.
 #
 # Parameters, gradients and optimizer state together are the **model state**. With $\Psi$ parameters and $d$ ranks:
 #
@@ -328,9 +328,11 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # The ledger proves the sentence above: next to its chunks, a rank never holds more than *one* full gradient of a layer.
 #
 # The library's stage adds three things. It is asynchronous: `_prepare` makes the array for a bucket's full gradient
-# when backward arrives at the bucket's *unit*, and waits until at most one older bucket still travels, so there are
-# never more than two. The message alone refers to the full gradient, so the gradient is freed when it has been sent.
-# And nobody writes a training loop with `finished` in it: the unit must notice by itself that backward arrives.
+# when backward arrives at the bucket's *unit* (the part of the model whose parameters share a bucket, here a block),
+# and waits until at most one older bucket still travels. So there are never more than two, besides that of the matrix
+# which embedding and head share: it is complete only at the end of backward. The message alone refers to the full
+# gradient, so the gradient is freed when it has been sent. And nobody writes a training loop with `finished` in it: the
+# unit must notice by itself that backward arrives.
 #
 # How does it notice? Backward goes through the operations in reverse. An identity operation that is applied to the
 # unit's *output* runs its backward just before the unit's backward. An identity that is applied to the unit's *input*
@@ -346,7 +348,8 @@ if rank == 0:
     show_source(ZeroStage2._around, ZeroStage2._prepare, ZeroStage2._reduce_scatter)
 
 # %% [markdown]
-# The same bytes on the wire again. Stage 2 is free, as long as every step has a single backward; 5.9 has another case.
+# The same bytes on the wire again. Stage 2 sends nothing that stage 1 does not send, as long as every step has a single
+# backward; 5.9 has another case.
 #
 # ## 5.4 Stage 3: shard the parameters
 #
@@ -486,10 +489,11 @@ if rank == 0:
 
 # %% [markdown]
 # Below the dashed line, the model state shrinks. Above it is what the formula leaves out. *Activations* grow through
-# forward and shrink through backward, the same in every panel. *Buffers* are room for messages in all stages
-# (the communicator keeps that of stage 0, the first run), in stage 2 also the full gradients of buckets, and in stage 3
-# also the gathered parameters, of this unit and of the next. At toy size, where a unit is a fifth of the
-# model, they weigh much. A model of 96 blocks has two of about a hundred units in the air.
+# forward and shrink through backward, the same in every panel. *Buffers* are, in all stages, room for messages (in the
+# first panel they do not fall to 0, because the communicator keeps the room that its first run made); in stage 2 also
+# the full gradients of buckets, and in stage 3 also the gathered parameters, of this unit and of the next. At toy size,
+# where a unit is a fifth of the model, they weigh much. A model of 96 blocks has two of about a hundred units in the
+# air.
 #
 # ## 5.6 What stage 3 pays
 #
@@ -584,7 +588,8 @@ say(f"while a model of {8 * Psi:,} bytes was made rank 0 held at most {building.
 #
 # - **Reduce-scatter after every microbatch** and add up the chunks. Memory: $\Psi/d$. Bytes: $m$ reduce-scatters.
 #
-# Stage 3 also gathers parameters for every microbatch, twice:
+# Stage 3 also gathers parameters for every microbatch, twice. Elements sent per rank and step, each times
+# $\frac{d-1}{d}$:
 #
 # | | reduce-scatter | all-gather | together |
 # | --- | --- | --- | --- |
@@ -666,7 +671,7 @@ for name, wrap, right, catching in (
 # gathered from its owner, all ranks agree on the wrong parameters, with the right number of bytes. A check that ranks
 # are equal is necessary; it is not a proof.
 #
-# **Bytes see what is not sent** (mistakes 1 and 2), and nothing else.
+# **Bytes see whether the right amount is sent** (mistakes 1 and 2), not what it contains.
 #
 # **Only the ledger sees memory.** Mistake 4 computes the right bits and sends the right bytes. It is only that the
 # whole model stays on every rank, and stage 3 has no purpose any more. A leak of this kind is found when a larger model
@@ -690,23 +695,25 @@ for name, wrap, right, catching in (
 #
 # ## 5.12 Problems
 #
-# 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take
-# 20 GB of each. Which is the first stage that fits?
+# 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take 20
+# GB of each. Which is the first stage that fits, with one backward per step?
 #
-# 2. Parameters and gradients travel in fp16. How many GB does each of these GPUs send per step with $m = 8$
-# microbatches: in stage 1; in stage 2 with a reduce-scatter after every microbatch; in stage 3 likewise?
+# 2. Parameters and gradients travel in fp16. How many GB does each of the 8 GPUs of problem 1 send per step for its 13
+# billion parameters, with $m = 8$ microbatches: in stage 1; in stage 2 with a reduce-scatter after every microbatch; in
+# stage 3 likewise?
 #
 # 3. A GPU has 60 GB for the model state. How large a model can be trained with stages 1, 2 and 3 on 8 GPUs, and how
 # large on 1,024?
 #
 # 4. 64 GPUs reach $4 \cdot 10^{14}$ operations per second each and send 50 GB/s each, in fp16. How many tokens must a
-# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step with 4,096 tokens take than
-# if nothing had to be sent?
+# GPU compute per microbatch so that stage 3 hides its gathers? How much longer does a step of one microbatch of 4,096
+# tokens take than if nothing had to be sent? (Leave out latencies and the first and last unit: forward and backward
+# take as long as their gathers if these are longer.)
 #
 # ### For you
 #
 # 1. Hide stage 1's gather: let the next forward start while that of `after_step` is under way. What must a unit's
-# forward wait for? Which two methods of this chapter do that already?
+# forward wait for? Which method of this chapter starts such a gather, and which waits for it?
 #
 # 2. The last block (not the head) is released after its forward and gathered again a moment later, when backward comes
 # out of the head. Keep it. How many bytes does a step save, and what happens to the peak? Why is it the last block and
@@ -714,7 +721,8 @@ for name, wrap, right, catching in (
 #
 # 3. A run on 8 ranks is to be continued on 6. A *checkpoint* is what the run writes to files so that another run can
 # take its next step; the batch of a step depends on the seed and the step's number only. Which arrays must it hold, in
-# which form, and which of this chapter's bits can the continued run not reproduce?
+# which form, and which results of the continued run will differ in their last bits from those of 8 ranks? (The global
+# batch divides by both.)
 #
 # ## 5.13 Answers
 #

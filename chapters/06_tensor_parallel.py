@@ -304,7 +304,8 @@ if rank == 0:
 # ## 6.5 The vocabulary
 #
 # GPT-2's token embedding has $V = 50\,257$ rows, almost a third of its 124 million parameters, and the output head is
-# the same matrix. It is cut by rows: rank $r$ holds the tokens from $r V/t$ on.
+# the same matrix. It is cut by rows: rank $r$, counted from 0, holds the $V/t$ tokens from $r V/t$ on ($V$ is padded to
+# a multiple of $t$).
 #
 # **Embedding.** Each rank looks up the tokens that it holds, writes zeros for the others, and an all-reduce adds. (That
 # sum is exact: all terms but one are zero.)
@@ -438,11 +439,11 @@ assert np.array_equal(predicted.reshape(B, T, h) + c_proj.bias.data, parallel["c
 say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit for bit")
 
 # %% [markdown]
-# The embedding has the same bits, and so has ln_1. Columns and heads may have the same bits: each element is the same
-# sum over $h$, but the library's product of a narrower matrix may group it differently. The row layer splits the sum
-# itself, and one device that adds the same blocks in the same order gets the ranks' exact bits. So the difference is
-# the order of additions and nothing else. The bound that `--verify` uses is 1e-12 relative after one training step in
-# float64, 1e-10 after twenty (`minipar.train.verify.bound`).
+# The embedding has the same bits, and so has ln_1. Columns and heads can have the same bits, but need not: each element
+# is the same sum over $h$, and the library that multiplies matrices may add it in another order when the matrix is
+# narrower. The row layer splits the sum itself, and one device that adds the same blocks in the same order gets the
+# ranks' exact bits. So the difference is the order of additions and nothing else. The bound that `--verify` uses is
+# 1e-12 relative after one training step in float64, 1e-10 after twenty (`minipar.train.verify.bound`).
 #
 # ## 6.7 The bytes
 #
@@ -527,11 +528,11 @@ assert relative_difference(all_reduce(dbias_own), dbias_d) < 1e-12
 say(f"each rank's {N // t} of {N} tokens as in 6.2, with the same {sent:,} bytes")
 
 # %% [markdown]
-# The last line shows the one new duty. Some parameters are the same on every rank, but a rank's gradient of them covers
-# its own tokens only. In a layer these are the biases of the two row layers ($2h$ elements) and both LayerNorms ($4h$);
-# outside the layers `wpe` and `ln_f`. The whole gradient is the **sum over tp**: their placement is `Partial`. They
-# are summed once per step, $6h$ elements of each layer. (Without sequence parallelism each rank has seen all tokens,
-# and summing would count $t$ times.) The library's version:
+# The assertion about `dbias_own` shows the one new duty. Some parameters are the same on every rank, but a rank's
+# gradient of them covers its own tokens only. In a layer these are the biases of the two row layers ($2h$ elements) and
+# both LayerNorms ($4h$); outside the layers `wpe` and `ln_f`. The whole gradient is the **sum over tp**: their
+# placement is `Partial`. They are summed once per step, $6h$ elements of each layer. (Without sequence parallelism each
+# rank has seen all tokens, and summing would count $t$ times.) The library's version:
 
 # %%
 if rank == 0:
@@ -699,7 +700,7 @@ if rank == 0:
     show_source(layers._ColumnLinear.backward)
 
 # %% [markdown]
-# Of each of these sums as much is hidden as the product takes, at most all of it. The rest is exposed:
+# Each of these sums is hidden for as long as the weight's product takes. If the sum takes longer, the rest is exposed:
 #
 # $$\text{exposed} = \max\left(0,\; 2(t-1)\left(\alpha + \beta\tfrac{n}{t}\right) - \frac{2N h\, h_{\text{out}}}{t\, S}
 # \right), \qquad h_{\text{out}} = 3h \text{ or } 4h.$$
@@ -791,8 +792,8 @@ for name in MISTAKES:
 
 # %% [markdown]
 # **A falling loss proves little.** With mistakes 1, 2, 3 and 5 the third loss is within one percent of the right one.
-# With mistake 4 it falls too, only more slowly: the maxima of the ranks are close to one another at first, so the
-# gradient is nearly right.
+# With mistake 4 the reported loss falls too, though it is itself computed with the mistake: the maxima of the ranks are
+# close to one another at first, so the gradient is nearly right.
 #
 # **A test at initialization is not enough.** Biases start at zero, so mistake 1 is invisible in the first step. A test
 # must train a few steps, or begin with biases that are not zero.
@@ -823,21 +824,22 @@ for name in MISTAKES:
 # in 16 bit, forward and backward together? How long does that take on NVLink (450 GB/s) without latency?
 #
 # 2. How many bytes does the loss of $N = 8192$ tokens send per rank in float32 over $t = 8$ ranks? How many does a rank
-# send to gather the logits of GPT-2's vocabulary, padded to 50,264?
+# send to gather, also in float32, the logits of GPT-2's vocabulary, padded to 50,264?
 #
-# 3. From which hidden size on is communication over InfiniBand (50 GB/s, $S = 4 \cdot 10^{14}$) with $t = 8$ at most as
-# long as computation, without latency?
+# 3. From which hidden size on is communication in 16 bit over InfiniBand (50 GB/s, $S = 4 \cdot 10^{14}$) with $t = 8$
+# at most as long as computation, without latency and with nothing hidden?
 #
 # 4. How many bytes of activations does one layer of GPT-3 ($T = 2048$, $B = 1$, $h = 12\,288$, $a = 96$) keep on each
 # rank by the paper's formulas: alone, with $t = 8$, and with sequence parallelism too?
 #
 # 5. A row layer's bias could also be added before the sum on rank 0 only. Is that right in forward? What is its
-# gradient on each rank, with and without sequence parallelism, and what would the optimizer, without weight decay, do
-# to the copies on the others?
+# gradient on each rank before the sum of `Partial` gradients, with and without sequence parallelism? What would the
+# optimizer, without weight decay and clipping, do to the copies on the others? (A copy that is not used has the
+# gradient 0.)
 #
 # 6. Let `_ColumnLinear` keep its own tokens only and gather again in backward, as Megatron does. Backward has two
 # products (6.9, 6.11). Which of them can run during that all-gather, and why not the other? Per layer, what do the
-# ledger and the counter say before and after?
+# ledger (after forward) and the counter say before and after?
 #
 # ## 6.15 Answers
 

@@ -245,8 +245,8 @@ if rank == 0:
 # %% [markdown]
 # The thick boxes are the **longest path**: the chain of actions, each of which begins when the one before it ends. No
 # schedule is shorter than its longest chain of actions that wait for each other. The chain goes down $p-1$ ranks,
-# through the whole list of the last rank, and up $p-1$ ranks. Everything in it but the last rank's own work is idle
-# time: $(p-1)(T_F+T_B)$, the same as GPipe's.
+# through the whole list of the last rank, and up $p-1$ ranks. While the boxes of other ranks on this path run, the last
+# rank is idle: $(p-1)(T_F+T_B)$. All ranks have equally much work, so each is idle for that long, as with GPipe.
 #
 # The gain is memory: at most $\min(m, p-r)$ microbatches are alive on rank $r$, whatever $m$ is. So $m$ can grow until
 # the bubble does not matter. With $p = 4$ and $m = 8$ rank 0 holds 4 activations instead of GPipe's 8.
@@ -365,7 +365,7 @@ if rank == 0:
 # **Memory has two counts.** Counted until `I`, rank $r$ of ZB-H1 holds $p-r$ microbatches, as in 1F1B, and rank 0 of
 # ZB-H2 $2p-1$. But a `W` that is put off keeps its inputs alive. In ZB-H1 $r$ of them wait when rank $r$ does a
 # forward, so counted until `W`, each rank holds $(p-r) + r = p$ microbatches; in ZB-H2 each holds $2p-1$. The pictures
-# and tables of this chapter count until `I`, and exercise 11 counts until `W`.
+# and tables of this chapter count until `I`; problem 6 and exercise 11 in chapters/exercises count until `W`.
 
 
 # %%
@@ -455,7 +455,8 @@ if rank == 0:
 #
 # The paper's Tables 5 and 6, first row: $p = 8$, $m = 24$, times in ms as measured on its machine, and 0.601 ms for
 # each message. With these the simulator gives the published rates. ZB-H2's is 0.1083 and not 0, because there `W` takes
-# only half as long as `I`.
+# only half as long as `I`. Rank 0 then begins first and ends last, so all its idle time lies in pauses, and the rate
+# equals idle / total.
 
 # %%
 h1, h2 = (simulate(make(name, 4, 8)) for name in ("zb-h1", "zb-h2"))
@@ -472,8 +473,9 @@ for name, published in {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}.items(
 # ZB-H2 pays with twice the activations. The V-shaped schedule (Qi et al. 2024, arXiv 2405.15362) needs no more than
 # 1F1B: two stages per rank, the second half of the pipeline running *back up*. Rank $r$ has stages $r$ and $2p-1-r$.
 # The last stage lies on rank 0, beside the first. So a microbatch's backward can begin where its forward ended, without
-# a way down. Every rank holds $2p$ activations of half size. And as both ends are on one rank, embedding and head are
-# there together. For $T_F = T_I = T_W$ no rank ever pauses: the idle time is the start, $p-1$ half-sized forwards.
+# a way down. A rank holds at most $2p$ activations of half size. And as both ends are on one rank, embedding and head
+# are there together. For $T_F = T_I = T_W$ and $m \ge 2p - 1$ no rank ever pauses: the idle time is the start, $p-1$
+# half-sized forwards.
 
 # %%
 assert all(idle(library_lists("zbv", p, m), EQUAL) == p - 1 for p, m in SIZES if m >= 2 * p - 1)  # times of a half
@@ -651,7 +653,9 @@ if rank == 0:
 #
 # $$T_F \propto 24Nh^2 + 4NTh, \qquad T_I \propto 24Nh^2 + 8NTh, \qquad T_W \propto 24Nh^2.$$
 #
-# So $T_W < T_F < T_I$, the more so the longer the sequence. The head adds $2NhV$ to each on the last stage.
+# So in operations of matrix products $T_W < T_F < T_I$, the more so the longer the sequence. Measured times can differ,
+# as in the table above, because LayerNorm, softmax and residuals are in F and I. The head adds $2NhV$ to each on the
+# last stage.
 #
 # Is the simulator right? The executor runs on the `model` clock (chapter 3), which every matrix product of the
 # trainer advances by its number of operations. Four ranks as threads; a message takes 50,000 operations. Every start
@@ -670,9 +674,9 @@ if rank == 0:
         say(f"{name:<17} every start and end ==;   bubble {float(predicted.bubble_fraction):.4f}")
 
 # %% [markdown]
-# These bubbles are larger than in 7.6, because the stages are not equal: the last has the head as well. The slowest
-# stage sets the pace, and the others wait for it at every microbatch. A bubble counts every kind of waiting, and where
-# the ranks' work is unequal it is the mean over the ranks.
+# These bubbles are larger than in 7.6, because messages take time and the last stage has the head as well. (In the
+# naive schedule only the messages matter.) The slowest stage sets the pace, and the others wait for it at every
+# microbatch. A bubble counts every kind of waiting, and where the ranks' work is unequal it is the mean over the ranks.
 #
 # The model clock does not count LayerNorm, GELU, softmax, residuals, the loss and the optimizer. They are few
 # operations but move much memory, so on a GPU they take time. `mpirun -n 8 python -m minipar.bench pipeline` measures
@@ -686,8 +690,9 @@ if rank == 0:
 #
 # minipar gives the matrix to the first stage. The head borrows it. After the last backward the head's contribution
 # travels up, is added, and after the optimizer's step the new values travel down: $Vh$ elements each way per step,
-# which 7.7 has counted. (Megatron all-reduces the two gradients and updates both copies. Then both ranks hold optimizer
-# state, and the norm must not count the matrix twice.) ZB-V has both ends on rank 0 and sends none.
+# which come on top of the messages that 7.7 counts. (Megatron all-reduces the two gradients and updates both copies.
+# Then both ranks hold optimizer state, and the norm must not count the matrix twice.) ZB-V has both ends on rank 0 and
+# sends none.
 #
 # The bits need care: $a + b$ is the same in any order, but contributions of *several microbatches* from *two ends* are
 # not. One device would add head, embedding, head, embedding, ... So minipar keeps the two sums apart until the step, on
@@ -717,8 +722,9 @@ if ranks % 2 == 0 and ranks > 2:
     say(f"--pp {ranks // 2} --dp 2: {run.verdict.line}")
 
 # %% [markdown]
-# Why once per step, and not after every microbatch? ZeRO 2 and 3 keep gradients sharded (chapter 5). In a pipeline they
-# would have to send them $m$ times.
+# Why once per step, and not after every microbatch? Each further sum would send all gradients again. ZeRO 2 and 3 could
+# keep gradients sharded all the time only by doing that, $m$ times per step (chapter 5); in a pipeline minipar
+# therefore lets them accumulate whole, and shards them once.
 #
 # ## 7.11 Never draining: PipeDream and 2BW
 #
@@ -825,8 +831,8 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
 # the first that idles for less than 14? How many microbatches does the last rank then hold, counted until `W`?
 #
 # 7. **The head.** With $V = 50{,}257$, $h = 768$, $T = 1024$, 12 blocks: how many blocks does the head cost in forward?
-# How should the cuts lie with 4 ranks? And which bubble, averaged over the ranks, remains at least with 8, whatever the
-# schedule?
+# (It cannot be split, and a stage may have no block. The embedding costs nothing.) How should the cuts lie with 4
+# ranks? And which bubble, averaged over the ranks, remains at least with 8, whatever the schedule?
 #
 # ## 7.15 Answers
 #

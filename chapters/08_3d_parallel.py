@@ -123,8 +123,8 @@ if rank == 0:
 # Its rows are 4, 5, 6, 7 along tp, 1, 5 along dp, and 5, 13 along pp. Neighbours along tp are 1 apart, along dp
 # $t = 4$, along pp $t d = 8$. These distances are the *strides* of the axes.
 #
-# Two rows meet in one rank, never in two. So no pair of ranks ever talks on two axes. In the library each row is a
-# communicator: chapter 4's all-reduce runs in the rows along dp, chapter 6's sums in those along tp, chapter 7's
+# Two rows of different axes share at most one rank. So no pair of ranks ever talks on two axes. In the library each row
+# is a communicator: chapter 4's all-reduce runs in the rows along dp, chapter 6's sums in those along tp, chapter 7's
 # messages in those along pp. None of them knows that others exist.
 
 # %%
@@ -234,7 +234,8 @@ say(f"{MINE} --zero-stage 3\n{verdict.line}")
 # each of $B T h$ values: $m\,(4 L_r + 1) \cdot 2 B T h\, \frac{t-1}{t}\, w$ with $L_r$ layers on the rank,
 #
 # - over **pp** for each microbatch one activation or its gradient per neighbouring stage: $m B T h\, w$, or twice that
-# in the middle; the first and the last rank besides the token embedding or its gradient, $\frac{V}{t} h\, w$.
+# in the middle; the first and the last rank send $\frac{V}{t}\, h\, w$ bytes more: the new embedding downwards, its
+# gradient upwards. (This is for one stage per rank, without sequence parallelism.)
 #
 # Here for rank 0 of dp 2 x tp 2 x pp 2:
 
@@ -287,8 +288,8 @@ if rank == 0:
 # ## 8.5 Why tp is innermost
 #
 # A cluster has two kinds of links: fast ones inside a host, slow ones between hosts. Ranks are numbered host by host,
-# $g$ in each. A row stays inside a host if its stride times its length divides $g$: along tp if $t$ divides $g$, along
-# dp if $t d$ does. Counted for dp 2 x tp 4 x pp 2:
+# $g$ in each. All rows of an axis stay inside a host if their stride times their length divides $g$: along tp if $t$
+# divides $g$, along dp if $t d$ does. Counted for dp 2 x tp 4 x pp 2:
 
 
 # %%
@@ -334,17 +335,18 @@ if rank == 0:
     show(figures.plot_placements(fast.seconds, times), "08_placements")
 
 # %% [markdown]
-# *Its price* is $\alpha$ per message and $\beta$ per byte, as if nothing were hidden. The step of 153.7 ms becomes
-# longer by less. On Ethernet between the hosts it takes 299.2 ms with tp there, 199.4 ms with dp, 183.9 ms with pp:
+# *Its price* is $\alpha$ per message and $\beta$ per byte, as if nothing were hidden. The step of 153.7 ms has paid
+# NVLink's price already, and some is hidden, so it becomes longer by less. On Ethernet between the hosts it takes 299.2
+# ms with tp there, 199.4 ms with dp, 183.9 ms with pp:
 #
-# - **tp** sends the most, in the most messages, and in forward everybody waits for it. What can be hidden is half of
-# backward's, behind weight gradients (chapter 6).
+# - **tp** sends the most, in the most messages, and in forward everybody waits for it. Only the sums of backward, half
+# of all, can be hidden, behind weight gradients (chapter 6).
 #
-# - **dp** sends its gradients once per step, whatever the number of microbatches. Some of it travels while the pipeline
-# drains.
+# - **dp** sends its gradients once per step, whatever the number of microbatches. On the last stage it travels while
+# the first still works, which saves nothing here: the first stage ends last, and its sum is not hidden.
 #
-# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding. Mostly the fill, the
-# drain and the embedding wait.
+# - **pp** sends the least: one activation per microbatch and cut, and once per step the embedding. Ranks wait for these
+# messages mostly while the pipeline fills and drains, and at the end for the embedding.
 #
 # So rank numbers run tp, dp, pp from the inside out, and $t$ should divide the ranks of a host. Megatron has the same
 # order. It is no law: with more microbatches tp and pp send more and dp does not; with ZeRO 3 dp may send more than tp
@@ -607,20 +609,21 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # per step, by the formulas of 8.4 (ten layers, no embedding, $\Psi_r$ an even share)? Which axes leave a host of eight?
 #
 # 3. For rank 0 of 8.4, from how many microbatches on does tp send more than dp? And if ZeRO 3 gathers each block for
-# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the model of
-# 8.5 at full size ($B = 1$, $T = 2048$, $h = 6144$, $V = 16\,384$, $w = 2$), where rank 0 sends 586 MB over dp: from
-# how many microbatches on does pp send more than dp, so that dp should be the outermost axis?
+# each forward and each backward, about $(2m+1)\,\Psi_r \frac{d-1}{d}$ values over dp? For the model of 8.5 at full size
+# ($B = 1$, $T = 2048$, $h = 6144$, $V = 16\,384$, $w = 2$), where rank 0 sends 586 MB over dp: from how many
+# microbatches on does pp send more than dp, so that by bytes alone dp should be the outermost axis?
 #
 # 4. A matrix of 6 x 8 is cut by columns over tp 2 and by ZeRO over dp 3. Which rows and columns does rank 3 write?
 # A LayerNorm's 8 weights are not cut by tp. Which ranks write which of them? (Each is a bucket of its own, and
 # chunks are cut as `np.array_split` does.)
 #
-# 5. Each of the eight ranks of dp 2 x tp 2 x pp 2 sums the squares of all gradients that it holds, and the sums are
-# all-reduced over the world. How often does an element of a cut matrix count, and one of a LayerNorm? Without ZeRO, and
-# with ZeRO 2, where a rank keeps its own chunk only?
+# 5. After dp has summed the gradients, each of the eight ranks of dp 2 x tp 2 x pp 2 sums the squares of all that it
+# holds, and the sums are all-reduced over the world. How often does an element of a cut matrix count, and one of a
+# LayerNorm? Without ZeRO, and with ZeRO 2, where a rank keeps its own chunk only?
 #
-# 6. Average over tp the gradients of *uncut* parameters only. Which instrument of 8.7 notices? And with
-# `--sequence-parallel`, where these are `Partial` (8.2): what is right there, and what does the mean do?
+# 6. Average over tp the gradients of *uncut* parameters only, where nothing should be sent. Which instrument of 8.7
+# notices? And with `--sequence-parallel`, where these are `Partial` (8.2): what is right there, and what does a mean in
+# its place do?
 #
 # ## 8.10 Answers
 #

@@ -87,7 +87,7 @@ if rank == 0:
 #
 # The factor 3 is one forward and a backward of two products for each of forward's. $4T^2h$ is attention's core, counted
 # as if every token saw all others, as in the papers. Divided by the tokens this is nearly **$6\Psi$ operations per
-# token**; the rule leaves out attention's core, a part of $T/(6h)$.
+# token**; the rule leaves out attention's core, which is $T/(6h)$ of a layer's other products.
 #
 # A planner's model is a `ModelShape`, these values and nothing else.
 
@@ -379,8 +379,9 @@ assert round(S["a100"] / GPUS["a100"].memory_bandwidth) == 115  # 9.4's third wi
 #
 # **Latencies** come on top. In a ring of $d$ ranks a gather or a reduce-scatter takes $d - 1$ messages, one after the
 # other: $(d-1)\,\alpha$ seconds for each layer, however few its bytes are. $\alpha$ is 14 µs on the network, 3.4 µs on
-# NVLink. A layer of the 7.5B with tp 8 has 50 MB of gradients on each rank, 2.5 ms on the network: from 180 replicas on
-# the latencies are the larger part. A smaller batch leaves less computation beside them, and they stay.
+# NVLink; in a ring with $k$ members on each host $k - 1$ of $k$ messages cost NVLink's. A layer of the 7.5B with tp 8
+# has 50 MB of gradients on each rank, 2.5 ms on the network: from 180 replicas on the latencies are the larger part. A
+# smaller batch leaves less computation beside them, and they stay.
 #
 # Predict for GPT-3 ($h$ = 12288, 12 layers per stage, tp 8): which axis can bear the network?
 
@@ -536,9 +537,9 @@ if rank == 0:
 #
 # **ZeRO-3 with tp $t$** (alone: $t = 1$). A replica is $t$ GPUs, and a host holds $g/t$ of them. Each of the $t$ parts
 # of the model is gathered by rings that enter and leave the host, and all the host's cards together carry $6\Psi$ bytes
-# with each microbatch, whatever $t$ is: $6\Psi\beta/g$ seconds on $g$ cards. Beside them stand the $6\Psi \cdot g\nu$
-# operations of the host's $g$ GPUs (with one microbatch), $6\Psi\nu/S$ seconds: they hide if $g\nu \ge S\beta$. With
-# $\beta$ the network's and $\beta'$ NVLink's:
+# with each microbatch, whatever $t$ is: $6\Psi\beta/g$ seconds on $g$ cards. If the step is one microbatch, the host's
+# $g$ GPUs compute $6\Psi \cdot g\nu$ operations beside them, in $6\Psi\nu/S$ seconds: they hide if $g\nu \ge S\beta$.
+# With $\beta$ the network's and $\beta'$ NVLink's:
 #
 # $$\text{bandwidth: } g\,\nu \ge S\beta, \qquad \text{batch: } \nu\, t \ge T, \qquad \text{memory: }
 # \frac{16\Psi}{d\,t} + \frac{\text{activations}}{t} \le \text{the GPU's}, \qquad
@@ -581,8 +582,9 @@ assert all(1.10 < best["ZeRO-3", gpus][0] / best["tp 2, ZeRO-3", gpus][0] < 1.15
 # - **64 GPUs**: $\nu$ = 65,536. Neither gather nor bubble matters; memory does. ZeRO-3 alone has the activations of
 #   whole sequences and pays for full recompute. tp x pp cuts them, and wins.
 # - **256 to 2048**: $g\nu$ is above $S\beta$ = 11,700, so the gathers hide. With tp 2 and sequence parallelism the
-#   activations fit with selective recompute, and a replica has a sequence. ZeRO-3 with this smallest $t$ wins; more tp
-#   only costs. ZeRO-3 alone is 10 to 15 % slower, and at 2048 GPUs it ends: a GPU has less than one sequence.
+#   activations fit with selective recompute, and a replica has a sequence. ZeRO-3 with this smallest $t$ wins among
+#   these four families (9.5 searches many more); more tp only costs. ZeRO-3 alone is 10 to 15 % slower, and at 2048
+#   GPUs it ends: a GPU has less than one sequence.
 # - **4096**: $g\nu$ = 8,192. The exposed gathers take 0.43 of the computing time, and the pipeline's bubble 7/16: by
 #   the inequality almost a tie. The planner decides for the pipeline, because hidden communication is not free either.
 #
@@ -688,9 +690,9 @@ for name, kind in product((SMALL, MIDDLE, LARGE), ("a100", "h100")):
             say(f"{SHORT[name]:<5}{gpus:>5} {kind.upper()}   MFU {choice['mfu']:.1%}   {choice['layout']}")
 
 # %% [markdown]
-# The three at a glance: where the time goes, on A100s. Below each bar its layout. (Why is MFU 57 % where 99 % of the
-# time is computation? Products get 75 % of the peak. And computation is not only products: elementwise kernels carry
-# the activations through memory, attention's scores above all.)
+# The three at a glance: where the time goes, on A100s. Below each bar its layout. (Why is MFU 57 % where practically
+# all of the time is computation? Products get 75 % of the peak. And computation is not only products: elementwise
+# kernels carry the activations through memory, attention's scores above all.)
 
 # %%
 if rank == 0:
@@ -738,9 +740,9 @@ for assumptions, seconds in ((free, 0.33), (Assumptions(), 1.17)):
 # 70B is in between, tp 4 and a short pipeline.
 #
 # The 1T gets *better* from 256 GPUs to 1024. On 256 it only just fits, and computes every forward twice; on 64 nothing
-# fits, and `plan` says how much is missing and what would do. An H100 has three times an A100's peak and nowhere near
-# three times its speed: its utilization is lower in every row. And the second best layout is often very close. On 1024
-# A100s the 70B's is less than a tenth of a percent slower.
+# fits, and `plan` says how much is missing and what would do. An H100 has 3.2 times an A100's peak and less than 3
+# times its speed: its utilization is lower in every row. And the second best layout is often very close. On 1024 A100s
+# the 70B's is less than a tenth of a percent slower.
 #
 # ## 9.6 Mistakes, and what notices them
 #
@@ -751,7 +753,7 @@ for assumptions, seconds in ((free, 0.33), (Assumptions(), 1.17)):
 #
 # - **layer**: do a layer's activations follow the paper's formula, with and without tp and dp?
 #
-# - **bytes**: are the bytes that ZeRO-3 sends $3m$ times the rank's parameters?
+# - **bytes**: are the bytes that ZeRO-3 sends $3m\frac{d-1}{d}$ times those of the rank's parameters?
 #
 # And three mistakes. Which instrument catches which, and what would each have recommended for 70B on 256 A100s?
 #
@@ -797,17 +799,19 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 #
 # ### Worked problems
 #
-# 1. **Memory.** From which $d$ on does a 13B model ($h$ = 5120, $L$ = 40, $a$ = 40, $V$ = 51200, $T$ = 2048) fit into
-# 0.92 of 80 GB with ZeRO-1, one sequence in a microbatch and selective recompute? (Leave the buffers out.)
+# 1. **Memory.** From which $d$ on does a model of $h$ = 5120, $L$ = 40, $a$ = 40, $V$ = 51200, $T$ = 2048 fit into 0.92
+# of 80 GB with data parallelism and ZeRO-1 alone, one sequence in a microbatch and selective recompute? (Leave the
+# buffers out.)
 #
 # 2. **Bandwidth.** An H100 cluster, tp 8: how many tokens must a microbatch of a replica have for its gradients to hide
-# between hosts, and what is tp's price for $h$ = 8192 inside a host? (Without latencies.)
+# between hosts, and what is tp's price in forward for $h$ = 8192 inside a host? (Without latencies.)
 #
 # 3. **Bubble.** 16 stages, 1024 sequences in the batch, $B$ = 1. From how many replicas (a power of two) on is more
 # than a tenth of the time bubble with 1F1B? And with $v = 4$?
 #
-# 4. **ZeRO-3 or tp x pp?** 70B on 2048 H100s, sequences of 4096. Which size of the global batch (in tokens) do
-# ZeRO-3's gathers need to hide? And with half of that, is the pipeline's bubble smaller than what is exposed?
+# 4. **ZeRO-3 or tp x pp?** 70B on 2048 H100s, eight per host, sequences of 4096. Which size of the global batch (in
+# tokens) do ZeRO-3's gathers need to hide? And with half of that, is the pipeline's bubble smaller than what is
+# exposed?
 #
 # ### For you
 #
