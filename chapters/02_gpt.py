@@ -364,8 +364,8 @@ if comm.rank == 0:
 # make that impossible: one random generator from which the layers draw in turn (a rank that holds only block 1 draws
 # block 0's values), and seeds that depend on the rank.
 #
-# Here each parameter has a generator of its own. It is *counter-based* (Philox, Salmon et al. 2011): its $i$-th value
-# is a function of a key and $i$. The key is a hash of the seed and the parameter's name.
+# Here each parameter has a generator of its own. It is *counter-based* (Philox, Salmon et al. 2011): its $i$-th block
+# of random bits is a function of a key and $i$. The key is a hash of the seed and the parameter's name.
 
 
 # %%
@@ -405,13 +405,14 @@ say(f"initial weights, 50 losses, trained weights: the same bits on {len(digests
 #
 # *Recompute* (activation checkpointing; Chen et al. 2016, arXiv 1604.06174) keeps only a block's input, $N h$ elements,
 # and runs the block's forward again when backward reaches it. Then the activations of one block live at a time. The
-# activations at the peak fall from $L\,(20 N h + a B T^2 + 2N)$ to
+# activations while backward is in a block fall from at most $L\,(20 N h + a B T^2 + 2N)$ to
 #
 # $$L\, N h + (20 N h + a B T^2 + 2 N)$$
 #
-# elements. (The head's arrays are gone by then.) Gradients on their way, less than $8 N h$ elements here, come on top.
-# The price is a second forward through the blocks: a step takes four times forward's operations less the head's,
-# instead of three times.
+# elements. The head's arrays are gone by then. Before, at the loss, $L\,Nh + 2 N h + N + N V$ elements are alive, and
+# the peak is the larger of the two: here that in a block, with a large vocabulary that at the loss. Gradients on their
+# way, less than $8 N h$ elements here, come on top. The price is a second forward through the blocks: a step takes four
+# times forward's operations minus the head's once, $4F - 2NhV$ for a forward of $F$ operations, instead of $3F$.
 
 
 # %%
@@ -517,24 +518,27 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 # ## 2.11 Problems
 #
 # 1. GPT-3 has 96 layers, $h = 12288$, 50257 tokens and 2048 positions. How many parameters are that, and how many bytes
-#    are parameters, gradients and AdamW's means in float32?
+#    are parameters, gradients and AdamW's means together, in float32 and without the tie's second gradient?
 # 2. GPT-2 small ($L = 12$, $h = 768$, $a = 12$) trains on 8 samples of 1024 tokens in float32. How many bytes do the
-#    blocks keep for backward? How many are alive at the peak with recompute?
+#    blocks keep for backward, without dropout? With recompute, how many are alive while backward is in a block, and how
+#    many at the loss, for 50257 tokens? Which of the two is the peak?
 # 3. How many operations does the forward of GPT-3 take per token of a sequence of 2048? How far is the rule "two per
 #    parameter" from that?
-# 4. From which $T$ on do the attention probabilities take more memory than all else in a block, in general and for
-#    GPT-2 small? What does it cost, in parts of the block's forward, to recompute only attention's two products?
-# 5. Between `I` and `W` (chapter 1) a block's inputs and gradients of its four linear layers wait. How many elements
-#    are they, biases aside?
+# 4. From which $T$ on do the attention probabilities take more memory than all else that a block keeps for backward, in
+#    general and for GPT-2 small? What does it cost, as a fraction of the block's forward and as a function of $T$, to
+#    run attention's two products again in backward?
+# 5. Between `I` and `W` (chapter 1) the inputs of a block's four linear layers and the gradients of their outputs wait.
+#    How many elements are they together?
 # 6. A parameter gets the gradient 1 in step 1 and $-1$ in step 2. By how much does AdamW move it in step 2, in units of
 #    $\eta$, with $\beta_1 = 0.9$, $\beta_2 = 0.999$ and no weight decay?
-# 7. What if softmax subtracted the maximum of the whole score matrix instead of each row's? Which scores show it, in
-#    float64, where $e^x$ is 0 for $x$ below about $-745$?
+# 7. What if softmax subtracted the maximum of a head's whole $(T, T)$ score matrix instead of each row's? Which scores
+#    show it, in float64, where $e^x$ is 0 for $x$ below about $-745$?
 #
 # ## 2.12 Answers
 #
 # 1. 174.6 billion (to four digits); 4 + 4 + 8 = 16 bytes each, 2.79 TB.
-# 2. 10.87 GB; with recompute 1.21 GB: 12 inputs, and one block's activations.
+# 2. 10.87 GB. With recompute 1.21 GB in a block (12 inputs, and one block's activations), but 2.00 GB at the loss, of
+#    which 1.65 GB are logits: the head sets the peak.
 # 3. 359 billion, 1.027 times two per parameter.
 # 4. $a B T^2 > 20 N h$ (plus $2N$, which is negligible) from $T = 20 h / a$ on: 1280 tokens for GPT-2 small. The cost
 #    is $4 N T h / (24 N h^2 + 4 N T h) = T / (6h + T)$ of the block's forward: little while $T$ is below $h$.
@@ -550,7 +554,9 @@ gpt3 = nn.GPTConfig(vocab_size=50257, n_positions=2048, n_embd=12288, n_layer=96
 parameters = parameter_count(gpt3)
 assert f"{parameters / 1e9:.1f} {16 * parameters / 1e12:.2f}" == "174.6 2.79"
 elements = 20 * 8192 * 768 + 12 * 8 * 1024**2 + 2 * 8192
-assert f"{4 * 12 * elements / 1e9:.2f} {4 * (12 * 8192 * 768 + elements) / 1e9:.2f}" == "10.87 1.21"
+inputs_kept, at_head = 12 * 8192 * 768, 2 * 8192 * 768 + 8192 + 8192 * 50257
+assert f"{4 * 12 * elements / 1e9:.2f} {4 * (inputs_kept + elements) / 1e9:.2f}" == "10.87 1.21"
+assert f"{4 * (inputs_kept + at_head) / 1e9:.2f} {4 * 8192 * 50257 / 1e9:.2f}" == "2.00 1.65"
 per_token = forward_operations(gpt3, 1, 2048) / 2048
 assert f"{per_token / 1e9:.0f} {per_token / (2 * parameters):.3f}" == "359 1.027"
 mean, square = 0.9 * 0.1 - 0.1, 0.999 * 0.001 + 0.001

@@ -268,9 +268,9 @@ if rank == 0:
 
 # %% [markdown]
 # The library's two halves are the two loops above. `link` is a communicator's view of one operation: it counts each
-# message and gives it a tag of its own, made from the step. The library adds three things: `x` keeps its values,
-# because the partial sums travel in scratch memory that is used again; `combine` may be a maximum instead of a sum; and
-# the order in which a chunk is added up is a promise (section 3.5).
+# message and gives it a tag that says what this rank is doing (section 3.10). The library adds three things: `x` keeps
+# its values, because the partial sums travel in scratch memory that is used again; `combine` may be a maximum instead
+# of a sum; and the order in which a chunk is added up is a promise (section 3.5).
 #
 # ## 3.4 Fewer messages: recursive doubling and halving
 #
@@ -283,8 +283,9 @@ if rank == 0:
 #
 # Each message carries all chunks, with all contributions that its sender has so far.
 #
-# **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): at distance
-# $p/2, p/4, \dots, 1$ each rank of a pair sends one half of what they share and adds up the other. After $\lg p$
+# **Recursive halving and doubling** (Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005): at distance $p/2, p/4,
+# \dots, 1$ the two ranks of a pair are still responsible for the same part of the array, at first for all of it. Each
+# sends the half that its partner will keep, and adds what arrives to the half that it keeps itself. After $\lg p$
 # messages that is a reduce-scatter. The way back is an all-gather: $2\lg p$ messages, and only $2n(p-1)/p$ bytes.
 #
 # ![Reduce-scatter by recursive halving on four ranks](../visualize/gallery/reduce_scatter.gif)
@@ -351,17 +352,18 @@ if rank == 0:
 # **Trees.** In a binary tree the leaves send their arrays up, each inner rank adds, and the sum comes back down: about
 # $2\lg p\,(\alpha + n\beta)$ if whole arrays travel. Cut the array into $k$ pieces that follow one another: the first
 # piece takes $2\lg p$ steps, and the others follow one step apart. On links that send and receive at once that is about
-# $(2\lg p + k)(\alpha + \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But a leaf then sends little, and on the
-# way down an inner rank sends each piece twice, so its bytes take twice as long. NCCL's tree is a pair of trees, each
-# for half of the array; a leaf of one is an inner rank of the other, so each rank sends at most $2n$ bytes, as in the
+# $(2\lg p + k)(\alpha + \frac{n}{k}\beta)$: few steps *and* nearly $n\beta$. But an inner rank sends each piece three
+# times, once up and twice down, so $3n$ bytes, and a leaf only $n$. NCCL's tree is a pair of trees, each for half of
+# the array; a leaf of one is an inner rank of the other, so a rank sends at most $1.5n + 0.5n = 2n$ bytes, as in the
 # ring, within a number of steps that grows with $\lg p$. The library has one tree, in `broadcast`.
 #
 # **Hierarchical all-reduce.** Let $p$ ranks sit on hosts of $g$ GPUs each. First a reduce-scatter inside each host,
 # then an all-reduce of the $n/g$ bytes between the ranks with the same place in their hosts, then an all-gather inside
-# each host. Each of a host's $g$ ranks all-reduces $n/g$ bytes among $p/g$ hosts. Together they send
-# $g \cdot 2\frac{n}{g}(1 - g/p) = 2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat ring one rank of
-# each host sends $2n(1 - 1/p)$, in $2(p-1)$ steps. So the bytes are nearly the same. What is gained is the number of
-# steps on the slow network, and that each GPU can use a network card of its own.
+# each host. Each of a host's $g$ ranks all-reduces $n/g$ bytes among $p/g$ hosts. Together they send $g \cdot
+# 2\frac{n}{g}(1 - g/p) = 2n(1 - g/p)$ bytes to other hosts, in $2(p/g - 1)$ steps. In a flat ring one rank of each host
+# sends $2n(1 - 1/p)$, in $2(p-1)$ steps. With many hosts the bytes are nearly the same; with two they are little more
+# than half. What is always gained is the number of steps on the slow network, and that each GPU can use a network card
+# of its own.
 #
 # `comm.split(color, axis)` makes such groups. Every rank calls it, and gets a communicator of the ranks that passed the
 # same `color`, in rank order. `axis` is a name under which the group's messages are counted. Problem 5 uses it.
@@ -516,10 +518,10 @@ assert FEW_STEPS_BELOW == 256 * 1024
 # On 16 ranks halving overtakes doubling at 30 KiB and the ring overtakes it at 196 KiB. For 1 MiB the ring takes
 # 2.29 ms, doubling 3.97 ms and halving 1.95 ms.
 #
-# On this model recursive halving beats the ring everywhere. Why does everyone speak of rings? The model says that
-# messages do not slow one another down. In a real network they do: halving starts with half of the array sent to the
-# far end of the machine, through links that all pairs share, where a ring only talks to neighbours. And halving needs a
-# power of two: otherwise the extra ranks send and receive whole arrays.
+# On this model recursive halving beats the ring for every $p = 2^k$ above 2. Why does everyone speak of rings? The
+# model says that messages do not slow one another down. In a real network they do: halving starts with half of the
+# array sent to the far end of the machine, through links that all pairs share, where a ring only talks to neighbours.
+# And halving needs a power of two: otherwise the extra ranks send and receive whole arrays.
 #
 # In this library `algorithm="auto"` takes recursive doubling for an all-reduce below 256 KiB, and `ordered` from there
 # on: as few bytes as the ring, and two rounds of waiting. On another machine another rule would be right, which is why
@@ -545,9 +547,10 @@ if p > 1:
 
 # %% [markdown]
 # In the left picture each curve has a dotted one of the same colour: MPI's own, measured in turns with it. Every
-# message costs some microseconds of interpreter. For small arrays nothing else counts: `auto` sends $\lg p$ messages
-# and the ring $2(p-1)$. For megabytes the time goes into copying and adding bytes, and `np.add` does that as fast as
-# MPI's C. `python -m minipar.bench collectives` measures all operations at more sizes.
+# message costs some microseconds of interpreter, and with more ranks than cores a wait for a core. For small arrays
+# nothing else counts: `auto` sends $\lg p$ messages and the ring $2(p-1)$. For megabytes the time goes into copying and
+# adding bytes, and `np.add` does that as fast as MPI's C. `python -m minipar.bench collectives` measures all operations
+# at more sizes.
 #
 # ## 3.9 Computing while it travels
 #
@@ -558,8 +561,8 @@ if p > 1:
 #
 # **Who moves the bytes while this rank computes?** On a GPU the copy engines and NCCL's kernels do. Here an operation
 # goes on only while its rank is inside *some* communication call. A ring that is issued and then ignored stands still
-# after its first step. `comm.progress()` is a call that only moves operations on; data parallelism makes it from its
-# gradient hooks.
+# after its first step. (The model clock below leaves this out: there, messages travel by themselves, as on a GPU.)
+# `comm.progress()` is a call that only moves operations on; data parallelism makes it from its gradient hooks.
 #
 # What can be hidden? Take a backward pass of $L$ layers. Each takes $T_B$ and leaves a gradient whose all-reduce takes
 # $T_\text{ring}$. One after the other: $L(T_B + T_\text{ring})$. Asynchronously, an all-reduce travels while the layers
@@ -632,12 +635,15 @@ if rank == 0:
 
 # %% [markdown]
 # **2. A message of the wrong size.** One rank's array is shorter. MPI delivers a short message silently into a longer
-# buffer, and leaves the rest as it was. The library checks the count that arrived.
+# buffer, and leaves the rest as it was. The library checks the count that arrived. A message of the right size can be
+# wrong, too: `float64` and `int64` have the same number of bytes, and a sum and a maximum send the same messages. So
+# the tag of each message holds the operation and its number, the reduction, the dtype and the number of elements
+# (modulo 128), and the receiver compares it with its own. That adds no byte.
 #
-# **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI no process sees
-# all ranks: the others wait for `MINIPAR_TIMEOUT` seconds, and the error names the operation and the missing message.
-# The same happens to the others if one rank calls `reduce_scatter` where they call `all_reduce`: the first half of the
-# messages is the same, so that rank even gets a result and leaves.
+# **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI a rank that ends
+# its program tells the others, which then name it. A rank that only computes, or waits for something else, is found
+# when `MINIPAR_TIMEOUT` seconds have passed: every rank writes its last operations to a file, and the error names the
+# rank that is behind.
 #
 # A mean that is divided by $p$ twice, before the all-reduce and after it, is harder to see: the loss still falls, and
 # Adam is nearly blind to the scale of gradients. A check needs no training, only two ranks: *the mean of equal arrays
@@ -649,12 +655,17 @@ def shorter_on_rank_1(comm):
     return comm.all_reduce(np.ones(99 if comm.rank == 1 else 100), algorithm="recursive_doubling")
 
 
+def integers_on_rank_1(comm):
+    return comm.all_reduce(np.ones(100, int if comm.rank == 1 else float), algorithm="ring")
+
+
 def no_call_on_rank_3(comm):
     return comm.all_reduce(np.ones(8), algorithm="ring") if comm.rank != 3 else None
 
 
 if rank == 0:
     caught("99 elements on rank 1", lambda: run_local(4, shorter_on_rank_1), CommunicationError)
+    caught("integers on rank 1", lambda: run_local(4, integers_on_rank_1), CommunicationError)
     caught("no call on rank 3", lambda: run_local(4, no_call_on_rank_3), CommunicationError)
 
 # %% [markdown]
@@ -682,25 +693,27 @@ if rank == 0:
 #
 # ## 3.12 Problems
 #
-# 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s and
-#    a message costs 15 µs. How many bytes does each GPU send? How long does it take, which part of that is $\alpha$,
-#    and what are algbw and busbw without that part?
+# 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s in
+#    each direction, and a message costs 15 µs. How many bytes does each GPU send? How long does it take, which part of
+#    that is $\alpha$, and what are algbw and busbw without that part?
 # 2. On the 64 GPUs of problem 1, from which array size on is the ring better than recursive doubling?
 # 3. Four ranks bring, in all four elements of a float32 array, the values $1$, $2^{24}$, $-2^{24}$ and $1$. (Float32
 #    holds every integer up to $\pm 2^{24}$, and from there to $\pm 2^{25}$ only the even ones. $2^{24} + 1$ rounds to
 #    $2^{24}$.) What does `ordered` give, and what does `ring` give in each element?
-# 4. Five ranks call a ring all-reduce of 320 KiB with the prices of section 3.7. Rank 2 comes $T_B/2$ (0.49 ms) after
-#    the others. When is each rank done? What does a profiler show on rank 0? (It counts the time that a rank waits in a
-#    call as time of that call.)
-# 5. Build the hierarchical all-reduce of section 3.4 for 8 ranks on 2 hosts from the library's collectives and
-#    `comm.split`. How many bytes leave each host, how many with a flat ring? What are they for 64 ranks on 8 hosts?
+# 4. Four of five ranks call a ring all-reduce of 320 KiB at time 0, with the prices of section 3.7; rank 2 calls
+#    $T_B/2$ (0.49 ms) later. When is each rank done? (Each message leaves at least $\alpha + \beta n$ after the one
+#    before.) What does a profiler show on rank 0? (It counts the time that a rank waits in a call as time of that
+#    call.)
+# 5. Build the hierarchical all-reduce of section 3.4 for 8 ranks on 2 hosts, ranks 0 to 3 on the first, from the
+#    library's collectives and `comm.split`. (`all_gather(chunk, out)` puts all chunks into `out`.) How many bytes leave
+#    each host, how many with a flat ring? What are they for 64 ranks on 8 hosts?
 #
-# **For you.** (a) One rank passes `op="max"` and the others `op="sum"`. Nothing above catches it: sizes and number of
-# messages agree. What would a check cost? (Hint: values are equal on all ranks if their maximum is their minimum, and
-# one all-reduce with `max` can find both.) (b) A mean can be divided by $p$ before the all-reduce or after it.
-# When do both give the same bits? Which one is better in float16? (A float is a fraction times a power of two. In
-# float16 the powers go from $2^{-14}$ to $2^{15}$, so the largest value is 65,504; below $2^{-14}$ values lose digits
-# and are called *subnormal*.)
+# **For you.** (a) One rank passes `op="max"` and the others `op="sum"`, to a library that has no tags to compare, such
+# as MPI's own collectives. Sizes and number of messages agree. What would a check by another collective cost? (Hint:
+# values are equal on all ranks if their maximum is their minimum, and one all-reduce with `max` can find both.) (b) A
+# mean can be divided by $p$ before the all-reduce or after it. When do both give the same bits? What can go wrong with
+# each in float16? (A float is a fraction times a power of two. In float16 the powers go from $2^{-14}$ to $2^{15}$, so
+# the largest value is 65,504; below $2^{-14}$ values lose digits and are called *subnormal*.)
 #
 # ## 3.13 Answers
 

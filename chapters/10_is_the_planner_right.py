@@ -115,7 +115,8 @@ for field in fields(MEGATRON):
 #
 # $$m \cdot 4 \cdot 2A.$$
 #
-# And the pipeline fills and drains: $p - 1$ times what a stage does with one microbatch,
+# And the pipeline fills and drains: $p - 1$ times what a stage before the last, which has no head, does with one
+# microbatch,
 #
 # $$(p-1)\,(3 \cdot 4T_F + 4 \cdot 2A).$$
 #
@@ -255,11 +256,12 @@ if rank == 0:
 # once as predicted, once as measured; 1 means the same order, and the order is what a planner is for.
 #
 # Memory is asserted to 15 %, time is not: eight ranks share a few cores with whatever else runs here, and these
-# constants were measured in seconds. On a busy machine most points lie below the line, and the small layouts furthest.
-# Taking its time, `python -m minipar.bench machine` measures 30 shapes and the messages too, and `python -m
-# minipar.bench layouts --machine FILE` predicts 28 layouts. On a quiet machine with two cores they found: all 28 within
-# 14.3 %, half of them within 3.5 %, Spearman 0.992, memory within 8.2 %. A test holds the planner to that record. It
-# also shows that the record can be contradicted: with one constant wrong by a factor of four it fails.
+# constants were measured in seconds. On a busy machine most points lie below the line, furthest those that mix axes or
+# have a pipeline over many ranks. Taking its time, `python -m minipar.bench machine` measures 30 shapes and the
+# messages too, and `python -m minipar.bench layouts --machine FILE` predicts 28 layouts. On a quiet machine with two
+# cores they found: all 28 within 14.3 %, half of them within 3.5 %, Spearman 0.992, memory within 8.2 %. A test holds
+# the planner to that record. It also shows that the record can be contradicted: with one constant wrong by a factor of
+# four it fails.
 #
 # ## 10.4 Why it agrees, and where not
 #
@@ -270,10 +272,10 @@ if rank == 0:
 # - **Hops.** Where some neighbours of a pipeline share a host and others do not, it takes the slower link for all.
 #
 # - **Shared caches.** A rank's CPU time grows when its neighbours use the same cache and memory. Constants are measured
-# with all ranks at work; a layout of one rank that has the machine for itself is faster than they say.
+# with all ranks at work; a layout of one rank that has the machine for itself can be faster than they say.
 #
 # - **The slowest rank.** Every sum waits for its last rank. A rank that was held up for a moment holds up all of them;
-# medians of pieces know nothing of that. Layouts with many sums (tp 8) come out slower than planned.
+# medians of pieces know nothing of that. So layouts of several ranks come out slower than planned.
 #
 # ## 10.5 Published runs
 #
@@ -402,9 +404,10 @@ if rank == 0:
 # %% [markdown]
 # Time hangs on how much of the peak a product gets; then on memory bandwidth, and on how often elementwise kernels pass
 # over it. What communication costs comes after that: the search has chosen layouts in which it hardly matters. (10.8
-# shows the trap in this.) A fifth of a latency moves the 70B by less than 0.1 % and the 7.5B by 1.3 %. That holds for
-# 1024 GPUs and a fifth only. On 4096 the search has to avoid long rings: there the 7.5B's MFU is 37.0 %, and 48.2 %
-# without latencies (9.5). And the planner knows rings only. NCCL also has trees, whose latency grows with $\log d$.
+# shows the trap in this.) A latency that is a fifth larger or smaller moves the 70B by less than 0.1 % and the 7.5B by
+# 1.3 %. That holds for 1024 GPUs and a fifth only. On 4096 the search has to avoid long rings: there the 7.5B's MFU is
+# 37.0 %, and 48.2 % without latencies (9.5). And for large sums and gathers the planner knows rings only. NCCL also has
+# trees, whose latency grows with $\log d$.
 #
 # The *choice* is sturdier than the time, because an error in a constant falls on all layouts. A star says that another
 # layout has become the best. In the list printed above, having believed the old constant costs less than 2 % wherever
@@ -428,7 +431,8 @@ for program, choice in zip(sensitivity.PROGRAMS, ("tp 8", "ZeRO-3", "tp 1"), str
     assert program == "flash attention" or (same > 0.1 and now > 0.02 > structure[pipeline, program][1])
 
 # %% [markdown]
-# Each of them can weigh more than any constant but the first. And they do move the choice:
+# In one question or the other, each of them weighs more than any constant but the products' rate, and two weigh more
+# than that. And they do move the choice:
 #
 # - **One ring**: in the 7.5B's layout, four GPUs of each host take part in the same sum. With one ring they share one
 # of the host's cards, and a step takes more than half as long again. The planner then prefers tp 8, where only one GPU
@@ -484,7 +488,8 @@ for length in (4096, 32768):
 # %% [markdown]
 # And one GPU that is throttled by 10 % costs the whole cluster 10 %. The planner's GPUs are all the same, and its
 # products follow a smooth curve where the truth has teeth: in the 7.5B a second sequence takes half as long as the
-# first, because it fills the second round. (Libraries choose among many tile shapes and soften it.)
+# first, which leaves most of its second round empty: together they take three rounds instead of four. (Libraries choose
+# among many tile shapes and soften it.)
 #
 # **Attention.** Stored scores are those of the papers of 2021 and 2022. At 4096 tokens they decide the memory of every
 # layout. For a run of today plan with `--attention flash`. Two things are still not in it. The planner gives a flash
@@ -562,9 +567,10 @@ for name, (noticed, choice) in zip(EXPECTED, shared(comm, examined, [(name,) for
 # 2. **Stragglers.** A cluster of 16,384 GPUs, $\sigma$ = 0.5 %. How much does a step lose, by the rule?
 #
 # 3. **Sensitivity.** A step is 70 % products, 20 % elementwise work, 10 % exposed communication. Products reach 0.6 of
-# the peak instead of 0.75. How much longer does it take? And if links are a fifth slower?
+# the peak instead of 0.75. How much longer does it take? And if links reach 0.8 of their speed? (Each part takes as
+# much longer as its rate falls.)
 #
-# 4. **Tiles.** In tiles of 128 x 256 on 108 multiprocessors: which shares are busy for 2048 tokens and 2048 columns,
+# 4. **Tiles.** In tiles of 128 x 256 on 108 multiprocessors: which shares are busy for 2048 tokens and 2560 columns,
 # and for 4096 tokens?
 #
 # ### For you
@@ -588,7 +594,7 @@ for name, (noticed, choice) in zip(EXPECTED, shared(comm, examined, [(name,) for
 # 3. $0.7 \cdot 0.75/0.6$ = 0.875 in the place of 0.7: **17.5 %** longer. Links: $0.1/0.8$ = 0.125 in the place of 0.1,
 # **2.5 %**.
 #
-# 4. $16 \cdot 8 = 128$ tiles take two rounds of 108: **59 %**. $32 \cdot 8 = 256$ take three: **79 %**. So twice the
+# 4. $16 \cdot 10 = 160$ tiles take two rounds of 108: **74 %**. $32 \cdot 10 = 320$ take three: **99 %**. So twice the
 # tokens take 1.5 times as long.
 #
 # **For you.** 1. Compare what depends on the network: predict the 7.5B on 4096 A100s with half the bandwidth, and ask
@@ -613,7 +619,7 @@ missing = eight.total - together
 assert round(1e6 * missing) == 142 and round(1e6 * (missing - 2 * hop - m * loss)) == 34
 assert round(0.005 * (2 * np.log(16384)) ** 0.5, 3) == 0.022
 assert isclose(0.7 * 0.75 / 0.6 + 0.2 + 0.1, 1.175) and isclose(0.7 + 0.2 + 0.1 / 0.8, 1.025)
-assert busy(2048, 2048) == 128 / 216 and busy(4096, 2048) == 256 / 324
+assert busy(2048, 2560) == 160 / 216 and busy(4096, 2560) == 320 / 324
 say(f"1. computation {1e3 * twice.compute:.2f} ms, bubble {1e3 * twice.bubble:.2f} ms")
 
 # %% tags=["active-ipynb"]

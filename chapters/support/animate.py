@@ -41,12 +41,15 @@ class Sent:
 
 
 def record(op: str, algorithm: str, ranks: int) -> list[Sent]:
-    """Run a collective on `ranks` threads, one element for each chunk. Return its messages, round by round."""
-    log: list[tuple[int, int, int, np.ndarray]] = []
+    """Run a collective on `ranks` threads, one element for each chunk. Return its messages, round by round.
+
+    A rank sends one message in each round.
+    """
+    log: list[tuple[int, int, np.ndarray]] = []
     isend = ThreadTransport.isend
 
     def recording(transport: ThreadTransport, array: np.ndarray, dest: int, tag: int, owner: Any) -> Any:
-        log.append((tag, transport.rank, dest, array.copy()))
+        log.append((transport.rank, dest, array.copy()))
         return isend(transport, array, dest, tag, owner)
 
     def run(comm: Communicator) -> None:
@@ -55,14 +58,14 @@ def record(op: str, algorithm: str, ranks: int) -> list[Sent]:
 
     with patch.object(ThreadTransport, "isend", recording):
         run_local(ranks, run)
-    rounds = {tag: number for number, tag in enumerate(sorted({tag for tag, *_ in log}))}
-    messages = []
-    for tag, source, dest, values in log:
+    messages, rounds = [], [0] * ranks
+    for source, dest, values in log:
         chunks = {}
         for value in values.tolist():
             high, ranks_added = divmod(value, CHUNK)
             chunks[high // ranks_added.bit_count() - 1] = ranks_added
-        messages.append(Sent(rounds[tag], source, dest, chunks))
+        messages.append(Sent(rounds[source], source, dest, chunks))
+        rounds[source] += 1
     return sorted(messages, key=lambda message: (message.round, message.source))
 
 

@@ -36,7 +36,8 @@ class OneThread:
         while left:
             before, missing = missing, [work.missing for work in left]
             if missing == before:
-                raise CommunicationError(f"no message is on its way: {left[0].describe()}")
+                missing = next(work.missing for work in left if work.missing is not None)
+                raise CommunicationError(f"no message is on its way: {missing.describe()}")
             left = [work for work in left if not work.test()]
         for work in works:
             work.wait()

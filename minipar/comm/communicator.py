@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -14,8 +15,8 @@ from minipar.comm import gathers, reductions
 from minipar.comm.clock import Clock, Network
 from minipar.comm.gathers import chunk_bounds
 from minipar.comm.trace import TimedWork
-from minipar.comm.transport import Request, Steps, Transport
-from minipar.comm.work import USER_TAGS, Engine, Finished, Message, Stream, Work
+from minipar.comm.transport import USER_TAGS, Request, Steps, Transport
+from minipar.comm.work import Engine, Finished, Message, Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
@@ -44,6 +45,7 @@ GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
 ALGORITHMS = {op: (*algorithms, "mpi") for op, algorithms in GENERATORS.items()}
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
+NOTHING = np.empty(0, np.uint8)
 
 SMALL = {"all_reduce": "recursive_doubling", "reduce_scatter": "recursive_halving", "all_gather": "recursive_doubling"}
 LARGE = {
@@ -144,11 +146,7 @@ class Communicator:
             raise ValueError(f"{self.title()}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
         host = self._flat(array, op) if op == "send" else self._room(array, op)
         array = array if op == "recv" else None
-        if not self._takes_time():
-            return Message(Work(self._stream, op, "", tag), host, peer, array)
-        source, dest = (self.rank, peer) if op == "send" else (peer, self.rank)
-        number = self._stream.next_message(source, dest, tag)
-        return Message(TimedWork(self._stream, op, "", tag, number), host, peer, array)
+        return Message(self._kind()(self._stream, op, "", tag), host, peer, array)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -291,11 +289,9 @@ class Communicator:
         self, op: str, algorithm: str, x: Array, host: np.ndarray | None, async_op: bool, *arguments: Any
     ) -> Result:
         """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
-        tag, number = self._stream.next_operation()
-        if self._takes_time():
-            work: Work = TimedWork(self._stream, op, algorithm, tag, number)
-        else:
-            work = Work(self._stream, op, algorithm, tag)
+        elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
+        tag = self._stream.next_tag(op, algorithm, elements, combine)
+        work = self._kind()(self._stream, op, algorithm, tag)
         steps: Iterator[Iterable[Request]]
         if self.size == 1:
             steps = _alone(*arguments)
@@ -308,17 +304,21 @@ class Communicator:
         if not async_op and type(work) is Work and not self._stream.queue:  # no queue: a tenth less for small messages
             return work.run(steps, x)
         work.start(steps, x)
-        return work if async_op else work.wait()
+        if not async_op:
+            return work.wait()
+        caller = sys._getframe(2)  # of the operation's own method
+        self.engine.unwaited[work] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        return work
 
-    def _takes_time(self) -> bool:
-        return self.clock.logical or self.tracer.enabled
+    def _kind(self) -> type[Work]:
+        """Return the kind of an operation: one that takes time and is drawn, or a plain one."""
+        return TimedWork if self.clock.logical or self.tracer.enabled else Work
 
     def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
         """Run an operation that no clock and no trace sees."""
         if self.size > 1:
             now = self.clock.now()
-            tag, _ = self._stream.next_operation()
-            work = Work(self._stream, "control", "ring", tag)
+            work = Work(self._stream, "control", "ring", self._stream.next_tag("control", "ring", NOTHING))
             work.start(generator(work, *arguments), None).wait()
             self.clock.resume(now)
 
@@ -353,8 +353,10 @@ def _combine(op: str) -> np.ufunc:
 
 
 def _native(transport: Transport, work: Work, *arguments: Any) -> Steps:
-    """Run the library's own collective, an algorithm of one step."""
-    yield (transport.native(work.op, work, *arguments),)
+    """Run the library's own collective, and compare its tag with the neighbours': MPI itself would not notice."""
+    right, left = (work.rank + 1) % work.size, (work.rank - 1) % work.size
+    checked = transport.isend(NOTHING, right, work.tag, work), transport.irecv(NOTHING, left, work.tag, work)
+    yield (*checked, transport.native(work.op, work, *arguments))
 
 
 def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -> Steps:

@@ -55,7 +55,7 @@ def place_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None, first_step: int = 0) -> Steps:
+def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None) -> Steps:
     """Gather all of x on every rank, in place: at first each rank r has chunk r of x.
 
     (p-1) alpha + n(p-1)/p beta. Each rank sends to its right the chunk that it has just received from its left.
@@ -68,10 +68,10 @@ def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None, fir
     for step in range(p - 1):
         sent = x[start:stop]
         start, stop = bounds[(r - step - 1) % p]
-        yield link.isend(sent, right, first_step + step), link.irecv(x[start:stop], left, first_step + step)
+        yield link.isend(sent, right), link.irecv(x[start:stop], left)
 
 
-def pairwise_all_gather(link: Link, x: np.ndarray, first_step: int = 0) -> Steps:
+def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:
     """Gather as `ring_all_gather` does, but each rank sends its own chunk to all others, all posted at once.
 
     (p-1) alpha + n(p-1)/p beta, and one wait.
@@ -82,34 +82,33 @@ def pairwise_all_gather(link: Link, x: np.ndarray, first_step: int = 0) -> Steps
     requests = []
     for step in range(p - 1):
         start, stop = bounds[(r - step - 1) % p]
-        requests.append(link.irecv(x[start:stop], (r - step - 1) % p, first_step + step))
-        requests.append(link.isend(own, (r + step + 1) % p, first_step + step))
+        requests.append(link.irecv(x[start:stop], (r - step - 1) % p))
+        requests.append(link.isend(own, (r + step + 1) % p))
     yield requests
 
 
-def gather_places(link: Link, x: np.ndarray, first_step: int) -> Steps:
+def gather_places(link: Link, x: np.ndarray) -> Steps:
     """Gather x among the places of `fold`, in place, by recursive doubling: each step doubles what a pair has."""
     q, extras, place = fold(link.size, link.rank)
     bounds = place_bounds(x.size, link.size)
-    step, distance = first_step, 1
+    distance = 1
     while place >= 0 and distance < q:
         partner = at_place(place ^ distance, extras)
         first = place & -distance  # the aligned block of `distance` places that this rank has in full
         other = first ^ distance
         sent = x[bounds[first][0] : bounds[first + distance - 1][1]]
         received = x[bounds[other][0] : bounds[other + distance - 1][1]]
-        yield link.isend(sent, partner, step), link.irecv(received, partner, step)
+        yield link.isend(sent, partner), link.irecv(received, partner)
         distance *= 2
-        step += 1
 
 
 def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
-    """Return x to the rank that was folded into this one, which waits for it in its `out`. Step 1."""
+    """Return x to the rank that was folded into this one, which waits for it in its `out`."""
     _, extras, place = fold(link.size, link.rank)
     if place < 0:
-        yield (link.irecv(out, link.rank + 1, 1),)
+        yield (link.irecv(out, link.rank + 1),)
     elif place < extras:
-        yield (link.isend(x, link.rank - 1, 1),)
+        yield (link.isend(x, link.rank - 1),)
 
 
 def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
@@ -118,11 +117,11 @@ def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
     bounds = chunk_bounds(x.size, link.size)
     if place < 0:
         start, stop = bounds[link.rank]
-        yield (link.isend(x[start:stop], link.rank + 1, 0),)
+        yield (link.isend(x[start:stop], link.rank + 1),)
     elif place < extras:
         start, stop = bounds[link.rank - 1]
-        yield (link.irecv(x[start:stop], link.rank - 1, 0),)
-    yield from gather_places(link, x, first_step=2)
+        yield (link.irecv(x[start:stop], link.rank - 1),)
+    yield from gather_places(link, x)
     if extras:
         yield from unfold(link, x, x)
 
@@ -134,14 +133,14 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
     distance = 1
     while distance < p:
         if place & distance:
-            yield (link.irecv(x, (link.rank - distance) % p, 0),)
+            yield (link.irecv(x, (link.rank - distance) % p),)
             break
         distance *= 2
     # Here `distance` is the lowest set bit of the place (for the root: the first power of two not below p).
     while distance > 1:
         distance //= 2
         if place + distance < p:
-            yield (link.isend(x, (link.rank + distance) % p, 0),)
+            yield (link.isend(x, (link.rank + distance) % p),)
 
 
 def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
@@ -158,24 +157,24 @@ def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
         dest, source = (r + step + 1) % p, (r - step - 1) % p
         start, stop = bounds[dest]
         received = out[source * own : (source + 1) * own]
-        yield link.isend(x[start:stop], dest, step), link.irecv(received, source, step)
+        yield link.isend(x[start:stop], dest), link.irecv(received, source)
 
 
 def dissemination_barrier(link: Link) -> Steps:
     """Return when every rank has called. In step s each rank sends to the rank 2**s to its right. ceil(lg p) alpha."""
     p, r = link.size, link.rank
     nothing = link.scratch(0, np.dtype(np.uint8))
-    step = 0
-    while (distance := 1 << step) < p:
-        yield link.isend(nothing, (r + distance) % p, step), link.irecv(nothing, (r - distance) % p, step)
-        step += 1
+    distance = 1
+    while distance < p:
+        yield link.isend(nothing, (r + distance) % p), link.irecv(nothing, (r - distance) % p)
+        distance *= 2
 
 
 def gather(link: Link, arrays: Sequence[np.ndarray], root: int) -> Steps:
     """Send arrays[r] of every rank r to `root`, one after the other."""
     if link.rank != root:
-        yield (link.isend(arrays[link.rank], root, 0),)
+        yield (link.isend(arrays[link.rank], root),)
         return
     for source in range(link.size):
         if source != root:
-            yield (link.irecv(arrays[source], source, 0),)
+            yield (link.irecv(arrays[source], source),)

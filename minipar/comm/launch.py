@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 from minipar.backend import prepare_process
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
+from minipar.comm.start import start_mpi
 from minipar.comm.threads import run_local, serial
 from minipar.errors import UsageError, error_line
 
@@ -71,6 +73,7 @@ def launch(
             _print_error(error)
     except SystemExit as leaving:
         if leaving.code not in (0, None) and not _everyone_fails(comm):
+            print(f"minipar: rank {comm.rank} exits with {leaving.code!r}, and not every rank does", file=sys.stderr)
             comm.abort(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     if not everyone:
@@ -94,7 +97,8 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     count, launcher, variable = _started_ranks()
     _check_mpi_library()
     try:
-        from minipar.comm.mpi import MPI, MPITransport
+        start_mpi()
+        from minipar.comm.mpi import LEFT, MPI, MPITransport, Signals
     except (ImportError, RuntimeError) as error:
         if count == 1:
             return serial(clock, network)
@@ -106,9 +110,12 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
             remedy = f"start with mpirun -n {count} python ..., or unset {variable} to run one process"
             cause = f"{launcher} does not start MPI ranks; {remedy}"
         raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
-    comm = Communicator(MPITransport(MPI.COMM_WORLD), clock=clock, network=network)
+    signals = Signals()
+    comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), signals), clock=clock, network=network)
     if comm.size > 1:
         sys.excepthook = _abort_with_traceback
+        atexit.register(signals.send, LEFT)
+    atexit.register(comm.engine.close)
     return comm
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from minipar.comm.gathers import chunk_bounds
-from minipar.comm.transport import Owner, Request, message_size_error
+from minipar.comm.transport import USER_TAGS, Owner, Request, check_arrival, pending
 from minipar.errors import CommunicationError, UsageError
 
 BYTE = MPI.BYTE
@@ -28,6 +29,10 @@ BYTE = MPI.BYTE
 YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
+
+LEFT, REPORT, REPORTED = range(3)  # tags of signals: I leave; write a report; I have written mine
+LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messages must have arrived
+REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 
 OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job
 
@@ -42,30 +47,28 @@ DATATYPES = {
 }
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
 
-SEND = "send of {} bytes to rank {} (tag {})"
-RECEIVE = "receive of {} bytes from rank {} (tag {})"
-NATIVE = "MPI's own {}"
-
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of MPI: a message sent, or one of MPI's own collectives."""
+    """A request of MPI for a message."""
 
     handle: MPI.Request
     owner: Owner
-    words: tuple[Any, ...]  # one of the texts above, and its values
+    direction: str  # "send to" or "receive from"
+    peer: int  # world rank
+    nbytes: int
+    tag: int
 
     def test(self) -> bool:
         return self.handle.Test()
 
     def describe(self) -> str:
-        text, *values = self.words
-        return f"{self.owner.title()}: {text.format(*values)}"
+        return pending(self.owner, self.direction, self.peer, self.nbytes, self.tag)
 
 
 @dataclass(slots=True, eq=False)
 class _Receive(_Request):
-    """A message received. MPI delivers a shorter message without an error, so the count that arrived is checked."""
+    """A message received. MPI delivers any shorter message, and any tag of a collective, so both are checked."""
 
     done: bool = False
 
@@ -75,46 +78,117 @@ class _Receive(_Request):
         try:
             if not self.handle.Test(STATUS):
                 return False
+            arrived: int | str = STATUS.Get_count(BYTE)
         except MPI.Exception as error:
-            if error.Get_error_class() == MPI.ERR_TRUNCATE:
-                raise self._wrong_size("more") from None
-            raise CommunicationError(f"{self.describe()}: {error}") from None
-        arrived = STATUS.Get_count(BYTE)
-        if arrived != self.words[1]:
-            raise self._wrong_size(str(arrived))
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise CommunicationError(f"{self.describe()}: {error}") from None
+            arrived = f"more than {self.nbytes}"
+        if arrived != self.nbytes or STATUS.Get_tag() != self.tag:
+            check_arrival(self.owner, self.peer, self.nbytes, self.tag, arrived, STATUS.Get_tag())
         self.done = True
         return True
 
-    def _wrong_size(self, arrived: str) -> CommunicationError:
-        _, expected, source, tag = self.words
-        return CommunicationError(message_size_error(self.owner, expected, arrived, source, tag))
+
+@dataclass(slots=True, eq=False)
+class _Native:
+    """A request of one of MPI's own collectives."""
+
+    handle: MPI.Request
+    owner: Owner
+    peer: None = None
+
+    def test(self) -> bool:
+        return self.handle.Test()
+
+    def describe(self) -> str:
+        return f"{self.owner.title()}: MPI's own"
+
+
+class Signals:
+    """What the ranks of the world tell one another outside of operations: who has left, and who wants a report."""
+
+    def __init__(self) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, REPORT: {}, REPORTED: {}}  # tag -> {rank: value}
+        self._sent: list[Any] = []  # buffers must stay until their messages have left
+
+    def send(self, tag: int, value: int = 0) -> None:
+        """Send a signal to every other rank."""
+        buffer = np.array([value])
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._sent.append((buffer, self.comm.Isend([buffer, 8, BYTE], rank, tag)))
+
+    def receive(self) -> None:
+        """Take note of the signals that have arrived."""
+        while self.comm.Iprobe(status=STATUS):
+            source, tag, value = STATUS.Get_source(), STATUS.Get_tag(), np.empty(1, np.int64)
+            self.comm.Recv([value, 8, BYTE], source, tag)
+            self.arrived[tag][source] = int(value[0])
+
+    def write(self, request: Request, engine: Any) -> str:
+        """Write this rank's report, and tell the others. Return the files' common name."""
+        name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
+        with open(f"{name}{self.rank}.txt", "w", encoding="utf-8") as file:
+            print(f"{request.describe()}\nlast operations, the newest first:\n{engine.account()}", file=file)
+        self.send(REPORTED, engine.operations)
+        return name
 
 
 class MPITransport:
-    """The ranks of one MPI communicator."""
+    """The ranks of one MPI communicator. Collectives have a copy of it, on which no message is received by its tag."""
 
     launcher = "mpirun"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], signals: Signals) -> None:
         self.comm = comm
+        self.signals = signals
+        self.ranks = ranks  # the world rank of each member
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self._isend = comm.Isend
-        self._irecv = comm.Irecv
+        self._collectives = comm.Dup()
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
         nbytes = array.nbytes
-        return _Request(self._isend([array, nbytes, BYTE], dest, tag), owner, (SEND, nbytes, dest, tag))
+        comm = self.comm if tag < USER_TAGS else self._collectives
+        return _Request(comm.Isend([array, nbytes, BYTE], dest, tag), owner, "send to", self.ranks[dest], nbytes, tag)
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
         nbytes = array.nbytes
-        return _Receive(self._irecv([array, nbytes, BYTE], source, tag), owner, (RECEIVE, nbytes, source, tag))
+        comm, accepted = (self.comm, tag) if tag < USER_TAGS else (self._collectives, MPI.ANY_TAG)
+        handle = comm.Irecv([array, nbytes, BYTE], source, accepted)
+        return _Receive(handle, owner, "receive from", self.ranks[source], nbytes, tag)
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         if attempt < YIELD_TESTS:
             os.sched_yield()
         else:
             time.sleep(min(FIRST_SLEEP * (1 + (attempt - YIELD_TESTS) // 8), LONGEST_SLEEP))
+
+    def look(self, request: Request, seconds: float, engine: Any) -> None:
+        self.signals.receive()
+        arrived = self.signals.arrived
+        if arrived[REPORT]:
+            arrived[REPORT].clear()
+            self.signals.write(request, engine)
+        if seconds > LEFT_SECONDS and request.peer in arrived[LEFT]:
+            raise CommunicationError(f"{request.describe()}: rank {request.peer} has returned")
+
+    def report(self, request: Request, engine: Any) -> str:
+        signals, deadline = self.signals, time.monotonic() + REPORT_SECONDS
+        signals.send(REPORT)
+        files = signals.write(request, engine)
+        counts = signals.arrived[REPORTED]
+        while len(counts) < signals.size - 1 and time.monotonic() < deadline:
+            time.sleep(LONGEST_SLEEP)
+            signals.receive()
+        counts[signals.rank] = engine.operations
+        if silent := [str(rank) for rank in range(signals.size) if rank not in counts]:
+            behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
+        else:
+            behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
+        return f"; {behind}; what each rank waits for, and its last operations, are in {files}*.txt"
 
     def group(self, ranks: Sequence[int], name: str) -> MPITransport:
         everyone = self.comm.Get_group()
@@ -123,10 +197,10 @@ class MPITransport:
         comm.Set_name(name)
         members.Free()
         everyone.Free()
-        return MPITransport(comm)
+        return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.signals)
 
     def native(self, op: str, owner: Owner, *arguments: Any) -> Request:
-        return _Request(getattr(self, "_" + op)(*arguments), owner, (NATIVE, op))
+        return _Native(getattr(self, "_" + op)(*arguments), owner)
 
     # The arguments are those of the algorithms in reductions.py and gathers.py.
 

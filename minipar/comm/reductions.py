@@ -1,7 +1,7 @@
 """all_reduce and reduce_scatter, each algorithm a generator.
 
-A generator posts messages with `link.isend(array, dest, step)` and `link.irecv(array, source, step)` and yields the
-requests that must be done before it continues. The step makes the tag of every message of one operation its own. Who
+A generator posts messages with `link.isend(array, dest)` and `link.irecv(array, source)` and yields the requests that
+must be done before it continues. Messages from one rank to another arrive in the order in which they were sent. Who
 drives the generator (work.py) decides how to wait, so the same lines serve the blocking call and the asynchronous one.
 
 Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs alpha, a byte beta,
@@ -48,7 +48,7 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
     for step in range(p - 1):
         start, stop = bounds[(r - step - 2) % p]
         received = incoming[: stop - start]
-        yield link.isend(partial, right, step), link.irecv(received, left, step)
+        yield link.isend(partial, right), link.irecv(received, left)
         partial = out if step == p - 2 else received
         combine(received, x[start:stop], out=partial)
         incoming, outgoing = outgoing, incoming
@@ -62,17 +62,17 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     start, stop = chunk_bounds(x.size, link.size)[link.rank]
     # The result may overwrite this rank's own chunk: the reduce-scatter reads that chunk last, when it writes it.
     yield from ring_reduce_scatter(link, x, x[start:stop], combine)
-    yield from ring_all_gather(link, x, first_step=link.size - 1)
+    yield from ring_all_gather(link, x)
 
 
 def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Send x of each rank without a place to its neighbour, which adds it to its own. Step 0; `unfold` is step 1."""
+    """Send x of each rank without a place to its neighbour, which adds it to its own. `unfold` is the way back."""
     _, extras, place = fold(link.size, link.rank)
     if place < 0:
-        yield (link.isend(x, link.rank + 1, 0),)
+        yield (link.isend(x, link.rank + 1),)
     elif place < extras:
         received = link.scratch(x.size, x.dtype)
-        yield (link.irecv(received, link.rank - 1, 0),)
+        yield (link.irecv(received, link.rank - 1),)
         combine(x, received, out=x)
 
 
@@ -86,13 +86,12 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     if extras:
         yield from _fold(link, x, combine)
     received = link.scratch(x.size, x.dtype)
-    step, distance = 2, 1
+    distance = 1
     while place >= 0 and distance < q:
         partner = at_place(place ^ distance, extras)
-        yield link.isend(x, partner, step), link.irecv(received, partner, step)
+        yield link.isend(x, partner), link.irecv(received, partner)
         combine(x, received, out=x)
         distance *= 2
-        step += 1
     if extras:
         yield from unfold(link, x, x)
 
@@ -101,14 +100,13 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Set x[place_bounds[place]] = the sum: the reduce-scatter half of Rabenseifner's algorithm, in place.
 
     At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one half and adds up the
-    other. Steps 0 (the fold) and 2.. are used. The rest of x has no meaning afterwards.
+    other. The rest of x has no meaning afterwards.
     """
     q, extras, place = fold(link.size, link.rank)
     if extras:
         yield from _fold(link, x, combine)
     bounds = place_bounds(x.size, link.size)
     first, last = 0, q  # the places whose sum this rank still shares
-    step = 2
     while place >= 0 and last - first > 1:
         middle = (first + last) // 2
         partner = at_place(place ^ (middle - first), extras)
@@ -118,9 +116,8 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
         else:
             kept, sent, first = x[cut:stop], x[start:cut], middle
         received = link.scratch(x.size, x.dtype)[: kept.size]
-        yield link.isend(sent, partner, step), link.irecv(received, partner, step)
+        yield link.isend(sent, partner), link.irecv(received, partner)
         combine(kept, received, out=kept)
-        step += 1
 
 
 def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
@@ -129,7 +126,7 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
     2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds 2 messages of n.
     """
     yield from _halve(link, x, combine)
-    yield from gather_places(link, x, first_step=2 + link.size)
+    yield from gather_places(link, x)
     yield from unfold(link, x, x)
 
 
@@ -169,8 +166,8 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
     sends = []
     for step in range(p - 1):
         dest, source = (r + step + 1) % p, (r - step - 1) % p
-        receives[source] = link.irecv(contributions[source], source, step)
-        sends.append(link.isend(x[bounds[dest][0] : bounds[dest][1]], dest, step))
+        receives[source] = link.irecv(contributions[source], source)
+        sends.append(link.isend(x[bounds[dest][0] : bounds[dest][1]], dest))
     total = contributions[0]
     for source in range(p):
         if source != r:
@@ -189,4 +186,4 @@ def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """
     start, stop = chunk_bounds(x.size, link.size)[link.rank]
     yield from ordered_reduce_scatter(link, x, x[start:stop], combine)
-    yield from pairwise_all_gather(link, x, first_step=link.size - 1)
+    yield from pairwise_all_gather(link, x)

@@ -19,7 +19,7 @@ import numpy as np
 from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import Owner, Request, message_size_error
+from minipar.comm.transport import USER_TAGS, Owner, Request, check_arrival, pending
 from minipar.errors import CommunicationError, UsageError
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -35,22 +35,21 @@ class _Message:
     """One half of a message (a send or a receive), and the request for it."""
 
     array: np.ndarray
-    direction: str  # "send to" or "receive from"
-    peer: int
-    tag: int
     owner: Owner
+    direction: str  # "send to" or "receive from"
+    peer: int  # world rank
+    tag: int
     world_rank: int
     done: bool = False
-    arrived: int = -1  # bytes, at a receive
+    arrived: tuple[int, int] | None = None  # the bytes and the tag of the send, at a receive that is done
 
     def test(self) -> bool:
-        if self.done and self.arrived not in (-1, self.array.nbytes):
-            arrived = str(self.arrived)
-            raise CommunicationError(message_size_error(self.owner, self.array.nbytes, arrived, self.peer, self.tag))
+        if self.arrived is not None:
+            check_arrival(self.owner, self.peer, self.array.nbytes, self.tag, *self.arrived)
         return self.done
 
     def describe(self) -> str:
-        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.array.nbytes} bytes, tag {self.tag})"
+        return pending(self.owner, self.direction, self.peer, self.array.nbytes, self.tag)
 
 
 class ThreadWorld:
@@ -78,8 +77,8 @@ class ThreadWorld:
             if not queue:
                 del self.unmatched[key]
             send, receive = (message, other) if message.direction == "send to" else (other, message)
-            receive.arrived = send.array.nbytes
-            if receive.arrived == receive.array.nbytes:
+            receive.arrived = (send.array.nbytes, send.tag)
+            if receive.arrived == (receive.array.nbytes, receive.tag):
                 receive.array.view(np.uint8)[...] = send.array.view(np.uint8)
             for half in (send, receive):
                 half.done = True
@@ -141,14 +140,24 @@ class ThreadTransport:
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
         me, other = self.ranks[self.rank], self.ranks[dest]
-        return self.world.post((self.name, me, other, tag), _Message(array, "send to", dest, tag, owner, me))
+        return self._post((me, other), _Message(array, owner, "send to", other, tag, me))
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
         me, other = self.ranks[self.rank], self.ranks[source]
-        return self.world.post((self.name, other, me, tag), _Message(array, "receive from", source, tag, owner, me))
+        return self._post((other, me), _Message(array, owner, "receive from", other, tag, me))
+
+    def _post(self, ends: tuple[int, int], message: _Message) -> Request:
+        """Post a message from rank to rank: a user's is matched by its tag, a collective's by its order."""
+        return self.world.post((self.name, *ends, message.tag if message.tag < USER_TAGS else -1), message)
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)
+
+    def look(self, request: Request, seconds: float, engine: Any) -> None:
+        pass  # the threads know at once that every rank waits
+
+    def report(self, request: Request, engine: Any) -> str:
+        return f"; the last operations of this rank:\n{engine.account()}"
 
     def group(self, ranks: Sequence[int], name: str) -> ThreadTransport:
         members = [self.ranks[rank] for rank in ranks]
@@ -187,6 +196,7 @@ def run_local(
             transport = ThreadTransport(world, range(ranks), rank)
             comm = Communicator(transport, clock=clock() if callable(clock) else clock, network=network)
             results[rank] = fn(comm, *args, **kwargs)
+            comm.engine.close()
             world.finish(rank)
         except _Released:
             pass

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minipar.comm.clock import WallClock
-from minipar.comm.transport import Request
+from minipar.comm.transport import USER_TAGS, Request
 from minipar.comm.work import Stream, Work
 
 
@@ -36,6 +36,10 @@ class TimedMessage:
     def describe(self) -> str:
         return self.payload.describe()
 
+    @property
+    def peer(self) -> int | None:
+        return self.payload.peer
+
 
 class TimedWork(Work):
     """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
@@ -45,38 +49,37 @@ class TimedWork(Work):
     formulas of the literature.
     """
 
-    __slots__ = ("called", "clock", "nbytes", "number", "port", "started", "time", "tracer", "waited")
+    __slots__ = ("called", "clock", "nbytes", "port", "started", "time", "tracer", "waited")
 
-    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int, number: int) -> None:
+    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
         super().__init__(stream, op, algorithm, tag)
         self.clock, self.tracer = stream.engine.clock, stream.engine.tracer
-        self.number = number  # which operation of its communicator it is; negative for a single message
         self.called = self.started = self.time = self.now()
         self.port = 0.0  # when the last message sent has left
         self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
         self.nbytes = 0  # sent
 
-    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+    def isend(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""
         self.nbytes += array.nbytes
         leaves = max(self.time, self.port) if self.clock.logical else self.now()
         stamp, header = np.array([leaves]), None
         if self.clock.logical:
             self.port = leaves + self._seconds(array, self.rank, dest)
-            header = self.transport.isend(stamp, dest, self.tag + step, self)
-        payload = super().isend(array, dest, step)
+            header = self.transport.isend(stamp, dest, self.tag, self)
+        payload, arrow = super().isend(array, dest), self._arrow(self.rank, dest)
         if self.tracer.enabled:
-            self.tracer.arrow(self._track(), self._arrow(self.rank, dest, step), leaves, array.nbytes)
+            self.tracer.arrow(self._track(), arrow, leaves, array.nbytes)
         return TimedMessage(payload, header, stamp)
 
-    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+    def irecv(self, array: np.ndarray, source: int) -> Request:
         """Start to receive a message, behind its header on a logical clock."""
         stamp, header = np.empty(1), None
         if self.clock.logical:
-            header = self.transport.irecv(stamp, source, self.tag + step, self)
-        payload = super().irecv(array, source, step)
+            header = self.transport.irecv(stamp, source, self.tag, self)
+        payload = super().irecv(array, source)
         seconds = self._seconds(array, source, self.rank)
-        return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank, step))
+        return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank))
 
     def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
         ranks = self.stream.ranks
@@ -88,8 +91,10 @@ class TimedWork(Work):
             return self.tracer.track(self.stream.name + "|single", name + ", send and receive")
         return self.tracer.track(self.stream.name, name)
 
-    def _arrow(self, source: int, dest: int, step: int) -> str:
-        return f"{self.stream.name}#{self.number}.{self.tag + step}:{source}>{dest}"
+    def _arrow(self, source: int, dest: int) -> str:
+        """Name the next message from `source` to `dest`, alike on both ranks."""
+        ends = f"{self.stream.name}:{source}>{dest}" + (f".{self.tag}" if self.tag < USER_TAGS else "")
+        return f"{ends}#{self.stream.count(ends)}"
 
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
         """Issue the operation. The call itself takes no time."""
@@ -117,7 +122,7 @@ class TimedWork(Work):
 
     def _settle(self, requests: Iterable[Any]) -> None:
         """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
-        incoming = [request for request in requests if request.arrow]
+        incoming = [each for each in requests if isinstance(each, TimedMessage) and each.arrow]
         if self.clock.logical:
             for request in incoming:
                 sent = float(request.stamp[0])

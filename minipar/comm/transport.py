@@ -2,25 +2,62 @@
 
 A transport carries bytes between the ranks of one group: `minipar.comm.mpi` between processes, `minipar.comm.threads`
 between threads. Every collective is written from the two operations, and none knows which transport it uses.
+
+A user's message is received by its tag. A collective's messages are received in the order in which their sender sent
+them, and their tag says what the sender is doing. The receiver compares it with what it is doing itself. So ranks that
+call different operations, or one with different dtypes, reductions or numbers of elements, get an error instead of
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
+
+from minipar.errors import CommunicationError
+
+USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
+
+# The tag of a collective, from its lowest bits on: 3 bits for the operation, 3 for the algorithm, 1 for the reduction,
+# 5 for the dtype, 7 for the number of elements, 7 for the operation's number on its communicator, and a 1.
+OPERATIONS = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
+ALGORITHMS = tuple("ring recursive_doubling recursive_halving ordered pairwise binomial dissemination mpi".split())
+DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
+
+
+@lru_cache(maxsize=1024)
+def tag_of(op: str, algorithm: str, maximum: bool, dtype: int) -> int:
+    """Return the tag of operation 0 on an array without elements; `dtype` is NumPy's number of it."""
+    kind = OPERATIONS.index(op) | ALGORITHMS.index(algorithm) << 3 | maximum << 6
+    return 1 << 26 | (dtype & 31) << 7 | kind
+
+
+def meaning(tag: int) -> str:
+    """Say what a rank is doing that sends messages with this tag."""
+    if tag < USER_TAGS:
+        return f"tag {tag}"
+    op = OPERATIONS[tag & 7]
+    reduction = ("sum ", "max ")[tag >> 6 & 1] if "reduce" in op else ""
+    dtype = DTYPES.get(tag >> 7 & 31, "another dtype")
+    return f"{op} {reduction}of {dtype} ({ALGORITHMS[tag >> 3 & 7]}, operation {tag >> 19 & 127})"
 
 
 class Owner(Protocol):
     """The operation that a message belongs to. Errors print it."""
 
     def title(self) -> str:
-        """Name it, for example `rank 2 of axis dp (world rank 5), all_reduce ring`."""
+        """Name it, for example `rank 5 (dp rank 2), all_reduce ring`."""
 
 
 class Request(Protocol):
     """Something that completes: a message, or a whole collective."""
+
+    @property
+    def peer(self) -> int | None:
+        """Return the world rank that has to act for it, if that is one."""
 
     def test(self) -> bool:
         """Return True once it is complete, without blocking. CommunicationError for a message of another size."""
@@ -40,10 +77,20 @@ class Transport(Protocol):
         """Start to send a contiguous host array. It must not be changed until the request is done."""
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
-        """Start to receive exactly `array.nbytes` bytes. Messages with the same ranks and tag arrive in order."""
+        """Start to receive exactly `array.nbytes` bytes, of the user's message with this tag or a collective's next."""
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         """Let other ranks run. Called between two tests, the `attempt`-th time in a row without success."""
+
+    def look(self, request: Request, seconds: float, engine: Any) -> None:
+        """Look now and then, in a wait that has lasted `seconds`, for what other ranks say outside of operations.
+
+        CommunicationError if the rank that has to act for `request` has left the program. A report that another rank
+        wants is written from `engine`.
+        """
+
+    def report(self, request: Request, engine: Any) -> str:
+        """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
 
     def group(self, ranks: Sequence[int], name: str) -> Transport:
         """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
@@ -56,15 +103,15 @@ class Transport(Protocol):
 
 
 class Link(Protocol):
-    """The two operations as an algorithm sees them: messages are counted, and `step` makes their tags differ."""
+    """The two operations as an algorithm sees them: messages are counted, and have the tag of their operation."""
 
     rank: int
     size: int
 
-    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+    def isend(self, array: np.ndarray, dest: int) -> Request:
         """Count a message and start to send it to a rank of the group (`Transport.isend`)."""
 
-    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
+    def irecv(self, array: np.ndarray, source: int) -> Request:
         """Start to receive from a rank of the group (`Transport.irecv`)."""
 
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
@@ -75,7 +122,20 @@ class Link(Protocol):
 Steps = Generator[Iterable[Request], None, None]
 
 
-def message_size_error(owner: Owner, expected: int, arrived: str, source: int, tag: int) -> str:
-    """Format the error for a message of the wrong size."""
-    remedy = "every rank must call the same operation with the same shape and dtype"
-    return f"{owner.title()}: expected {expected} bytes from rank {source} (tag {tag}), but {arrived} arrived; {remedy}"
+def pending(owner: Owner, direction: str, peer: int, nbytes: int, tag: int) -> str:
+    """Say what a message is that has not come or gone yet. `peer` is a world rank."""
+    return f"{owner.title()}: {direction} rank {peer} ({nbytes} bytes, {meaning(tag)})"
+
+
+def check_arrival(owner: Owner, peer: int, expected: int, tag: int, arrived: int | str, sent_tag: int) -> None:
+    """Raise CommunicationError for a message from world rank `peer` with another size or tag than expected."""
+    if arrived == expected and sent_tag == tag:
+        return
+    if sent_tag == tag:
+        what = f"rank {peer} sent {arrived} bytes ({meaning(tag)}), but {expected} were expected"
+    else:
+        another = ", with another number of elements" if meaning(sent_tag) == meaning(tag) else ""
+        what = f"rank {peer} called {meaning(sent_tag)}{another}, but this rank {meaning(tag)}"
+        what += f" ({arrived} bytes arrived, {expected} expected)"
+    remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
+    raise CommunicationError(f"{owner.title()}: {what}; {remedy}")

@@ -7,10 +7,13 @@ different orders without a deadlock.
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -20,16 +23,13 @@ from minipar import backend
 from minipar.backend import Array
 from minipar.comm.clock import Clock, Network, Tracer, make_clock
 from minipar.comm.traffic import Traffic
-from minipar.comm.transport import Request, Transport
+from minipar.comm.transport import Request, Transport, meaning, tag_of
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import hold
 
-# Tags. The user's are 0..USER_TAGS-1. Each operation takes a range of tags of its own, one per step. After TAGS of them
-# the tags are used again, long after the messages that used them have arrived.
-USER_TAGS = 1 << 16
-TAGS = 1 << 20
-
 CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
+SAY_SECONDS = 30.0  # of waiting until rank 0 says so; then after twice that, and so on
+RECORDED = 64  # operations that a rank remembers for the report after a timeout
 SCRATCH_VIEWS = 64  # of the scratch memory, kept for reuse
 
 
@@ -45,20 +45,51 @@ class Engine:
         self.traffic = Traffic()
         self.tracer = Tracer(self.clock)
         self.streams: list[Stream] = []  # those with operations under way
+        self.operations = 0  # collectives issued, on all communicators
+        self.recent: deque[tuple[str, int]] = deque(maxlen=RECORDED)  # axis and tag of the last operations
+        self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = _timeout()
 
     def wait(self, request: Request, stream: Stream | None = None) -> None:
         """Wait until `request` is done, and advance every outstanding operation meanwhile.
 
-        `stream` waits for the request itself. CommunicationError after MINIPAR_TIMEOUT seconds (default 1800).
+        `stream` waits for the request itself. CommunicationError if the rank that has to act for it has left the
+        program, and after MINIPAR_TIMEOUT seconds (default 1800).
         """
-        attempt, deadline = 0, time.monotonic() + self.timeout
+        attempt, start, said = 0, time.monotonic(), SAY_SECONDS
         while not request.test():
             self.progress(stream)
             self.transport.pause(attempt, request)
             attempt += 1
-            if attempt % CHECK_EVERY == 0 and time.monotonic() > deadline:
-                raise CommunicationError(f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)")
+            if attempt % CHECK_EVERY == 0:
+                seconds = time.monotonic() - start
+                self.transport.look(request, seconds, self)
+                if seconds > said and self.transport.rank == 0:
+                    print(f"minipar: {request.describe()}: waiting for {seconds:.0f} s", file=sys.stderr, flush=True)
+                    said *= 2
+                if seconds > self.timeout:
+                    report = self.transport.report(request, self)
+                    text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT){report}"
+                    raise CommunicationError(text)
+
+    def account(self) -> str:
+        """Return the last operations as text, the newest first."""
+        return "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(self.recent))
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Wait without a timeout inside the block: for the work of one rank alone, such as `--verify`."""
+        timeout, self.timeout = self.timeout, math.inf
+        try:
+            yield
+        finally:
+            self.timeout = timeout
+
+    def close(self) -> None:
+        """Report the asynchronous operations whose `wait` was never called, at the end of the program."""
+        for work, line in self.unwaited.items():
+            print(f"minipar: {work.title()}, issued at {line}: never waited for", file=sys.stderr, flush=True)
+        self.unwaited.clear()
 
     def progress(self, but: Stream | None = None) -> None:
         """Advance all streams but one as far as possible, without waiting."""
@@ -92,27 +123,29 @@ class Stream:
         self.queue: deque[Work] = deque()
         self.end = 0.0  # of the last operation, on a logical clock
         self.port = 0.0  # when its last message had left
-        self._operations = 0
-        self._messages: dict[tuple[int, ...], int] = {}  # single messages so far, by (source, dest, tag)
-        self._steps_per_operation = 2 * transport.size + 8
+        self.operations = 0  # collectives issued
+        self._messages: dict[str, int] = {}  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
         self._views: dict[tuple[int, np.dtype], np.ndarray] = {}
 
     def title(self) -> str:
         """Name this rank, for error messages."""
-        if self.axis == "world":
-            return f"rank {self.transport.rank}"
-        return f"rank {self.transport.rank} of axis {self.axis} (world rank {self.ranks[self.transport.rank]})"
+        place = "" if self.axis == "world" else f" ({self.axis} rank {self.transport.rank})"
+        return f"rank {self.ranks[self.transport.rank]}{place}"
 
-    def next_operation(self) -> tuple[int, int]:
-        """Return the tag of step 0 of the next operation, and its number."""
-        self._operations += 1
-        return USER_TAGS + self._operations * self._steps_per_operation % TAGS, self._operations
+    def next_tag(self, op: str, algorithm: str, elements: np.ndarray, combine: Any = None) -> int:
+        """Return the tag of the next operation, and record it."""
+        self.operations += 1
+        self.engine.operations += 1
+        tag = tag_of(op, algorithm, combine is np.maximum, elements.dtype.num)
+        tag |= (elements.size & 127) << 12 | (self.operations & 127) << 19
+        self.engine.recent.append((self.axis, tag))
+        return tag
 
-    def next_message(self, *key: int) -> int:
-        """Return the number of the next single message (source, dest, tag). It is negative, unlike an operation's."""
-        self._messages[key] = self._messages.get(key, 0) - 1
-        return self._messages[key]
+    def count(self, ends: str) -> int:
+        """Return how many messages have had these ends, this one included."""
+        self._messages[ends] = self._messages.get(ends, 0) + 1
+        return self._messages[ends]
 
     def add(self, work: Work) -> None:
         """Start an operation if no other is under way, and put it at the end of the queue if it is not finished."""
@@ -155,7 +188,7 @@ class Work:
         self.stream = stream
         self.op = op
         self.algorithm = algorithm
-        self.tag = tag  # of step 0
+        self.tag = tag
         self.transport = transport = stream.transport
         self.rank = transport.rank
         self.size = transport.size
@@ -165,14 +198,14 @@ class Work:
 
     # -- for the algorithm (the docstrings are in transport.Link) -----------------------------------------------------
 
-    def isend(self, array: np.ndarray, dest: int, step: int) -> Request:
+    def isend(self, array: np.ndarray, dest: int) -> Request:
         count = self._count
         count[0] += 1
         count[1] += array.nbytes
-        return self.transport.isend(array, dest, self.tag + step, self)
+        return self.transport.isend(array, dest, self.tag, self)
 
-    def irecv(self, array: np.ndarray, source: int, step: int) -> Request:
-        return self.transport.irecv(array, source, self.tag + step, self)
+    def irecv(self, array: np.ndarray, source: int) -> Request:
+        return self.transport.irecv(array, source, self.tag, self)
 
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         return self.stream.scratch(count, dtype)
@@ -202,6 +235,8 @@ class Work:
         """Advance the operation if possible, and return True once it is finished."""
         if not self.done:
             self.stream.advance()
+        if self.done:
+            self.stream.engine.unwaited.pop(self, None)
         return self.done
 
     def wait(self) -> Any:
@@ -221,11 +256,6 @@ class Work:
                 self.done = True
                 return True
         return False
-
-    def describe(self) -> str:
-        if self.missing is not None:
-            return self.missing.describe()
-        return f"{self.title()}: its turn, after the operations issued before it"
 
     # -- for a single message of the user (TimedWork takes the time of both) ------------------------------------------
 
@@ -268,7 +298,7 @@ class Message:
         self._work = work
         self._host = host
         self._array = array
-        self._request = work.isend(host, peer, 0) if array is None else work.irecv(host, peer, 0)
+        self._request = work.isend(host, peer) if array is None else work.irecv(host, peer)
         self.done = False
         work.posted()
 
@@ -295,6 +325,3 @@ class Message:
                 self._array[...] = backend.from_host(self._host.reshape(self._array.shape))
             self._work.received(self._request, now)
         self._work.resume(now)
-
-    def describe(self) -> str:
-        return self._request.describe()

@@ -13,7 +13,8 @@ from typing import Any
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.comm.work import USER_TAGS, Message
+from minipar.comm.transport import USER_TAGS
+from minipar.comm.work import Message
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.lower import lower

@@ -1,0 +1,116 @@
+"""Ranks that call different operations get an error that says what both called, over threads and over MPI."""
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+
+from minipar.comm import run_local
+from minipar.comm.communicator import GENERATORS
+from minipar.comm.transport import ALGORITHMS, OPERATIONS, USER_TAGS, meaning, tag_of
+from minipar.errors import CommunicationError
+
+# What rank 1 calls, what all others call, and what the error says of the two.
+MISTAKES = {
+    "dtype of one size": (
+        "comm.all_reduce(np.ones(100, np.int64), algorithm='ring')",
+        "comm.all_reduce(np.ones(100), algorithm='ring')",
+        ("all_reduce sum of int64 (ring, operation 1)", "all_reduce sum of float64 (ring, operation 1)"),
+    ),
+    "dtype and length of one size": (
+        "comm.all_reduce(np.ones(200, np.float32))",
+        "comm.all_reduce(np.ones(100))",
+        ("all_reduce sum of float32", "all_reduce sum of float64"),
+    ),
+    "reduction": (
+        "comm.all_reduce(np.ones(100), op='max')",
+        "comm.all_reduce(np.ones(100), op='sum')",
+        ("all_reduce max of float64", "all_reduce sum of float64"),
+    ),
+    "number of elements": (
+        "comm.reduce_scatter(np.ones(48), algorithm='ring')",
+        "comm.reduce_scatter(np.ones(47), algorithm='ring')",  # rank 1's messages may have the same size
+        ("with another number of elements",),
+    ),
+    "operation": (
+        "comm.barrier()",
+        "comm.all_reduce(np.ones(100))",
+        ("barrier of uint8 (dissemination, operation 1)", "all_reduce sum of float64"),
+    ),
+    "algorithm": (
+        "comm.all_reduce(np.ones(100), algorithm='ordered')",
+        "comm.all_reduce(np.ones(100), algorithm='ring')",
+        ("(ordered, operation 1)", "(ring, operation 1)"),
+    ),
+    "order": (
+        "comm.all_gather(np.ones(4)); comm.all_reduce(np.ones(100))",
+        "comm.all_reduce(np.ones(100)); comm.all_gather(np.ones(4))",
+        ("all_gather of float64", "all_reduce sum of float64"),
+    ),
+    "an operation that one rank leaves out": (
+        "comm.broadcast(np.ones(5))",
+        "comm.broadcast(np.ones(5)); comm.broadcast(np.ones(5))",
+        ("rank 1 has returned",),
+    ),
+}
+NATIVE = {  # of MPI's own collectives: ranks, what rank 1 calls, and what the others call
+    "number of elements": (3, "comm.all_reduce(np.ones(9), algorithm='mpi')", "comm.all_reduce(x, algorithm='mpi')"),
+    "reduction": (2, "comm.reduce_scatter(x, op='max', algorithm='mpi')", "comm.reduce_scatter(x, algorithm='mpi')"),
+    "dtype": (2, "comm.broadcast(np.ones(8, int), algorithm='mpi')", "comm.broadcast(x, algorithm='mpi')"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_threads_that_disagree_learn_what_both_called(mistake, ranks):
+    one, others, facts = MISTAKES[mistake]
+    with pytest.raises(CommunicationError) as caught:
+        run_local(ranks, lambda comm: exec(one if comm.rank == 1 else others, {"np": np, "comm": comm}))
+    assert all(fact in str(caught.value) for fact in facts), caught.value
+
+
+def run_mistakes(ranks, mistakes):
+    """Run each mistake on a communicator of its own; every rank prints the errors that it gets."""
+    return run_mpi(
+        ranks,
+        f"""
+import numpy as np
+from minipar.comm import world
+from minipar.errors import CommunicationError
+world, x = world(), np.ones(8)
+for name, (one, others) in {mistakes!r}.items():
+    comm = world.split(0, name)
+    world.barrier()
+    try:
+        exec(one if comm.rank == 1 else others)
+        print(f"{{name}} | no error on rank {{comm.rank}}", flush=True)
+    except CommunicationError as error:
+        print(f"{{name}} | {{error}}", flush=True)
+world.abort(0)  # messages of the mistakes are still under way
+""",
+        timeout=60,
+        env={"MINIPAR_TIMEOUT": "3"},
+    )
+
+
+def test_mpi_ranks_that_disagree_learn_what_both_called():
+    cases = {name: texts[:2] for name, texts in MISTAKES.items() if "leaves out" not in name}
+    lines = run_mistakes(2, cases).stdout.splitlines()
+    for name, (*_, facts) in MISTAKES.items():
+        if name in cases:
+            assert any(line.startswith(f"{name} |") and all(fact in line for fact in facts) for line in lines), lines
+
+
+@pytest.mark.parametrize("mistake", NATIVE)
+def test_mpis_own_collectives_compare_what_ranks_call(mistake):
+    ranks, *texts = NATIVE[mistake]
+    lines = run_mistakes(ranks, {mistake: texts}).stdout.splitlines()
+    assert any(line.startswith(f"{mistake} | rank") and ", but this rank " in line for line in lines), lines
+
+
+def test_every_algorithm_has_a_place_in_the_tag():
+    for op, algorithms in GENERATORS.items():
+        for algorithm in (*algorithms, "mpi"):
+            tag = tag_of(op, algorithm, False, np.dtype("f4").num) | 44 << 19
+            assert USER_TAGS <= tag < 2**27 and meaning(tag).startswith(f"{op} ")
+            assert f"of float32 ({algorithm}, operation 44)" in meaning(tag)
+    assert len(OPERATIONS) <= 8 and len(ALGORITHMS) <= 8
