@@ -36,8 +36,8 @@ class OneThread:
         while left:
             before, missing = missing, [work.missing for work in left]
             if missing == before:
-                missing = next(work.missing for work in left if work.missing is not None)
-                raise CommunicationError(f"no message is on its way: {missing.describe()}")
+                first = next(request for request in missing if request is not None)
+                raise CommunicationError(f"no message is on its way: {first.describe()}")
             left = [work for work in left if not work.test()]
         for work in works:
             work.wait()

@@ -107,7 +107,7 @@ def test_no_end_leaves_shared_memory_or_files(end, tmp_path):
 
 
 def test_too_little_shared_memory_is_one_line():
-    program = "from minipar.comm import start\nstart.BYTES_OF_RANK = 10**15\n" + HEADER + "main(lambda comm: None)"
+    program = "from minipar.comm import launch\nlaunch.BYTES_OF_RANK = 10**15\n" + HEADER + "main(lambda comm: None)"
     result = run_mpi(2, program, timeout=SECONDS)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "/dev/shm has " in result.stderr and "needs about 2,000,000,012,000,000" in result.stderr
