@@ -43,7 +43,7 @@ help:
 	@echo "make test       the tests"
 	@echo "make quick      one claim of each package, in less than a minute"
 	@echo "make exercises  grade what you have written in chapters/exercises"
-	@echo "make reference  the comparisons with torch and transformers (installs torch)"
+	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"
 	@echo "make lint       ruff and mypy"
 	@echo "make notebooks  execute the chapters again"
 	@echo "make site       the chapters, docs and explorers as a static site in out/site (needs Node.js)"
@@ -77,6 +77,7 @@ exercises: $(VENV)/.test
 
 reference: $(VENV)/.reference
 	$(BIN)/python -m pytest tests/reference $(PYTEST)
+	$(BIN)/python -m pytest -m long $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

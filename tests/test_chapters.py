@@ -111,20 +111,18 @@ def test_the_chapters_are_found():
     assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
 
 
-# `make test` runs chapters 0 to 6 on three ranks, chapter 0 on eight too, and chapter 0's notebook. All other runs are
-# in tests/reference/test_notebooks.py: they take up to two minutes each.
+# `make test` runs chapter 0 on eight ranks and chapters 1 to 3 on three. `make reference` runs the rest, which take up
+# to two minutes each, and all notebooks.
 RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 8)]
-EARLIER_RUNS = [(c, n) for c, n in RUNS if (n == 3 and c.stem < "07") or (n == 8 and c.stem < "01")]
-LATER_RUNS = [run for run in RUNS if run not in EARLIER_RUNS]
-NOTEBOOKS = CHAPTERS[:1]
+SHORT = {("00_in_one_file", 8), ("01_autograd", 3), ("02_gpt", 3), ("03_collectives", 3)}
 
 
-@pytest.mark.parametrize(("chapter", "ranks"), EARLIER_RUNS, ids=str_of)
+@pytest.mark.parametrize(
+    ("chapter", "ranks"),
+    [pytest.param(c, n, marks=[] if (c.stem, n) in SHORT else pytest.mark.long) for c, n in RUNS],
+    ids=str_of,
+)
 def test_chapter_runs_as_a_script(chapter, ranks, tmp_path):
-    run_as_a_script(chapter, ranks, tmp_path)
-
-
-def run_as_a_script(chapter, ranks, tmp_path):
     result = run_mpi(ranks, [str(chapter)], timeout=240, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
     assert chapter.stem in STANDALONE or list((tmp_path / "out").glob("*.png")), "it drew nothing"
@@ -142,12 +140,9 @@ def test_notebook_is_the_script_executed(chapter):
     assert problems(notebook_of(chapter), jupytext.read(chapter), chapter.stem not in STANDALONE) == []
 
 
-@pytest.mark.parametrize("chapter", NOTEBOOKS, ids=str_of)
+@pytest.mark.long
+@chapters
 def test_notebook_executes_from_a_clean_state(chapter, tmp_path, monkeypatch):
-    execute_from_a_clean_state(chapter, tmp_path, monkeypatch)
-
-
-def execute_from_a_clean_state(chapter, tmp_path, monkeypatch):
     """Execute the script alone in an empty directory, where nothing but the installed packages may be needed."""
     path = shutil.copy(chapter, tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))

@@ -96,6 +96,7 @@ def test_machine_gives_constants_pieces_and_messages(ranks):
     )
 
 
+@pytest.mark.long
 def test_layouts_gives_time_and_memory_of_each_layout():
     flags = "layouts --layers 8 --hidden 16 --heads 4 --seq-len 8 --vocab-size 16 --global-batch 32 --repeat 2"
     rows = bench(4, *flags.split())

@@ -100,6 +100,7 @@ main(program, clock="cpu")
     assert len(starts) == 3 * 4 and starts == {event["id"] for event in events if event["ph"] == "f"}
 
 
+@pytest.mark.long
 def test_bench_collectives_counts_what_the_formulas_say():
     argv = ["-m", "minipar.bench", "collectives", "--json", "-", "--sizes", "1K,40000", "--algorithms", "all"]
     result = run_mpi(3, argv)

@@ -56,7 +56,12 @@ SIXTY_FOUR = {
 }
 
 
-@pytest.mark.parametrize("name", SIXTY_FOUR)
+FIRST = "dp 8, tp 4, pp 2"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == FIRST else pytest.param(name, marks=pytest.mark.long) for name in SIXTY_FOUR]
+)
 def test_64_ranks_and_more_take_the_predicted_time(name):
     measured, predicted = compared(QUICK, **SIXTY_FOUR[name])
     assert predicted == pytest.approx(measured, rel=0.05)

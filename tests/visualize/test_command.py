@@ -331,7 +331,7 @@ def test_bytes_in_words(value, label):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", ["png", *(pytest.param(each, marks=pytest.mark.long) for each in ("svg", "pdf"))])
 def test_the_command_writes_the_picture(write, tmp_path, suffix, capsys):
     metrics = write("m.jsonl", "".join(json.dumps(row) + "\n" for row in rows([3, 2, 1])))
     jobs = [
