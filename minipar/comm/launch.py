@@ -103,7 +103,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     _check_mpi_library()
     try:
         _start_mpi()
-        from minipar.comm.mpi import LEFT, MPI, MPITransport, Signals
+        from minipar.comm.mpi import MPI, MPITransport, Signals
     except (ImportError, RuntimeError) as error:
         if count == 1:
             return serial(clock, network)
@@ -119,7 +119,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), signals), clock=clock, network=network)
     if comm.size > 1:
         sys.excepthook = _abort_with_traceback
-        atexit.register(signals.send, LEFT)
+        atexit.register(signals.leave)
     atexit.register(comm.engine.close)
     return comm
 

@@ -127,6 +127,13 @@ class Signals:
             self.comm.Recv([value, 8, BYTE], source, tag)
             self.arrived[tag][source] = int(value[0])
 
+    def leave(self) -> None:
+        """Tell the others that this rank leaves, and wait until all do: MPI must not end with messages on their way."""
+        self.send(LEFT)
+        while len(self.arrived[LEFT]) < self.size - 1:
+            time.sleep(LONGEST_SLEEP)
+            self.receive()
+
     def write(self, request: Request, engine: Any) -> str:
         """Write this rank's report, and tell the others. Return the files' common name."""
         name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
