@@ -27,6 +27,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_KEPT = 2**30  # bytes of one array
+_thread_pools = cache(ThreadpoolController)  # finding the libraries takes milliseconds, setting a limit microseconds
 
 
 def prepare_process() -> None:
@@ -44,11 +45,6 @@ def one_blas_thread() -> Any:
     if "OPENBLAS_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return nullcontext()
     return _thread_pools().limit(limits=1, user_api="blas")
-
-
-@cache  # looking for the libraries takes milliseconds, setting their limit microseconds
-def _thread_pools() -> ThreadpoolController:
-    return ThreadpoolController()
 
 
 def keep_freed_memory() -> bool:
@@ -120,14 +116,9 @@ def use_device(device: str, rank: int = 0) -> None:
         return
     try:
         cupy: ModuleType = importlib.import_module("cupy")
-    except ImportError as error:
-        raise UsageError(f"--device cuda needs CuPy (pip install 'minipar[gpu]'): {error}") from None
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
+        count = cupy.cuda.runtime.getDeviceCount()  # CUDA's own error if there is none
     except Exception as error:
-        raise UsageError(f"--device cuda: CuPy finds no usable GPU: {error}") from None
-    if count == 0:
-        raise UsageError("--device cuda: CuPy finds 0 GPUs on this machine")
+        raise UsageError(f"--device cuda needs CuPy (pip install 'minipar[gpu]') and a GPU: {error}") from None
     cupy.cuda.Device(rank % count).use()
     use(cupy)
 

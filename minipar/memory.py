@@ -87,12 +87,10 @@ class MemoryLedger:
         while isinstance(getattr(array, "base", None), xp.ndarray):
             array = array.base  # a view holds no memory of its own
         with self._lock:
-            if id(array) in self._live:
-                return
-            nbytes = array.nbytes
-            self._live[id(array)] = weakref.finalize(array, self._freed, id(array), kind, nbytes)
-            self._live[id(array)].atexit = False
-            self._change(kind, nbytes)
+            if id(array) not in self._live:
+                self._live[id(array)] = weakref.finalize(array, self._freed, id(array), kind, array.nbytes)
+                self._live[id(array)].atexit = False
+                self._change(kind, array.nbytes)
 
     def _freed(self, key: int, kind: str, nbytes: int) -> None:
         with self._lock:

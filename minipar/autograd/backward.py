@@ -95,18 +95,11 @@ class _NodeGradients:
 
     def __init__(self, root: Node, gradient: Array) -> None:
         self.arrays: dict[Node, Array] = {root: gradient}
-        self.sums: set[Node] = set()  # nodes whose array was created here by addition: nobody else holds it
 
     def add(self, node: Node, gradient: Array | LazyGradient) -> None:
-        """Add the gradient that one user of the node's output sends; in place where the sum is our own array."""
+        """Add the gradient that one user of the node's output sends. Not in place: others may hold the same array."""
         array = gradient.compute(None) if isinstance(gradient, LazyGradient) else gradient
-        if node not in self.arrays:
-            self.arrays[node] = array
-        elif node in self.sums:
-            self.arrays[node] += array
-        else:
-            self.arrays[node] = self.arrays[node] + array
-            self.sums.add(node)
+        self.arrays[node] = self.arrays[node] + array if node in self.arrays else array
 
     def of_inputs(self, node: Node) -> Sequence[Any]:
         """Run the node's backward on the sum; None for each input if no gradient has reached the node."""
