@@ -2,14 +2,8 @@
 
 Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A ledger adds the
 array's bytes to its sum and subtracts them when the array is freed, which it learns from a weak reference. Without a
-ledger these functions do nothing.
-
-    ledger = MemoryLedger()
-    with ledger.recording():
-        ...                               # build a model, train
-    ledger.held["optimizer"], ledger.peak, ledger.peak_parts
-
-The ledger does not count scratch arrays inside one operation, Python objects, and allocations of the MPI library.
+ledger that is `recording()` these functions do nothing. Scratch arrays inside one operation, Python objects, and
+allocations of the MPI library do not count.
 """
 
 from __future__ import annotations

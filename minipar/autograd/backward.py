@@ -2,9 +2,6 @@
 
 Nodes are numbered as they are created, so every input of a node has a smaller number than the node itself. Visiting
 the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
-
-The state of a pass is in context variables instead of globals, so that ranks that are threads of one process do not
-share it.
 """
 
 from __future__ import annotations

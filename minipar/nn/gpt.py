@@ -146,7 +146,6 @@ class GPT(Module):
         self.h = [Block(layers, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = layers.layer_norm()
         self.head_weight = self.wte.weight.tie()
-        # Tensor parallelism replaces these two functions on each rank: they see the whole vocabulary.
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)  # (B, T, h), (V, h)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [

@@ -34,14 +34,12 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
 
 def _normal(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: str) -> Deferred:
     """Describe a parameter drawn from N(0, std^2) by name."""
-    kind = np.dtype(dtype)
-    return Deferred(shape, kind, lambda: from_host(normal(seed, name, shape, std).astype(kind)))
+    return Deferred(shape, np.dtype(dtype), lambda: from_host(normal(seed, name, shape, std).astype(dtype)))
 
 
 def _constant(value: float, size: int, dtype: str) -> Deferred:
     """Describe a parameter whose elements are all `value`."""
-    kind = np.dtype(dtype)
-    return Deferred((size,), kind, lambda: xp.full(size, value, dtype=kind))
+    return Deferred((size,), np.dtype(dtype), lambda: xp.full(size, value, dtype=dtype))
 
 
 def _tensor(x: Any, dtype: Any) -> Tensor:
