@@ -47,21 +47,21 @@ def one_blas_thread() -> Any:
     return _thread_pools().limit(limits=1, user_api="blas")
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Make malloc keep freed arrays for the next ones, instead of returning them to the system. Process-wide.
 
     By default glibc maps each large array by itself, and cuts off its heap's free end. Each training step then gets its
     activations as new pages, which the kernel must fault in and fill with zeros. The price is that a process keeps its
-    peak memory. Returns False, and does nothing, if the C library has no mallopt (macOS, musl, Windows).
-    NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
+    peak memory. NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
+    except (AttributeError, OSError, TypeError):  # macOS, musl, Windows: there is none
+        return
     mallopt(M_TRIM_THRESHOLD, -1)  # -1: never
     # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB. Larger arrays are then mapped as before.
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25))
+    if not mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):
+        mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 class _ArrayModule:

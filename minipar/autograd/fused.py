@@ -81,12 +81,9 @@ class _Embedding(Function):
             if out is None:
                 out = xp.empty(shape, dtype=rows.dtype)
             out[...] = 0
-            if index.size == 0:
-                return out
             order = xp.argsort(index, kind="stable")
-            ordered = index[order]
-            starts = xp.flatnonzero(xp.concatenate((xp.ones(1, dtype=bool), ordered[1:] != ordered[:-1])))
-            out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
+            present, starts = xp.unique(index[order], return_index=True)
+            out[present] = xp.add.reduceat(rows[order], starts, axis=0)
             return out
 
         return LazyGradient(scatter), None
