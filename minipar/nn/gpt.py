@@ -15,13 +15,16 @@ of each part by one that gathers the part's parameters before and frees them aft
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
 from minipar.backend import Array, xp
+from minipar.errors import UsageError
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Part
 
@@ -52,6 +55,18 @@ class GPTConfig:
         """
         tokens, h = batch * length, self.n_embd
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
+
+    def check_memory(self, nbytes: int, ranks: int = 1) -> None:
+        """Raise UsageError if `nbytes` for each parameter, shared by the ranks, are more than this machine's memory."""
+        h, memory = self.n_embd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        count = (self.vocab_size + self.n_positions) * h + self.n_layer * (12 * h * h + 13 * h) + 2 * h
+        needed = Decimal(count * nbytes) / ranks  # Decimal: the sizes may have thousands of digits
+        if needed > memory:
+            raise UsageError(
+                f"vocabulary {self.vocab_size}, {self.n_positions} positions, {self.n_layer} layers of hidden {h}: "
+                f"{Decimal(count):.6g} parameters * {nbytes} bytes / {ranks} rank{'s' if ranks > 1 else ''} = "
+                f"{needed:.6g} bytes, but this machine has {memory:.6g}"
+            )
 
 
 class _Layers:
@@ -137,6 +152,8 @@ class GPT(Module):
         deferred: bool = False,
         dropout: float = 0.0,
     ) -> None:
+        if not deferred:
+            config.check_memory(xp.dtype(dtype).itemsize)
         layers = _Layers(config, seed, dtype, dropout)
         self.config = config
         self.recompute = recompute

@@ -74,8 +74,11 @@ def load_config(directory: str | Path) -> GPTConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UsageError for anything else, without waiting for a pipe."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
+        if status.st_size > 2**24:
+            raise OSError(f"{status.st_size:,} bytes, expected at most 16 MiB")
         content = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
@@ -98,7 +101,7 @@ def load_gpt2(
     config = load_config(directory)
     path = Path(directory) / "model.safetensors"
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
     try:
         with safe_open(path, "np") as file:
             names = [name for name in file.keys() if not name.endswith(_MASKS)]
@@ -127,8 +130,9 @@ def load_gpt2(
                 raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
     for name, parameter in model.named_parameters():
         parameter.deferred = Deferred(parameter.shape, parameter.dtype, partial(_read, path, stored[name], dtype))
-        if not deferred:
-            parameter.materialize()
+    if not deferred:
+        config.check_memory(np.dtype(dtype).itemsize)
+        model.materialize()
     return model
 
 
