@@ -56,16 +56,16 @@ class GPTConfig:
         tokens, h = batch * length, self.n_embd
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
 
-    def check_memory(self, nbytes: int, ranks: int = 1) -> None:
-        """Raise UsageError if `nbytes` for each parameter, shared by the ranks, are more than this machine's memory."""
+    def check_memory(self, nbytes: int, shares: int = 1) -> None:
+        """Raise UsageError if one of `shares` of `nbytes` bytes per parameter is more than this machine's memory."""
         h, memory = self.n_embd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         count = (self.vocab_size + self.n_positions) * h + self.n_layer * (12 * h * h + 13 * h) + 2 * h
-        needed = Decimal(count * nbytes) / ranks  # Decimal: the sizes may have thousands of digits
+        needed = Decimal(count * nbytes) / shares  # Decimal: the sizes may have thousands of digits
         if needed > memory:
             raise UsageError(
                 f"vocabulary {self.vocab_size}, {self.n_positions} positions, {self.n_layer} layers of hidden {h}: "
-                f"{Decimal(count):.6g} parameters * {nbytes} bytes / {ranks} rank{'s' if ranks > 1 else ''} = "
-                f"{needed:.6g} bytes, but this machine has {memory:.6g}"
+                f"{Decimal(count):.6g} parameters * {nbytes} bytes / {shares} = {needed:.6g} bytes, but this machine "
+                f"has {memory:.6g}"
             )
 
 

@@ -287,17 +287,17 @@ def test_a_model_larger_than_memory_is_refused_with_its_bytes(name):
         GPT(config, dtype="float64")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    needed = f"{Decimal(parameters):.6g} parameters * 8 bytes / 1 rank = {Decimal(8 * parameters):.6g} bytes, but this"
+    needed = f"{Decimal(parameters):.6g} parameters * 8 bytes / 1 = {Decimal(8 * parameters):.6g} bytes, but this"
     assert needed in str(error.value) and peak < 10**6
-    with pytest.raises(UsageError, match=r"\* 16 bytes / 3 ranks = "):
-        config.check_memory(16, ranks=3)
+    with pytest.raises(UsageError, match=r"\* 16 bytes / 3 = "):
+        config.check_memory(16, shares=3)
 
 
 def test_the_refused_parameters_are_those_of_the_model(monkeypatch):
     held = sum(p.size for p in GPT(SMALL).parameters())
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": held}.get)
     SMALL.check_memory(8)
-    SMALL.check_memory(16, ranks=2)
+    SMALL.check_memory(16, shares=2)
     with pytest.raises(UsageError, match=f" {Decimal(held):.6g} parameters "):
         SMALL.check_memory(9)
     GPT(SMALL, dtype="float64")
@@ -310,6 +310,6 @@ def test_the_refused_parameters_are_those_of_the_model(monkeypatch):
 def test_loading_more_than_the_memory_is_refused(tmp_path, monkeypatch):
     export_gpt2(GPT(SMALL), tmp_path)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1000}.get)
-    with pytest.raises(UsageError, match="parameters .* 4 bytes / 1 rank = .* bytes, but this machine has 1000"):
+    with pytest.raises(UsageError, match="parameters .* 4 bytes / 1 = .* bytes, but this machine has 1000"):
         load_gpt2(tmp_path)
     assert load_gpt2(tmp_path, deferred=True).config == SMALL
