@@ -79,9 +79,8 @@ class _Layers:
     def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
         self.config = config
         h, std = config.n_embd, config.initializer_range
-        small = std / math.sqrt(2 * config.n_layer)
         self.linear = partial(Linear, seed=seed, dtype=dtype, std=std, deferred=True)
-        self.projection = partial(Linear, seed=seed, dtype=dtype, std=small, deferred=True)
+        self.projection = partial(self.linear, std=std / math.sqrt(2 * config.n_layer))
         self.embedding = partial(Embedding, dim=h, seed=seed, dtype=dtype, std=std, deferred=True)
         self.layer_norm = partial(LayerNorm, h, config.layer_norm_epsilon, dtype, deferred=True)
         self.dropout = partial(Dropout, p=dropout)
