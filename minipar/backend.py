@@ -27,6 +27,7 @@ Array = Any  # numpy.ndarray or cupy.ndarray: the two share an interface, not a 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_KEPT = 2**30  # bytes of one array
+_thread_pools = cache(ThreadpoolController)  # finding the libraries takes milliseconds, setting a limit microseconds
 
 
 def prepare_process() -> None:
@@ -46,26 +47,21 @@ def one_blas_thread() -> Any:
     return _thread_pools().limit(limits=1, user_api="blas")
 
 
-@cache  # looking for the libraries takes milliseconds, setting their limit microseconds
-def _thread_pools() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Make malloc keep freed arrays for the next ones, instead of returning them to the system. Process-wide.
 
     By default glibc maps each large array by itself, and cuts off its heap's free end. Each training step then gets its
     activations as new pages, which the kernel must fault in and fill with zeros. The price is that a process keeps its
-    peak memory. Returns False, and does nothing, if the C library has no mallopt (macOS, musl, Windows).
-    NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
+    peak memory. NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
+    except (AttributeError, OSError, TypeError):  # macOS, musl, Windows: there is none
+        return
     mallopt(M_TRIM_THRESHOLD, -1)  # -1: never
     # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB. Larger arrays are then mapped as before.
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) or mallopt(M_MMAP_THRESHOLD, 2**25))
+    if not mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):
+        mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 class _ArrayModule:
@@ -120,14 +116,9 @@ def use_device(device: str, rank: int = 0) -> None:
         return
     try:
         cupy: ModuleType = importlib.import_module("cupy")
-    except ImportError as error:
-        raise UsageError(f"--device cuda needs CuPy (pip install 'minipar[gpu]'): {error}") from None
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
+        count = cupy.cuda.runtime.getDeviceCount()  # CUDA's own error if there is none
     except Exception as error:
-        raise UsageError(f"--device cuda: CuPy finds no usable GPU: {error}") from None
-    if count == 0:
-        raise UsageError("--device cuda: CuPy finds 0 GPUs on this machine")
+        raise UsageError(f"--device cuda needs CuPy (pip install 'minipar[gpu]') and a GPU: {error}") from None
     cupy.cuda.Device(rank % count).use()
     use(cupy)
 

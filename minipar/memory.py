@@ -2,14 +2,8 @@
 
 Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A ledger adds the
 array's bytes to its sum and subtracts them when the array is freed, which it learns from a weak reference. Without a
-ledger these functions do nothing.
-
-    ledger = MemoryLedger()
-    with ledger.recording():
-        ...                               # build a model, train
-    ledger.held["optimizer"], ledger.peak, ledger.peak_parts
-
-The ledger does not count scratch arrays inside one operation, Python objects, and allocations of the MPI library.
+ledger that is `recording()` these functions do nothing. Scratch arrays inside one operation, Python objects, and
+allocations of the MPI library do not count.
 """
 
 from __future__ import annotations
@@ -87,12 +81,10 @@ class MemoryLedger:
         while isinstance(getattr(array, "base", None), xp.ndarray):
             array = array.base  # a view holds no memory of its own
         with self._lock:
-            if id(array) in self._live:
-                return
-            nbytes = array.nbytes
-            self._live[id(array)] = weakref.finalize(array, self._freed, id(array), kind, nbytes)
-            self._live[id(array)].atexit = False
-            self._change(kind, nbytes)
+            if id(array) not in self._live:
+                self._live[id(array)] = weakref.finalize(array, self._freed, id(array), kind, array.nbytes)
+                self._live[id(array)].atexit = False
+                self._change(kind, array.nbytes)
 
     def _freed(self, key: int, kind: str, nbytes: int) -> None:
         with self._lock:

@@ -38,11 +38,7 @@ class _CausalAttention(Function):
 
     def _dropped(self, p: Array) -> Array:
         """Apply dropout to the probabilities, or to their gradient. It is recomputed instead of kept."""
-        if self.keep is None:
-            return p
-        dropped = p * self.keep
-        dropped *= self.keep_scale
-        return dropped
+        return p if self.keep is None else p * self.keep * self.keep_scale
 
     def backward(self, grad: Array) -> Any:
         p, heads = self.probabilities, self.heads

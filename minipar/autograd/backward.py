@@ -2,9 +2,6 @@
 
 Nodes are numbered as they are created, so every input of a node has a smaller number than the node itself. Visiting
 the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
-
-The state of a pass is in context variables instead of globals, so that ranks that are threads of one process do not
-share it.
 """
 
 from __future__ import annotations
@@ -95,18 +92,11 @@ class _NodeGradients:
 
     def __init__(self, root: Node, gradient: Array) -> None:
         self.arrays: dict[Node, Array] = {root: gradient}
-        self.sums: set[Node] = set()  # nodes whose array was created here by addition: nobody else holds it
 
     def add(self, node: Node, gradient: Array | LazyGradient) -> None:
-        """Add the gradient that one user of the node's output sends; in place where the sum is our own array."""
+        """Add the gradient that one user of the node's output sends. Not in place: others may hold the same array."""
         array = gradient.compute(None) if isinstance(gradient, LazyGradient) else gradient
-        if node not in self.arrays:
-            self.arrays[node] = array
-        elif node in self.sums:
-            self.arrays[node] += array
-        else:
-            self.arrays[node] = self.arrays[node] + array
-            self.sums.add(node)
+        self.arrays[node] = self.arrays[node] + array if node in self.arrays else array
 
     def of_inputs(self, node: Node) -> Sequence[Any]:
         """Run the node's backward on the sum; None for each input if no gradient has reached the node."""

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from minipar.autograd.backward import LazyGradient
-from minipar.autograd.tensor import Function, Tensor
+from minipar.autograd.tensor import Function, Tensor, operation
 from minipar.backend import Array, setting, xp
 
 IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
@@ -81,12 +81,9 @@ class _Embedding(Function):
             if out is None:
                 out = xp.empty(shape, dtype=rows.dtype)
             out[...] = 0
-            if index.size == 0:
-                return out
             order = xp.argsort(index, kind="stable")
-            ordered = index[order]
-            starts = xp.flatnonzero(xp.concatenate((xp.ones(1, dtype=bool), ordered[1:] != ordered[:-1])))
-            out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
+            present, starts = xp.unique(index[order], return_index=True)
+            out[present] = xp.add.reduceat(rows[order], starts, axis=0)
             return out
 
         return LazyGradient(scatter), None
@@ -166,22 +163,11 @@ def gelu(x: Tensor) -> Tensor:
     return _Gelu.apply(x)
 
 
-class _Dropout(Function):
-    def forward(self, x: Array, keep: Array, scale: float) -> Array:
-        self.keep, self.scale = keep, scale
-        y = x * keep
-        y *= scale
-        return y
-
-    def backward(self, grad: Array) -> Any:
-        dx = grad * self.keep
-        dx *= self.scale
-        return dx, None, None
-
-
-def dropout(x: Tensor, keep: Array, probability: float) -> Tensor:
+@operation
+def dropout(x: Any, keep: Array, probability: float) -> Any:
     """Zero x where `keep` (booleans) is False, and scale the rest by 1/(1 - probability) (Srivastava et al. 2014)."""
-    return _Dropout.apply(x, keep, 1 / (1 - probability))
+    scale = 1 / (1 - probability)
+    return x * keep * scale, lambda g: g * keep * scale
 
 
 class CrossEntropyFunction(Function):

@@ -29,11 +29,9 @@ def gradcheck(function: Callable[..., Tensor], inputs: Sequence[np.ndarray], *, 
         with no_grad():
             return to_host(function(*(Tensor(from_host(v)) for v in values)).data)
 
-    leaves = [Tensor(from_host(x.copy()), requires_grad=True) for x in inputs]
     worst = 0.0
     for _ in range(PROJECTIONS):
-        for leaf in leaves:
-            leaf.grad = None
+        leaves = [Tensor(from_host(x.copy()), requires_grad=True) for x in inputs]
         output = function(*leaves)
         weights = random.standard_normal(output.shape)
         output.backward(from_host(np.asarray(weights)))

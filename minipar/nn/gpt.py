@@ -15,13 +15,16 @@ of each part by one that gathers the part's parameters before and frees them aft
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
 from minipar.backend import Array, xp
+from minipar.errors import UsageError
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Part
 
@@ -53,6 +56,18 @@ class GPTConfig:
         tokens, h = batch * length, self.n_embd
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
 
+    def check_memory(self, nbytes: int, shares: int = 1) -> None:
+        """Raise UsageError if one of `shares` of `nbytes` bytes per parameter is more than this machine's memory."""
+        h, memory = self.n_embd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        count = (self.vocab_size + self.n_positions) * h + self.n_layer * (12 * h * h + 13 * h) + 2 * h
+        needed = Decimal(count * nbytes) / shares  # Decimal: the sizes may have thousands of digits
+        if needed > memory:
+            raise UsageError(
+                f"vocabulary {self.vocab_size}, {self.n_positions} positions, {self.n_layer} layers of hidden {h}: "
+                f"{Decimal(count):.6g} parameters * {nbytes} bytes / {shares} = {needed:.6g} bytes, but this machine "
+                f"has {memory:.6g}"
+            )
+
 
 class _Layers:
     """The layers of one GPT: they share its config, seed, dtype and dropout. All parameters are deferred.
@@ -64,9 +79,8 @@ class _Layers:
     def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
         self.config = config
         h, std = config.n_embd, config.initializer_range
-        small = std / math.sqrt(2 * config.n_layer)
         self.linear = partial(Linear, seed=seed, dtype=dtype, std=std, deferred=True)
-        self.projection = partial(Linear, seed=seed, dtype=dtype, std=small, deferred=True)
+        self.projection = partial(self.linear, std=std / math.sqrt(2 * config.n_layer))
         self.embedding = partial(Embedding, dim=h, seed=seed, dtype=dtype, std=std, deferred=True)
         self.layer_norm = partial(LayerNorm, h, config.layer_norm_epsilon, dtype, deferred=True)
         self.dropout = partial(Dropout, p=dropout)
@@ -137,6 +151,8 @@ class GPT(Module):
         deferred: bool = False,
         dropout: float = 0.0,
     ) -> None:
+        if not deferred:
+            config.check_memory(xp.dtype(dtype).itemsize)
         layers = _Layers(config, seed, dtype, dropout)
         self.config = config
         self.recompute = recompute
@@ -146,7 +162,6 @@ class GPT(Module):
         self.h = [Block(layers, f"h.{i}") for i in range(config.n_layer)]
         self.ln_f = layers.layer_norm()
         self.head_weight = self.wte.weight.tie()
-        # Tensor parallelism replaces these two functions on each rank: they see the whole vocabulary.
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)  # (B, T, h), (V, h)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
         self.parts = [

@@ -34,14 +34,12 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
 
 def _normal(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: str) -> Deferred:
     """Describe a parameter drawn from N(0, std^2) by name."""
-    kind = np.dtype(dtype)
-    return Deferred(shape, kind, lambda: from_host(normal(seed, name, shape, std).astype(kind)))
+    return Deferred(shape, np.dtype(dtype), lambda: from_host(normal(seed, name, shape, std).astype(dtype)))
 
 
 def _constant(value: float, size: int, dtype: str) -> Deferred:
     """Describe a parameter whose elements are all `value`."""
-    kind = np.dtype(dtype)
-    return Deferred((size,), kind, lambda: xp.full(size, value, dtype=kind))
+    return Deferred((size,), np.dtype(dtype), lambda: xp.full(size, value, dtype=dtype))
 
 
 def _tensor(x: Any, dtype: Any) -> Tensor:
@@ -153,12 +151,9 @@ class Dropout(Module):
             dim, size = self.mask_slice.dim, shape[self.mask_slice.dim]
             whole[dim] = size * self.mask_slice.count
             part[dim] = slice(self.mask_slice.index * size, (self.mask_slice.index + 1) * size)
-        mask = np.empty(shape, dtype=bool)
-        for row, sample in enumerate(keys.samples):
-            name = f"dropout {self.name} {keys.step} {sample}"
-            random = generator(keys.seed, name).random(whole[1:], dtype=np.float32)
-            np.greater_equal(random[tuple(part[1:])], self.p, out=mask[row])
-        return from_host(mask)
+        generators = [generator(keys.seed, f"dropout {self.name} {keys.step} {sample}") for sample in keys.samples]
+        drawn = (each.random(whole[1:], dtype=np.float32) for each in generators)
+        return from_host(np.stack([values[tuple(part[1:])] >= self.p for values in drawn]))
 
     def forward(self, x: Tensor) -> Tensor:
         keep = self.keep(x.shape)

@@ -186,16 +186,14 @@ class Module:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return a copy of every parameter as a host array. ValueError if the values are elsewhere (ZeRO stage 3)."""
-        for p in self.parameters():
-            if p.owner is not None and not p.owner.holds_values:
-                raise ValueError("this rank holds shards of the parameters: all ranks call the wrapper's state_dict()")
+        if not all(owner.holds_values for owner in owners_of(self.parameters())):
+            raise ValueError("this rank holds shards of the parameters: all ranks call the wrapper's state_dict()")
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy `state` into the parameters. ValueError with every difference of names and shapes; then none changes."""
-        for p in self.parameters():
-            if p.owner is not None and not p.owner.holds_values:
-                raise ValueError("this rank holds shards of the parameters: load the state before wrapping the model")
+        if not all(owner.holds_values for owner in owners_of(self.parameters())):
+            raise ValueError("this rank holds shards of the parameters: load the state before wrapping the model")
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
         for name, parameter in self.named_parameters():
             parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))

@@ -21,9 +21,8 @@ from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.module import Deferred
 
 PREFIX = "transformer."  # of the names in GPT2LMHeadModel's files; GPT2Model's files have none
-# Such files may also hold the head (the token embedding once more) and the causal masks of old versions.
-HEAD = "lm_head.weight"
-_NOT_PARAMETERS = (HEAD, ".attn.bias", ".attn.masked_bias")
+HEAD = "lm_head.weight"  # the token embedding once more, in some files
+_MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, in files of old versions
 _READABLE = ("F64", "F32", "F16")  # safetensors' names of the dtypes that NumPy has too
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _LARGEST_SIZE = 2**31 - 1
@@ -75,8 +74,11 @@ def load_config(directory: str | Path) -> GPTConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UsageError for anything else, without waiting for a pipe."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
+        if status.st_size > 2**24:
+            raise OSError(f"{status.st_size:,} bytes, expected at most 16 MiB")
         content = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
@@ -99,15 +101,15 @@ def load_gpt2(
     config = load_config(directory)
     path = Path(directory) / "model.safetensors"
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
     try:
         with safe_open(path, "np") as file:
-            names = list(file.keys())
+            names = [name for name in file.keys() if not name.endswith(_MASKS)]
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
             kinds = {name: file.get_slice(name).get_dtype() for name in names}
     except (SafetensorError, OSError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
-    stored = {name.removeprefix(PREFIX): name for name in names if not name.endswith(_NOT_PARAMETERS)}
+    stored = {name.removeprefix(PREFIX): name for name in names if name != HEAD}
     blocks = {name.split(".")[1] for name in stored if name.startswith("h.")}
     for i in range(config.n_layer):  # before the model is built, because n_layer may be a mistake and very large
         if str(i) not in blocks:
@@ -119,17 +121,18 @@ def load_gpt2(
         model.check_shapes({name: shapes[key] for name, key in stored.items()})
     except ValueError as error:
         raise UsageError(f"{named}: {error}") from None
-    for key in [*stored.values(), *(name for name in names if name == HEAD)]:
-        if kinds[key] not in _READABLE:
-            raise UsageError(f"{path}: {key} is stored as {kinds[key]}; expected one of {', '.join(_READABLE)}")
+    for name, kind in kinds.items():
+        if kind not in _READABLE:
+            raise UsageError(f"{path}: {name} is stored as {kind}; expected one of {', '.join(_READABLE)}")
     if HEAD in names:
         with safe_open(path, "np") as file:
             if not np.array_equal(file.get_tensor(HEAD), file.get_tensor(stored["wte.weight"])):
                 raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
     for name, parameter in model.named_parameters():
         parameter.deferred = Deferred(parameter.shape, parameter.dtype, partial(_read, path, stored[name], dtype))
-        if not deferred:
-            parameter.materialize()
+    if not deferred:
+        config.check_memory(np.dtype(dtype).itemsize)
+        model.materialize()
     return model
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,9 @@ class StepResult:
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
-    sizes, run = config.model, config.run
+    sizes, run, mesh = config.model, config.run, config.mesh
+    shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
+    shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), (mesh.dp or 1) * mesh.tp * mesh.pp)  # no layout needs less
     options: dict[str, Any] = {
         "dtype": run.dtype,
         "recompute": run.recompute == "full",
@@ -67,7 +69,6 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
     if sizes.init_from is not None:
         return load_gpt2(sizes.init_from, **options)
     if checkpoint is None:
-        shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
         return GPT(shape, seed=run.seed, **options)
     model = GPT(GPTConfig(**checkpoint.manifest["model"]), **options)
     for name, p in model.named_parameters():

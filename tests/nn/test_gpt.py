@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import tracemalloc
+from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -174,6 +177,11 @@ def _edit_config(directory, **changes):
     path.write_text(json.dumps({k: v for k, v in content.items() if v != "delete"}))
 
 
+def _replace(path, target):
+    path.unlink()
+    path.symlink_to(target)
+
+
 def _edit_tensors(directory, change):
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -212,6 +220,19 @@ BAD_DIRECTORIES = {
         lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")),
         "config.json: not a regular file$",
     ),
+    "a device as config": (lambda d: _replace(d / "config.json", "/dev/zero"), "config.json: not a regular file$"),
+    "a directory as config": (lambda d: _replace(d / "config.json", d), "config.json: not a regular file$"),
+    "a config of 100 GB": (
+        lambda d: os.truncate(d / "config.json", 10**11),
+        "config.json: 100,000,000,000 bytes, expected at most 16 MiB$",
+    ),
+    "a pipe as weights": (
+        lambda d: ((d / "model.safetensors").unlink(), os.mkfifo(d / "model.safetensors")),
+        "model.safetensors: not a regular file$",
+    ),
+    "a device as weights": (lambda d: _replace(d / "model.safetensors", "/dev/zero"), "safetensors: not a regular"),
+    "a directory as weights": (lambda d: _replace(d / "model.safetensors", d), "safetensors: not a regular file$"),
+    "weights of 100 GB": (lambda d: os.truncate(d / "model.safetensors", 10**11), "not a safetensors file that can be"),
     "heads that do not divide": (lambda d: _edit_config(d, n_head=3), "hidden 8 is not divisible by heads 3"),
     "another activation": (lambda d: _edit_config(d, activation_function="relu"), "activation_function is 'relu'"),
     "another model": (lambda d: _edit_config(d, model_type="llama"), "model_type is 'llama'"),
@@ -243,3 +264,52 @@ def test_parts_say_what_backward_reads_and_which_is_last():
     parts = GPT(SMALL).parts
     assert [part.reads_in_backward for part in parts] == [False, True, True, True]
     assert [part.is_last for part in parts] == [False, False, False, True]
+
+
+# ---- sizes that no machine has ---------------------------------------------------------------------------------------
+
+# 12 h^2 + 13 h parameters in a layer, 2 h in the last LayerNorm, and the two embeddings.
+TOO_LARGE = {
+    "a vocabulary": ({"vocab_size": 10**12}, (10**12 + 6) * 8 + 2 * 872 + 16),
+    "positions": ({"n_positions": 10**13}, (11 + 10**13) * 8 + 2 * 872 + 16),
+    "layers": ({"n_layer": 10**9}, 17 * 8 + 10**9 * 872 + 16),
+    "a hidden size": ({"n_embd": 2 * 10**6}, 17 * 2 * 10**6 + 2 * (48 * 10**12 + 26 * 10**6) + 4 * 10**6),
+    "a size of 4,000 digits": ({"n_embd": 2 * 10**4000}, 96 * 10**8000),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_model_larger_than_memory_is_refused_with_its_bytes(name):
+    sizes, parameters = TOO_LARGE[name]
+    config = replace(SMALL, **sizes)
+    tracemalloc.start()
+    with pytest.raises(UsageError) as error:
+        GPT(config, dtype="float64")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    needed = f"{Decimal(parameters):.6g} parameters * 8 bytes / 1 = {Decimal(8 * parameters):.6g} bytes, but this"
+    assert needed in str(error.value) and peak < 10**6
+    with pytest.raises(UsageError, match=r"\* 16 bytes / 3 = "):
+        config.check_memory(16, shares=3)
+
+
+def test_the_refused_parameters_are_those_of_the_model(monkeypatch):
+    held = sum(p.size for p in GPT(SMALL).parameters())
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": held}.get)
+    SMALL.check_memory(8)
+    SMALL.check_memory(16, shares=2)
+    with pytest.raises(UsageError, match=f" {Decimal(held):.6g} parameters "):
+        SMALL.check_memory(9)
+    GPT(SMALL, dtype="float64")
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": held - 1}.get)
+    with pytest.raises(UsageError, match="but this machine has"):
+        GPT(SMALL, dtype="float64")
+    GPT(SMALL, dtype="float64", deferred=True)  # its values may be spread over many machines
+
+
+def test_loading_more_than_the_memory_is_refused(tmp_path, monkeypatch):
+    export_gpt2(GPT(SMALL), tmp_path)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1000}.get)
+    with pytest.raises(UsageError, match="parameters .* 4 bytes / 1 = .* bytes, but this machine has 1000"):
+        load_gpt2(tmp_path)
+    assert load_gpt2(tmp_path, deferred=True).config == SMALL

@@ -5,10 +5,11 @@ import pytest
 from training import Proxy
 
 from minipar.comm import DeviceMesh, Network, run_local
+from minipar.errors import UsageError
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import StepResult, Trainer
+from minipar.train.trainer import StepResult, Trainer, make_model
 from minipar.train.verify import bound, compare, relative_difference, train_on_one_device, verify
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64"
@@ -53,6 +54,15 @@ def test_ordered_ranks_train_one_devices_bits(size, flags):
         assert verdict.passed and verdict.line.startswith(
             f"verify: {size} rank{'s' if size > 1 else ''} = 1 device, bit for bit: 16 "
         )
+
+
+@pytest.mark.parametrize("digits", [12, 23, 4000])
+@pytest.mark.parametrize("flag", ["--vocab-size", "--layers", "--hidden", "--seq-len"])
+@pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 16), ("float64", 32)])
+def test_a_model_larger_than_the_ranks_memory_is_refused(flag, digits, dtype, nbytes):
+    config = config_for(f"{flag} 1{digits * '0'} --dtype {dtype} --zero-stage 3", 2)
+    with pytest.raises(UsageError, match=rf" parameters \* {nbytes} bytes / 2 = .*\+.* bytes, but this machine "):
+        make_model(config)
 
 
 @pytest.mark.parametrize("steps", [1, 20])
