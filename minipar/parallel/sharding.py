@@ -20,7 +20,7 @@ from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.buckets import Bucket, by_unit, make_buckets, parts_of
 from minipar.parallel.placement import ParameterShard, bucket_slice
-from minipar.parallel.wrapper import BeforeReduce, Wrapper
+from minipar.parallel.wrapper import Wrapper
 
 
 class Chunk:
@@ -53,22 +53,14 @@ class ShardedDataParallel(Wrapper):
     sharded = True
 
     def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str,
-        groups: Sequence[Sequence[Parameter]] | None = None,
-        before_reduce: BeforeReduce | None = None,
+        self, model: Module, comm: Communicator, algorithm: str, groups: Sequence[Sequence[Parameter]] | None = None
     ) -> None:
-        super().__init__(model, comm, algorithm, before_reduce)
+        super().__init__(model, comm, algorithm)
         self.buckets = make_buckets(by_unit(model) if groups is None else groups, comm)
         self.dtype = self.buckets[0].parameters[0].dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []
-        self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
-        self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
         self._bucket_of: dict[Tensor, int] = {}
-        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
@@ -92,8 +84,9 @@ class ShardedDataParallel(Wrapper):
     # ---- backward goes through the buckets (as in ddp.py) ------------------------------------------------------------
 
     def _reset(self) -> None:
-        self._works = []
-        self._waiting = [bucket.leaves() for bucket in self.buckets]
+        self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
+        # Per bucket: the leaves whose gradient is not complete yet.
+        self._waiting: list[set[Tensor]] = [bucket.leaves() for bucket in self.buckets]
 
     def _on_gradient(self, leaf: Tensor) -> None:
         self.gradient_arrived()
@@ -136,13 +129,6 @@ class ShardedDataParallel(Wrapper):
                 shard.grad = None
         for p in self._bucket_of:
             p.grad = None
-
-    def detach(self) -> None:
-        """Give the model back: forward and backward no longer call this object."""
-        for restore in self._restore:
-            restore()
-        for p in self.model.parameters():
-            p.owner = None
 
 
 # ---- what stages 2 and 3 share: full gradients that exist briefly ----------------------------------------------------
