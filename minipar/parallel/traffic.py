@@ -167,7 +167,8 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     total = crossed * layout.microbatches * elements * layout.itemsize
     first, last = layout.ends
     if first != last and rank in (first, last):
-        total += layout.vocabulary * layout.model.n_embd * layout.itemsize
+        rows = -(-layout.model.vocab_size // layout.tp)  # V/t, rounded up
+        total += rows * layout.model.n_embd * layout.itemsize
     for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1):
         total += wire_bytes("all_reduce", "ordered", elements, FLOAT64, layout.pp, rank)
     return total
