@@ -6,7 +6,7 @@ a result that is never sent, a message that is never received, and ranks that wa
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from minipar.errors import UsageError
@@ -110,34 +110,29 @@ def _check_messages(schedule: Schedule) -> None:
 
 def _check_blocking_sends(schedule: Schedule) -> None:
     """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
-    ranks = range(len(schedule.ranks))
-    position = [0] * len(ranks)
+    left = [deque(actions) for actions in schedule.ranks]
     done: set[Action] = set()
-
-    def next_action(rank: int) -> Action | None:
-        return schedule.ranks[rank][position[rank]] if position[rank] < len(schedule.ranks[rank]) else None
 
     def advancing(rank: int) -> list[int]:
         """Return the ranks that finish their next action together with this one; a receive waits for its send."""
-        action = next_action(rank)
-        if action is None or action.kind.startswith("RECV"):
+        if not left[rank] or left[rank][0].kind.startswith("RECV"):
             return []
+        action = left[rank][0]
         if action.computes:
-            return [rank] if all(need in done for need in schedule.needs(action)) else []
+            return [rank] if done.issuperset(schedule.needs(action)) else []
         step = 1 if action.kind == "SEND_F" else -1
         receive = Action(action.stage + step, action.kind.replace("SEND", "RECV"), action.microbatch)
         receiver = schedule.home[receive.stage]
-        return [rank, receiver] if next_action(receiver) == receive else []
+        return [rank, receiver] if left[receiver] and left[receiver][0] == receive else []
 
     progress = True
     while progress:
         progress = False
-        for rank in ranks:
+        for rank in range(len(left)):
             for each in advancing(rank):
-                done.add(schedule.ranks[each][position[each]])
-                position[each] += 1
+                done.add(left[each].popleft())
                 progress = True
-    waiting = [f"rank {rank} at {next_action(rank)}" for rank in ranks if next_action(rank) is not None]
+    waiting = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
     if waiting:
         raise UsageError(
             f"schedule {schedule.name} deadlocks if sends block until they are received: {', '.join(waiting)}"
