@@ -121,7 +121,6 @@ class ShardedDataParallel(Wrapper):
                 shard.grad = shard.grad_buffer
 
     def forget_gradients(self) -> None:
-        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
         super().forget_gradients()
         for chunk in self.chunks.values():
             chunk.summed = False
@@ -132,6 +131,8 @@ class ShardedDataParallel(Wrapper):
 
 
 # ---- what stages 2 and 3 share: full gradients that exist briefly ----------------------------------------------------
+
+Runs = Sequence[Sequence[Part]]  # the lists of parts that follow one another on this rank (a pipeline's stages)
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ class UnitPass:
     completes: Sequence[Bucket]
 
 
-def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
-    """Yield a UnitPass for each part; `runs` are lists of parts that follow one another on this rank."""
+def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
+    """Yield a UnitPass for each part."""
     home = {p: bucket for bucket in buckets for p in bucket.parameters}
     seen: set[Bucket] = set()
     for run in runs:
@@ -180,17 +181,10 @@ class ShardedGradients(ShardedDataParallel):
 
     At most two exist at a time. Microbatches that accumulate under `no_sync` keep all of them, as in PyTorch's FSDP;
     `synchronize` after each microbatch keeps gradients sharded and sends them as many times.
-
-    `runs` are the lists of parts that follow one another on this rank (a pipeline's stages).
     """
 
     def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str,
-        runs: Sequence[Sequence[Part]] | None = None,
-        **options: Any,
+        self, model: Module, comm: Communicator, algorithm: str, runs: Runs | None = None, **options: Any
     ) -> None:
         super().__init__(model, comm, algorithm, **options)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist

@@ -44,8 +44,7 @@ def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
     first, last = layout.ends
     elements: Counter[int] = Counter()
     partial: Counter[int] = Counter()
-    placements = layout.placements(pp=pp)
-    for p in placements:
+    for p in layout.placements(pp=pp):
         assert p.dp is not None
         elements[p.unit] += p.dp.size
         partial[p.unit] += p.dp.size * isinstance(p.tp, Partial)

@@ -132,8 +132,6 @@ def _check_blocking_sends(schedule: Schedule) -> None:
             for each in advancing(rank):
                 done.add(left[each].popleft())
                 progress = True
-    waiting = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
+    waiting = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
     if waiting:
-        raise UsageError(
-            f"schedule {schedule.name} deadlocks if sends block until they are received: {', '.join(waiting)}"
-        )
+        raise UsageError(f"schedule {schedule.name} deadlocks if sends block until they are received: {waiting}")

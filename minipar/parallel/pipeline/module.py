@@ -47,11 +47,11 @@ class PipelineModule(Module):
         pp = mesh.pp
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
         order = make(schedule, pp.size, num_microbatches, virtual)
-        if len(stages) % order.stages:
+        per_stage, rest = divmod(len(stages), order.stages)
+        if rest:
             raise UsageError(
                 f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages} is not a whole number"
             )
-        per_stage = len(stages) // order.stages
         self.mesh, self.num_microbatches, self.count = mesh, num_microbatches, len(stages)
         own = [s for s, rank in order.home.items() if rank == pp.rank]
         runs = {s: [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)] for s in own}
