@@ -13,7 +13,7 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.wrapper import Wrapper
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
-# The classes of stages 0 to 3.
+# The class of each stage, from 0 to 3.
 STAGES: list[Callable[..., Wrapper]] = [DistributedDataParallel, ZeroStage1, ZeroStage2, FullyShardedDataParallel]
 
 

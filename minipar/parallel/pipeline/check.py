@@ -71,14 +71,11 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_order(schedule: Schedule) -> None:
     """Check that on each rank forward comes before backward and I before W."""
-    for rank, actions in enumerate(schedule.ranks):
-        position = {action: i for i, action in enumerate(actions)}
-        for action in actions:
-            if not action.computes:
-                continue
-            for need in schedule.needs(action):
-                if schedule.home[need.stage] == rank and position[need] > position[action]:
-                    raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
+    position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
+    for rank, action in schedule:
+        for need in schedule.needs(action) if action.computes else []:
+            if schedule.home[need.stage] == rank and position[need] > position[action]:
+                raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -86,9 +83,7 @@ def _check_messages(schedule: Schedule) -> None:
     position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
     expected: set[tuple[Action, int]] = set()  # each message and its rank
     for rank, action in schedule:
-        if not action.computes:
-            continue
-        for need in schedule.needs(action):
+        for need in schedule.needs(action) if action.computes else []:
             message = message_of(schedule, need, action)
             if message is None:
                 continue

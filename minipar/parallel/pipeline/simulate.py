@@ -34,12 +34,9 @@ class Durations:
                 raise UsageError(f"a duration of {value}: an action takes 0 or more")
 
     def of(self, action: Action) -> Time:
-        return {
-            "F": self.forward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-            "B": self.backward_input + self.backward_weight,
-        }[action.kind]
+        if action.kind == "B":
+            return self.backward_input + self.backward_weight
+        return {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}[action.kind]
 
 
 @dataclass(frozen=True)

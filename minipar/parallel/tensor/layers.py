@@ -78,10 +78,10 @@ def split(parameter: Parameter, shard: Shard) -> None:
     parameter.map_value(shard.local_shape(parameter.shape), shard.part)
 
 
-def check_divides(what: str, size: int, ranks: int, share: str = "as many") -> None:
+def check_divides(what: str, size: int, ranks: int, why: str = "each tensor-parallel rank has as many") -> None:
     """Raise UsageError, with the equation, if the ranks cannot have equal parts."""
     if size % ranks:
-        raise UsageError(f"{what} = {size}/{ranks} is not a whole number: each tensor-parallel rank has {share}")
+        raise UsageError(f"{what} = {size}/{ranks} is not a whole number: {why}")
 
 
 class _ParallelLayer(Module):

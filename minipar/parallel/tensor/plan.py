@@ -13,7 +13,6 @@ from functools import partial
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
 from minipar.nn.gpt import GPT
 from minipar.nn.layers import MaskSlice
 from minipar.nn.module import Owner, Parameter
@@ -85,12 +84,10 @@ class TensorParallel(Owner):
 
 def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = None) -> None:
     """Raise UsageError if tp does not divide the heads, the hidden size, or the sequence length if one is given."""
-    check_divides("heads/tp", heads, tp, "whole heads")
-    check_divides("hidden/tp", hidden, tp, "whole columns")
-    if sequence_length is not None and sequence_length % tp:
-        raise UsageError(
-            f"seq-len/tp = {sequence_length}/{tp} is not a whole number: --sequence-parallel splits the tokens evenly"
-        )
+    check_divides("heads/tp", heads, tp, "each tensor-parallel rank has whole heads")
+    check_divides("hidden/tp", hidden, tp, "each tensor-parallel rank has whole columns")
+    if sequence_length is not None:
+        check_divides("seq-len/tp", sequence_length, tp, "--sequence-parallel splits the tokens evenly")
 
 
 def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", sequence: bool = False) -> TensorParallel:
