@@ -88,8 +88,7 @@ class DistributedDataParallel(Wrapper):
 
     def _reset(self) -> None:
         self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started
-        # Per bucket: the leaves whose gradient is not complete yet.
-        self._waiting: list[set[Tensor]] = [bucket.leaves() for bucket in self.buckets]
+        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
 
     def _on_gradient(self, leaf: Tensor) -> None:
         """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""

@@ -85,8 +85,7 @@ class ShardedDataParallel(Wrapper):
 
     def _reset(self) -> None:
         self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
-        # Per bucket: the leaves whose gradient is not complete yet.
-        self._waiting: list[set[Tensor]] = [bucket.leaves() for bucket in self.buckets]
+        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
 
     def _on_gradient(self, leaf: Tensor) -> None:
         self.gradient_arrived()

@@ -115,9 +115,8 @@ class Wrapper(Owner, ABC):
     def checksum(self) -> int:
         """Return the CRC-32 of the whole parameters before training, the same on ranks that start alike."""
         total = 0
-        for bucket in self.buckets:
-            for p in bucket.parameters:
-                total = zlib.crc32(to_host(p.data).data, total)
+        for p in self.model.parameters():
+            total = zlib.crc32(to_host(p.data).data, total)
         return total
 
     @contextmanager
