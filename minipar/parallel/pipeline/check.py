@@ -106,15 +106,14 @@ def _check_messages(schedule: Schedule) -> None:
 def _check_blocking_sends(schedule: Schedule) -> None:
     """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
     left = [deque(actions) for actions in schedule.ranks]
-    done: set[Action] = set()
 
     def advancing(rank: int) -> list[int]:
         """Return the ranks that finish their next action together with this one; a receive waits for its send."""
         if not left[rank] or left[rank][0].kind.startswith("RECV"):
             return []
         action = left[rank][0]
-        if action.computes:
-            return [rank] if done.issuperset(schedule.needs(action)) else []
+        if action.computes:  # what it needs comes before it in the lists: the checks above have seen that
+            return [rank]
         step = 1 if action.kind == "SEND_F" else -1
         receive = Action(action.stage + step, action.kind.replace("SEND", "RECV"), action.microbatch)
         receiver = schedule.home[receive.stage]
@@ -125,7 +124,7 @@ def _check_blocking_sends(schedule: Schedule) -> None:
         progress = False
         for rank in range(len(left)):
             for each in advancing(rank):
-                done.add(left[each].popleft())
+                left[each].popleft()
                 progress = True
     waiting = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
     if waiting:
