@@ -115,7 +115,7 @@ def untie(model: GPT) -> list[list[Parameter]]:
 
 def _stage_parameters(model: GPT, stages: int, length: int) -> tuple[list[int], list[list[Parameter]]]:
     """Cut the model into stages and return (number of parts, parameters) of each, as two lists."""
-    counts = balanced_cuts(part_costs(model, length), stages)
+    counts = balanced_cuts(part_costs(model.config, length), stages)
     groups, parameters, start = untie(model), [], 0
     for count in counts:
         parameters.append([p for group in groups[start : start + count] for p in group])

@@ -81,8 +81,7 @@ def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_byt
 
 def parts_of(model: Module) -> list[Part]:
     """Return the model's parts, in the order in which they run; a model that lists none is one part."""
-    parts: list[Part] | None = getattr(model, "parts", None)
-    return [Part("model", model.forward, model.parameters(), is_last=True)] if parts is None else parts
+    return getattr(model, "parts", None) or [Part("model", model.forward, model.parameters(), is_last=True)]
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:

@@ -7,7 +7,7 @@ count, so the ranks' gradients add up to the gradient of the global mean, whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
@@ -15,7 +15,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module, Parameter
 from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, by_size, make_buckets
-from minipar.parallel.wrapper import BeforeReduce, Wrapper
+from minipar.parallel.wrapper import Wrapper
 
 
 def all_reduce_gradients(model: Module, comm: Communicator, algorithm: str = "ring") -> None:
@@ -55,8 +55,7 @@ class DistributedDataParallel(Wrapper):
     Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
     parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
     to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
-    `before_reduce(parameters)` is called when a bucket's gradients are complete on this rank (by default: the sum that
-    sequence parallelism needs, if it has been applied to the model).
+    The attribute `before_reduce` is called with a bucket's parameters when their gradients are complete on this rank.
 
     Sends 2 Psi (d-1)/d elements per rank and step, however many microbatches there are.
     """
@@ -70,31 +69,26 @@ class DistributedDataParallel(Wrapper):
         groups: Sequence[Sequence[Parameter]] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        before_reduce: BeforeReduce | None = None,
     ) -> None:
-        super().__init__(model, comm, algorithm, before_reduce)
+        super().__init__(model, comm, algorithm)
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
         self.buckets = make_buckets(groups, comm)  # in reverse parameter order, as backward completes them
         self.buffers = FlatBuffers(self.buckets)
-        self._parameters = [p for bucket in reversed(self.buckets) for p in bucket.parameters]
-        self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started
-        self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
         self._bucket_of: dict[Tensor, int] = {}
-        self._remove_hooks: list[Callable[[], None]] = []
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
-                self._remove_hooks.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+                self._restore.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
         self._reset()
 
     def parameters(self) -> list[Parameter]:
         """Return what this rank's optimizer must receive: all parameters."""
-        return self._parameters
+        return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
 
     def _reset(self) -> None:
-        self._works = []
-        self._waiting = [bucket.leaves() for bucket in self.buckets]
+        self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started
+        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
 
     def _on_gradient(self, leaf: Tensor) -> None:
         """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""
@@ -125,10 +119,3 @@ class DistributedDataParallel(Wrapper):
             work.wait()
         self._reset()
         self._state = "summed"
-
-    def detach(self) -> None:
-        """Give the model back: backward no longer calls this object."""
-        for remove in self._remove_hooks:
-            remove()
-        for p in self._parameters:
-            p.owner = None

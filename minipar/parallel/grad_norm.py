@@ -73,10 +73,7 @@ def _gradients(p: Parameter, rows: int) -> Iterator[tuple[int, Array]]:
     """Yield (chunk, the gradient's elements in it): every chunk of a whole parameter, the only one of a shard."""
     assert p.grad is not None, "gradients are summed over dp first"
     gradient = p.grad.reshape(-1)
-    if isinstance(p, ParameterShard):
-        yield 0, gradient
-        return
     for row in range(rows):
-        elements = bucket_slice(p).elements(row, rows)
+        elements = range(p.size) if isinstance(p, ParameterShard) else bucket_slice(p).elements(row, rows)
         if elements:
             yield row, gradient[elements.start : elements.stop]

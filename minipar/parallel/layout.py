@@ -10,7 +10,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.stage import balanced_cuts, part_groups, shape_costs
+from minipar.parallel.pipeline.stage import balanced_cuts, part_costs, part_groups
 from minipar.parallel.placement import BucketSlice, Placement, Replicate, Shard
 from minipar.parallel.tensor.plan import tensor_placement
 
@@ -48,30 +48,22 @@ class StepLayout:
         """The number of chunks of the gradient whose squares a rank sums: all d without ZeRO, its own with it."""
         return 1 if self.zero_stage else self.dp
 
+    @cached_property
+    def homes(self) -> list[int]:
+        """The pipeline rank of each part of the model: the embedding, the blocks, the head."""
+        if self.schedule is None:
+            return [0] * (self.model.n_layer + 2)
+        cuts = balanced_cuts(part_costs(self.model, self.length), self.schedule.stages)
+        return [self.schedule.home[stage] for stage, count in enumerate(cuts) for _ in range(count)]
+
     @property
-    def vocabulary(self) -> int:
-        """The number of rows, of h elements, that a rank holds of the token embedding: V/t, rounded up."""
-        return -(-self.model.vocab_size // self.tp)
-
-    @cached_property
     def ends(self) -> tuple[int, int]:
-        """The pipeline ranks with the first stage (embedding) and with the last (head, loss)."""
-        if self.schedule is None:
-            return 0, 0
-        return self.schedule.home[0], self.schedule.home[self.schedule.stages - 1]
-
-    @cached_property
-    def cuts(self) -> list[int]:
-        """The number of parts (embedding, blocks, head) of each pipeline stage."""
-        if self.schedule is None:
-            return [self.model.n_layer + 2]
-        return balanced_cuts(shape_costs(self.model, self.length), self.schedule.stages)
+        """The pipeline ranks with the first part (embedding) and with the last (head, loss)."""
+        return self.homes[0], self.homes[-1]
 
     def blocks(self, pp: int) -> int:
         """Count the transformer layers of a pipeline rank."""
-        first, last = self.ends
-        homes = {0: 0} if self.schedule is None else self.schedule.home
-        return sum(self.cuts[s] for s, home in homes.items() if home == pp) - (pp == first) - (pp == last)
+        return self.homes[1:-1].count(pp)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a world rank's coordinate on each axis. ValueError for a rank that the layout does not have."""
@@ -88,12 +80,9 @@ class StepLayout:
         The strategies record the same placements when they are applied to the model.
         """
         units = _units(self.model, pipelined=self.schedule is not None)
-        home = [0] * len(units)
-        if self.schedule is not None:  # a unit is a part of the model
-            home = [self.schedule.home[s] for s, count in enumerate(self.cuts) for _ in range(count)]
         placements = []
         for i, unit in enumerate(units):
-            if home[i] != pp:
+            if self.homes[i] != pp:  # in a pipeline a unit is a part of the model
                 continue
             kinds, sizes = [], []
             for name, shape in unit:

@@ -7,7 +7,7 @@ training with Adam: 16 Psi, then 4 Psi + 12 Psi/d, 2 Psi + 14 Psi/d, 16 Psi/d fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from minipar.errors import UsageError
@@ -89,26 +89,25 @@ def check_limit(
     The error names the first stage that fits. `placements` are those of the parameters on these ranks.
     """
     psi, own = elements_placed(placements, rank=0)
+    totals = [model_state(psi, own, s, precision, accumulating).total for s in STAGES]
+    if totals[stage] <= limit:
+        return
 
     def arithmetic(stage: int) -> str:
-        counts = elements_held(psi, own, stage, accumulating)
-        widths = (precision.parameters, precision.gradients, precision.optimizer)
-        terms = zip(widths, counts, ("parameters", "gradients", "optimizer"), strict=True)
-        total = model_state(psi, own, stage, precision, accumulating).total
-        return " + ".join(f"{width}*{count:,} ({what})" for width, count, what in terms) + f" = {total:,} bytes"
+        terms = zip(asdict(precision).items(), elements_held(psi, own, stage, accumulating), strict=True)
+        products = [f"{width}*{count:,} ({what})" for (what, width), count in terms]
+        return f"{' + '.join(products)} = {totals[stage]:,} bytes"
 
-    if model_state(psi, own, stage, precision, accumulating).total <= limit:
-        return
-    fitting = [s for s in STAGES if model_state(psi, own, s, precision, accumulating).total <= limit]
     message = f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} "
     message += f"data-parallel rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
     note = ""
     if accumulating and ranks > 1:
         note = " (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "
         note += "without a pipeline, --sync-every-microbatch keeps them sharded)"
-    if fitting:
-        raise UsageError(f"{message}; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}{note}")
-    least = min(STAGES, key=lambda s: model_state(psi, own, s, precision, accumulating).total)
+    for s in STAGES:
+        if totals[s] <= limit:
+            raise UsageError(f"{message}; --zero-stage {s} fits: {arithmetic(s)}{note}")
+    least = totals.index(min(totals))
     if stage != least:
         message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}"
     raise UsageError(f"{message}; no stage fits{note}")

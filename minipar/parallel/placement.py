@@ -131,8 +131,7 @@ def placement_of(parameter: Parameter) -> Placement:
     """Return a parameter's Placement; ValueError if no strategy has placed it."""
     if parameter.placement is None:
         raise ValueError("this parameter has no placement: call place(model) or wrap the model in a strategy first")
-    placement: Placement = parameter.placement
-    return placement
+    return parameter.placement
 
 
 def bucket_slice(parameter: Parameter) -> BucketSlice:

@@ -20,7 +20,7 @@ from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.buckets import Bucket, by_unit, make_buckets, parts_of
 from minipar.parallel.placement import ParameterShard, bucket_slice
-from minipar.parallel.wrapper import BeforeReduce, Wrapper
+from minipar.parallel.wrapper import Wrapper
 
 
 class Chunk:
@@ -53,22 +53,14 @@ class ShardedDataParallel(Wrapper):
     sharded = True
 
     def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str,
-        groups: Sequence[Sequence[Parameter]] | None = None,
-        before_reduce: BeforeReduce | None = None,
+        self, model: Module, comm: Communicator, algorithm: str, groups: Sequence[Sequence[Parameter]] | None = None
     ) -> None:
-        super().__init__(model, comm, algorithm, before_reduce)
+        super().__init__(model, comm, algorithm)
         self.buckets = make_buckets(by_unit(model) if groups is None else groups, comm)
         self.dtype = self.buckets[0].parameters[0].dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._shards: list[Parameter] = []
-        self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
-        self._waiting: list[set[Tensor]] = []  # per bucket: the leaves whose gradient is not complete yet
         self._bucket_of: dict[Tensor, int] = {}
-        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
@@ -92,8 +84,8 @@ class ShardedDataParallel(Wrapper):
     # ---- backward goes through the buckets (as in ddp.py) ------------------------------------------------------------
 
     def _reset(self) -> None:
-        self._works = []
-        self._waiting = [bucket.leaves() for bucket in self.buckets]
+        self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
+        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
 
     def _on_gradient(self, leaf: Tensor) -> None:
         self.gradient_arrived()
@@ -128,7 +120,6 @@ class ShardedDataParallel(Wrapper):
                 shard.grad = shard.grad_buffer
 
     def forget_gradients(self) -> None:
-        """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
         super().forget_gradients()
         for chunk in self.chunks.values():
             chunk.summed = False
@@ -137,15 +128,10 @@ class ShardedDataParallel(Wrapper):
         for p in self._bucket_of:
             p.grad = None
 
-    def detach(self) -> None:
-        """Give the model back: forward and backward no longer call this object."""
-        for restore in self._restore:
-            restore()
-        for p in self.model.parameters():
-            p.owner = None
-
 
 # ---- what stages 2 and 3 share: full gradients that exist briefly ----------------------------------------------------
+
+Runs = Sequence[Sequence[Part]]  # the lists of parts that follow one another on this rank (a pipeline's stages)
 
 
 @dataclass(frozen=True)
@@ -163,8 +149,8 @@ class UnitPass:
     completes: Sequence[Bucket]
 
 
-def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
-    """Yield a UnitPass for each part; `runs` are lists of parts that follow one another on this rank."""
+def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
+    """Yield a UnitPass for each part."""
     home = {p: bucket for bucket in buckets for p in bucket.parameters}
     seen: set[Bucket] = set()
     for run in runs:
@@ -194,17 +180,10 @@ class ShardedGradients(ShardedDataParallel):
 
     At most two exist at a time. Microbatches that accumulate under `no_sync` keep all of them, as in PyTorch's FSDP;
     `synchronize` after each microbatch keeps gradients sharded and sends them as many times.
-
-    `runs` are the lists of parts that follow one another on this rank (a pipeline's stages).
     """
 
     def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str,
-        runs: Sequence[Sequence[Part]] | None = None,
-        **options: Any,
+        self, model: Module, comm: Communicator, algorithm: str, runs: Runs | None = None, **options: Any
     ) -> None:
         super().__init__(model, comm, algorithm, **options)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist

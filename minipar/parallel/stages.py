@@ -13,12 +13,8 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.wrapper import Wrapper
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
-STAGES: dict[int, Callable[..., Wrapper]] = {
-    0: DistributedDataParallel,
-    1: ZeroStage1,
-    2: ZeroStage2,
-    3: FullyShardedDataParallel,
-}
+# The class of each stage, from 0 to 3.
+STAGES: list[Callable[..., Wrapper]] = [DistributedDataParallel, ZeroStage1, ZeroStage2, FullyShardedDataParallel]
 
 
 def shard(model: Module, comm: Communicator, stage: int, algorithm: str = "ring", **options: Any) -> Wrapper:
@@ -27,7 +23,7 @@ def shard(model: Module, comm: Communicator, stage: int, algorithm: str = "ring"
     With the same buckets all stages give the same bits. `options` are those of the stage's class. ValueError for
     another stage.
     """
-    if stage not in STAGES:
+    if stage not in range(len(STAGES)):
         raise ValueError(f"ZeRO stage {stage}: expected 0, 1, 2 or 3")
     if stage == 0:
         options.setdefault("groups", by_unit(model))

@@ -63,10 +63,8 @@ def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[dict[str, in
     parts: dict[int, np.ndarray] = {}
     shard: Shard | None = None
     for cut, start, stop, elements in pieces:
-        rank = 0
-        if cut is not None:
-            rank = cut["rank"]
-            shard = Shard(0, cut["ranks"], cut["dim"], shape[cut["dim"]], cut["groups"])
+        shard = None if cut is None else Shard(**cut, size=shape[cut["dim"]])
+        rank = 0 if shard is None else shard.rank
         if rank not in parts:
             parts[rank] = np.empty(shape if shard is None else shard.local_shape(shape), dtype)
         parts[rank].reshape(-1)[start:stop] = elements

@@ -44,8 +44,7 @@ def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
     first, last = layout.ends
     elements: Counter[int] = Counter()
     partial: Counter[int] = Counter()
-    placements = layout.placements(pp=pp)
-    for p in placements:
+    for p in layout.placements(pp=pp):
         assert p.dp is not None
         elements[p.unit] += p.dp.size
         partial[p.unit] += p.dp.size * isinstance(p.tp, Partial)
@@ -167,7 +166,8 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     total = crossed * layout.microbatches * elements * layout.itemsize
     first, last = layout.ends
     if first != last and rank in (first, last):
-        total += layout.vocabulary * layout.model.n_embd * layout.itemsize
+        rows = -(-layout.model.vocab_size // layout.tp)  # V/t, rounded up
+        total += rows * layout.model.n_embd * layout.itemsize
     for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1):
         total += wire_bytes("all_reduce", "ordered", elements, FLOAT64, layout.pp, rank)
     return total

@@ -23,8 +23,6 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import place
 from minipar.parallel.state import gather_state
 
-BeforeReduce = Callable[[Sequence[Parameter]], None]  # called with a bucket's parameters before the bucket is reduced
-
 
 def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float, int]:
     """Return the mean loss over the targets of all ranks, and how many there are.
@@ -55,12 +53,9 @@ class Wrapper(Owner, ABC):
     """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies."""
 
     stage = 0  # of ZeRO
-    sharded = False  # the optimizer gets shards instead of the model's parameters
     buckets: list[Bucket]  # in the order in which they travel
 
-    def __init__(
-        self, model: Module, comm: Communicator, algorithm: str, before_reduce: BeforeReduce | None = None
-    ) -> None:
+    def __init__(self, model: Module, comm: Communicator, algorithm: str) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
@@ -68,9 +63,10 @@ class Wrapper(Owner, ABC):
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._start_checked = False
         self._state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed
+        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
+        self.before_reduce: Callable[[Sequence[Parameter]], None] | None = None  # called before a bucket is reduced
         for owner in owners_of(model.parameters()):  # sequence parallelism's sum now comes before this wrapper's
-            before_reduce = before_reduce or getattr(owner, "sum_partial", None)
-        self.before_reduce = before_reduce
+            self.before_reduce = self.before_reduce or getattr(owner, "sum_partial", None)
         for p in model.parameters():
             p.owner = self
         place(model)
@@ -86,9 +82,12 @@ class Wrapper(Owner, ABC):
     def synchronize(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
 
-    @abstractmethod
     def detach(self) -> None:
         """Give the model back: forward and backward no longer call this object."""
+        for restore in self._restore:
+            restore()
+        for p in self.model.parameters():
+            p.owner = None
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
@@ -116,9 +115,8 @@ class Wrapper(Owner, ABC):
     def checksum(self) -> int:
         """Return the CRC-32 of the whole parameters before training, the same on ranks that start alike."""
         total = 0
-        for bucket in self.buckets:
-            for p in bucket.parameters:
-                total = zlib.crc32(to_host(p.data).data, total)
+        for p in self.model.parameters():
+            total = zlib.crc32(to_host(p.data).data, total)
         return total
 
     @contextmanager

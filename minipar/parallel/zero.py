@@ -41,8 +41,8 @@ class ZeroStage1(ShardedDataParallel):
     """Optimizer state sharded; parameters and gradients are whole on every rank.
 
     Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
-    model only. `options` are groups and before_reduce (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step,
-    and one float64 for the norm.
+    model only. `options` are groups (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step, and one float64 for
+    the norm.
     """
 
     stage = 1
@@ -68,7 +68,7 @@ class ZeroStage1(ShardedDataParallel):
 class ZeroStage2(ShardedGradients):
     """Optimizer state and gradients sharded; parameters are whole on every rank. Sends what stage 1 sends.
 
-    `options` are groups, before_reduce and runs (sharding.py).
+    `options` are groups and runs (sharding.py).
     """
 
     stage = 2

@@ -104,7 +104,8 @@ def test_a_second_step_starts_from_zero_and_is_synchronized_too():
 def test_buckets_start_while_backward_still_runs():
     def rank(comm):
         started, early = [], []
-        ddp = wrapped(comm, before_reduce=started.append, **SMALL_BUCKETS)
+        ddp = wrapped(comm, **SMALL_BUCKETS)
+        ddp.before_reduce = started.append
         weight = ddp.model.h[0].ln_1.weight
         weight.register_post_accumulate_grad_hook(lambda leaf: early.append(len(started)))
         backward(ddp, *text(share(comm.rank)))

@@ -43,12 +43,11 @@ class Action:
 
 def parse_action(text: str, where: str = "") -> Action:
     """Parse "2F0" into Action(2, "F", 0). UsageError, whose message begins with `where`, for anything else."""
-    match = _ACTION.fullmatch(text.strip())
+    text = text.strip()
+    match = _ACTION.fullmatch(text)
     if match is None or match[2] not in COMPUTE + MESSAGES:
         kinds = ", ".join(COMPUTE + MESSAGES)
-        raise UsageError(
-            f"{where}unknown action {text.strip()!r}: expected stage, kind, microbatch, of the kinds {kinds}"
-        )
+        raise UsageError(f"{where}unknown action {text!r}: expected stage, kind, microbatch, of the kinds {kinds}")
     return Action(int(match[1]), match[2], int(match[3]))
 
 

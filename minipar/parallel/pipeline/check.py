@@ -6,7 +6,7 @@ a result that is never sent, a message that is never received, and ranks that wa
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from minipar.errors import UsageError
@@ -71,14 +71,11 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_order(schedule: Schedule) -> None:
     """Check that on each rank forward comes before backward and I before W."""
-    for rank, actions in enumerate(schedule.ranks):
-        position = {action: i for i, action in enumerate(actions)}
-        for action in actions:
-            if not action.computes:
-                continue
-            for need in schedule.needs(action):
-                if schedule.home[need.stage] == rank and position[need] > position[action]:
-                    raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
+    position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
+    for rank, action in schedule:
+        for need in schedule.needs(action) if action.computes else []:
+            if schedule.home[need.stage] == rank and position[need] > position[action]:
+                raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -86,9 +83,7 @@ def _check_messages(schedule: Schedule) -> None:
     position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
     expected: set[tuple[Action, int]] = set()  # each message and its rank
     for rank, action in schedule:
-        if not action.computes:
-            continue
-        for need in schedule.needs(action):
+        for need in schedule.needs(action) if action.computes else []:
             message = message_of(schedule, need, action)
             if message is None:
                 continue
@@ -110,35 +105,27 @@ def _check_messages(schedule: Schedule) -> None:
 
 def _check_blocking_sends(schedule: Schedule) -> None:
     """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
-    ranks = range(len(schedule.ranks))
-    position = [0] * len(ranks)
-    done: set[Action] = set()
-
-    def next_action(rank: int) -> Action | None:
-        return schedule.ranks[rank][position[rank]] if position[rank] < len(schedule.ranks[rank]) else None
+    left = [deque(actions) for actions in schedule.ranks]
 
     def advancing(rank: int) -> list[int]:
         """Return the ranks that finish their next action together with this one; a receive waits for its send."""
-        action = next_action(rank)
-        if action is None or action.kind.startswith("RECV"):
+        if not left[rank] or left[rank][0].kind.startswith("RECV"):
             return []
-        if action.computes:
-            return [rank] if all(need in done for need in schedule.needs(action)) else []
+        action = left[rank][0]
+        if action.computes:  # what it needs comes before it in the lists: the checks above have seen that
+            return [rank]
         step = 1 if action.kind == "SEND_F" else -1
         receive = Action(action.stage + step, action.kind.replace("SEND", "RECV"), action.microbatch)
         receiver = schedule.home[receive.stage]
-        return [rank, receiver] if next_action(receiver) == receive else []
+        return [rank, receiver] if left[receiver] and left[receiver][0] == receive else []
 
     progress = True
     while progress:
         progress = False
-        for rank in ranks:
+        for rank in range(len(left)):
             for each in advancing(rank):
-                done.add(schedule.ranks[each][position[each]])
-                position[each] += 1
+                left[each].popleft()
                 progress = True
-    waiting = [f"rank {rank} at {next_action(rank)}" for rank in ranks if next_action(rank) is not None]
+    waiting = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
     if waiting:
-        raise UsageError(
-            f"schedule {schedule.name} deadlocks if sends block until they are received: {', '.join(waiting)}"
-        )
+        raise UsageError(f"schedule {schedule.name} deadlocks if sends block until they are received: {waiting}")

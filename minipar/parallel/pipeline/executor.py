@@ -75,14 +75,8 @@ class PipelineExecutor:
             message.wait()
         self._sent = []
 
-    def _compute(
-        self,
-        action: Action,
-        tokens: Callable[[int], Array],
-        loss: Callable[[int, Tensor], Tensor],
-        scale: float,
-        around: Callable[[Action], AbstractContextManager[None]],
-    ) -> None:
+    def _compute(self, action: Action, tokens: Any, loss: Any, scale: float, around: Any) -> None:
+        """Run one computation; the other arguments are those of `run`."""
         s, m = action.stage, action.microbatch
         stage, is_last = self.stages[s], s == self.schedule.stages - 1
         if action.kind == "F":

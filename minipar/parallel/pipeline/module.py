@@ -22,6 +22,7 @@ from minipar.parallel.placement import Replicate, Shard, place, placement_of, up
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64")
+Stage = Module | Callable[[DeviceMesh], Module]
 
 
 class PipelineModule(Module):
@@ -41,25 +42,19 @@ class PipelineModule(Module):
     """
 
     def __init__(
-        self,
-        stages: Sequence[Module | Callable[[DeviceMesh], Module]],
-        mesh: DeviceMesh,
-        num_microbatches: int,
-        schedule: str = "1f1b",
+        self, stages: Sequence[Stage], mesh: DeviceMesh, num_microbatches: int, schedule: str = "1f1b"
     ) -> None:
         pp = mesh.pp
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
         order = make(schedule, pp.size, num_microbatches, virtual)
-        if len(stages) % order.stages:
+        per_stage, rest = divmod(len(stages), order.stages)
+        if rest:
             raise UsageError(
                 f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages} is not a whole number"
             )
-        per_stage = len(stages) // order.stages
         self.mesh, self.num_microbatches, self.count = mesh, num_microbatches, len(stages)
-        runs: dict[int, list[Part]] = {}
-        for s, rank in order.home.items():
-            if rank == pp.rank:
-                runs[s] = [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)]
+        own = [s for s, rank in order.home.items() if rank == pp.rank]
+        runs = {s: [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)] for s in own}
         place(self)
         for p in self.parameters():
             update(p, pp=pp.rank)
@@ -71,7 +66,7 @@ class PipelineModule(Module):
             runs[order.stages - 1].pop()  # its loss_sum is called instead of its forward
         self.executor = _HeadedExecutor(order, pp, {s: PipelineStage(run) for s, run in runs.items()})
 
-    def _part(self, stage: Module | Callable[[DeviceMesh], Module], i: int) -> Part:
+    def _part(self, stage: Stage, i: int) -> Part:
         module = stage if isinstance(stage, Module) else stage(self.mesh)
         setattr(self, f"stage{i}", module)  # its parameters are named stage{i}.NAME
         return Part(str(i), module, module.parameters())

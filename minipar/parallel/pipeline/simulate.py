@@ -34,12 +34,9 @@ class Durations:
                 raise UsageError(f"a duration of {value}: an action takes 0 or more")
 
     def of(self, action: Action) -> Time:
-        return {
-            "F": self.forward,
-            "I": self.backward_input,
-            "W": self.backward_weight,
-            "B": self.backward_input + self.backward_weight,
-        }[action.kind]
+        if action.kind == "B":
+            return self.backward_input + self.backward_weight
+        return {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}[action.kind]
 
 
 @dataclass(frozen=True)
@@ -144,13 +141,11 @@ def live_activations(
     """
     changes = [(slot.start, 1) for slot in slots if slot.action.kind in made_by]
     changes += [(slot.end, -1) for slot in slots if slot.action.kind in freed_by]
-    live, steps = 0, [(slots[0].start if slots else 0, 0)]
-    for time, change in sorted(changes):  # at the same time, what is freed counts first
+    live, steps = 0, {slots[0].start if slots else 0: 0}
+    for time, change in sorted(changes):  # all changes at one time are one step
         live += change
-        if steps[-1][0] == time:
-            steps.pop()
-        steps.append((time, live))
-    return steps
+        steps[time] = live
+    return list(steps.items())
 
 
 def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")) -> int:

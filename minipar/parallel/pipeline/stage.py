@@ -17,13 +17,8 @@ from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.placement import place, update
 
 
-def part_costs(model: GPT, length: int) -> list[float]:
+def part_costs(config: GPTConfig, length: int) -> list[float]:
     """Return each part's relative cost for sequences of `length`: operations per token as in `forward_flops`."""
-    return shape_costs(model.config, length)
-
-
-def shape_costs(config: GPTConfig, length: int) -> list[float]:
-    """Return the `part_costs` of a model of this shape without making one."""
     h = config.n_embd
     block = 24 * h * h + 4 * length * h
     return [0.0, *[float(block)] * config.n_layer, 2.0 * h * config.vocab_size]
@@ -41,18 +36,14 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     load = [*costs[1:-1]]
     load[0] += costs[0]
     load[-1] += costs[-1]
-    # best[s][n]: (the largest stage's load, the last stage's first block) of the best cut of n blocks into s stages.
-    best: list[list[tuple[float, int]]] = [[(float("inf"), 0)] * (blocks + 1) for _ in range(stages + 1)]
-    best[0][0] = (0.0, 0)
+    # best[n]: (the largest stage's load, the blocks of each stage) of the best cut of n blocks into the stages so far.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for s in range(1, stages + 1):
+        before, best = best, {}
         for n in range(s, blocks + 1):
-            best[s][n] = min((max(best[s - 1][k][0], sum(load[k:n])), k) for k in range(s - 1, n))
-    counts: list[int] = []
-    n = blocks
-    for s in range(stages, 0, -1):
-        k = best[s][n][1]
-        counts.insert(0, n - k)
-        n = k
+            largest, k = min((max(before[k][0], sum(load[k:n])), k) for k in before if k < n)
+            best[n] = largest, [*before[k][1], n - k]
+    counts = best[blocks][1]
     counts[0] += 1
     counts[-1] += 1
     return counts
@@ -141,7 +132,7 @@ class PipelineParallel:
         if len(schedule.ranks) != comm.size:
             raise UsageError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, but pp = {comm.size}")
         self.model, self.comm = model, comm
-        runs = cut(model, balanced_cuts(part_costs(model, length), schedule.stages))
+        runs = cut(model, balanced_cuts(part_costs(model.config, length), schedule.stages))
         self.stages = {s: PipelineStage(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
         homes = {part.name: schedule.home[s] for s, run in enumerate(runs) for part in run}
         self.first, self.last = schedule.home[0], schedule.home[schedule.stages - 1]

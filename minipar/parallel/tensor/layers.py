@@ -78,9 +78,10 @@ def split(parameter: Parameter, shard: Shard) -> None:
     parameter.map_value(shard.local_shape(parameter.shape), shard.part)
 
 
-def _check_divides(what: str, size: int, ranks: int) -> None:
+def check_divides(what: str, size: int, ranks: int, why: str = "each tensor-parallel rank has as many") -> None:
+    """Raise UsageError, with the equation, if the ranks cannot have equal parts."""
     if size % ranks:
-        raise UsageError(f"{what} = {size}/{ranks} is not a whole number: each tensor-parallel rank has as many")
+        raise UsageError(f"{what} = {size}/{ranks} is not a whole number: {why}")
 
 
 class _ParallelLayer(Module):
@@ -109,7 +110,7 @@ class ColumnParallelLinear(_ParallelLayer, Linear):
         self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, groups: int = 1, **options: Any
     ) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
-        _check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
+        check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(1, n_out, groups))
         if self.bias is not None:
@@ -129,7 +130,7 @@ class RowParallelLinear(_ParallelLayer, Linear):
 
     def __init__(self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
         self.group, self.sequence = TensorGroup.of(comm), False
-        _check_divides(f"{name}: n_in/tp", n_in, self.group.size)
+        check_divides(f"{name}: n_in/tp", n_in, self.group.size)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0, n_in))
         self.materialize()

@@ -13,7 +13,6 @@ from functools import partial
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
 from minipar.nn.gpt import GPT
 from minipar.nn.layers import MaskSlice
 from minipar.nn.module import Owner, Parameter
@@ -25,6 +24,7 @@ from minipar.parallel.tensor.layers import (
     SequenceEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
+    check_divides,
     split,
     vocab_parallel_cross_entropy_sum,
 )
@@ -84,16 +84,10 @@ class TensorParallel(Owner):
 
 def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = None) -> None:
     """Raise UsageError if tp does not divide the heads, the hidden size, or the sequence length if one is given."""
-    if heads % tp:
-        raise UsageError(f"heads/tp = {heads}/{tp} is not a whole number: each tensor-parallel rank has whole heads")
-    if hidden % tp:
-        raise UsageError(
-            f"hidden/tp = {hidden}/{tp} is not a whole number: each tensor-parallel rank has whole columns"
-        )
-    if sequence_length is not None and sequence_length % tp:
-        raise UsageError(
-            f"seq-len/tp = {sequence_length}/{tp} is not a whole number: --sequence-parallel splits the tokens evenly"
-        )
+    check_divides("heads/tp", heads, tp, "each tensor-parallel rank has whole heads")
+    check_divides("hidden/tp", hidden, tp, "each tensor-parallel rank has whole columns")
+    if sequence_length is not None:
+        check_divides("seq-len/tp", sequence_length, tp, "--sequence-parallel splits the tokens evenly")
 
 
 def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", sequence: bool = False) -> TensorParallel:

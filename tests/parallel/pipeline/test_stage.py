@@ -65,7 +65,7 @@ def test_balanced_cuts_are_the_best_of_all_cuts():
 def test_part_costs_are_the_models_operations():
     config = GPTConfig(vocab_size=50, n_positions=T, n_embd=H, n_layer=6, n_head=2)
     model = GPT(config, dtype="float64", deferred=True)
-    costs = part_costs(model, T)
+    costs = part_costs(model.config, T)
     assert sum(costs) * B * T == config.forward_flops(B, T) and len(costs) == len(model.parts)
 
 
@@ -78,7 +78,7 @@ def test_a_large_head_takes_blocks_away_from_its_stage():
 def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():
     model = gpt(3)
     with pytest.raises(UsageError, match="layers 3 are fewer than the pipeline's 4 stages"):
-        balanced_cuts(part_costs(model, T), 4)
+        balanced_cuts(part_costs(model.config, T), 4)
     for counts in ([2, 2], [5, 1], [6, -1], [5, 0]):
         with pytest.raises(
             UsageError, match=rf"stages of \[{counts[0]}, {counts[1]}\] parts do not cut the model's 5 parts"
