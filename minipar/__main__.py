@@ -1,7 +1,5 @@
 """The command `minipar`, also as `python -m minipar`: `minipar train ...` is `python -m minipar.train ...`."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -5,8 +5,6 @@ All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for value
 tests use on machines without a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

@@ -6,8 +6,6 @@ ledger that is `recording()` these functions do nothing. Scratch arrays inside o
 allocations of the MPI library do not count.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -21,7 +19,7 @@ from minipar.backend import Array, setting, xp
 # parameters, gradients before they are reduced, messages.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-_recording: ContextVar[MemoryLedger | None] = ContextVar("memory_ledger", default=None)
+_recording: "ContextVar[MemoryLedger | None]" = ContextVar("memory_ledger", default=None)
 
 
 def hold(kind: str, *arrays: Any) -> None:
@@ -62,7 +60,7 @@ class MemoryLedger:
         # A message in flight may hold an array's last reference, and another rank's thread may drop it.
         self._lock = threading.RLock()
 
-    def recording(self) -> AbstractContextManager[MemoryLedger]:
+    def recording(self) -> "AbstractContextManager[MemoryLedger]":
         """Record in this ledger what the code inside the block holds."""
         return setting(_recording, self)
 

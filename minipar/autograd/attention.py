@@ -3,8 +3,6 @@
 Shapes: B samples, T tokens per sample, h hidden, a heads, h/a elements per head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from minipar.autograd.fused import count_flops

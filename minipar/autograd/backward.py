@@ -4,8 +4,6 @@ Nodes are numbered as they are created, so every input of a node has a smaller n
 the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,7 +38,7 @@ class Leaf(Protocol):
 class Node:
     """One operation in the graph. `edges` has, for each input, the node or leaf that its gradient goes to, or None."""
 
-    edges: tuple[Node | Leaf | None, ...]
+    edges: "tuple[Node | Leaf | None, ...]"
     number: int
 
     def backward(self, grad: Array) -> Any:

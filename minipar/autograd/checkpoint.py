@@ -4,8 +4,6 @@ Chen et al. 2016, arXiv 1604.06174. The second forward does the same arithmetic 
 dropout masks, so gradients are the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any

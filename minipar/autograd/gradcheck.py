@@ -1,7 +1,5 @@
 """A gradient checker: it compares a backward with its forward along random directions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ time plus the network's price. Eight ranks that share two cores then still show 
 NB: the rule for messages is Lamport's (1978) with durations, as in network simulators (LogGP, SimGrid's SMPI).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

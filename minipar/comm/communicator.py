@@ -1,7 +1,5 @@
 """Communicator: the operations of the ranks of a group."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -98,7 +96,7 @@ class Communicator:
         *,
         clock: str | Clock | None = None,
         network: Network | None = None,
-        parent: Communicator | None = None,
+        parent: "Communicator | None" = None,
         ranks: list[int] | None = None,
         name: str = "world",
     ) -> None:
@@ -262,7 +260,7 @@ class Communicator:
             if text:
                 raise UsageError(text.decode())
 
-    def split(self, color: int | None, axis: str) -> Communicator | None:
+    def split(self, color: int | None, axis: str) -> "Communicator | None":
         """Make a group of the ranks that pass the same color, in rank order. None for color None."""
         self._splits += 1
         colors = self.all_gather_bytes(str(color).encode())
@@ -270,7 +268,7 @@ class Communicator:
             return None
         return self._among([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
 
-    def row(self, members: list[int], axis: str) -> Communicator:
+    def row(self, members: list[int], axis: str) -> "Communicator":
         """Make the group of these ranks, this one among them, in this order, without sending anything.
 
         Every rank must call it as often as the others, and each member with the same list.
@@ -278,7 +276,7 @@ class Communicator:
         self._splits += 1
         return self._among(members, axis)
 
-    def _among(self, members: list[int], axis: str) -> Communicator:
+    def _among(self, members: list[int], axis: str) -> "Communicator":
         name = f"{self.name}/{self._splits}.{axis}{members[0]}"
         ranks = [self.ranks[rank] for rank in members]
         return Communicator(self.transport.group(members, name), axis, parent=self, ranks=ranks, name=name)

@@ -1,7 +1,5 @@
 """Chunks of an array, and all_gather, broadcast, all_to_all and barrier, each a generator (see reductions.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

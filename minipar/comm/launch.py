@@ -1,7 +1,5 @@
 """The beginning and the end of a program: the world communicator, and failures that end every rank."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """DeviceMesh: the ranks as a grid, one axis per kind of parallelism."""
 
-from __future__ import annotations
-
 from math import prod
 
 from minipar.comm.communicator import Communicator

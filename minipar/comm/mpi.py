@@ -4,8 +4,6 @@ Buffers are passed as `[array, bytes, MPI.BYTE]`. Naming count and type saves 0.
 because mpi4py need not read the array interface. It also makes every NumPy dtype sendable, MPI's own or not.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
@@ -197,7 +195,7 @@ class MPITransport:
             behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
         return f"; {behind}; what each rank waits for, and its last operations, are in {files}*.txt"
 
-    def group(self, ranks: Sequence[int], name: str) -> MPITransport:
+    def group(self, ranks: Sequence[int], name: str) -> "MPITransport":
         everyone = self.comm.Get_group()
         members = everyone.Incl(list(ranks))
         comm = self.comm.Create_group(members, 0)

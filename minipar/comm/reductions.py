@@ -11,8 +11,6 @@ then belongs to one rank. A rank without a place (place < 0) gives its data to a
 NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -5,8 +5,6 @@ when it has been received, and code that would deadlock on a large MPI message d
 reported as an error, because the threads share the knowledge that every rank waits and no message is under way.
 """
 
-from __future__ import annotations
-
 import contextvars
 import threading
 from collections import deque
@@ -159,7 +157,7 @@ class ThreadTransport:
     def report(self, request: Request, engine: Any) -> str:
         return f"; the last operations of this rank:\n{engine.account()}"
 
-    def group(self, ranks: Sequence[int], name: str) -> ThreadTransport:
+    def group(self, ranks: Sequence[int], name: str) -> "ThreadTransport":
         members = [self.ranks[rank] for rank in ranks]
         return ThreadTransport(self.world, members, members.index(self.ranks[self.rank]), name)
 

@@ -6,8 +6,6 @@ receive" the single messages. Slices on one track nest or follow one another, as
 message's sender and receiver, and records the message's bytes at its start.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

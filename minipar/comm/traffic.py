@@ -1,7 +1,5 @@
 """Traffic: the messages and bytes that a rank sends, counted, and the closed forms that the tests compare with ==."""
 
-from __future__ import annotations
-
 from minipar.comm.gathers import chunk_bounds, fold, place_bounds
 
 

@@ -9,8 +9,6 @@ call different operations, or one with different dtypes, reductions or numbers o
 values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -92,7 +90,7 @@ class Transport(Protocol):
     def report(self, request: Request, engine: Any) -> str:
         """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
 
-    def group(self, ranks: Sequence[int], name: str) -> Transport:
+    def group(self, ranks: Sequence[int], name: str) -> "Transport":
         """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
 
     def native(self, op: str, owner: Owner, *arguments: Any) -> Request:

@@ -5,8 +5,6 @@ for anything, it advances the outstanding operations of all its communicators, s
 different orders without a deadlock.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -50,7 +48,7 @@ class Engine:
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = _timeout()
 
-    def wait(self, request: Request, stream: Stream | None = None) -> None:
+    def wait(self, request: Request, stream: "Stream | None" = None) -> None:
         """Wait until `request` is done, and advance every outstanding operation meanwhile.
 
         `stream` waits for the request itself. CommunicationError if the rank that has to act for it has left the
@@ -91,7 +89,7 @@ class Engine:
             print(f"minipar: {work.title()}, issued at {line}: never waited for", file=sys.stderr, flush=True)
         self.unwaited.clear()
 
-    def progress(self, but: Stream | None = None) -> None:
+    def progress(self, but: "Stream | None" = None) -> None:
         """Advance all streams but one as far as possible, without waiting."""
         for stream in tuple(self.streams):
             if stream is not but:
@@ -147,7 +145,7 @@ class Stream:
         self._messages[ends] = self._messages.get(ends, 0) + 1
         return self._messages[ends]
 
-    def add(self, work: Work) -> None:
+    def add(self, work: "Work") -> None:
         """Start an operation if no other is under way, and put it at the end of the queue if it is not finished."""
         if not self.queue:
             if work.advance():
@@ -216,7 +214,7 @@ class Work:
 
     # -- for the caller -----------------------------------------------------------------------------------------------
 
-    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
+    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> "Work":
         """Issue the operation: run its algorithm as far as it goes, after the operations issued before it."""
         self._requests = chain.from_iterable(steps)
         self._result = result

@@ -12,8 +12,6 @@ parallelism and ZeRO move all parameters into flat storage and add gradient hook
 of each part by one that gathers the part's parameters before and frees them after.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

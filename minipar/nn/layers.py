@@ -6,8 +6,6 @@ whole. A dropout mask is drawn for each sample, keyed by the layer's name, the s
 batch. Whoever computes a sample, or a part of it, gets its part of that one mask.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

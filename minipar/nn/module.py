@@ -1,7 +1,5 @@
 """Parameter and Module: names, traversal, loss, state_dict. The smallest part of torch.nn that a GPT needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,7 @@ class Owner:
     sharded = False  # whether this rank holds only a shard of each parameter's gradient
     holds_values = True  # False if it holds only a shard of the values
 
-    def check(self, parameters: Sequence[Parameter]) -> None:
+    def check(self, parameters: "Sequence[Parameter]") -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
 
     def before_step(self) -> None:
@@ -154,14 +152,14 @@ class Module:
             else:
                 yield from item.named_parameters(f"{prefix}{name}.")
 
-    def modules(self) -> Iterator[Module]:
+    def modules(self) -> "Iterator[Module]":
         """Yield this module and all modules inside it."""
         yield self
         for _, item in self._items():
             if isinstance(item, Module):
                 yield from item.modules()
 
-    def _items(self) -> Iterator[tuple[str, Parameter | Module]]:
+    def _items(self) -> "Iterator[tuple[str, Parameter | Module]]":
         """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""
         for name, value in vars(self).items():
             if isinstance(value, Parameter | Module):

@@ -4,8 +4,6 @@ The updates are element-wise: an element's new value depends on that element's h
 parameters gives the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """GPT-2 directories as Hugging Face transformers writes and reads them: config.json next to model.safetensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import reprlib

@@ -4,8 +4,6 @@ All parameters of a model lie in one flat array, all gradients in another, and a
 then contiguous memory: backward writes the gradients there and the collective reduces them in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

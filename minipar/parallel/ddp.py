@@ -5,8 +5,6 @@ still runs. Both give each rank the gradient of the whole batch: the loss is a s
 count, so the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from minipar.autograd import Tensor

@@ -4,8 +4,6 @@ Each rank keeps one chunk of every unit's parameters. A unit is gathered just be
 gathered again just before its backward and freed for good; its gradient is reduce-scattered and freed (sharding.py).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ data-parallel chunk, squares are added parameter by parameter into their unit, t
 then the chunks are added in rank order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """A step's layout, and the placement of every parameter in it, computed for any rank before anything has run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

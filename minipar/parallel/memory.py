@@ -4,8 +4,6 @@ Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi paramet
 training with Adam: 16 Psi, then 4 Psi + 12 Psi/d, 2 Psi + 14 Psi/d, 16 Psi/d for stages 1, 2, 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction

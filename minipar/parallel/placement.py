@@ -7,8 +7,6 @@ Each strategy records its part and knows nothing of the others. Everything that 
     dp   the parameter's place in a bucket; chunk r of a bucket belongs to data-parallel rank r
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

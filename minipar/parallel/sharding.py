@@ -4,8 +4,6 @@ A bucket is a unit of the model (`buckets.by_unit`) in every stage, and chunk r 
 stages, and the all-reduce of plain data parallelism, add the same values in the same order.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The choice among the data-parallel strategies by ZeRO stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

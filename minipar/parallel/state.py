@@ -5,8 +5,6 @@ tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank
 dict are collected in pieces.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

@@ -8,8 +8,6 @@ and p are the ranks of dp, tp and pp; n = B T h. The bytes of a collective are `
 over t ranks sends 2x(t-1)/t if t divides x.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

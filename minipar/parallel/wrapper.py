@@ -4,8 +4,6 @@ A wrapper owns the gradients of its model. Optimizers ask it before and after ea
 step before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
 """
 
-from __future__ import annotations
-
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +35,7 @@ def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float,
 class _GlobalMean(Function):
     """The mean over all ranks as the last node of the graph: backward scales by 1/count and closes the pass."""
 
-    def forward(self, loss_sum: Array, wrapper: Wrapper, count: int) -> Array:
+    def forward(self, loss_sum: Array, wrapper: "Wrapper", count: int) -> Array:
         self.wrapper = wrapper
         mean, total = global_mean(wrapper.comm, float(loss_sum), count)
         self.scale = 1 / max(1, total)

@@ -11,8 +11,6 @@ An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what
 rank Psi (d-1)/d elements to reduce-scatter gradients, and as many to gather updated parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

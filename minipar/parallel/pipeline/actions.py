@@ -11,8 +11,6 @@
 `lower.lower` adds the messages to a schedule that has none.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     @staticmethod
-    def of(name: str, lists: Sequence[Sequence[Action]]) -> Schedule:
+    def of(name: str, lists: Sequence[Sequence[Action]]) -> "Schedule":
         return Schedule(name, tuple(tuple(actions) for actions in lists))
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:

@@ -4,8 +4,6 @@ It finds the mistakes of handwritten pipelines: an action that is missing or don
 a result that is never sent, a message that is never received, and ranks that wait for one another.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A receive is posted when the list comes to it and waited for when its result is 
 the step. Ranks therefore cannot block each other, whatever the order of the messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

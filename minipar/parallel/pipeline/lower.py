@@ -5,8 +5,6 @@ SEND and its RECV at the same moment. Such lists cannot deadlock even if sends b
 that is not sent yet come to it. `save_csv` and `load_csv` exchange schedules with PyTorch.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

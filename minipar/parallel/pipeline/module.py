@@ -1,7 +1,5 @@
 """A pipeline of stages that the user wrote, on the axes of a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -13,8 +13,6 @@ waits where a result of another rank is missing. Bubbles are idle / total time, 
     zbv                two stages per rank, in the shape of a V (Qi et al. 2024)              none if F = I = W
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

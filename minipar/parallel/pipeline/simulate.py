@@ -5,8 +5,6 @@ that another rank needs arrives `comm` after it is made, and takes no time of ei
 then bubbles are exact.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

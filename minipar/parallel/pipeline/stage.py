@@ -1,7 +1,5 @@
 """Pipeline stages: consecutive parts of a model (embedding, blocks, head), cut by cost, and run by one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any

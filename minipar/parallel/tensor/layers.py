@@ -6,8 +6,6 @@ and residuals work on 1/t of the tokens. The gradients of LayerNorms and row bia
 so only `tensor_parallel`, which knows the whole model, sets `sequence`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from minipar.autograd import IGNORE_INDEX, LazyGradient, Tensor, embedding, linear

@@ -17,8 +17,6 @@ send the same bytes in all. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; K
 2205.05198), section 4.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +37,7 @@ class TensorGroup:
         self.rank, self.size = comm.rank, comm.size
 
     @staticmethod
-    def of(group: Communicator | TensorGroup) -> TensorGroup:
+    def of(group: "Communicator | TensorGroup") -> "TensorGroup":
         """Return a TensorGroup of a communicator (with ring sums), or the group itself."""
         return group if isinstance(group, TensorGroup) else TensorGroup(group)
 

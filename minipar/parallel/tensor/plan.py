@@ -5,8 +5,6 @@ operation between them (the heads' attention, the MLP's GELU) works on a rank's 
 of forward is one sum at the end of each pair (Shoeybi et al. 2019, section 3).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial
