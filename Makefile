@@ -36,12 +36,13 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
     parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
     visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
 
-.PHONY: help demo test quick exercises lint reference notebooks site site-check openmpi clean
+.PHONY: help demo test quick test-schedules exercises lint reference notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
 	@echo "make test       the tests"
 	@echo "make quick      one claim of each package, in less than a minute"
+	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch)"
 	@echo "make lint       ruff and mypy"
@@ -70,6 +71,10 @@ test: $(VENV)/.test
 
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)
+
+# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 20.
+test-schedules: $(VENV)/.test
+	MINIPAR_SCHEDULES=1000 $(BIN)/python -m pytest tests/comm/test_thread_schedules.py $(PYTEST)
 
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test
