@@ -21,6 +21,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DUMP_BEFORE_DEADLINE = 1.0  # seconds
+# Open MPI starts no ranks for root, and no more of them than cores, without these.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 TERMINATE_SECONDS = 3.0  # what mpirun gets to end its ranks before the whole group is killed
 
 
@@ -133,7 +139,7 @@ def _start(
     mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
     command = [*mpirun, python, __file__, folder, after, *argv]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
+    environment = os.environ | OPEN_MPI | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
