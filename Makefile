@@ -97,8 +97,8 @@ test-schedules: $(VENV)/.test
 # make test-mpi-openmpi-3.12 is one of them. Each installs its own environment, 250 MB, in out/mpi.
 test-mpi:
 	@$(foreach version,$(filter-out $(FOUND),$(VERSIONS)),echo "python$(version): not found, skipped";)
-	@$(MAKE) --no-print-directory --keep-going \
-	    $(foreach version,$(FOUND),test-mpi-mpich-$(version) test-mpi-openmpi-$(version))
+	@$(if $(FOUND),$(MAKE) --no-print-directory --keep-going \
+	    $(foreach version,$(FOUND),test-mpi-mpich-$(version) test-mpi-openmpi-$(version)))
 
 test-mpi-%: out/mpi/%/.ready
 	@echo "over MPI: $*"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +29,8 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+# What Open MPI's mpirun itself adds to the standard error of a job that failed.
+OPEN_MPI_SAYS = re.compile(r"^-{60,}\n.*?^-{60,}\n|^\[\S+\] PMIX ERROR: [^\n]*\n", re.MULTILINE | re.DOTALL)
 TERMINATE_SECONDS = 3.0  # what mpirun gets to end its ranks before the whole group is killed
 
 
@@ -43,6 +47,13 @@ class MPITimeout(AssertionError):
     """The job did not end in time; the message has every rank's stack."""
 
 
+@cache
+def mpirun_is_open_mpi() -> bool:
+    """Whether the mpirun next to the running interpreter is Open MPI's, and not MPICH's."""
+    mpirun = Path(sys.executable).parent / "mpirun"
+    return "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+
+
 def run_mpi(
     n: int,
     argv_or_script: Sequence[str] | str,
@@ -55,7 +66,8 @@ def run_mpi(
     """Run a Python program on n ranks: `["-m", "module", ...]`, `["script.py", ...]`, or the text of a script.
 
     The job's working directory is `cwd`. Uses the mpirun next to the running interpreter, with these `options`, and
-    with `before` in front of its name. Raises MPITimeout after `timeout` seconds.
+    with `before` in front of its name. Raises MPITimeout after `timeout` seconds. The standard error of the result is
+    that of the ranks, without Open MPI's own words.
     """
     with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
         if isinstance(argv_or_script, str):
@@ -80,7 +92,7 @@ def run_mpi(
         except BaseException:
             _end(process)
             raise
-        return Result(process.returncode, stdout, stderr)
+        return Result(process.returncode, stdout, OPEN_MPI_SAYS.sub("", stderr))
 
 
 def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float = 60.0) -> Result | None:
