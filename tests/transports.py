@@ -64,14 +64,20 @@ OURS = [(op, algorithm) for op in ALGORITHMS for algorithm in ALGORITHMS[op] if 
 
 
 def collective(comm: Communicator, op: str, algorithm: str, n: int, async_op: bool = False) -> Any:
-    """Call a collective on n values, whose sum depends on the order of addition. Return its result, or its Work."""
+    """Call a collective on n values, whose sum depends on the order of addition. Return its result, or its Work.
+
+    Afterwards the input has other values: an operation that is done must not need it.
+    """
     x = np.random.default_rng(comm.rank).standard_normal(n) * 10.0 ** (comm.rank % 5)
     if op == "barrier":
         return comm.barrier(algorithm=algorithm)
     if op == "all_gather":
         start, stop = chunk_bounds(n, comm.size)[comm.rank]
         return comm.all_gather(x[start:stop], np.zeros(n), algorithm=algorithm, async_op=async_op)
-    return getattr(comm, op)(x, algorithm=algorithm, async_op=async_op)
+    result = getattr(comm, op)(x, algorithm=algorithm, async_op=async_op)
+    if result is not x and not async_op:
+        x.fill(np.nan)
+    return result
 
 
 def in_order_of_arrival(link: Link, x: np.ndarray, combine: np.ufunc) -> Steps:
@@ -296,6 +302,7 @@ class Schedule:
         self.order: list[int] = []  # of the ranks, turn by turn
 
     def hand_on(self) -> None:
+        """Draw the rank that has the next turn."""
         if len(self.order) % SAME_CHANCES == 0:
             self.chances = [10.0 ** self.random.uniform(-3, 0) for _ in self.turns]
         ready = sorted(self.active - self.waiting or self.active)

@@ -82,7 +82,7 @@ def every_collective(comm):
     """The bits of each operation and algorithm, and of operations on three groups that are under way together."""
     results = []
     for op, algorithm in OURS:
-        for n in (0, comm.size - 1, 257):
+        for n in (0, comm.size - 1, 257, 1001):
             results.append((op, algorithm, n, np.asarray(collective(comm, op, algorithm, n), float).tobytes()))
     results.append(comm.all_gather_bytes(b"x" * comm.rank))
     results.append(comm.gather_bytes(b"y" * comm.rank, root=comm.size - 1))

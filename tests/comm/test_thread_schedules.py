@@ -77,3 +77,25 @@ def test_a_schedule_ends_with_the_first_exception():
 def test_a_deadlock_in_a_schedule_is_reported():
     with pytest.raises(CommunicationError, match="every rank waits. rank 0, recv: receive from rank 1"):
         run_in_turns(2, lambda comm: comm.rank or comm.irecv(np.empty(1), 1).wait(), 0)
+
+
+def test_a_message_that_comes_before_a_pause_is_no_deadlock():
+    """Rank 0 tests, rank 1 sends and then waits for rank 0, and rank 0 pauses."""
+
+    def program(comm):
+        if comm.rank == 1:
+            comm.isend(np.ones(1), 0).wait()
+            comm.irecv(np.empty(1), 0, tag=1).wait()
+            comm.isend(np.ones(1), 0, tag=2).wait()
+            return
+        message = comm.irecv(np.empty(1), 1)
+        arrived = message.test()
+        later = comm.irecv(np.empty(1), 1, tag=2)
+        if not arrived:
+            comm.transport.pause(0, message)
+        message.wait()
+        comm.isend(np.ones(1), 1, tag=1).wait()
+        later.wait()
+
+    for seed in range(20):
+        run_in_turns(2, program, seed)
