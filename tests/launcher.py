@@ -30,7 +30,9 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 # What Open MPI's mpirun itself adds to the standard error of a job that failed.
-OPEN_MPI_SAYS = re.compile(r"^-{60,}\n.*?^-{60,}\n|^\[\S+\] PMIX ERROR: [^\n]*\n", re.MULTILINE | re.DOTALL)
+OPEN_MPI_SAYS = re.compile(
+    r"^-{60,}\n.*?^-{60,}\n|^\[\S+\] PMIX ERROR: [^\n]*\n|^\[warn\] Epoll [^\n]*\n", re.MULTILINE | re.DOTALL
+)
 TERMINATE_SECONDS = 3.0  # what mpirun gets to end its ranks before the whole group is killed
 
 

@@ -213,6 +213,11 @@ class Late(Wrapped):
         if not self.outbox.sleep():
             self.inner.pause(attempt, waiting_for)
 
+    def group(self, ranks: Sequence[int], name: str) -> Late:
+        """Make a group, over MPI with other ranks that may wait for a message of this one: so send them all first."""
+        self.close()
+        return super().group(ranks, name)
+
     def close(self) -> None:
         """Send what is left."""
         while self.outbox.sleep():
