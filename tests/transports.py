@@ -152,6 +152,7 @@ class Outbox:
     queues: dict[tuple[str, int, int], deque[_Held]] = field(default_factory=dict)
     sent: int = 0
     sent_to: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    eager: list[_Held] = field(default_factory=list)  # kept: MPI may still read what an eager send sends
     overtaken: int = 0  # messages that left when an earlier one had not
 
     def release(self) -> None:
@@ -198,6 +199,8 @@ class Late(Wrapped):
         begin = lambda: self.inner.isend(array, dest, tag, owner)  # noqa: E731
         held = _Held(pair, outbox.sent, time.monotonic() + delay, begin, eager, words, outbox)
         outbox.queues.setdefault(pair, deque()).append(held)
+        if eager:
+            outbox.eager.append(held)
         outbox.release()
         return held
 
@@ -215,13 +218,20 @@ class Late(Wrapped):
 
     def group(self, ranks: Sequence[int], name: str) -> Late:
         """Make a group, over MPI with other ranks that may wait for a message of this one: so send them all first."""
-        self.close()
+        self.flush()
         return super().group(ranks, name)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Send what is left."""
         while self.outbox.sleep():
             pass
+
+    def close(self) -> None:
+        """Send what is left, and wait until the eager sends are done."""
+        self.flush()
+        for held in self.outbox.eager:
+            while not held.request.test():
+                self.inner.pause(0, held.request)
 
 
 def run_late(ranks: int, fn: Callable[..., Any], seed: int, *args: Any) -> tuple[list[Any], int]:
