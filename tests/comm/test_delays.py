@@ -97,7 +97,7 @@ def every_collective(comm):
 @pytest.mark.parametrize("p", RANKS)
 def test_collectives_have_the_same_bits_however_late(p):
     expected = run_local(p, every_collective)
-    for seed in SEEDS:
+    for seed in SEEDS if p < 8 else SEEDS[:1]:  # 8 ranks take 2 s
         results, overtaken = run_late(p, every_collective, seed)
         assert results == expected
         assert overtaken > 0
