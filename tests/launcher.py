@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -17,10 +18,21 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DUMP_BEFORE_DEADLINE = 1.0  # seconds
+# Open MPI starts no ranks for root, and no more of them than cores, without these.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+# What Open MPI's mpirun itself adds to the standard error of a job that failed.
+OPEN_MPI_SAYS = re.compile(
+    r"^-{60,}\n.*?^-{60,}\n|^\[\S+\] PMIX ERROR: [^\n]*\n|^\[warn\] Epoll [^\n]*\n", re.MULTILINE | re.DOTALL
+)
 TERMINATE_SECONDS = 3.0  # what mpirun gets to end its ranks before the whole group is killed
 
 
@@ -37,6 +49,13 @@ class MPITimeout(AssertionError):
     """The job did not end in time; the message has every rank's stack."""
 
 
+@cache
+def mpirun_is_open_mpi() -> bool:
+    """Whether the mpirun next to the running interpreter is Open MPI's, and not MPICH's."""
+    mpirun = Path(sys.executable).parent / "mpirun"
+    return "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+
+
 def run_mpi(
     n: int,
     argv_or_script: Sequence[str] | str,
@@ -49,7 +68,8 @@ def run_mpi(
     """Run a Python program on n ranks: `["-m", "module", ...]`, `["script.py", ...]`, or the text of a script.
 
     The job's working directory is `cwd`. Uses the mpirun next to the running interpreter, with these `options`, and
-    with `before` in front of its name. Raises MPITimeout after `timeout` seconds.
+    with `before` in front of its name. Raises MPITimeout after `timeout` seconds. The standard error of the result is
+    that of the ranks, without Open MPI's own words.
     """
     with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
         if isinstance(argv_or_script, str):
@@ -74,7 +94,7 @@ def run_mpi(
         except BaseException:
             _end(process)
             raise
-        return Result(process.returncode, stdout, stderr)
+        return Result(process.returncode, stdout, OPEN_MPI_SAYS.sub("", stderr))
 
 
 def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float = 60.0) -> Result | None:
@@ -133,7 +153,7 @@ def _start(
     mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
     command = [*mpirun, python, __file__, folder, after, *argv]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
+    environment = os.environ | OPEN_MPI | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

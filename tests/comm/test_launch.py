@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from launcher import ROOT, MPITimeout, interrupt_mpi, run_mpi
+from launcher import ROOT, MPITimeout, interrupt_mpi, mpirun_is_open_mpi, run_mpi
 
 from minipar.comm.launch import launch
 from minipar.errors import UsageError, error_line
@@ -165,7 +165,8 @@ def test_ctrl_c_ends_the_job_with_one_line_of_its_own(ranks, tmp_path):
     )
     result = interrupt_mpi(ranks, [str(script)], started.exists, timeout=30)
     assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert result.stderr.count("minipar: interrupted") == 1
+    if not mpirun_is_open_mpi():  # Open MPI does not pass the signal on: it kills the ranks, and nothing is printed
+        assert result.stderr.count("minipar: interrupted") == 1
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -237,13 +238,18 @@ def test_threads_under_mpirun_are_rejected():
     assert_one_line(result, "launch(threads=4) runs its ranks in one process, but mpirun started 2")
 
 
+NOT_FOUR_RANKS = "mpirun started 4 ranks, but the MPI library sees 1"  # by the variables of MPICH's mpirun
+if mpirun_is_open_mpi():
+    NOT_FOUR_RANKS = "mpirun is MPICH's, but mpi4py loads Open MPI"
+
+
 @pytest.mark.parametrize(
     ("environment", "facts"),
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, ["torchrun started 2 ranks", "start with mpirun -n 2 python"]),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, ["srun started 4 ranks", "start with mpirun -n 4 python"]),
-        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, ["mpirun started 4 ranks, but the MPI library sees 1"]),
-        ({"PMI_SIZE": "4", "PMI_RANK": "99"}, ["mpirun started 4 ranks, but the MPI library sees 1"]),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, [NOT_FOUR_RANKS]),
+        ({"PMI_SIZE": "4", "PMI_RANK": "99"}, [NOT_FOUR_RANKS]),
         ({"PMI_SIZE": "x"}, ["PMI_SIZE=x: expected a number of ranks"]),
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_FD": "77"}, ["PMI_FD=77", "unset PMI_FD"]),
         (
