@@ -53,6 +53,12 @@ class Wrapped:
         other._wrap(self.inner.group(ranks, name))
         return other
 
+    def look(self, request: Request, seconds: float, engine: Any) -> None:
+        self.inner.look(request, seconds, engine)
+
+    def report(self, request: Request, engine: Any) -> str:
+        return self.inner.report(request, engine)
+
     def native(self, op: str, *arguments: Any) -> Request:
         return self.inner.native(op, *arguments)
 
@@ -83,9 +89,9 @@ def collective(comm: Communicator, op: str, algorithm: str, n: int, async_op: bo
 def in_order_of_arrival(link: Link, x: np.ndarray, combine: np.ufunc) -> Steps:
     """A wrong all_reduce: it adds each contribution when it comes."""
     others = [rank for rank in range(link.size) if rank != link.rank]
-    sends = [link.isend(own, other, 0) for own, other in ((x.copy(), other) for other in others)]
+    sends = [link.isend(own, other) for own, other in ((x.copy(), other) for other in others)]
     received = [np.empty_like(x) for _ in others]
-    receives = [link.irecv(array, other, 0) for array, other in zip(received, others, strict=True)]
+    receives = [link.irecv(array, other) for array, other in zip(received, others, strict=True)]
     missing = list(range(len(others)))
     while missing:
         arrived = [i for i in missing if receives[i].test()]
@@ -98,6 +104,8 @@ def in_order_of_arrival(link: Link, x: np.ndarray, combine: np.ufunc) -> Steps:
 
 class Done:
     """A request that has nothing to wait for."""
+
+    peer: int | None = None
 
     def test(self) -> bool:
         return True
@@ -121,6 +129,7 @@ class _Held:
     words: str
     outbox: Outbox
     request: Request | None = None
+    peer: int | None = None
 
     def test(self) -> bool:
         self.outbox.release()
@@ -136,6 +145,10 @@ class _Receive:
 
     request: Request
     outbox: Outbox
+
+    @property
+    def peer(self) -> int | None:
+        return self.request.peer
 
     def test(self) -> bool:
         self.outbox.release()

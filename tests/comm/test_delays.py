@@ -129,7 +129,7 @@ main(program)
 def without_waiting(link, x, combine):
     """A wrong all_reduce of two ranks: it adds before the other rank's values have come."""
     received = np.zeros_like(x)
-    requests = [link.irecv(received, 1 - link.rank, 0), link.isend(x.copy(), 1 - link.rank, 0)]
+    requests = [link.irecv(received, 1 - link.rank), link.isend(x.copy(), 1 - link.rank)]
     combine(x, received, out=x)
     yield requests
 
