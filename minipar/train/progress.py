@@ -20,7 +20,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, printable
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import export_gpt2, read_json
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing, writing
@@ -62,15 +62,14 @@ class Progress:
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
         remaining = (now - self._started) / self._steps_done * (self.steps - done)
         text += f"  {duration(remaining)} left" if remaining >= 1 else ""
-        if validation is not None:
-            clear = "\r\x1b[K" if self.live else ""
-            print(f"{clear}{text}  eval loss {validation:g}", file=self.stream, flush=True)
-        elif self.live:
-            if done == self.steps or now - self._shown > REFRESH_SECONDS:
-                self._shown = now
-                print(f"\r\x1b[K{text}", end="\n" if done == self.steps else "", file=self.stream, flush=True)
-        elif done == self.steps or result.step % max(1, self.steps // LINES) == 0:
-            print(text, file=self.stream, flush=True)
+        text += f"  eval loss {validation:g}" if validation is not None else ""
+        stays = validation is not None or done == self.steps  # on a terminal: the next step gets a new line
+        due = now - self._shown > REFRESH_SECONDS if self.live else result.step % max(1, self.steps // LINES) == 0
+        if stays or due:
+            self._shown = now
+            print(
+                "\r\x1b[K" * self.live + text, end="\n" if stays or not self.live else "", file=self.stream, flush=True
+            )
 
 
 def duration(seconds: float) -> str:
@@ -121,11 +120,8 @@ def check_export(directory: str) -> None:
     other = names - {name + end for name in EXPORT_FILES for end in ("", ".partial")}
     foreign = bool(other) or not all(os.path.isfile(os.path.join(directory, name)) for name in names)
     if not foreign and "config.json" in names:
-        try:
-            content = json.loads(Path(directory, "config.json").read_bytes())
-            foreign = content["bos_token_id"] is not None or "transformers_version" in content
-        except (ValueError, KeyError, TypeError, RecursionError):
-            foreign = True
+        content = read_json(Path(directory, "config.json"))
+        foreign = content.get("bos_token_id", 0) is not None or "transformers_version" in content
     elif names:
         foreign = foreign or not all(name.endswith(".partial") for name in names)
     if foreign:
@@ -137,14 +133,8 @@ def check_export(directory: str) -> None:
 
 def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> None:
     """Write the model as a GPT-2 directory. UsageError if the disk is full; then no half-written file is left."""
-    try:
-        with writing(f"--export {directory}"):
-            export_gpt2(model, directory, state)
-    except UsageError:
-        for name in EXPORT_FILES:
-            with suppress(OSError):
-                os.unlink(os.path.join(directory, f"{name}.partial"))
-        raise
+    with writing(f"--export {directory}", *(Path(directory, f"{name}.partial") for name in EXPORT_FILES)):
+        export_gpt2(model, directory, state)
 
 
 class Metrics:
@@ -211,7 +201,7 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
     """
     account = {"rank": comm.rank, "peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
     gathered = comm.gather_bytes(json.dumps(account).encode())
-    with agreeing(comm, "--memory"), writing(f"--memory {path}"):
+    with agreeing(comm, "--memory"), writing(f"--memory {path}", Path(path)):
         if gathered is not None:
             content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}
             Path(path).write_text(json.dumps(content), encoding="utf-8")

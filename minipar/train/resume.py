@@ -88,17 +88,6 @@ def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     return type(value) in types or (value is None and field.default is None)  # type(), since JSON's true is no 1
 
 
-def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> Checkpoint | None:
-    """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective.
-
-    `config` has all values already (see `continued`).
-    """
-    checkpoint = find_checkpoint(config, comm)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, config, tokens, comm)
-    return checkpoint
-
-
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens, comm: Communicator) -> None:
     """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files.
 

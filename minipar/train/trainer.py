@@ -143,14 +143,16 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         """Take one optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
-        start = time.perf_counter()
+        start, o = time.perf_counter(), self.config.optimizer
         with self._model_clock():
             enter("forward", restart=True)
             self.ddp.zero_grad()
             loss = self._forward_backward(step)
             with self._region("optimizer"):
-                grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
-                self.optimizer.lr = self._learning_rate(step)
+                grad_norm = self._clip_grad_norm(o.clip_grad or None)
+                self.optimizer.lr = learning_rate(
+                    step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
+                )
                 self.optimizer.step()
                 backend.synchronize()
             if self.pipelined is not None:  # outside the region, because the last stage computes nothing here
@@ -223,10 +225,6 @@ class Trainer:
         if isinstance(self.ddp, FullyShardedDataParallel):
             return self.ddp.gather_parameter(parameter)
         return parameter.data
-
-    def _learning_rate(self, step: int) -> float:
-        o = self.config.optimizer
-        return learning_rate(step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps)
 
     def _model_clock(self) -> AbstractContextManager[None]:
         """Advance a model clock by each matrix product's operations / its speed. All else takes no time on it."""

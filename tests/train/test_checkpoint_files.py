@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launcher import run_mpi
 from safetensors.numpy import load_file, save_file
-from training import bits, config_for, trainer_for
+from training import bits, config_for, open_checkpoint, trainer_for
 
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
@@ -18,7 +18,6 @@ from minipar.nn.pretrained import export_gpt2
 from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.resume import open_checkpoint
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
 TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)

@@ -8,12 +8,11 @@ import time
 
 import numpy as np
 from launcher import kill_mpi, run_mpi
-from training import config_for, trainer_for
+from training import config_for, open_checkpoint, trainer_for
 
 from minipar.comm import serial
 from minipar.train.checkpoint import checkpoints, save
 from minipar.train.data import Tokens
-from minipar.train.resume import open_checkpoint
 
 TINY = "--layers 1 --hidden 4 --heads 1 --seq-len 8 --global-batch 2 --steps 3 --vocab-size 16"
 SAVE_FILE = inspect.getfile(save)

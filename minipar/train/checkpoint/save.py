@@ -42,11 +42,20 @@ def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause."""
+def writing(what: str, *files: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause.
+
+    A block that fails leaves none of `files`. Devices and pipes stay.
+    """
     try:
         yield
-    except OSError as error:
+    except (OSError, UsageError) as error:
+        for file in files:
+            with suppress(OSError):
+                if file.is_file():
+                    file.unlink()
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
 
 
