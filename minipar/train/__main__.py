@@ -56,10 +56,11 @@ def run(comm: Communicator) -> int:
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
-        results = train(config, trainer, tokens, evaluation, metrics)
+        results = train(trainer, evaluation, metrics)
     if config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
+        check_finite(trainer)
         state = trainer.state_dict()
         with agreeing(comm, "--export"):
             if comm.rank == 0:
@@ -75,14 +76,12 @@ def run(comm: Communicator) -> int:
     return 0 if verdict.passed else 1
 
 
-def train(
-    config: TrainConfig, trainer: Trainer, tokens: Tokens, evaluation: Evaluation | None, metrics: Metrics
-) -> list[StepResult]:
+def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics) -> list[StepResult]:
     """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
 
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
     """
-    comm = trainer.mesh.world
+    config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
         lines = [describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
@@ -99,25 +98,44 @@ def train(
     results = []
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            raise UsageError(
-                f"training has diverged: loss {result.loss} and gradient norm {result.grad_norm} in step "
-                f"{result.step + 1}; try a smaller --lr than {config.optimizer.lr:g}, --warmup-steps or --clip-grad"
-            )
         done, last = result.step + 1, config.optimizer.steps
-        due = evaluation is not None and is_due(done, last, config.data.eval_every)
-        validation = evaluation.loss(trainer) if evaluation is not None and due else None
+        values = {"loss": result.loss, "gradient norm": result.grad_norm}
+        if evaluation is not None and is_due(done, last, config.data.eval_every):
+            values["validation loss"] = evaluation.loss(trainer)
+        if not all(map(math.isfinite, values.values())):
+            text = " and ".join(f"{name} {value}" for name, value in values.items())
+            raise UsageError(divergence(config, f"{text} in step {done}"))
+        validation = values.get("validation loss")
         metrics.write(result, validation)
         progress(result, validation)
         if config.run.verify:
             results.append(result)
         if config.run.save is not None and is_due(done, last, config.run.save_every):
+            check_finite(trainer)
             trainer.save(config.run.save, done)
     with agreeing(comm, "--metrics"):
         metrics.close()
     if config.run.trace is not None:
         save_chrome_trace(config.run.trace, comm, trainer.mesh)
     return results
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Raise UsageError on every rank if the last update has made a value on any of them infinite or NaN. Collective.
+
+    The loss of a step is that before its update, so the loss cannot say whether the last update may be written.
+    """
+    optimizer = trainer.optimizer
+    state = [*(p.data for p in optimizer.parameters), *optimizer.exp_avg, *optimizer.exp_avg_sq]
+    finite = all(backend.xp.isfinite(array).all() for array in state)
+    problem = divergence(trainer.config, "its last update made a parameter or a mean of the optimizer infinite or NaN")
+    trainer.mesh.world.agree(None if finite else problem)
+
+
+def divergence(config: TrainConfig, problem: str) -> str:
+    """Return the text of the error, with the remedies."""
+    lr = config.optimizer.lr
+    return f"training has diverged: {problem}; try a smaller --lr than {lr:g}, --warmup-steps or --clip-grad"
 
 
 def is_due(done: int, last: int, every: int | None) -> bool:

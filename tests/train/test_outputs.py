@@ -170,6 +170,26 @@ def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
     assert (tmp_path / "model.safetensors").read_bytes() == earlier
 
 
+# ---- a training that diverges ----------------------------------------------------------------------------------------
+
+INFINITE = "minipar: error: training has diverged: its last update made a parameter or a mean of the optimizer inf"
+
+
+@pytest.mark.parametrize("flags", ["--tp 2 --save", "--zero-stage 3 --export"])
+def test_what_the_last_update_made_infinite_is_not_written(flags, tmp_path):
+    """The loss and the norm of the only step are finite: they are those before its update."""
+    result = run_mpi(2, [*TINY, "--steps", "1", "--lr", "3e38", *flags.split(), str(tmp_path / "out")])
+    assert result.returncode == 2 and result.stderr.startswith(INFINITE) and result.stderr.count("\n") == 1
+    assert list((tmp_path / "out").iterdir()) == [] and "step 1/1  loss 5.5" in result.stdout
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
+    flags = f"--steps 1 --lr 3e38 --eval-every 1 --metrics {tmp_path}/m.jsonl"
+    result = run_mpi(1, [*TINY, *flags.split()])
+    assert result.returncode == 2 and " and validation loss nan in step 1; try a smaller --lr" in result.stderr
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
