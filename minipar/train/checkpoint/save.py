@@ -160,8 +160,14 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def prepare_directory(directory: str, first_step: int) -> None:
-    """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step."""
+    """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step.
+
+    What is written into a checkpoint would damage it, because a checkpoint has no other files than its own.
+    """
     root = Path(directory)
+    for place in (root.resolve(), *root.resolve().parents):
+        if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():
+            raise UsageError(f"--save {directory}: {place} is a checkpoint; save to the directory that holds it")
     with writing(f"--save {directory}"):
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
