@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
-from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
+from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory, writing
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.evaluate import Evaluation, hold_out
@@ -29,6 +30,7 @@ from minipar.train.progress import (
     prepare_outputs,
     progress_stream,
     save_ledgers,
+    say,
     write_export,
     written,
 )
@@ -66,13 +68,12 @@ def run(comm: Communicator) -> int:
             if comm.rank == 0:
                 write_export(trainer.model, config.run.export, state)
     out = progress_stream(config) if comm.rank == 0 else None
-    if out is not None and (files := written(config)):
-        print(f"minipar: wrote {files}", file=out, flush=True)
+    if files := written(config):
+        say(f"minipar: wrote {files}", out)
     if not config.run.verify:
         return 0
     verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
-    if out is not None:
-        print(verdict.line, file=out, flush=True)
+    say(verdict.line, out)
     return 0 if verdict.passed else 1
 
 
@@ -90,7 +91,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics) -> 
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
             place = printable(str(trainer.checkpoint.directory))
             lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
-        print(*lines, sep="\n", file=out, flush=True)
+        say("\n".join(lines), out)
 
     progress = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
@@ -116,7 +117,8 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics) -> 
     with agreeing(comm, "--metrics"):
         metrics.close()
     if config.run.trace is not None:
-        save_chrome_trace(config.run.trace, comm, trainer.mesh)
+        with writing(f"--trace {config.run.trace}", Path(config.run.trace)):
+            save_chrome_trace(config.run.trace, comm, trainer.mesh)
     return results
 
 

@@ -10,7 +10,6 @@ import stat
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -37,6 +36,23 @@ EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
 def progress_stream(config: TrainConfig) -> TextIO:
     """Return where rank 0 prints: standard error if `--metrics -` takes standard output, which then holds only JSON."""
     return sys.stderr if config.run.metrics == "-" else sys.stdout
+
+
+def say(text: str, out: TextIO | None, end: str = "\n") -> None:
+    """Print at once, on the rank that has a stream. If nobody reads it any more, training goes on without a word."""
+    if out is None:
+        return
+    try:
+        print(text, end=end, file=out, flush=True)
+    except OSError as error:
+        discard(out)
+        if not isinstance(error, BrokenPipeError):
+            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def discard(file: TextIO) -> None:
+    """Send what is written from now on to nowhere, and the buffer of a failed write, which must not fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 class Progress:
@@ -67,9 +83,7 @@ class Progress:
         due = now - self._shown > REFRESH_SECONDS if self.live else result.step % max(1, self.steps // LINES) == 0
         if stays or due:
             self._shown = now
-            print(
-                "\r\x1b[K" * self.live + text, end="\n" if stays or not self.live else "", file=self.stream, flush=True
-            )
+            say("\r\x1b[K" * self.live + text, self.stream, end="\n" if stays or not self.live else "")
 
 
 def duration(seconds: float) -> str:
@@ -90,8 +104,8 @@ def prepare_outputs(config: TrainConfig) -> None:
         if Path(path).resolve() == Path(same).resolve():
             raise UsageError(f"{flag} and {other} would both write {path}")
     for flag, path in outputs:
-        if os.path.isdir(path):
-            raise UsageError(f"{flag} {path} is a directory; expected a file")
+        if os.path.isdir(path) or (flag != "--metrics" and Path(path).is_fifo()):  # what is written at the end may hang
+            raise UsageError(f"{flag} {path} is a {'directory' if os.path.isdir(path) else 'pipe'}; expected a file")
         with writing(f"{flag} {path}"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if os.path.isfile(path) or not os.path.exists(path):  # who reads a pipe takes closing it for its end
@@ -162,19 +176,16 @@ class Metrics:
             print(json.dumps(line), file=self.file, flush=True)
         except OSError as error:
             self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"
-            if self.file is sys.stdout:  # nobody reads it any more: what its buffer holds must not fail again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            else:
-                with suppress(OSError):
-                    self.file.close()
-                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
-            self.file = None
+            discard(self.file)
+            if self.file is not sys.stdout:
+                say(f"minipar: note: {printable(self.error)}; training continues without it", sys.stdout)
 
     def close(self) -> None:
-        """Close the file. UsageError if a line could not be written, or if the file was removed in the meantime."""
+        """Close the file. UsageError if a line could not be written, or if the file is not at its path any more."""
         if self.file is not None and self.file is not sys.stdout:
-            if os.fstat(self.file.fileno()).st_nlink == 0:
-                self.error = f"--metrics {self.path} was removed during the training"
+            own, there = os.fstat(self.file.fileno()), Path(str(self.path))
+            if not self.error and not (there.exists() and os.path.samestat(own, there.stat())):
+                self.error = f"--metrics {self.path} was removed or renamed during the training"
             self.file.close()
         if self.error:
             raise UsageError(self.error)
