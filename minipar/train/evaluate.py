@@ -48,7 +48,7 @@ class Evaluation:
         with no_grad():  # outside of `dropping`, so dropout is off
             for sample in range(dp.rank, len(losses), dp.size):  # the same number on every rank: ZeRO 3 gathers
                 start = self.starts[min(sample, count - 1)]
-                window = self.tokens.ids[start : start + length + 1].astype(np.int64)
+                window = self.tokens.read(slice(start, start + length + 1))
                 losses[sample] = _sample_loss(trainer, window[None, :-1], window[None, 1:])
         for comm in (dp, trainer.mesh.pp):
             comm.all_reduce(losses, algorithm="ordered")

@@ -130,11 +130,13 @@ def test_metrics_into_a_device_are_written():
     assert [json.loads(line)["step"] for line in result.stderr.splitlines()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("other", [None, "earlier.jsonl"])
-def test_metrics_that_are_removed_or_renamed_are_an_error(other, tmp_path):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_that_are_removed_or_renamed_are_an_error(replaced, tmp_path):
     metrics = Metrics(str(tmp_path / "m.jsonl"))
     metrics.write(RESULT)
-    (tmp_path / "m.jsonl").rename(tmp_path / other) if other is not None else (tmp_path / "m.jsonl").unlink()
+    (tmp_path / "m.jsonl").rename(tmp_path / "earlier.jsonl")
+    if replaced:
+        (tmp_path / "m.jsonl").touch()
     with pytest.raises(UsageError, match="m.jsonl was removed or renamed during the training"):
         metrics.close()
 
