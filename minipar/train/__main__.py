@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +60,8 @@ def run(comm: Communicator) -> int:
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
-        results = train(trainer, evaluation, metrics)
+        with noting_signals(config.run.save is not None) as signals:
+            results = train(trainer, evaluation, metrics, signals)
     if config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
@@ -77,7 +80,30 @@ def run(comm: Communicator) -> int:
     return 0 if verdict.passed else 1
 
 
-def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics) -> list[StepResult]:
+@contextmanager
+def noting_signals(saving: bool) -> Iterator[list[int]]:
+    """Note the first SIGTERM or SIGINT in the list if a checkpoint can be saved. The second one ends the process."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        for each in handlers:
+            signal.signal(each, signal.SIG_DFL)
+
+    numbers = (signal.SIGTERM, signal.SIGINT) if saving else ()
+    handlers = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield noted
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for late in noted:  # after the last step
+        signal.raise_signal(late)
+
+
+def train(
+    trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, signals: Sequence[int] = ()
+) -> list[StepResult]:
     """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
 
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
@@ -111,9 +137,15 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics) -> 
         progress(result, validation)
         if config.run.verify:
             results.append(result)
-        if config.run.save is not None and is_due(done, last, config.run.save_every):
-            check_finite(trainer)
-            trainer.save(config.run.save, done)
+        if config.run.save is not None:
+            stop = max(b"".join(comm.all_gather_bytes(bytes(signals))), default=0)  # the same on every rank
+            if stop or is_due(done, last, config.run.save_every):
+                check_finite(trainer)
+                trainer.save(config.run.save, done)
+            if stop:
+                place = printable(config.run.save)
+                say(f"minipar: {signal.Signals(stop).name}: saved step {done} in {place}; --resume it", out)
+                raise SystemExit(128 + stop)
     with agreeing(comm, "--metrics"):
         metrics.close()
     if config.run.trace is not None:
