@@ -165,7 +165,8 @@ class RunConfig:
     save_every: int | None = option(None, int, within=COUNT, metavar="K", help="write a checkpoint every K steps")
     resume: str | None = option(None, str, metavar="DIR",
         help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, "
-             "data, optimizer, seed, dtype and steps are the checkpoint's unless given")
+             "data, optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from the newest in the "
+             "DIR of --save if there is one, so that one command starts and continues a run, on any number of ranks")
     export: str | None = option(None, str, metavar="DIR",
         help="write the trained model as a GPT-2 directory; DIR is new, empty, or an earlier export")
     verify: bool = option(False, bool,
@@ -324,7 +325,9 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:
         raise UsageError(f"--save-every {run.save_every} says how often, not where; give --save DIR too")
-    if run.resume is not None and config.model.init_from is not None:
+    if run.resume == "auto" and run.save is None:
+        raise UsageError("--resume auto continues from the newest checkpoint in the DIR of --save; give --save DIR too")
+    if run.resume not in (None, "auto") and config.model.init_from is not None:
         raise UsageError("--resume and --init-from both say which weights to start from; give one of them")
 
 

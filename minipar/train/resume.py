@@ -19,7 +19,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular, run_flags
-from minipar.train.config import TrainConfig, check, flags, with_values
+from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
@@ -32,22 +32,26 @@ TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps
 SUMS = "--dp --microbatches --tp --reduction --sync-every-microbatch --device".split()
 
 
-def _find(directory: str) -> Path:
-    """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest."""
+def _find(run: RunConfig) -> Path | None:
+    """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest.
+
+    `auto` means the newest in --save DIR, or None before the first save.
+    """
+    auto, directory = run.resume == "auto", str(run.save if run.resume == "auto" else run.resume)
     root = Path(directory)
     try:
-        if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
+        if not auto and (STEP.fullmatch(root.name) or (root / MANIFEST).exists()):
             return root
-        complete = checkpoints(root)
+        complete = [] if auto and not root.exists() else checkpoints(root)
     except OSError as error:
         raise UsageError(f"--resume {directory}: {error.strerror}") from None
-    if not complete:
+    if not complete and not auto:
         raise UsageError(f"--resume {directory}: no checkpoint in it (no step-NNNNNNNN that was finished)")
-    return complete[-1][1]
+    return complete[-1][1] if complete else None
 
 
 def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | None:
-    """Read the manifest of the checkpoint that `--resume` names; return None without the flag. Collective.
+    """Read the manifest of the checkpoint that `--resume` names; return None if it names none. Collective.
 
     Its files are not checked yet. Rank 0 sends the manifest to all ranks.
     """
@@ -55,11 +59,10 @@ def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | Non
         return None
     place, text = b"", b""
     with agreeing(comm, "--resume"):
-        if comm.rank == 0:
-            directory = _find(config.run.resume)
+        if comm.rank == 0 and (directory := _find(config.run)) is not None:
             place, text = os.fsencode(directory), read_regular(directory / MANIFEST)
     place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
-    return Checkpoint(os.fsdecode(place), text)
+    return Checkpoint(os.fsdecode(place), text) if place else None
 
 
 def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
@@ -67,7 +70,8 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
     UsageError if a flag that was given contradicts the checkpoint, or if the manifest holds no valid value.
     """
-    saved, values = checkpoint.history[-1]["flags"], {}
+    saved = checkpoint.history[-1]["flags"]
+    values: dict[str, Any] = {"model.init_from": None}  # with `auto`: only a run that starts reads it
     for section, field, flag, _ in flags(config):
         name = f"{section}.{field.name}"
         if flag in TAKEN and flag in saved and name not in config.given:
