@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from minipar.train.progress import (
 from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
+
+DIVERGED = "training has diverged: {}; try a smaller --lr than {:g}, --warmup-steps or --clip-grad"
 
 
 def run(comm: Communicator) -> int:
@@ -101,9 +103,7 @@ def noting_signals(saving: bool) -> Iterator[list[int]]:
         signal.raise_signal(late)
 
 
-def train(
-    trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, signals: Sequence[int] = ()
-) -> list[StepResult]:
+def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, signals: list[int]) -> list[StepResult]:
     """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
 
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
@@ -131,7 +131,7 @@ def train(
             values["validation loss"] = evaluation.loss(trainer)
         if not all(map(math.isfinite, values.values())):
             text = " and ".join(f"{name} {value}" for name, value in values.items())
-            raise UsageError(divergence(config, f"{text} in step {done}"))
+            raise UsageError(DIVERGED.format(f"{text} in step {done}", config.optimizer.lr))
         validation = values.get("validation loss")
         metrics.write(result, validation)
         progress(result, validation)
@@ -162,14 +162,8 @@ def check_finite(trainer: Trainer) -> None:
     optimizer = trainer.optimizer
     state = [*(p.data for p in optimizer.parameters), *optimizer.exp_avg, *optimizer.exp_avg_sq]
     finite = all(backend.xp.isfinite(array).all() for array in state)
-    problem = divergence(trainer.config, "its last update made a parameter or a mean of the optimizer infinite or NaN")
-    trainer.mesh.world.agree(None if finite else problem)
-
-
-def divergence(config: TrainConfig, problem: str) -> str:
-    """Return the text of the error, with the remedies."""
-    lr = config.optimizer.lr
-    return f"training has diverged: {problem}; try a smaller --lr than {lr:g}, --warmup-steps or --clip-grad"
+    problem = "its last update made a parameter or a mean of the optimizer infinite or NaN"
+    trainer.mesh.world.agree(None if finite else DIVERGED.format(problem, trainer.config.optimizer.lr))
 
 
 def is_due(done: int, last: int, every: int | None) -> bool:
@@ -189,7 +183,15 @@ def prepare(
             config = with_shape(config, load_config(directory))
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
-        tokens, evaluation = read_texts(config, checkpoint)
+        try:
+            tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+            tokens, evaluation = hold_out(config, tokens)
+        except UsageError as error:
+            flag = str(error).partition(" ")[0]
+            name = {"--data": "data.path", "--eval-data": "data.eval_data"}.get(flag)
+            if checkpoint is None or name is None or name in config.given:
+                raise
+            raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
         if comm.rank == 0:
             prepare_outputs(config)
     for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
@@ -198,19 +200,6 @@ def prepare(
     if checkpoint is not None:
         check_checkpoint(checkpoint, config, tokens, comm)
     return config, tokens, evaluation
-
-
-def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Tokens, Evaluation | None]:
-    """Load the texts to train on and to evaluate on. If only the checkpoint names a text, its error says so."""
-    try:
-        tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
-        return hold_out(config, tokens)
-    except UsageError as error:
-        flag = str(error).partition(" ")[0]
-        name = {"--data": "data.path", "--eval-data": "data.eval_data"}.get(flag)
-        if checkpoint is None or name is None or name in config.given:
-            raise
-        raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
 
 
 if __name__ == "__main__":

@@ -317,10 +317,7 @@ def check(config: TrainConfig) -> None:
         if value is not None and mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
     if mesh.pp > 1 and mesh.sync_every_microbatch:
-        raise UsageError(
-            "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
-            "travel once per step"
-        )
+        raise UsageError("--sync-every-microbatch with --pp: a pipeline sends gradients once, after all microbatches")
     if config.data.eval_data is not None and config.data.eval_every is None:
         raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:
@@ -333,27 +330,20 @@ def check(config: TrainConfig) -> None:
 
 def check_sizes(config: TrainConfig) -> None:
     """Check that each attention head gets hidden / heads elements, and that the warm-up ends before the run does."""
-    model, optimizer = config.model, config.optimizer
+    model, warmup, steps, lr = config.model, config.optimizer.warmup_steps, config.optimizer.steps, config.optimizer.lr
     if model.hidden % model.heads:
         raise UsageError(f"hidden {model.hidden} is not divisible by heads {model.heads}")
-    if optimizer.warmup_steps > optimizer.steps:
-        raise UsageError(
-            f"warmup-steps {optimizer.warmup_steps} is more than steps {optimizer.steps}: "
-            f"the learning rate would never reach {optimizer.lr}"
-        )
+    if warmup > steps:
+        raise UsageError(f"warmup-steps {warmup} is more than steps {steps}: the learning rate would never reach {lr}")
 
 
 def with_shape(config: TrainConfig, shape: GPTConfig) -> TrainConfig:
     """Return `config` with the shape of `--init-from`; the sequence must fit its learned positions."""
-    if config.model.seq_len > shape.n_positions:
-        raise UsageError(
-            f"seq-len {config.model.seq_len} is longer than the {shape.n_positions} positions of "
-            f"{config.model.init_from}; give --seq-len {shape.n_positions} or less"
-        )
-    model = dataclasses.replace(
-        config.model, layers=shape.n_layer, hidden=shape.n_embd, heads=shape.n_head, vocab_size=shape.vocab_size
-    )
-    return dataclasses.replace(config, model=model)
+    length, n, source = config.model.seq_len, shape.n_positions, config.model.init_from
+    if length > n:
+        raise UsageError(f"seq-len {length} is longer than the {n} positions of {source}; give --seq-len {n} or less")
+    names = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab_size": "vocab_size"}
+    return with_values(config, {f"model.{ours}": getattr(shape, name) for ours, name in names.items()})
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -363,9 +353,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     model, sequence = config.model, config.mesh.sequence_parallel
     check_sizes(config)
     check_shape(model.heads, model.hidden, tp, model.seq_len if sequence else None)
-    batch, microbatches = config.data.global_batch, config.data.microbatches
-    if batch % (dp * microbatches):
-        raise UsageError(
-            f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{microbatches} = {dp * microbatches}"
-        )
+    batch, m = config.data.global_batch, config.data.microbatches
+    if batch % (dp * m):
+        raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))

@@ -15,6 +15,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -64,13 +65,10 @@ class Tokens:
         """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
         if self.vocab_size > np.iinfo(self.ids.dtype).max:
             return  # no value of this dtype is too large
-        piece = self.ids[start:stop]
-        if piece.max() >= self.vocab_size:
-            offset = int(np.argmax(piece >= self.vocab_size))
-            raise UsageError(
-                f"{self.name}: token {piece[offset]} at position {start + offset} is not below vocab-size "
-                f"{self.vocab_size}"
-            )
+        piece, limit = self.ids[start:stop], self.vocab_size
+        if piece.max() >= limit:
+            i = int(np.argmax(piece >= limit))
+            raise UsageError(f"{self.name}: token {piece[i]} at position {start + i} is not below vocab-size {limit}")
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:
@@ -119,19 +117,15 @@ def _standard_library() -> np.ndarray:
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     text = bytearray()
-    for path in sorted(paths):
-        if len(text) == STDLIB_BYTES:
-            break
-        try:
-            with open(path, "rb") as file:
-                text += file.read(STDLIB_BYTES - len(text))
-        except OSError as error:
-            raise UsageError(
-                f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH"
-            ) from None
+    try:
+        for path in sorted(paths):
+            if len(text) < STDLIB_BYTES:
+                text += Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH") from None
     if not text:
         raise UsageError(f"this Python's standard library has no source text in {root}; give --data PATH")
-    return np.frombuffer(bytes(text), np.uint8)
+    return np.frombuffer(bytes(text[:STDLIB_BYTES]), np.uint8)
 
 
 class Batches:

@@ -1,8 +1,5 @@
 """The validation loss: the mean loss on a text that training never sees, the same in every layout.
 
-    tokens, evaluation = hold_out(config, tokens)       the training text, and the samples to evaluate
-    loss = evaluation.loss(trainer)                     nats per token
-
 Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed. The losses are
 gathered by an all-reduce of an array that is zero elsewhere, which rounds nothing, and added in the order of the
 samples. Two layouts with the same parameters therefore report the same loss to the bit.

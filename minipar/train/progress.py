@@ -223,23 +223,18 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
     """Return the first lines of a run: the model, the data, the layout and the number of ranks."""
-    model, data = config.model, config.data
-    return (
-        f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
-        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
-        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout(config)}, global batch {data.global_batch} x "
-        f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
-        f"{config.run.reduction} reduction"
-    )
-
-
-def layout(config: TrainConfig) -> str:
-    """Return the layout in words, such as "dp=2, tp=4 (sequence parallel), ZeRO stage 1"."""
-    mesh = config.mesh
+    mesh, model, data = config.mesh, config.model, config.data
     tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
-    return f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"
+    layout = f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"
+    return (
+        f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
+        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
+        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout}, global batch {data.global_batch} x "
+        f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
+        f"{config.run.reduction} reduction"
+    )
 
 
 def notes(config: TrainConfig, positions: int) -> list[str]:
@@ -268,6 +263,5 @@ def notes(config: TrainConfig, positions: int) -> list[str]:
 
 def written(config: TrainConfig) -> str:
     """Return the files and directories that the run wrote, each path with its flag; "" if none."""
-    run = config.run
-    paths = {"metrics": run.metrics, "trace": run.trace, "memory": run.memory, "save": run.save, "export": run.export}
-    return ", ".join(f"{printable(str(path))} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))
+    paths = {name: getattr(config.run, name) for name in ("metrics", "trace", "memory", "save", "export")}
+    return ", ".join(f"{printable(path)} (--{name})" for name, path in paths.items() if path not in (None, "-"))

@@ -1,10 +1,6 @@
-"""Resuming from a checkpoint: every file is checked first, then each rank takes its part of the values.
+"""Resuming from a checkpoint: its manifest, then the run's values from it, then a check of every file, in this order.
 
-    checkpoint = find_checkpoint(config, comm)              reads the manifest
-    config = continued(config, checkpoint)                  takes model, data, optimizer and seed from it
-    check_checkpoint(checkpoint, config, tokens, comm)      compares and reads every file, before anything is loaded
-
-The trainer reads the values one array at a time and keeps its part of each.
+Only then does the trainer read the values, one array at a time, and keep its part of each.
 """
 
 from __future__ import annotations
@@ -103,18 +99,18 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
-    model, shape, problem = config.model, checkpoint.manifest["model"], None
-    wanted = {"n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads, "vocab_size": model.vocab_size}
-    if shape | wanted != shape or shape["n_positions"] < model.seq_len:
-        problem = f"its model is {shape}"
-    else:
-        serial = GPT(GPTConfig(**shape), deferred=True)
-        if checkpoint.shapes != {name: p.shape for name, p in serial.named_parameters()}:
-            problem = "its parameters are not those of its model"
-        elif checkpoint.manifest["dtype"] != config.run.dtype:
-            problem = f"its numbers are {checkpoint.manifest['dtype']}"
-    if problem is not None:
-        raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
+    model, shape = config.model, checkpoint.manifest["model"]
+    sizes = {"n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads, "vocab_size": model.vocab_size}
+    sizes["n_positions"] = max(shape["n_positions"], model.seq_len)
+    serial = GPT(GPTConfig(**shape | sizes), deferred=True)
+    shapes = {name: p.shape for name, p in serial.named_parameters()}
+    for problem, wrong in {
+        f"its model is {shape}": shape | sizes != shape,
+        "its parameters are not those of its model": checkpoint.shapes != shapes,
+        f"its numbers are {checkpoint.dtype}": checkpoint.dtype != config.run.dtype,
+    }.items():
+        if wrong:
+            raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
     if config.run.verify:
         for period in checkpoint.history:
             if period["flags"].get("--init-from") is not None:

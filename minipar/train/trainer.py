@@ -58,12 +58,8 @@ class StepResult:
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
     sizes, run = config.model, config.run
-    options: dict[str, Any] = {
-        "dtype": run.dtype,
-        "recompute": run.recompute == "full",
-        "deferred": True,
-        "dropout": config.optimizer.dropout,
-    }
+    options: dict[str, Any] = {"dtype": run.dtype, "recompute": run.recompute == "full", "deferred": True}
+    options["dropout"] = config.optimizer.dropout
     if sizes.init_from is not None:
         return load_gpt2(sizes.init_from, **options)
     if checkpoint is None:
@@ -100,7 +96,6 @@ class Trainer:
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
-            checkpoint.close()
         self.batches = Batches(
             tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
@@ -121,14 +116,10 @@ class Trainer:
             options["runs"] = [stage.parts for stage in pipeline.stages.values()]
         # Data parallelism or ZeRO owns the gradients of what is left.
         if config.mesh.memory_limit is not None:
-            check_limit(
-                config.mesh.memory_limit,
-                step_layout(config, model.config.n_positions).placements(tp=mesh.tp.rank, pp=mesh.pp.rank),
-                mesh.dp.size,
-                config.mesh.zero_stage,
-                OF_DTYPE[config.run.dtype],
-                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
-            )
+            limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
+            placements = step_layout(config, model.config.n_positions).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
+            accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
+            check_limit(limit, placements, mesh.dp.size, stage, dtype, accumulating)
         ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)
         if schedule is not None and pipeline is not None:
             length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
@@ -165,7 +156,7 @@ class Trainer:
         replica, microbatches = self.mesh.dp.rank, range(self.config.data.microbatches)
         if self.pipelined is not None:
             samples = [self.samples(replica, m) for m in microbatches]
-            loss = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
+            loss = self.pipelined.run(step, samples, self.batches, 1 / self.tokens_per_step)
         else:
             loss = 0.0
             for m in microbatches:

@@ -120,10 +120,8 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
 def _sync(path: Path) -> None:
     """Flush a file or directory to the disk, so that a rename is not on it earlier than the files it names."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 # ---- the directory ---------------------------------------------------------------------------------------------------
@@ -133,12 +131,11 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (step, directory) of the checkpoints in `root`, oldest first. UsageError if one is a link or a file."""
     complete = []
     for entry in os.scandir(root):
-        match = STEP.fullmatch(entry.name)
-        if match is None:
-            continue
-        if not entry.is_dir(follow_symlinks=False):
-            raise UsageError(f"{entry.path} is {'a link' if entry.is_symlink() else 'a file'}; expected a directory")
-        complete.append((int(match[1]), Path(entry.path)))
+        if match := STEP.fullmatch(entry.name):
+            if not entry.is_dir(follow_symlinks=False):
+                kind = "a link" if entry.is_symlink() else "a file"
+                raise UsageError(f"{entry.path} is {kind}; expected a directory")
+            complete.append((int(match[1]), Path(entry.path)))
     return sorted(complete)
 
 
