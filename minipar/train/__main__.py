@@ -143,8 +143,8 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
                 check_finite(trainer)
                 trainer.save(config.run.save, done)
             if stop:
-                place = printable(config.run.save)
-                say(f"minipar: {signal.Signals(stop).name}: saved step {done} in {place}; --resume it", out)
+                place, name = printable(config.run.save), signal.Signals(stop).name
+                say("\n" * progress.live + f"minipar: {name}: saved step {done} in {place}; --resume it", out)
                 raise SystemExit(128 + stop)
     with agreeing(comm, "--metrics"):
         metrics.close()

@@ -317,7 +317,10 @@ def check(config: TrainConfig) -> None:
         if value is not None and mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
     if mesh.pp > 1 and mesh.sync_every_microbatch:
-        raise UsageError("--sync-every-microbatch with --pp: a pipeline sends gradients once, after all microbatches")
+        raise UsageError(
+            "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
+            "travel once per step"
+        )
     if config.data.eval_data is not None and config.data.eval_every is None:
         raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:

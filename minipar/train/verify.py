@@ -24,6 +24,8 @@ from minipar.train.data import Tokens
 from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 
+OnStep = Callable[[StepResult], object]  # called after each step of the single device
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -120,12 +122,7 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
-def verify(
-    trainer: Trainer,
-    results: Sequence[StepResult],
-    tokens: Tokens,
-    on_step: Callable[[StepResult], None] = lambda result: None,
-) -> Verdict:
+def verify(trainer: Trainer, results: Sequence[StepResult], tokens: Tokens, on_step: OnStep | None = None) -> Verdict:
     """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
 
     The single device starts at step 0 even if `trainer` was resumed, because a resumed run must equal one that never
@@ -148,14 +145,15 @@ def verify(
 
 
 def train_on_one_device(
-    config: TrainConfig, tokens: Tokens, on_step: Callable[[StepResult], None] = lambda result: None
+    config: TrainConfig, tokens: Tokens, on_step: OnStep | None = None
 ) -> tuple[dict[str, np.ndarray], list[StepResult]]:
     """Train the same steps on a mesh of one, nothing sharded; return the parameters and the result of each step."""
     single = OneDevice(config, tokens)
     results = []
     for result in single.train():
         results.append(result)
-        on_step(result)
+        if on_step is not None:
+            on_step(result)
     return single.state_dict(), results
 
 
