@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from minipar.train.checkpoint import checksum
 
 STEP = "s/step-00000001"
+# Always with --steps: a manifest that says 10,000 makes a long training, which is no defect.
 RESUME = Case(("--resume", "s", "--steps", "2", "--data", "d.bin"))
 
 
@@ -86,9 +87,7 @@ def checkpoints(draw: st.DrawFn) -> Case:
         files.pop(path, None)
         content = draw(st.sampled_from(("directory", "fifo", "-> /dev/zero", "-> manifest.json", b"", None)))
         files |= {} if content is None else {path: content}
-    argv = draw(
-        st.sampled_from((RESUME.argv, ("--resume", STEP, *RESUME.argv[2:]), ("--resume", "s", "--data", "d.bin")))
-    )
+    argv = draw(st.sampled_from((RESUME.argv, ("--resume", STEP, *RESUME.argv[2:]), ("--resume", "s", "--steps", "2"))))
     return Case(argv, files | {"d.bin": BIN})
 
 
