@@ -1,7 +1,5 @@
 """The program `mpirun -n N python -m minipar.train`: train a GPT and, with --verify, prove it equal to one device's."""
 
-from __future__ import annotations
-
 import math
 import signal
 import sys

@@ -7,8 +7,6 @@ A new flag is a new field. Invalid input raises `UsageError` with the equation a
 pure, so all ranks raise the same error and the job ends with one line.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

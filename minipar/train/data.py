@@ -7,8 +7,6 @@
 Nothing in this file knows about ranks: each asks for the samples that it computes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

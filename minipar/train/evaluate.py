@@ -8,8 +8,6 @@ Tensor parallelism is the exception: a split matrix product adds its parts in an
 therefore rounded to DIGITS. Two losses beside a rounding boundary can still differ, by one in the last digit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training step of a pipeline: the schedule's actions on the step's microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """Everything that rank 0 prints while it trains, and the files that a run writes besides checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -3,8 +3,6 @@
 Only then does the trainer read the values, one array at a time, and keep its part of each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

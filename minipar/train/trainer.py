@@ -4,8 +4,6 @@ The global batch is cut into one share for each data-parallel replica, and each 
 rank computes one replica. verify.py has the single device that computes all replicas one after another.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

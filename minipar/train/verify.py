@@ -4,8 +4,6 @@ With `--reduction ordered` the two runs must agree bit for bit. With `ring` the 
 order, so the runs agree up to rounding, and `bound` states how far rounding may go.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Loading a checkpoint: its files are checked, then the serial model's arrays are joined from their pieces."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Saving a checkpoint: the directory, and each rank's file. The format is described in the package's docstring."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
