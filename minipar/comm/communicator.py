@@ -256,9 +256,10 @@ class Communicator:
 
         Raising a check's error on the one rank that fails (whose host lacks a file) would leave the others waiting.
         """
-        for text in self.all_gather_bytes((error or "").encode()):
-            if text:
-                raise UsageError(text.decode())
+        with self.engine.patient():  # one rank may have written a large file
+            texts = self.all_gather_bytes((error or "").encode())
+        if first := next(filter(None, texts), None):
+            raise UsageError(first.decode())
 
     def split(self, color: int | None, axis: str) -> "Communicator | None":
         """Make a group of the ranks that pass the same color, in rank order. None for color None."""

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -60,6 +61,8 @@ def launch(
     except UsageError as error:
         if _prints_error():
             _print_error(error)
+        else:
+            time.sleep(MEET_SECONDS)  # Open MPI ends all ranks with the first one: rank 0's line must come before
         sys.exit(2)
     if threads is not None:
         return run_local(threads, main, clock=clock, network=network)
@@ -181,11 +184,9 @@ def _ranks_alive() -> set[int]:
     except (OSError, ValueError):
         return ranks
     for child in children:
-        try:
+        with suppress(OSError):
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        ranks |= {int(value.partition(b"=")[2]) for value in variables if value.startswith(b"PMI_RANK=")}
+            ranks |= {int(value.partition(b"=")[2]) for value in variables if value.startswith(b"PMI_RANK=")}
     return ranks
 
 

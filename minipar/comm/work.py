@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -98,11 +98,9 @@ class Engine:
 
 def _timeout() -> float:
     text = os.environ.get("MINIPAR_TIMEOUT", "1800")
-    try:
+    with suppress(ValueError):
         if (seconds := float(text)) > 0:
             return seconds
-    except ValueError:
-        pass
     raise UsageError(f"MINIPAR_TIMEOUT={text}: expected a positive number of seconds")
 
 
