@@ -135,3 +135,16 @@ def test_readme_module_trains_under_every_stage(stage):
     alone = losses(1)
     assert alone[-1] < alone[0] / 2
     assert losses(2) == pytest.approx(alone, rel=1e-4)
+
+
+def test_every_row_of_reliability_is_a_test_or_a_target():
+    rows = [line.split("|")[2].strip() for line in text("docs/reliability.md").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("test", "---"))]
+    assert len(rows) > 25
+    for row in rows:
+        if row.startswith("`make "):
+            assert f"\n{row[6:-1]}:" in text("Makefile"), row
+            continue
+        name, _, words = row.partition(": ")
+        (path,) = (ROOT / "tests").glob(f"*/test_{name}.py")
+        assert re.search(rf"\ndef test_\w*{words}", path.read_text(encoding="utf-8")), row

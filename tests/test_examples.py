@@ -14,7 +14,7 @@ RUNS = [
     ("zero", 3, ["3"]),
     ("tensor", 4, []),
     ("pipeline", 2, []),
-    pytest.param("three_d", 16, [], marks=pytest.mark.long),
+    ("three_d", 16, []),
 ]
 
 
@@ -29,7 +29,9 @@ def test_an_example_has_at_most_40_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 40
 
 
-@pytest.mark.parametrize(("name", "ranks", "arguments"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "arguments"), [pytest.param(*run, marks=pytest.mark.long) if run[1] > 8 else run for run in RUNS]
+)
 def test_an_example_trains_what_one_device_trains(name, ranks, arguments):
     many, one = losses(name, ranks, arguments), losses(name, 1, arguments)
     assert len(many) == len(one) == 20 and one[-1] < one[0]

@@ -135,7 +135,8 @@ class Signals:
     def write(self, request: Request, engine: Any) -> str:
         """Write this rank's report, and tell the others. Return the files' common name."""
         name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
-        with open(f"{name}{self.rank}.txt", "w", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # another user's link there is not followed
+        with open(os.open(f"{name}{self.rank}.txt", flags, 0o600), "w", encoding="utf-8") as file:
             print(f"{request.describe()}\nlast operations, the newest first:\n{engine.account()}", file=file)
         self.send(REPORTED, engine.operations)
         return name

@@ -219,7 +219,7 @@ def test_wrong_sizes_end_every_rank_with_an_error(p, algorithm):
     def program(comm):
         comm.all_reduce(np.zeros(1000 if comm.rank else 1001), algorithm=algorithm)
 
-    with pytest.raises(CommunicationError, match=r"expected \d+ bytes from rank \d|every rank waits"):
+    with pytest.raises(CommunicationError, match=r"with another number of elements, but this rank|every rank waits"):
         run_local(p, program)
 
 
