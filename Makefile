@@ -3,6 +3,7 @@
 #
 #   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
 #   make test    PYTEST="-k ring -x"           some tests
+#   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
 #   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
@@ -53,7 +54,11 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
     parallel/pipeline/test_schedules.py train/test_matrix.py train/test_checkpoint.py plan/test_model.py \
     visualize/test_mesh.py train/test_tensor_flags.py::test_tp_4_x_dp_2_with_zero_1_equals_one_device)
 
-.PHONY: help demo test quick test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
+# Random inputs of `make fuzz`. SEED=N gives the inputs of an earlier run again.
+CASES ?= 100000
+SEED := $(or $(SEED),$(shell date +%s))
+
+.PHONY: help demo test quick fuzz test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
@@ -61,6 +66,7 @@ help:
 	@echo "make quick      one claim of each package, in less than a minute"
 	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
 	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
+	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in about 20 minutes on 2 cores"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"
 	@echo "make lint       ruff and mypy"
@@ -103,6 +109,12 @@ test-mpi:
 test-mpi-%: out/mpi/%/.ready
 	@echo "over MPI: $*"
 	@out/mpi/$*/bin/python -m pytest -q $(OVER_MPI) $(PYTEST)
+
+# One target at a time on each core: --dist load hands out single tests. `make test` runs a slice of this.
+fuzz: $(VENV)/.test
+	@echo "minipar: fuzzing with SEED=$(SEED) CASES=$(CASES)"
+	MINIPAR_FUZZ_SEED=$(SEED) MINIPAR_FUZZ_CASES=$(CASES) \
+	    $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 tests/fuzz $(PYTEST)
 
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test

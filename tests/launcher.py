@@ -123,15 +123,29 @@ def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: f
             _end(process)
 
 
-def interrupt_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float = 60.0) -> Result:
-    """Start a program on n ranks, press Ctrl-C as soon as `moment()` is true, and return what the job left."""
+def interrupt_mpi(
+    n: int,
+    argv: Sequence[str],
+    moment: Callable[[], bool],
+    timeout: float = 60.0,
+    number: int = signal.SIGINT,
+    rank: int | None = None,
+    times: int = 1,
+) -> Result:
+    """Start a program on n ranks, press Ctrl-C as soon as `moment()` is true, and return what the job left.
+
+    `number` is another signal, `rank` the one that gets it instead of mpirun, `times` how often, 0.2 s apart.
+    """
     with tempfile.TemporaryDirectory(prefix="minipar-mpi-") as folder:
         process = _start(n, argv, folder, timeout)
         deadline = time.monotonic() + timeout
         try:
             while not moment() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            os.kill(process.pid, signal.SIGINT)
+            receiver = process.pid if rank is None else int((Path(folder) / f"rank{rank}.pid").read_text())
+            for i in range(times):
+                time.sleep(0.2 * (i > 0))
+                os.kill(receiver, number)
             stdout, stderr = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
             return Result(process.returncode, stdout, stderr)
         finally:

@@ -13,9 +13,10 @@ from minipar.nn import GPT, GPTConfig
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import Replicate, Shard, update
 from minipar.parallel.wrapper import Wrapper
+from minipar.train.checkpoint import Checkpoint
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens
-from minipar.train.resume import open_checkpoint
+from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
@@ -31,6 +32,14 @@ def config_for(flags: str, ranks: int | None = None) -> TrainConfig:
 
 def ranks_of(config: TrainConfig) -> int:
     return config.mesh.dp * config.mesh.tp * config.mesh.pp
+
+
+def open_checkpoint(config: TrainConfig, tokens: Tokens, comm) -> Checkpoint | None:
+    """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective."""
+    checkpoint = find_checkpoint(config, comm)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, config, tokens, comm)
+    return checkpoint
 
 
 def trainer_for(config: TrainConfig, tokens: Tokens, comm=None, kind=Trainer) -> Trainer:

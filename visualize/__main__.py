@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,19 +20,24 @@ from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_benc
 from visualize.plan import plot_agreement, plot_plan, read_layouts, read_plan
 from visualize.style import Picture
 
-MOST = 100_000  # forwards in one schedule, of a name or a file
+MOST = 100_000  # actions in one schedule, of a name or a file: it is checked and simulated in some fifteen seconds
+MOST_BYTES = 8 << 20  # of a file
 FIGURE = "the picture: .png, .svg or .pdf"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error."""
+    """Draw, and return the exit code: 2 when the input is wrong, with one line on standard error.
+
+    A reader of the output that has gone, as in `| head`, is code 2 without a line.
+    """
     try:
         options = build_parser().parse_args(argv)
         with rc_context({"text.parse_math": False}):  # a "$" in a name is a "$"
             paths = options.run(options)
         write_out("".join(f"{printable(path)}\n" for path in paths))
     except UsageError as error:
-        print(f"visualize: error: {printable(str(error))}", file=sys.stderr)
+        if not isinstance(error.__context__, BrokenPipeError):
+            print(f"visualize: error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -189,12 +195,14 @@ def run_schedule(options: argparse.Namespace) -> list[str]:
 def choose_schedule(options: argparse.Namespace) -> Schedule:
     """Make the named schedule, or read it from a file, which states its sizes itself."""
     name = options.schedule
-    if name not in SCHEDULES and (Path(name).suffix.lower() == ".csv" or Path(name).is_file()):
+    if name not in SCHEDULES and (Path(name).suffix.lower() == ".csv" or os.path.isfile(name)):
         for flag in ("stages", "microbatches", "virtual_stages"):
             if getattr(options, flag) is not None:
                 raise UsageError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: {name} says this itself")
-        style.check_file(name)
+        style.check_file(name, MOST_BYTES)
         chosen = load_csv(name)
+        if (actions := sum(len(rank) for rank in chosen.ranks)) > MOST:
+            raise UsageError(f"{name}: {actions} actions: more than {MOST} cannot be shown")
         if (forwards := chosen.stages * chosen.microbatches) > MOST:
             raise UsageError(f"{name}: stages*microbatches = {forwards}: more than {MOST} cannot be shown")
         return chosen

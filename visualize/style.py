@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import stat
 import warnings
@@ -122,11 +123,14 @@ def save(figure: Figure, path: str) -> None:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def check_file(path: str) -> None:
-    """Raise UsageError if a path is not a file: a pipe or a device may have no end."""
+def check_file(path: str, most: float = math.inf) -> None:
+    """Raise UsageError if a path is not a file (a pipe or a device may have no end) or has more than `most` bytes."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "not a regular file")
+        if status.st_size > most:
+            raise OSError(0, f"{status.st_size:,} bytes are more than {most:,}")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 

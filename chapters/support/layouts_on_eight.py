@@ -22,7 +22,7 @@ from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.layout import step_layout
-from minipar.train.resume import open_checkpoint
+from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import compare, layer_scales, relative_difference
 
@@ -61,7 +61,10 @@ def trainer_on(
     """Return this rank's trainer for a layout given as flags."""
     config = config_of(flags, comm.size, steps)
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return kind(config, mesh(comm, **sizes), TOKENS, open_checkpoint(config, TOKENS, comm))
+    checkpoint = find_checkpoint(config, comm)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, config, TOKENS, comm)
+    return kind(config, mesh(comm, **sizes), TOKENS, checkpoint)
 
 
 def counted_step(comm: Communicator, trainer: Trainer, step: int = 0) -> tuple[StepResult, dict[str, int]]:

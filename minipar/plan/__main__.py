@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.errors import UsageError, UsageParser, error_line, write_json, write_out
+from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.plan.cluster import GPUS, Cluster, find_gpu
 from minipar.plan.layout import ATTENTION, PRECISIONS
@@ -55,7 +55,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, and return the exit code: 2 when the input is wrong or nothing fits, with one line on standard error."""
+    """Plan, and return the exit code: 2 when the input is wrong or nothing fits, with one line on standard error.
+
+    A reader of the output that has gone, as in `| head`, is code 2 without a line.
+    """
     try:
         args = parser().parse_args(argv)
         request = read_request(args)
@@ -65,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
         if args.json != "-":
             write_out(as_text(request, result) + "\n")
     except UsageError as error:
-        print(error_line(error), file=sys.stderr)
+        if not isinstance(error.__context__, BrokenPipeError):
+            print(error_line(error), file=sys.stderr)
         return 2
     return 0
 
@@ -85,9 +89,9 @@ def read_request(args: argparse.Namespace) -> Request:
             raise UsageError(f"--seq-len {args.seq_len}: {args.model} has {model.positions} learned positions")
         model = replace(model, positions=args.seq_len)  # a named size, to be trained from scratch
     return Request(
-        name=args.model,
+        name=printable(args.model),
         model=model,
-        gpu=args.gpu,
+        gpu=printable(args.gpu),
         cluster=Cluster(gpu=find_gpu(args.gpu), gpus=args.gpus, per_host=args.gpus_per_node),
         global_batch=args.global_batch,
         length=args.seq_len,

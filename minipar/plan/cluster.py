@@ -5,6 +5,7 @@ Every constant is here, with its source or marked as an assumption.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -230,7 +231,7 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    if not Path(name).exists():
+    if not os.path.exists(name):  # False, too, for a name that is too long
         raise UsageError(f"--gpu {name}: neither a JSON file nor one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
     values = read_json(Path(name))
     like = values.pop("like", None)

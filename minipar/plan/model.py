@@ -8,6 +8,7 @@ twice the operations of forward. *Model* FLOPs are those that training needs. *H
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +201,7 @@ def find_model(name: str) -> ModelShape:
     if name.lower() in MODELS:
         return MODELS[name.lower()]
     path = Path(name) / "config.json"
-    if not path.exists():
+    if not os.path.exists(path):  # False, too, for a name that is too long
         message = f"--model {name}: neither a directory with a config.json nor one of {', '.join(MODELS)}"
         raise UsageError(message + did_you_mean(name, MODELS))
     config = read_json(path)

@@ -66,6 +66,13 @@ def closed_form(layout: Layout, rank: StageTime, head: StageTime) -> float:
     return m * slowest + (p - 1) * one
 
 
+def simulated_actions(layout: Layout) -> int:
+    """Return the actions of the longest schedule that `simulated` makes for a layout."""
+    p, m = layout.pp, layout.microbatches
+    each = 3 if layout.splits_backward else 2  # of a microbatch in a stage
+    return each * p * min(m, 3 * p + m % p) * layout.stages_per_rank
+
+
 def simulated(layout: Layout, stages: Sequence[StageTime], hop: float = 0.0) -> SimulatedPipeline | None:
     """Simulate a step; None if the schedule is too long. `hop`: seconds of a message that blocks neither rank.
 
@@ -74,8 +81,7 @@ def simulated(layout: Layout, stages: Sequence[StageTime], hop: float = 0.0) -> 
     """
     p, m, times = layout.pp, layout.microbatches, tuple(stages)
     short = 2 * p + m % p
-    actions = 3 if layout.splits_backward else 2  # of a microbatch in a stage
-    if actions * p * min(m, short + p) * layout.stages_per_rank > MOST_ACTIONS:
+    if simulated_actions(layout) > MOST_ACTIONS:
         return None
     if m <= short + p:
         return simulate_exactly(layout.schedule, p, m, layout.virtual_stages, times, hop)

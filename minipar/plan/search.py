@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from math import isqrt
 
 from minipar.errors import UsageError
@@ -12,10 +12,13 @@ from minipar.parallel.memory import Precision
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import RECOMPUTE, ModelShape, utilization
+from minipar.plan.pipeline_time import simulated_actions
 from minipar.plan.rank_bytes import Memory, Volume, memory, volume
 from minipar.plan.step_time import StepTime, step_time
 
 TOP = 5  # plans that are simulated and shown
+MOST_LAYOUTS = 20_000  # of a search: some ten seconds
+MOST_SIMULATED = 150_000  # actions in a search, some ten seconds too; plans after them keep their closed form
 # gpipe and naive never win; zb-h2 and zbv have no closed form to search by. A user can ask for all of them.
 SEARCHED = ("1f1b", "interleaved-1f1b", "zb-h1")
 NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
@@ -203,12 +206,18 @@ def plan(
 ) -> SearchResult:
     """Search for the fastest layout of each mesh. Thousands are compared in closed form, the `top` ones simulated.
 
-    UsageError if no layout divides, or none fits; it says how much memory the smallest needs and what would fit.
+    UsageError if no layout divides, or none fits; it says how much memory the smallest needs and what would fit. Also
+    if there are more than MOST_LAYOUTS.
     """
     best: dict[tuple[int, int, int], Candidate] = {}
-    examined = fitting = 0
-    for layout in layouts(model, cluster, global_batch, space):
-        examined += 1
+    examined = list(islice(layouts(model, cluster, global_batch, space), MOST_LAYOUTS + 1))
+    if len(examined) > MOST_LAYOUTS:
+        raise UsageError(
+            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --pp, --microbatch, --zero-stage, "
+            "--schedule, --recompute or --sequence-parallel"
+        )
+    fitting = 0
+    for layout in examined:
         nbytes = memory(model, layout, length, cluster.framework).total
         if nbytes > cluster.usable_memory:
             continue
@@ -219,14 +228,20 @@ def plan(
     if not best:
         raise UsageError(_nothing_fits(model, cluster, global_batch, length, space))
     candidates = sorted(best.values(), key=lambda candidate: candidate.seconds)
-    plans = [judge(model, candidate.layout, cluster, global_batch, length) for candidate in candidates[:top]]
+    plans: list[Plan] = []
+    actions = 0
+    for layout in (candidate.layout for candidate in candidates[:top]):
+        plans.append(judge(model, layout, cluster, global_batch, length, exact=actions <= MOST_SIMULATED))
+        actions += simulated_actions(layout) if plans[-1].time.exact else 0
     plans.sort(key=lambda plan: plan.time.total)
-    return SearchResult(plans=plans, examined=examined, fitting=fitting, meshes=candidates)
+    return SearchResult(plans=plans, examined=len(examined), fitting=fitting, meshes=candidates)
 
 
-def judge(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int, length: int) -> Plan:
-    """Predict one layout, its pipeline simulated."""
-    time = step_time(model, layout, cluster, length)
+def judge(
+    model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int, length: int, exact: bool = True
+) -> Plan:
+    """Predict one layout, its pipeline simulated if `exact` and if its schedule is not too long for that."""
+    time = step_time(model, layout, cluster, length, exact)
     flops = global_batch * model.model_flops(length)
     hardware_flops = global_batch * model.hardware_flops(length, layout.recompute)
     return Plan(

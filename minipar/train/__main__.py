@@ -1,10 +1,11 @@
 """The program `mpirun -n N python -m minipar.train`: train a GPT and, with --verify, prove it equal to one device's."""
 
-from __future__ import annotations
-
 import math
+import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
-from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
+from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory, writing
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.evaluate import Evaluation, hold_out
@@ -29,12 +30,15 @@ from minipar.train.progress import (
     prepare_outputs,
     progress_stream,
     save_ledgers,
+    say,
     write_export,
     written,
 )
 from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
+
+DIVERGED = "training has diverged: {}; try a smaller --lr than {:g}, --warmup-steps or --clip-grad"
 
 
 def run(comm: Communicator) -> int:
@@ -56,33 +60,53 @@ def run(comm: Communicator) -> int:
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
-        results = train(config, trainer, tokens, evaluation, metrics)
+        with noting_signals(config.run.save is not None) as signals:
+            results = train(trainer, evaluation, metrics, signals)
     if config.run.memory is not None:
         save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
+        check_finite(trainer)
         state = trainer.state_dict()
         with agreeing(comm, "--export"):
             if comm.rank == 0:
                 write_export(trainer.model, config.run.export, state)
     out = progress_stream(config) if comm.rank == 0 else None
-    if out is not None and (files := written(config)):
-        print(f"minipar: wrote {files}", file=out, flush=True)
+    if files := written(config):
+        say(f"minipar: wrote {files}", out)
     if not config.run.verify:
         return 0
     verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
-    if out is not None:
-        print(verdict.line, file=out, flush=True)
+    say(verdict.line, out)
     return 0 if verdict.passed else 1
 
 
-def train(
-    config: TrainConfig, trainer: Trainer, tokens: Tokens, evaluation: Evaluation | None, metrics: Metrics
-) -> list[StepResult]:
+@contextmanager
+def noting_signals(saving: bool) -> Iterator[list[int]]:
+    """Note the first SIGTERM or SIGINT in the list if a checkpoint can be saved. The second one ends the process."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        for each in handlers:
+            signal.signal(each, signal.SIG_DFL)
+
+    numbers = (signal.SIGTERM, signal.SIGINT) if saving else ()
+    handlers = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield noted
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for late in noted:  # after the last step
+        signal.raise_signal(late)
+
+
+def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, signals: list[int]) -> list[StepResult]:
     """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
 
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
     """
-    comm = trainer.mesh.world
+    config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
     out = progress_stream(config) if comm.rank == 0 else None
     if out is not None:
         lines = [describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
@@ -91,7 +115,7 @@ def train(
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
             place = printable(str(trainer.checkpoint.directory))
             lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
-        print(*lines, sep="\n", file=out, flush=True)
+        say("\n".join(lines), out)
 
     progress = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
@@ -99,25 +123,45 @@ def train(
     results = []
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            raise UsageError(
-                f"training has diverged: loss {result.loss} and gradient norm {result.grad_norm} in step "
-                f"{result.step + 1}; try a smaller --lr than {config.optimizer.lr:g}, --warmup-steps or --clip-grad"
-            )
         done, last = result.step + 1, config.optimizer.steps
-        due = evaluation is not None and is_due(done, last, config.data.eval_every)
-        validation = evaluation.loss(trainer) if evaluation is not None and due else None
+        values = {"loss": result.loss, "gradient norm": result.grad_norm}
+        if evaluation is not None and is_due(done, last, config.data.eval_every):
+            values["validation loss"] = evaluation.loss(trainer)
+        if not all(map(math.isfinite, values.values())):
+            text = " and ".join(f"{name} {value}" for name, value in values.items())
+            raise UsageError(DIVERGED.format(f"{text} in step {done}", config.optimizer.lr))
+        validation = values.get("validation loss")
         metrics.write(result, validation)
         progress(result, validation)
         if config.run.verify:
             results.append(result)
-        if config.run.save is not None and is_due(done, last, config.run.save_every):
-            trainer.save(config.run.save, done)
+        if config.run.save is not None:
+            stop = max(b"".join(comm.all_gather_bytes(bytes(signals))), default=0)  # the same on every rank
+            if stop or is_due(done, last, config.run.save_every):
+                check_finite(trainer)
+                trainer.save(config.run.save, done)
+            if stop:
+                place, name = printable(config.run.save), signal.Signals(stop).name
+                say("\n" * progress.live + f"minipar: {name}: saved step {done} in {place}; --resume it", out)
+                raise SystemExit(128 + stop)
     with agreeing(comm, "--metrics"):
         metrics.close()
     if config.run.trace is not None:
-        save_chrome_trace(config.run.trace, comm, trainer.mesh)
+        with writing(f"--trace {config.run.trace}", Path(config.run.trace)):
+            save_chrome_trace(config.run.trace, comm, trainer.mesh)
     return results
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Raise UsageError on every rank if the last update has made a value on any of them infinite or NaN. Collective.
+
+    The loss of a step is that before its update, so the loss cannot say whether the last update may be written.
+    """
+    optimizer = trainer.optimizer
+    state = [*(p.data for p in optimizer.parameters), *optimizer.exp_avg, *optimizer.exp_avg_sq]
+    finite = all(backend.xp.isfinite(array).all() for array in state)
+    problem = "its last update made a parameter or a mean of the optimizer infinite or NaN"
+    trainer.mesh.world.agree(None if finite else DIVERGED.format(problem, trainer.config.optimizer.lr))
 
 
 def is_due(done: int, last: int, every: int | None) -> bool:
@@ -137,7 +181,15 @@ def prepare(
             config = with_shape(config, load_config(directory))
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
-        tokens, evaluation = read_texts(config, checkpoint)
+        try:
+            tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
+            tokens, evaluation = hold_out(config, tokens)
+        except UsageError as error:
+            flag = str(error).partition(" ")[0]
+            name = {"--data": "data.path", "--eval-data": "data.eval_data"}.get(flag)
+            if checkpoint is None or name is None or name in config.given:
+                raise
+            raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
         if comm.rank == 0:
             prepare_outputs(config)
     for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
@@ -146,19 +198,6 @@ def prepare(
     if checkpoint is not None:
         check_checkpoint(checkpoint, config, tokens, comm)
     return config, tokens, evaluation
-
-
-def read_texts(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Tokens, Evaluation | None]:
-    """Load the texts to train on and to evaluate on. If only the checkpoint names a text, its error says so."""
-    try:
-        tokens = load_tokens(config.data.path, vocab_size=config.model.vocab_size, seq_len=config.model.seq_len)
-        return hold_out(config, tokens)
-    except UsageError as error:
-        flag = str(error).partition(" ")[0]
-        name = {"--data": "data.path", "--eval-data": "data.eval_data"}.get(flag)
-        if checkpoint is None or name is None or name in config.given:
-            raise
-        raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
 
 
 if __name__ == "__main__":

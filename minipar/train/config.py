@@ -7,8 +7,6 @@ A new flag is a new field. Invalid input raises `UsageError` with the equation a
 pure, so all ranks raise the same error and the job ends with one line.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
@@ -165,7 +163,8 @@ class RunConfig:
     save_every: int | None = option(None, int, within=COUNT, metavar="K", help="write a checkpoint every K steps")
     resume: str | None = option(None, str, metavar="DIR",
         help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, "
-             "data, optimizer, seed, dtype and steps are the checkpoint's unless given")
+             "data, optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from the newest in the "
+             "DIR of --save if there is one, so that one command starts and continues a run, on any number of ranks")
     export: str | None = option(None, str, metavar="DIR",
         help="write the trained model as a GPT-2 directory; DIR is new, empty, or an earlier export")
     verify: bool = option(False, bool,
@@ -324,33 +323,28 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:
         raise UsageError(f"--save-every {run.save_every} says how often, not where; give --save DIR too")
-    if run.resume is not None and config.model.init_from is not None:
+    if run.resume == "auto" and run.save is None:
+        raise UsageError("--resume auto continues from the newest checkpoint in the DIR of --save; give --save DIR too")
+    if run.resume not in (None, "auto") and config.model.init_from is not None:
         raise UsageError("--resume and --init-from both say which weights to start from; give one of them")
 
 
 def check_sizes(config: TrainConfig) -> None:
     """Check that each attention head gets hidden / heads elements, and that the warm-up ends before the run does."""
-    model, optimizer = config.model, config.optimizer
+    model, warmup, steps, lr = config.model, config.optimizer.warmup_steps, config.optimizer.steps, config.optimizer.lr
     if model.hidden % model.heads:
         raise UsageError(f"hidden {model.hidden} is not divisible by heads {model.heads}")
-    if optimizer.warmup_steps > optimizer.steps:
-        raise UsageError(
-            f"warmup-steps {optimizer.warmup_steps} is more than steps {optimizer.steps}: "
-            f"the learning rate would never reach {optimizer.lr}"
-        )
+    if warmup > steps:
+        raise UsageError(f"warmup-steps {warmup} is more than steps {steps}: the learning rate would never reach {lr}")
 
 
 def with_shape(config: TrainConfig, shape: GPTConfig) -> TrainConfig:
     """Return `config` with the shape of `--init-from`; the sequence must fit its learned positions."""
-    if config.model.seq_len > shape.n_positions:
-        raise UsageError(
-            f"seq-len {config.model.seq_len} is longer than the {shape.n_positions} positions of "
-            f"{config.model.init_from}; give --seq-len {shape.n_positions} or less"
-        )
-    model = dataclasses.replace(
-        config.model, layers=shape.n_layer, hidden=shape.n_embd, heads=shape.n_head, vocab_size=shape.vocab_size
-    )
-    return dataclasses.replace(config, model=model)
+    length, n, source = config.model.seq_len, shape.n_positions, config.model.init_from
+    if length > n:
+        raise UsageError(f"seq-len {length} is longer than the {n} positions of {source}; give --seq-len {n} or less")
+    names = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab_size": "vocab_size"}
+    return with_values(config, {f"model.{ours}": getattr(shape, name) for ours, name in names.items()})
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -360,9 +354,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     model, sequence = config.model, config.mesh.sequence_parallel
     check_sizes(config)
     check_shape(model.heads, model.hidden, tp, model.seq_len if sequence else None)
-    batch, microbatches = config.data.global_batch, config.data.microbatches
-    if batch % (dp * microbatches):
-        raise UsageError(
-            f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{microbatches} = {dp * microbatches}"
-        )
+    batch, m = config.data.global_batch, config.data.microbatches
+    if batch % (dp * m):
+        raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))

@@ -7,13 +7,13 @@
 Nothing in this file knows about ranks: each asks for the samples that it computes.
 """
 
-from __future__ import annotations
-
 import hashlib
+import mmap
 import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -29,11 +29,21 @@ _EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_da
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text as token ids: `ids` is (n,), uint8 or uint16, possibly memory-mapped; `name` is its name in errors."""
+    """A text as token ids: `ids` is (n,), uint8 or uint16, perhaps in a mapped `file`; `name` is its name in errors."""
 
     ids: np.ndarray
     name: str
     vocab_size: int
+    file: mmap.mmap | None = None
+
+    def read(self, positions: np.ndarray | slice) -> np.ndarray:
+        """Return the tokens at these positions, int64. UsageError if the file is shorter than when it was mapped.
+
+        To read what the file has lost would end the process with SIGBUS, without a word.
+        """
+        if self.file is not None and self.file.size() < len(self.file):
+            raise UsageError(f"{self.name} was cut from {len(self.file):,} to {self.file.size():,} bytes while in use")
+        return self.ids[positions].astype(np.int64)
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that differ if two ranks see different texts (another Python, a stale copy of a file).
@@ -53,13 +63,10 @@ class Tokens:
         """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
         if self.vocab_size > np.iinfo(self.ids.dtype).max:
             return  # no value of this dtype is too large
-        piece = self.ids[start:stop]
-        if piece.max() >= self.vocab_size:
-            offset = int(np.argmax(piece >= self.vocab_size))
-            raise UsageError(
-                f"{self.name}: token {piece[offset]} at position {start + offset} is not below vocab-size "
-                f"{self.vocab_size}"
-            )
+        piece, limit = self.ids[start:stop], self.vocab_size
+        if piece.max() >= limit:
+            i = int(np.argmax(piece >= limit))
+            raise UsageError(f"{self.name}: token {piece[i]} at position {start + i} is not below vocab-size {limit}")
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:
@@ -68,19 +75,23 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = 
     Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len` tokens and its targets,
     or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens. Errors call the path what `flag` says.
     """
-    ids, name = (_standard_library(), "the standard library's source") if path is None else (_open(path, flag), path)
+    if path is None:
+        file, name, ids = None, "the standard library's source", _standard_library()
+    else:
+        file, name = _open(path, flag), path
+        ids = np.frombuffer(file, "<u2" if path.endswith(".bin") else np.uint8)
     if len(ids) < seq_len + 1:
         raise UsageError(
             f"{name} holds {len(ids)} tokens, but a sample and its targets take "
             f"seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
         )
-    tokens = Tokens(ids, name, vocab_size)
+    tokens = Tokens(ids, name, vocab_size, file)
     tokens.check(0, min(len(ids), SCAN_LIMIT))
     return tokens
 
 
-def _open(path: str, flag: str) -> np.ndarray:
-    """Map a file into memory, so that the ranks of one machine share its pages: (n,) uint8, or uint16 for a .bin."""
+def _open(path: str, flag: str) -> mmap.mmap:
+    """Map a file into memory, so that the ranks of one machine share its pages."""
     try:
         if not os.path.isfile(path):
             os.stat(path)  # raises the cause if the path does not exist
@@ -88,11 +99,10 @@ def _open(path: str, flag: str) -> np.ndarray:
         size = os.path.getsize(path)
         if size == 0:
             raise UsageError(f"{flag} {path} is empty")
-        if not path.endswith(".bin"):
-            return np.memmap(path, dtype=np.uint8, mode="r")
-        if size % 2:
+        if path.endswith(".bin") and size % 2:
             raise UsageError(f"{flag} {path} has {size} bytes: an odd number cannot be uint16 tokens of 2 bytes each")
-        return np.memmap(path, dtype="<u2", mode="r")
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from None
 
@@ -105,19 +115,15 @@ def _standard_library() -> np.ndarray:
         folders[:] = [name for name in folders if name not in _EXCLUDED]
         paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     text = bytearray()
-    for path in sorted(paths):
-        if len(text) == STDLIB_BYTES:
-            break
-        try:
-            with open(path, "rb") as file:
-                text += file.read(STDLIB_BYTES - len(text))
-        except OSError as error:
-            raise UsageError(
-                f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH"
-            ) from None
+    try:
+        for path in sorted(paths):
+            if len(text) < STDLIB_BYTES:
+                text += Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"the standard library's {path} cannot be read: {error.strerror}; give --data PATH") from None
     if not text:
         raise UsageError(f"this Python's standard library has no source text in {root}; give --data PATH")
-    return np.frombuffer(bytes(text), np.uint8)
+    return np.frombuffer(bytes(text[:STDLIB_BYTES]), np.uint8)
 
 
 class Batches:
@@ -151,9 +157,10 @@ class Batches:
         Raises UsageError for a token outside the vocabulary in any sample of the step, so that every rank raises it.
         """
         positions = self.positions(step)  # (B, T)
+        chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
+        inputs, targets = self.tokens.read(chosen), self.tokens.read(chosen + 1)
         if len(self.tokens.ids) > SCAN_LIMIT:
             for row in positions:
                 for run in np.split(row, np.flatnonzero(np.diff(row) != 1) + 1):  # where the text wraps round
                     self.tokens.check(int(run[0]), int(run[-1]) + 2)
-        chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
-        return self.tokens.ids[chosen].astype(np.int64), self.tokens.ids[chosen + 1].astype(np.int64)
+        return inputs, targets

@@ -1,8 +1,5 @@
 """The validation loss: the mean loss on a text that training never sees, the same in every layout.
 
-    tokens, evaluation = hold_out(config, tokens)       the training text, and the samples to evaluate
-    loss = evaluation.loss(trainer)                     nats per token
-
 Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed. The losses are
 gathered by an all-reduce of an array that is zero elsewhere, which rounds nothing, and added in the order of the
 samples. Two layouts with the same parameters therefore report the same loss to the bit.
@@ -10,8 +7,6 @@ samples. Two layouts with the same parameters therefore report the same loss to 
 Tensor parallelism is the exception: a split matrix product adds its parts in another order. The reported loss is
 therefore rounded to DIGITS. Two losses beside a rounding boundary can still differ, by one in the last digit.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +43,7 @@ class Evaluation:
         with no_grad():  # outside of `dropping`, so dropout is off
             for sample in range(dp.rank, len(losses), dp.size):  # the same number on every rank: ZeRO 3 gathers
                 start = self.starts[min(sample, count - 1)]
-                window = self.tokens.ids[start : start + length + 1].astype(np.int64)
+                window = self.tokens.read(slice(start, start + length + 1))
                 losses[sample] = _sample_loss(trainer, window[None, :-1], window[None, 1:])
         for comm in (dp, trainer.mesh.pp):
             comm.all_reduce(losses, algorithm="ordered")

@@ -1,7 +1,5 @@
 """The layout of a configured run, from which traffic and memory are computed before it starts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from minipar.nn.gpt import GPTConfig

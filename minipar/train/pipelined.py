@@ -1,8 +1,6 @@
 """A training step of a pipeline: the schedule's actions on the step's microbatches."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -17,6 +15,7 @@ from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.parallel.wrapper import Wrapper
 from minipar.train.config import TrainConfig
+from minipar.train.data import Batches
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
@@ -27,9 +26,7 @@ def schedule_of(config: TrainConfig) -> Schedule:
     else:
         schedule = load_csv(name)
         if config.mesh.virtual_stages is not None:
-            raise UsageError(
-                f"--virtual-stages is for a named schedule; {name} says itself which rank has which stages"
-            )
+            raise UsageError(f"--virtual-stages is for a named schedule; {name} says which rank has which stages")
         if (len(schedule.ranks), schedule.microbatches) != (pp, microbatches):
             raise UsageError(
                 f"schedule {name} is for {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches, but "
@@ -53,13 +50,7 @@ class PipelinedStep:
         self.seed, self.last = config.run.seed, config.data.microbatches - 1
         self.executor = PipelineExecutor(schedule, pipeline.comm, pipeline.stages, shape, self.dtype)
 
-    def run(
-        self,
-        step: int,
-        samples: Sequence[range],
-        batch: Callable[[int, range], tuple[np.ndarray, np.ndarray]],
-        scale: float,
-    ) -> float:
+    def run(self, step: int, samples: Sequence[range], data: Batches, scale: float) -> float:
         """Run forward and backward of all microbatches of `scale` * loss, and return the replica's summed loss.
 
         samples[m] are those of microbatch m. Sends over pp B T h elements per microbatch, cut and direction, V h for
@@ -69,7 +60,7 @@ class PipelinedStep:
         losses = np.zeros(1)
         # All batches are read before the first action; between two actions, the other ranks would wait for it.
         is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
-        batches = [tuple(map(from_host, batch(step, each))) for each in samples] if is_end else []
+        batches = [tuple(map(from_host, data.batch(step, each))) for each in samples] if is_end else []
 
         def loss(m: int, logits: Tensor) -> Tensor:
             value = pipeline.model.criterion(logits, batches[m][1])

@@ -1,7 +1,5 @@
 """Everything that rank 0 prints while it trains, and the files that a run writes besides checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -10,7 +8,6 @@ import stat
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +17,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, printable
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import export_gpt2, read_json
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing, writing
@@ -37,6 +34,23 @@ EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
 def progress_stream(config: TrainConfig) -> TextIO:
     """Return where rank 0 prints: standard error if `--metrics -` takes standard output, which then holds only JSON."""
     return sys.stderr if config.run.metrics == "-" else sys.stdout
+
+
+def say(text: str, out: TextIO | None, end: str = "\n") -> None:
+    """Print at once, on the rank that has a stream. If nobody reads it any more, training goes on without a word."""
+    if out is None:
+        return
+    try:
+        print(text, end=end, file=out, flush=True)
+    except OSError as error:
+        discard(out)
+        if not isinstance(error, BrokenPipeError):
+            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def discard(file: TextIO) -> None:
+    """Send what is written from now on to nowhere, and the buffer of a failed write, which must not fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 class Progress:
@@ -62,15 +76,12 @@ class Progress:
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
         remaining = (now - self._started) / self._steps_done * (self.steps - done)
         text += f"  {duration(remaining)} left" if remaining >= 1 else ""
-        if validation is not None:
-            clear = "\r\x1b[K" if self.live else ""
-            print(f"{clear}{text}  eval loss {validation:g}", file=self.stream, flush=True)
-        elif self.live:
-            if done == self.steps or now - self._shown > REFRESH_SECONDS:
-                self._shown = now
-                print(f"\r\x1b[K{text}", end="\n" if done == self.steps else "", file=self.stream, flush=True)
-        elif done == self.steps or result.step % max(1, self.steps // LINES) == 0:
-            print(text, file=self.stream, flush=True)
+        text += f"  eval loss {validation:g}" if validation is not None else ""
+        stays = validation is not None or done == self.steps  # on a terminal: the next step gets a new line
+        due = now - self._shown > REFRESH_SECONDS if self.live else result.step % max(1, self.steps // LINES) == 0
+        if stays or due:
+            self._shown = now
+            say("\r\x1b[K" * self.live + text, self.stream, end="\n" if stays or not self.live else "")
 
 
 def duration(seconds: float) -> str:
@@ -91,8 +102,8 @@ def prepare_outputs(config: TrainConfig) -> None:
         if Path(path).resolve() == Path(same).resolve():
             raise UsageError(f"{flag} and {other} would both write {path}")
     for flag, path in outputs:
-        if os.path.isdir(path):
-            raise UsageError(f"{flag} {path} is a directory; expected a file")
+        if os.path.isdir(path) or (flag != "--metrics" and Path(path).is_fifo()):  # what is written at the end may hang
+            raise UsageError(f"{flag} {path} is a {'directory' if os.path.isdir(path) else 'pipe'}; expected a file")
         with writing(f"{flag} {path}"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if os.path.isfile(path) or not os.path.exists(path):  # who reads a pipe takes closing it for its end
@@ -121,11 +132,8 @@ def check_export(directory: str) -> None:
     other = names - {name + end for name in EXPORT_FILES for end in ("", ".partial")}
     foreign = bool(other) or not all(os.path.isfile(os.path.join(directory, name)) for name in names)
     if not foreign and "config.json" in names:
-        try:
-            content = json.loads(Path(directory, "config.json").read_bytes())
-            foreign = content["bos_token_id"] is not None or "transformers_version" in content
-        except (ValueError, KeyError, TypeError, RecursionError):
-            foreign = True
+        content = read_json(Path(directory, "config.json"))
+        foreign = content.get("bos_token_id", 0) is not None or "transformers_version" in content
     elif names:
         foreign = foreign or not all(name.endswith(".partial") for name in names)
     if foreign:
@@ -137,14 +145,8 @@ def check_export(directory: str) -> None:
 
 def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> None:
     """Write the model as a GPT-2 directory. UsageError if the disk is full; then no half-written file is left."""
-    try:
-        with writing(f"--export {directory}"):
-            export_gpt2(model, directory, state)
-    except UsageError:
-        for name in EXPORT_FILES:
-            with suppress(OSError):
-                os.unlink(os.path.join(directory, f"{name}.partial"))
-        raise
+    with writing(f"--export {directory}", *(Path(directory, f"{name}.partial") for name in EXPORT_FILES)):
+        export_gpt2(model, directory, state)
 
 
 class Metrics:
@@ -172,19 +174,16 @@ class Metrics:
             print(json.dumps(line), file=self.file, flush=True)
         except OSError as error:
             self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"
-            if self.file is sys.stdout:  # nobody reads it any more: what its buffer holds must not fail again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            else:
-                with suppress(OSError):
-                    self.file.close()
-                print(f"minipar: note: {printable(self.error)}; training continues without it", flush=True)
-            self.file = None
+            discard(self.file)
+            if self.file is not sys.stdout:
+                say(f"minipar: note: {printable(self.error)}; training continues without it", sys.stdout)
 
     def close(self) -> None:
-        """Close the file. UsageError if a line could not be written, or if the file was removed in the meantime."""
+        """Close the file. UsageError if a line could not be written, or if the file is not at its path any more."""
         if self.file is not None and self.file is not sys.stdout:
-            if os.fstat(self.file.fileno()).st_nlink == 0:
-                self.error = f"--metrics {self.path} was removed during the training"
+            own, there = os.fstat(self.file.fileno()), Path(str(self.path))
+            if not self.error and not (there.exists() and os.path.samestat(own, there.stat())):
+                self.error = f"--metrics {self.path} was removed or renamed during the training"
             self.file.close()
         if self.error:
             raise UsageError(self.error)
@@ -211,7 +210,7 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
     """
     account = {"rank": comm.rank, "peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
     gathered = comm.gather_bytes(json.dumps(account).encode())
-    with agreeing(comm, "--memory"), writing(f"--memory {path}"):
+    with agreeing(comm, "--memory"), writing(f"--memory {path}", Path(path)):
         if gathered is not None:
             content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}
             Path(path).write_text(json.dumps(content), encoding="utf-8")
@@ -222,23 +221,18 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
     """Return the first lines of a run: the model, the data, the layout and the number of ranks."""
-    model, data = config.model, config.data
-    return (
-        f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
-        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
-        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout(config)}, global batch {data.global_batch} x "
-        f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
-        f"{config.run.reduction} reduction"
-    )
-
-
-def layout(config: TrainConfig) -> str:
-    """Return the layout in words, such as "dp=2, tp=4 (sequence parallel), ZeRO stage 1"."""
-    mesh = config.mesh
+    mesh, model, data = config.mesh, config.model, config.data
     tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
-    return f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"
+    layout = f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"
+    return (
+        f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
+        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
+        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout}, global batch {data.global_batch} x "
+        f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
+        f"{config.run.reduction} reduction"
+    )
 
 
 def notes(config: TrainConfig, positions: int) -> list[str]:
@@ -267,6 +261,5 @@ def notes(config: TrainConfig, positions: int) -> list[str]:
 
 def written(config: TrainConfig) -> str:
     """Return the files and directories that the run wrote, each path with its flag; "" if none."""
-    run = config.run
-    paths = {"metrics": run.metrics, "trace": run.trace, "memory": run.memory, "save": run.save, "export": run.export}
-    return ", ".join(f"{printable(str(path))} (--{flag})" for flag, path in paths.items() if path not in (None, "-"))
+    paths = {name: getattr(config.run, name) for name in ("metrics", "trace", "memory", "save", "export")}
+    return ", ".join(f"{printable(path)} (--{name})" for name, path in paths.items() if path not in (None, "-"))

@@ -1,13 +1,7 @@
-"""Resuming from a checkpoint: every file is checked first, then each rank takes its part of the values.
+"""Resuming from a checkpoint: its manifest, then the run's values from it, then a check of every file, in this order.
 
-    checkpoint = find_checkpoint(config, comm)              reads the manifest
-    config = continued(config, checkpoint)                  takes model, data, optimizer and seed from it
-    check_checkpoint(checkpoint, config, tokens, comm)      compares and reads every file, before anything is loaded
-
-The trainer reads the values one array at a time and keeps its part of each.
+Only then does the trainer read the values, one array at a time, and keep its part of each.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import os
@@ -19,7 +13,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular, run_flags
-from minipar.train.config import TrainConfig, check, flags, with_values
+from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
@@ -32,22 +26,26 @@ TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps
 SUMS = "--dp --microbatches --tp --reduction --sync-every-microbatch --device".split()
 
 
-def _find(directory: str) -> Path:
-    """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest."""
+def _find(run: RunConfig) -> Path | None:
+    """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest.
+
+    `auto` means the newest in --save DIR, or None before the first save.
+    """
+    auto, directory = run.resume == "auto", str(run.save if run.resume == "auto" else run.resume)
     root = Path(directory)
     try:
-        if STEP.fullmatch(root.name) or (root / MANIFEST).exists():
+        if not auto and (STEP.fullmatch(root.name) or (root / MANIFEST).exists()):
             return root
-        complete = checkpoints(root)
+        complete = [] if auto and not root.exists() else checkpoints(root)
     except OSError as error:
         raise UsageError(f"--resume {directory}: {error.strerror}") from None
-    if not complete:
+    if not complete and not auto:
         raise UsageError(f"--resume {directory}: no checkpoint in it (no step-NNNNNNNN that was finished)")
-    return complete[-1][1]
+    return complete[-1][1] if complete else None
 
 
 def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | None:
-    """Read the manifest of the checkpoint that `--resume` names; return None without the flag. Collective.
+    """Read the manifest of the checkpoint that `--resume` names; return None if it names none. Collective.
 
     Its files are not checked yet. Rank 0 sends the manifest to all ranks.
     """
@@ -55,11 +53,10 @@ def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | Non
         return None
     place, text = b"", b""
     with agreeing(comm, "--resume"):
-        if comm.rank == 0:
-            directory = _find(config.run.resume)
+        if comm.rank == 0 and (directory := _find(config.run)) is not None:
             place, text = os.fsencode(directory), read_regular(directory / MANIFEST)
     place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
-    return Checkpoint(os.fsdecode(place), text)
+    return Checkpoint(os.fsdecode(place), text) if place else None
 
 
 def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
@@ -67,7 +64,8 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
     UsageError if a flag that was given contradicts the checkpoint, or if the manifest holds no valid value.
     """
-    saved, values = checkpoint.history[-1]["flags"], {}
+    saved = checkpoint.history[-1]["flags"]
+    values: dict[str, Any] = {"model.init_from": None}  # with `auto`: only a run that starts reads it
     for section, field, flag, _ in flags(config):
         name = f"{section}.{field.name}"
         if flag in TAKEN and flag in saved and name not in config.given:
@@ -88,17 +86,6 @@ def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     return type(value) in types or (value is None and field.default is None)  # type(), since JSON's true is no 1
 
 
-def open_checkpoint(config: TrainConfig, tokens: Tokens, comm: Communicator) -> Checkpoint | None:
-    """Return the checkpoint that `--resume` names, with every file checked; None without the flag. Collective.
-
-    `config` has all values already (see `continued`).
-    """
-    checkpoint = find_checkpoint(config, comm)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, config, tokens, comm)
-    return checkpoint
-
-
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens, comm: Communicator) -> None:
     """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files.
 
@@ -110,18 +97,18 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
-    model, shape, problem = config.model, checkpoint.manifest["model"], None
-    wanted = {"n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads, "vocab_size": model.vocab_size}
-    if shape | wanted != shape or shape["n_positions"] < model.seq_len:
-        problem = f"its model is {shape}"
-    else:
-        serial = GPT(GPTConfig(**shape), deferred=True)
-        if checkpoint.shapes != {name: p.shape for name, p in serial.named_parameters()}:
-            problem = "its parameters are not those of its model"
-        elif checkpoint.manifest["dtype"] != config.run.dtype:
-            problem = f"its numbers are {checkpoint.manifest['dtype']}"
-    if problem is not None:
-        raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
+    model, shape = config.model, checkpoint.manifest["model"]
+    sizes = {"n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads, "vocab_size": model.vocab_size}
+    sizes["n_positions"] = max(shape["n_positions"], model.seq_len)
+    serial = GPT(GPTConfig(**shape | sizes), deferred=True)
+    shapes = {name: p.shape for name, p in serial.named_parameters()}
+    for problem, wrong in {
+        f"its model is {shape}": shape | sizes != shape,
+        "its parameters are not those of its model": checkpoint.shapes != shapes,
+        f"its numbers are {checkpoint.dtype}": checkpoint.dtype != config.run.dtype,
+    }.items():
+        if wrong:
+            raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
     if config.run.verify:
         for period in checkpoint.history:
             if period["flags"].get("--init-from") is not None:

@@ -4,8 +4,6 @@ The global batch is cut into one share for each data-parallel replica, and each 
 rank computes one replica. verify.py has the single device that computes all replicas one after another.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,12 +58,8 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
     sizes, run, mesh = config.model, config.run, config.mesh
     shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
     shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), (mesh.dp or 1) * mesh.tp * mesh.pp)  # no layout needs less
-    options: dict[str, Any] = {
-        "dtype": run.dtype,
-        "recompute": run.recompute == "full",
-        "deferred": True,
-        "dropout": config.optimizer.dropout,
-    }
+    options: dict[str, Any] = {"dtype": run.dtype, "recompute": run.recompute == "full", "deferred": True}
+    options["dropout"] = config.optimizer.dropout
     if sizes.init_from is not None:
         return load_gpt2(sizes.init_from, **options)
     if checkpoint is None:
@@ -101,7 +95,6 @@ class Trainer:
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
-            checkpoint.close()
         self.batches = Batches(
             tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
@@ -122,14 +115,10 @@ class Trainer:
             options["runs"] = [stage.parts for stage in pipeline.stages.values()]
         # Data parallelism or ZeRO owns the gradients of what is left.
         if config.mesh.memory_limit is not None:
-            check_limit(
-                config.mesh.memory_limit,
-                step_layout(config, model.config.n_positions).placements(tp=mesh.tp.rank, pp=mesh.pp.rank),
-                mesh.dp.size,
-                config.mesh.zero_stage,
-                OF_DTYPE[config.run.dtype],
-                accumulating=config.data.microbatches > 1 and not config.mesh.sync_every_microbatch,
-            )
+            limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
+            placements = step_layout(config, model.config.n_positions).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
+            accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
+            check_limit(limit, placements, mesh.dp.size, stage, dtype, accumulating)
         ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)
         if schedule is not None and pipeline is not None:
             length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
@@ -144,14 +133,16 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         """Take one optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
-        start = time.perf_counter()
+        start, o = time.perf_counter(), self.config.optimizer
         with self._model_clock():
             enter("forward", restart=True)
             self.ddp.zero_grad()
             loss = self._forward_backward(step)
             with self._region("optimizer"):
-                grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
-                self.optimizer.lr = self._learning_rate(step)
+                grad_norm = self._clip_grad_norm(o.clip_grad or None)
+                self.optimizer.lr = learning_rate(
+                    step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
+                )
                 self.optimizer.step()
                 backend.synchronize()
             if self.pipelined is not None:  # outside the region, because the last stage computes nothing here
@@ -164,7 +155,7 @@ class Trainer:
         replica, microbatches = self.mesh.dp.rank, range(self.config.data.microbatches)
         if self.pipelined is not None:
             samples = [self.samples(replica, m) for m in microbatches]
-            loss = self.pipelined.run(step, samples, self.batches.batch, 1 / self.tokens_per_step)
+            loss = self.pipelined.run(step, samples, self.batches, 1 / self.tokens_per_step)
         else:
             loss = 0.0
             for m in microbatches:
@@ -224,10 +215,6 @@ class Trainer:
         if isinstance(self.ddp, FullyShardedDataParallel):
             return self.ddp.gather_parameter(parameter)
         return parameter.data
-
-    def _learning_rate(self, step: int) -> float:
-        o = self.config.optimizer
-        return learning_rate(step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps)
 
     def _model_clock(self) -> AbstractContextManager[None]:
         """Advance a model clock by each matrix product's operations / its speed. All else takes no time on it."""

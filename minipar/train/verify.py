@@ -4,8 +4,6 @@ With `--reduction ordered` the two runs must agree bit for bit. With `ring` the 
 order, so the runs agree up to rounding, and `bound` states how far rounding may go.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +21,8 @@ from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
 from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
+
+OnStep = Callable[[StepResult], object]  # called after each step of the single device
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,15 @@ def compare(
     because AdamW forgives a gradient of the wrong scale, which the parameters alone would hardly show.
     """
     pairs = {name: (parallel[name], single[name]) for name in single}
-    resumed = len(single_steps) - len(parallel_steps)
+    count, resumed = len(parallel_steps), len(single_steps) - len(parallel_steps)
     for name, field in (("the losses", "loss"), ("the gradient norms", "grad_norm")):
         a, b = (np.array([getattr(step, field) for step in run]) for run in (parallel_steps, single_steps[resumed:]))
         pairs[name] = (a, b)
     elements = sum(array.size for array in single.values())
     steps, run = len(single_steps), f"{ranks} rank{'s' if ranks > 1 else ''}"
-    compared = (
-        f"{len(single)} parameters ({elements:,} numbers), losses and gradient norms of {len(parallel_steps)} steps"
-    )
-    if resumed:
-        compared += f", resumed after {resumed}"
+    failed = f"verify: FAILED: {run} differ from 1 device"
+    compared = f"{len(single)} parameters ({elements:,} numbers), losses and gradient norms of {count} steps"
+    compared += f", resumed after {resumed}" if resumed else ""
     if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs.values()):
         return Verdict(False, f"verify: FAILED: not all numbers are finite after {steps} steps, which proves nothing")
     different = [name for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()]
@@ -99,16 +97,13 @@ def compare(
     worst = max(differences, key=lambda name: differences[name])
     largest, limit = differences[worst], bound(dtype, steps)
     if exact:
-        return Verdict(
-            False,
-            f"verify: FAILED: {run} differ from 1 device in {len(different)} of {len(pairs)} arrays, "
-            f"most in {worst}: relative {largest:.3g}, but --reduction ordered promises the same bits",
-        )
+        where = f"in {len(different)} of {len(pairs)} arrays, most in {worst}: relative {largest:.3g}"
+        return Verdict(False, f"{failed} {where}, but --reduction ordered promises the same bits")
     if largest <= limit:
         rounding = f"largest relative difference {largest:.3g} (in {worst}) <= bound {limit:.3g}"
         return Verdict(True, f"verify: {run} = 1 device within rounding: {compared}; {rounding}")
     excess = f"relative difference {largest:.3g} in {worst} exceeds the bound {limit:.3g}"
-    return Verdict(False, f"verify: FAILED: {run} differ from 1 device by more than rounding: {compared}; {excess}")
+    return Verdict(False, f"{failed} by more than rounding: {compared}; {excess}")
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
@@ -125,50 +120,38 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
-def verify(
-    trainer: Trainer,
-    results: Sequence[StepResult],
-    tokens: Tokens,
-    on_step: Callable[[StepResult], None] = lambda result: None,
-) -> Verdict:
+def verify(trainer: Trainer, results: Sequence[StepResult], tokens: Tokens, on_step: OnStep | None = None) -> Verdict:
     """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
 
     The single device starts at step 0 even if `trainer` was resumed, because a resumed run must equal one that never
     stopped. If the saved run added in another order (with another number of replicas), the bound for all steps applies.
     The other ranks wait. `on_step` is called on rank 0 after each step of the single device.
     """
-    comm = trainer.mesh.world
+    config, comm = trainer.config, trainer.mesh.world
     if not same_on_all_ranks(trainer):
         return Verdict(False, "verify: FAILED: the ranks do not hold the same parameters as one another")
     line = b""  # 0 or 1, and the verdict's line
     parameters = trainer.state_dict()
     if comm.rank == 0:
-        single, single_results = train_on_one_device(trainer.config, tokens, on_step)
-        verdict = compare(
-            parameters,
-            single,
-            results,
-            single_results,
-            exact=trainer.config.run.reduction == "ordered"
-            and trainer.config.mesh.tp == 1
-            and same_sums(trainer.checkpoint, trainer.config),
-            ranks=comm.size,
-            dtype=trainer.config.run.dtype,
-        )
+        single, single_results = train_on_one_device(config, tokens, on_step)
+        exact = config.run.reduction == "ordered" and config.mesh.tp == 1 and same_sums(trainer.checkpoint, config)
+        runs = (parameters, single, results, single_results)
+        verdict = compare(*runs, exact=exact, ranks=comm.size, dtype=config.run.dtype)
         line = f"{int(verdict.passed)}{verdict.line}".encode()
     line = comm.all_gather_bytes(line)[0]
     return Verdict(line[:1] == b"1", line[1:].decode())
 
 
 def train_on_one_device(
-    config: TrainConfig, tokens: Tokens, on_step: Callable[[StepResult], None] = lambda result: None
+    config: TrainConfig, tokens: Tokens, on_step: OnStep | None = None
 ) -> tuple[dict[str, np.ndarray], list[StepResult]]:
     """Train the same steps on a mesh of one, nothing sharded; return the parameters and the result of each step."""
     single = OneDevice(config, tokens)
     results = []
     for result in single.train():
         results.append(result)
-        on_step(result)
+        if on_step is not None:
+            on_step(result)
     return single.state_dict(), results
 
 

@@ -1,12 +1,18 @@
 """`python -m minipar.plan`: its table, its JSON, its picture, and bad input as one line and code 2."""
 
 import json
+import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from minipar.plan import search
 from minipar.plan.__main__ import main
+from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.model import find_model
+from minipar.plan.pipeline_time import simulated_actions
 from visualize.__main__ import main as visualize
 
 GIVEN = "--model gpt3-175b --gpus 1024 --gpu a100 --gpus-per-node 8 --global-batch 1536 --seq-len 2048".split()
@@ -50,6 +56,43 @@ def test_a_full_disk_is_one_line_and_code_2():
         run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 2
     assert run.stderr == "minipar: error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [["--top", "1"], ["--json", "-"], ["--json", "/dev/stdout"]])
+def test_a_reader_that_has_gone_needs_no_message(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "minipar.plan", *GIVEN, *arguments]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (2, "")
+
+
+def test_a_full_disk_for_json_is_one_line(capsys):
+    assert main([*GIVEN, "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "minipar: error: --json /dev/full cannot be written: No space left on device\n"
+
+
+def test_too_many_layouts_are_refused_at_once(capsys):
+    """Nearly 40,000 of them would take a minute."""
+    assert main(changed(gpus=str(1 << 20), gpus_per_node=str(1 << 20), global_batch=str(1 << 24), seq_len="64")) == 2
+    assert "more than 20000 layouts: narrow the search, with --tp" in capsys.readouterr().err
+
+
+def test_plans_beyond_the_most_actions_are_not_simulated(monkeypatch):
+    """They keep the closed form's time, as a plan that is too long by itself does."""
+    search_for = partial(search.plan, find_model("gpt2"), Cluster(GPUS["a100"], 8), 64, 1024, top=10)
+    pipelines = [plan for plan in search_for().plans if plan.layout.pp > 1]
+    assert len(pipelines) > 2 and all(plan.time.exact for plan in pipelines)
+    monkeypatch.setattr(search, "MOST_SIMULATED", simulated_actions(pipelines[0].layout) - 1)
+    assert 1 <= sum(plan.time.exact for plan in search_for().plans if plan.layout.pp > 1) < len(pipelines)
+
+
+def test_a_name_cannot_change_what_the_terminal_shows(tmp_path, capsys):
+    path = tmp_path / "a\n\x1b[31m\udcff.json"
+    path.write_text('{"like": "a100"}')
+    assert main(changed(gpu=str(path))) == 0
+    assert "a\\n\\x1b[31m\\udcff.json" in capsys.readouterr().out
 
 
 def test_flags_narrow_the_search(capsys):
@@ -101,6 +144,8 @@ def changed(**given):
         ({"top": "51"}, "--top 51: at most 50"),
         ({"zero_stage": "4"}, "--zero-stage"),
         ({"schedule": "fast"}, "--schedule"),
+        ({"model": "x" * 5000}, "neither a directory with a config.json nor one of"),
+        ({"gpu": "x" * 5000}, "neither a JSON file nor one of"),
         ({"json": "/nowhere/plan.json"}, "--json /nowhere/plan.json cannot be written"),
         ({"seq_len": "99999999"}, "--seq-len 99999999: at most"),
     ],

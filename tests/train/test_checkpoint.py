@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import training
 from launcher import run_mpi
-from training import bits, on_each_rank, ranks_of, trainer_for, verdicts
+from training import bits, on_each_rank, open_checkpoint, ranks_of, trainer_for, verdicts
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
@@ -17,7 +17,7 @@ from minipar.nn.pretrained import export_gpt2, load_gpt2
 from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.progress import Metrics
-from minipar.train.resume import open_checkpoint, same_sums
+from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import layer_scales, relative_difference
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launcher import run_mpi
 from safetensors.numpy import load_file, save_file
-from training import bits, config_for, trainer_for
+from training import bits, config_for, open_checkpoint, trainer_for
 
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
@@ -18,7 +18,6 @@ from minipar.nn.pretrained import export_gpt2
 from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.resume import open_checkpoint
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
 TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
@@ -280,6 +279,20 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
         prepare_directory(str(tmp_path / "file/x"), 0)
 
 
+def test_a_checkpoint_cannot_be_saved_into_a_checkpoint(copy):
+    """It would be refused from then on, for a file that is not its own; also under another name."""
+    place = copy / "step-00000001"
+    place.rename(copy / "best")
+    (copy / "link").symlink_to(copy / "best")
+    for inside in ("step-00000002", "step-00000002/new", "best", "best/new/deep", "link/../best", "step-00000003"):
+        with pytest.raises(UsageError, match=f"^--save {copy}/{inside}: {copy}/.* is a checkpoint; save to"):
+            prepare_directory(str(copy / inside), 2)
+    (copy / "best").rename(place)
+    assert sorted(path.name for path in copy.iterdir()) == ["link", "step-00000001", "step-00000002"]
+    assert accepted(copy).first_step == 2
+    prepare_directory(str(copy), 2)
+
+
 def test_only_a_checkpoints_own_files_are_ever_removed(tmp_path):
     kept = tmp_path / "step-00000001.partial"
     kept.mkdir()
@@ -310,6 +323,7 @@ def test_flags_that_do_not_go_together_are_refused(flags, message):
 
 BAD_FLAGS = {
     "--resume {run} --seed 3": "written with --seed 0, but this run has --seed 3",
+    "--resume {run}/step-00000002 --save {run}/step-00000002": "step-00000002 is a checkpoint; save to the directory",
     "--save {run}": "holds a checkpoint of step 2, but this run starts at step 0",
     "--resume {cut}": "rank-00001.safetensors has 100 bytes, but",
 }

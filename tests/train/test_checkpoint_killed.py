@@ -2,18 +2,19 @@
 
 import inspect
 import itertools
+import json
 import shutil
+import signal
 import sys
 import time
 
 import numpy as np
-from launcher import kill_mpi, run_mpi
-from training import config_for, trainer_for
+from launcher import interrupt_mpi, kill_mpi, run_mpi
+from training import config_for, open_checkpoint, trainer_for
 
 from minipar.comm import serial
 from minipar.train.checkpoint import checkpoints, save
 from minipar.train.data import Tokens
-from minipar.train.resume import open_checkpoint
 
 TINY = "--layers 1 --hidden 4 --heads 1 --seq-len 8 --global-batch 2 --steps 3 --vocab-size 16"
 SAVE_FILE = inspect.getfile(save)
@@ -113,3 +114,26 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(tmp_path):
     assert f"resumed after step {before} from {folder}" in result.stdout
     assert "verify: 2 ranks = 1 device, bit for bit: 52 parameters" in result.stdout
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{before + i:08d}" for i in (2, 3)]
+
+
+def test_one_command_continues_on_the_ranks_that_are_left(tmp_path):
+    """4 ranks, of which one is killed, then 3, of which one is killed, then 2: the run of one device, within bounds."""
+    folder, metrics = tmp_path / "run", tmp_path / "m.jsonl"
+    shape = "--layers 2 --hidden 20 --heads 4 --seq-len 8 --vocab-size 257 --dtype float64 --global-batch 12"
+    flags = f"{shape} --zero-stage 1 --steps 60 --save {folder} --save-every 1 --resume auto --metrics {metrics}"
+    command = ["-m", "minipar.train", *flags.split()]
+
+    def newest():
+        return max((step for step, _ in checkpoints(folder)), default=0) if folder.is_dir() else 0
+
+    for ranks in (4, 3):
+        before = newest()
+        ended = interrupt_mpi(ranks, command, lambda b=before: newest() >= b + 2, number=signal.SIGKILL, rank=1)
+        assert ended.returncode == signal.SIGKILL and before + 2 <= newest() < 60
+        assert ("resumed after step" in ended.stdout) == (before > 0) and f"dp={ranks}," in ended.stdout
+    before = newest()
+    result = run_mpi(2, [*command, "--verify"])
+    assert result.returncode == 0, result.stderr
+    assert f"resumed after step {before} from {folder}" in result.stdout and "dp=2," in result.stdout
+    assert "verify: 2 ranks = 1 device within rounding: " in result.stdout
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(60))

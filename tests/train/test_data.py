@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from launcher import run_mpi
 
 import minipar.train.data as data
 from minipar.errors import UsageError
@@ -140,6 +141,29 @@ def test_a_file_that_cannot_be_used_is_refused(write, tmp_path):
     )
     assert load_tokens(write(b"abcdef"), vocab_size=256, seq_len=5)
     assert "has 7 bytes: an odd number cannot be uint16" in refused(write(b"1234567", "odd.bin"))
+
+
+def test_a_file_cut_off_while_it_is_read_is_an_error(tmp_path):
+    """Reading what is gone would end the process with SIGBUS, without a word."""
+    script = f"""
+import os, sys
+from minipar.comm import main
+from minipar.train import trainer
+from minipar.train.__main__ import run
+
+sys.argv[1:] = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 4 --data {tmp_path}/text.txt".split()
+step = trainer.Trainer.step
+def cutting(self, index):
+    if index == 2:
+        os.truncate("{tmp_path}/text.txt", 5000)
+    return step(self, index)
+trainer.Trainer.step = cutting
+main(run)
+"""
+    (tmp_path / "text.txt").write_bytes(bytes(100_000))
+    result = run_mpi(2, script, timeout=30)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"error: {tmp_path}/text.txt was cut from 100,000 to 5,000 bytes while in use" in result.stderr
 
 
 @pytest.mark.parametrize("position", [0, 5, 40, 100_000])

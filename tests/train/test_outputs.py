@@ -105,6 +105,9 @@ def test_an_export_into_a_foreign_directory_is_refused(kind, tmp_path):
 
 def test_a_pipe_without_a_reader_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
+    for name in ("trace", "memory"):  # written after the training, when the reader may have gone
+        with pytest.raises(UsageError, match=f"^--{name} .*/pipe is a pipe; expected a file"):
+            prepare_outputs(outputs(**{name: tmp_path / "pipe"}))
     with pytest.raises(UsageError, match="--metrics .*pipe cannot be written: No such device or address"):
         Metrics(str(tmp_path / "pipe"))
 
@@ -127,22 +130,26 @@ def test_metrics_into_a_device_are_written():
     assert [json.loads(line)["step"] for line in result.stderr.splitlines()] == [0, 1, 2]
 
 
-def test_a_metrics_file_that_is_removed_is_an_error(tmp_path):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_that_are_removed_or_renamed_are_an_error(replaced, tmp_path):
     metrics = Metrics(str(tmp_path / "m.jsonl"))
     metrics.write(RESULT)
-    (tmp_path / "m.jsonl").unlink()
-    with pytest.raises(UsageError, match="m.jsonl was removed during the training"):
+    (tmp_path / "m.jsonl").rename(tmp_path / "earlier.jsonl")
+    if replaced:
+        (tmp_path / "m.jsonl").touch()
+    with pytest.raises(UsageError, match="m.jsonl was removed or renamed during the training"):
         metrics.close()
 
 
-def test_an_export_to_a_full_disk_leaves_nothing_half_written(tmp_path):
+@pytest.mark.parametrize("flag", ["--export", "--trace", "--memory"])
+def test_a_file_that_the_disk_cannot_hold_is_not_left(flag, tmp_path):
     """A real write that fails: files may have at most 4 KiB."""
     script = f"""
 import resource, sys
 from minipar.comm import main
 from minipar.train.__main__ import run
 
-sys.argv[1:] = {[*TINY[2:], "--export", str(tmp_path / "model")]!r}
+sys.argv[1:] = {[*TINY[2:], flag, str(tmp_path / "model")]!r}
 def limited(comm):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     return run(comm)
@@ -150,8 +157,9 @@ main(limited)
 """
     result = run_mpi(2, script, timeout=30)
     assert result.returncode == 2
-    assert result.stderr == f"minipar: error: --export {tmp_path}/model cannot be written: File too large\n"
-    assert list((tmp_path / "model").iterdir()) == []
+    assert result.stderr.startswith(f"minipar: error: {flag} {tmp_path}/model")
+    assert result.stderr.endswith(": File too large\n") and result.stderr.count("\n") == 1
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "model"] if flag == "--export" else [])
 
 
 def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
@@ -168,6 +176,26 @@ def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
         write_export(model, str(tmp_path), model.state_dict())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == earlier
+
+
+# ---- a training that diverges ----------------------------------------------------------------------------------------
+
+INFINITE = "minipar: error: training has diverged: its last update made a parameter or a mean of the optimizer inf"
+
+
+@pytest.mark.parametrize("flags", ["--tp 2 --save", "--zero-stage 3 --export"])
+def test_what_the_last_update_made_infinite_is_not_written(flags, tmp_path):
+    """The loss and the norm of the only step are finite: they are those before its update."""
+    result = run_mpi(2, [*TINY, "--steps", "1", "--lr", "3e38", *flags.split(), str(tmp_path / "out")])
+    assert result.returncode == 2 and result.stderr.startswith(INFINITE) and result.stderr.count("\n") == 1
+    assert list((tmp_path / "out").iterdir()) == [] and "step 1/1  loss 5.5" in result.stdout
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
+    flags = f"--steps 1 --lr 3e38 --eval-every 1 --metrics {tmp_path}/m.jsonl"
+    result = run_mpi(1, [*TINY, *flags.split()])
+    assert result.returncode == 2 and " and validation loss nan in step 1; try a smaller --lr" in result.stderr
+    assert (tmp_path / "m.jsonl").read_text() == ""
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -223,6 +251,18 @@ def test_progress_says_how_long_the_rest_takes(monkeypatch):
     ends = [line.partition("tokens/s")[2].strip() for line in stream.getvalue().splitlines()]
     assert ends == ["1:30 left", "1:00 left", "0:30 left", ""]
     assert [duration(seconds) for seconds in (0.6, 59.6, 3600, 86399)] == ["0:01", "1:00", "1:00:00", "23:59:59"]
+
+
+@pytest.mark.parametrize("place", ["| head -1", "> /dev/full"])
+def test_a_training_goes_on_where_nobody_reads_it(place, tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    command = f"{sys.executable} {' '.join(TINY)} --export {tmp_path}/model {place}; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", command], env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    note = "minipar: note: progress cannot be written: No space left on device\n"
+    assert result.returncode == 0 and result.stderr == (note if "full" in place else "")
+    assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors"]
 
 
 def test_a_path_cannot_steer_the_terminal():

@@ -145,6 +145,27 @@ def test_a_run_from_a_model_directory_resumes_without_it(tmp_path):
     assert then.returncode == 0 and "hidden 12, 3 heads" in then.stdout and "step 3/3" in then.stdout, then.stderr
 
 
+def test_auto_starts_from_a_model_and_goes_on_without_it(tmp_path):
+    """One command: what it starts from is not read again, and the same flags agree with the checkpoint."""
+    export_gpt2(GPT(GPTConfig(256, 32, 12, 1, 3)), tmp_path / "gpt2")
+    command = f"--init-from {tmp_path}/gpt2 --seq-len 16 --global-batch 6 --save {tmp_path}/run --resume auto --steps 2"
+    first = run_mpi(1, [*TRAIN, *command.split()])
+    assert first.returncode == 0 and "resumed" not in first.stdout, first.stderr
+    (tmp_path / "gpt2" / "model.safetensors").unlink()
+    (tmp_path / "run" / "step-00000009.partial").mkdir()
+    then = run_mpi(2, [*TRAIN, *command.split()])
+    assert then.returncode == 0 and f"resumed after step 2 from {tmp_path}/run" in then.stdout, then.stderr
+
+
+def test_auto_needs_a_directory_and_ranks_that_divide(tmp_path):
+    with pytest.raises(UsageError, match="^--resume auto continues from .* DIR of --save; give --save DIR too$"):
+        parse(["--resume", "auto"])
+    config = parse(f"--resume auto --save {tmp_path}/new --global-batch 8".split())
+    assert find_checkpoint(config, serial()) is None and not (tmp_path / "new").exists()
+    with pytest.raises(UsageError, match=r"^global-batch 8 is not divisible by dp\*microbatches = 6\*1 = 6$"):
+        resolve(config, 6)
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [

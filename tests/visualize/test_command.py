@@ -430,6 +430,38 @@ def test_a_full_standard_output_is_one_line():
     assert (done.returncode, done.stderr) == (2, error)
 
 
+@pytest.mark.parametrize("arguments", [["--json", "-"], ["--csv", "/dev/stdout"], ["--json", "/dev/stdout"]])
+def test_a_reader_that_has_gone_needs_no_message(arguments):
+    flags = ["--schedule", "gpipe", "--stages", "2", "--microbatches", "2", *arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "visualize", "schedule", *flags]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--out"])
+def test_a_full_disk_is_one_line(tmp_path, capsys, flag):
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    path = str(tmp_path / "full.svg")
+    assert main(["schedule", "--schedule", "gpipe", "--stages", "2", "--microbatches", "2", flag, path]) == 2
+    assert capsys.readouterr().err == f"visualize: error: {flag} {path} cannot be written: No space left on device\n"
+
+
+def test_a_schedule_of_a_long_name_is_refused(capsys):
+    assert main(["schedule", "--schedule", "x" * 5000, "--json", "-"]) == 2
+    assert "choose from naive, gpipe" in capsys.readouterr().err
+
+
+def test_a_schedule_file_ends_where_named_schedules_end(write, capsys):
+    actions = [f"0F{i}" for i in range(50_001)] + [f"0B{i}" for i in range(50_001)]
+    assert main(["schedule", "--schedule", write("a.csv", ",".join(actions)), "--json", "-"]) == 2
+    assert "a.csv: 100002 actions: more than 100000 cannot be shown" in capsys.readouterr().err
+    assert main(["schedule", "--schedule", write("b.csv", "," * 9_000_000 + "0F0,0B0"), "--json", "-"]) == 2
+    assert "b.csv cannot be read: 9,000,007 bytes are more than 8,388,608" in capsys.readouterr().err
+
+
 def test_it_runs_as_a_module_without_a_display(write, tmp_path):
     out = str(tmp_path / "t.png")
     command = [sys.executable, "-m", "visualize", "trace", write("t.json", chrome()), "--out", out]

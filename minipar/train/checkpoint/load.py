@@ -1,7 +1,5 @@
 """Loading a checkpoint: its files are checked, then the serial model's arrays are joined from their pieces."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -122,7 +120,6 @@ class Checkpoint:
                 _check_pieces(name, shape, [piece for _, piece in self.pieces[name]])
         except ValueError as error:
             raise UsageError(f"{self.path}: {error}") from None
-        self._open: dict[str, Any] = {}
 
     def check_listing(self) -> None:
         """Raise UsageError if the directory holds a file that the manifest does not name, or lacks one that it does."""
@@ -165,15 +162,10 @@ class Checkpoint:
         )
         return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces))))
 
-    def close(self) -> None:
-        """Close the files, because a network file system cannot remove open ones. `array` opens them again."""
-        self._open.clear()
-
     def _tensor(self, file: str, key: str) -> np.ndarray:
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(self.directory / file, "np")
-            return self._open[file].get_tensor(key)
+            with safe_open(self.directory / file, "np") as opened:
+                return np.asarray(opened.get_tensor(key))
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{self.directory / file} cannot be read: {error}") from None
 

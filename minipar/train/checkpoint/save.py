@@ -1,7 +1,5 @@
 """Saving a checkpoint: the directory, and each rank's file. The format is described in the package's docstring."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -42,11 +40,20 @@ def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause."""
+def writing(what: str, *files: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause.
+
+    A block that fails leaves none of `files`. Devices and pipes stay.
+    """
     try:
         yield
-    except OSError as error:
+    except (OSError, UsageError) as error:
+        for file in files:
+            with suppress(OSError):
+                if file.is_file():
+                    file.unlink()
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
 
 
@@ -111,10 +118,8 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
 def _sync(path: Path) -> None:
     """Flush a file or directory to the disk, so that a rename is not on it earlier than the files it names."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 # ---- the directory ---------------------------------------------------------------------------------------------------
@@ -124,12 +129,11 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (step, directory) of the checkpoints in `root`, oldest first. UsageError if one is a link or a file."""
     complete = []
     for entry in os.scandir(root):
-        match = STEP.fullmatch(entry.name)
-        if match is None:
-            continue
-        if not entry.is_dir(follow_symlinks=False):
-            raise UsageError(f"{entry.path} is {'a link' if entry.is_symlink() else 'a file'}; expected a directory")
-        complete.append((int(match[1]), Path(entry.path)))
+        if match := STEP.fullmatch(entry.name):
+            if not entry.is_dir(follow_symlinks=False):
+                kind = "a link" if entry.is_symlink() else "a file"
+                raise UsageError(f"{entry.path} is {kind}; expected a directory")
+            complete.append((int(match[1]), Path(entry.path)))
     return sorted(complete)
 
 
@@ -151,8 +155,14 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def prepare_directory(directory: str, first_step: int) -> None:
-    """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step."""
+    """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step.
+
+    What is written into a checkpoint would damage it, because a checkpoint has no other files than its own.
+    """
     root = Path(directory)
+    for place in (root.resolve(), *root.resolve().parents):
+        if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():
+            raise UsageError(f"--save {directory}: {place} is a checkpoint; save to the directory that holds it")
     with writing(f"--save {directory}"):
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
