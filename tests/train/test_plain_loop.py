@@ -5,7 +5,9 @@
 
 import dataclasses
 import itertools
+import json
 import os
+import sys
 from functools import cache
 
 import numpy as np
@@ -13,8 +15,10 @@ import pytest
 from plain_loop import Recipe, train
 from training import bits, config_for, reports, trainer_for
 
+from minipar.comm import serial
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_config
+from minipar.nn.pretrained import export_gpt2, load_config, load_gpt2
+from minipar.train import __main__ as program
 from minipar.train import trainer as trainer_module
 from minipar.train.config import with_shape, with_values
 from minipar.train.data import Tokens
@@ -67,17 +71,21 @@ def covering():
     return choices
 
 
-def configuration(choice, directory, more: str = ""):
-    """The configuration of the choice's command line, as `python -m minipar.train` makes it."""
-    words = [f"--seq-len 8 --steps {STEPS} {more}", f"--init-from {directory}" if choice["init_from"] else SHAPE]
+def command_line(choice, directory) -> str:
+    words = [f"--seq-len 8 --steps {STEPS}", f"--init-from {directory}" if choice["init_from"] else SHAPE]
     for name, value in choice.items():
         if name != "init_from":
             words.append(f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}")
-    config = config_for(" ".join(words))
+    return " ".join(words)
+
+
+def configuration(choice, directory, more: str = ""):
+    """The configuration of the choice's command line, as `python -m minipar.train` makes it."""
+    config = config_for(f"{command_line(choice, directory)} {more}")
     return with_shape(config, load_config(directory)) if choice["init_from"] else config
 
 
-def plain(choice):
+def plain(choice, text=TEXT.ids):
     """What the plain loop gives: (parameters, losses and norms). With --init-from too its model is made, not loaded."""
     options = {"dtype": choice["dtype"], "dropout": choice["dropout"], "recompute": choice["recompute"] == "full"}
     if choice["init_from"]:
@@ -88,7 +96,7 @@ def plain(choice):
         model = GPT(GPTConfig(11, 8, 12, 2, 3), seed=choice["seed"], **options)
     names = {field.name for field in dataclasses.fields(Recipe)} & set(choice)
     recipe = Recipe(steps=STEPS, seq_len=8, **{name: choice[name] for name in names})
-    results = train(model, TEXT.ids, recipe)
+    results = train(model, text, recipe)
     return bits(model.state_dict()), results
 
 
@@ -236,3 +244,21 @@ IGNORED = {
 def test_a_flag_that_the_trainer_ignores_is_found(flag, directory):
     choices = enumerate(covering())
     assert any(trained(configuration(c, directory), IGNORED[flag]) != expected(number) for number, c in choices)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1, len(covering()) - 1])
+def test_the_program_writes_what_the_plain_loop_gives(number, directory, tmp_path, monkeypatch):
+    """What `--metrics` and `--export` write. `--eval-every` holds back the last tenth of the text."""
+    (tmp_path / "text").write_bytes(TEXT.ids.tobytes())
+    flags = f"--data {tmp_path}/text --metrics {tmp_path}/metrics --export {tmp_path}/model --eval-every 2"
+    choice = covering()[number]
+    monkeypatch.setattr(sys, "argv", ["minipar.train", *command_line(choice, directory).split(), *flags.split()])
+    with np.errstate():  # the program changes the process's settings
+        assert program.run(serial()) == 0
+    state, results = plain(choice, TEXT.ids[: -(len(TEXT.ids) // 10)])
+    lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == results
+    assert bits(load_gpt2(tmp_path / "model", choice["dtype"]).state_dict()) == state
