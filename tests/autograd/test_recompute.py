@@ -1,0 +1,26 @@
+"""Claims about recompute: a block's gradients are those of the block, also if its input needs none."""
+
+import numpy as np
+import pytest
+
+from minipar.autograd import Tensor, checkpoint, linear
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_parameters_get_their_gradients_whatever_the_input_needs(needs):
+    """NB: the first block's input needs none where the embedding is frozen, or where the input is an array of data."""
+    draw = np.random.Generator(np.random.Philox(3)).standard_normal
+    arrays = [draw((3, 4)), draw((4, 5)), draw((5, 2))]
+    gradients = []
+    for recompute in (False, True):
+        x, w1, w2 = Tensor(arrays[0], needs), *(Tensor(each, True) for each in arrays[1:])
+
+        def block(x, w1=w1, w2=w2):
+            return linear(linear(x, w1).tanh(), w2)
+
+        y = checkpoint(block, x, parameters=[w1, w2]) if recompute else block(x)
+        y.sum().backward()
+        gradients.append([None if each.grad is None else each.grad.tobytes() for each in (x, w1, w2)])
+    plain, recomputed = gradients
+    assert (plain[0] is not None) == needs and None not in plain[1:]
+    assert recomputed == plain

@@ -1,0 +1,264 @@
+"""Claims about the Trainer on one device: it trains what a plain loop trains, with every flag that decides a step.
+
+`--verify` cannot see a flag that the Trainer ignores, because the Trainer is on both of its sides.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+from plain_loop import Recipe, train
+from training import bits, config_for, reports, trainer_for
+
+from minipar.comm import serial
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2, load_config, load_gpt2
+from minipar.train import __main__ as program
+from minipar.train import trainer as trainer_module
+from minipar.train.config import with_shape, with_values
+from minipar.train.data import Tokens
+from minipar.train.trainer import Trainer
+
+STEPS = 5
+SHAPE = "--layers 2 --hidden 12 --heads 3 --vocab-size 11"
+START = GPTConfig(11, n_positions=16, n_embd=12, n_layer=2, n_head=3, layer_norm_epsilon=1e-2)  # of --init-from
+# So short that sequential samples wrap round it.
+TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 11, 157).astype(np.uint8), "random text", 11)
+
+AXES = {
+    "lr": [1e-3, 0.02],
+    "lr_schedule": ["constant", "cosine"],
+    "warmup_steps": [0, 2],
+    "betas": [(0.9, 0.999), (0.7, 0.95)],
+    "eps": [1e-8, 1e-3],
+    "weight_decay": [0.01, 0.5],
+    "dropout": [0.0, 0.2],
+    "clip_grad": [0.0, 0.1],
+    "order": ["random", "sequential"],
+    "seed": [0, 2**63 + 7],
+    "global_batch": [6, 12],
+    "microbatches": [1, 2, 3],
+    "dtype": ["float32", "float64"],
+    "recompute": ["none", "full"],
+    "init_from": [False, True],
+}
+
+
+def pairs(choice):
+    return set(itertools.combinations([(axis, choice[axis]) for axis in AXES if axis in choice], 2))
+
+
+@cache
+def covering():
+    """Choices of a value of each axis in which every pair of values of two axes occurs. Greedy and without chance."""
+    items = [[(axis, value) for value in values] for axis, values in AXES.items()]
+    missing = dict.fromkeys(pair for a, b in itertools.combinations(items, 2) for pair in itertools.product(a, b))
+    choices = []
+    while missing:
+        choice = dict(next(iter(missing)))
+        for axis in AXES:
+            if axis not in choice:
+                covered = [sum(pair in missing for pair in pairs({**choice, axis: value})) for value in AXES[axis]]
+                choice[axis] = AXES[axis][int(np.argmax(covered))]
+        for pair in pairs(choice):
+            missing.pop(pair, None)
+        choices.append(choice)
+    return choices
+
+
+def command_line(choice, directory) -> str:
+    words = [f"--seq-len 8 --steps {STEPS}", f"--init-from {directory}" if choice["init_from"] else SHAPE]
+    for name, value in choice.items():
+        if name != "init_from":
+            words.append(f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}")
+    return " ".join(words)
+
+
+def configuration(choice, directory, more: str = ""):
+    """The configuration of the choice's command line, as `python -m minipar.train` makes it."""
+    config = config_for(f"{command_line(choice, directory)} {more}")
+    return with_shape(config, load_config(directory)) if choice["init_from"] else config
+
+
+def plain(choice, text=TEXT.ids):
+    """What the plain loop gives: (parameters, losses and norms). With --init-from too its model is made, not loaded."""
+    options = {"dtype": choice["dtype"], "dropout": choice["dropout"], "recompute": choice["recompute"] == "full"}
+    if choice["init_from"]:
+        model = GPT(START, **options)
+        for name, values in start().items():
+            dict(model.named_parameters())[name].data[...] = values
+    else:
+        model = GPT(GPTConfig(11, 8, 12, 2, 3), seed=choice["seed"], **options)
+    names = {field.name for field in dataclasses.fields(Recipe)} & set(choice)
+    recipe = Recipe(steps=STEPS, seq_len=8, **{name: choice[name] for name in names})
+    results = train(model, text, recipe)
+    return bits(model.state_dict()), results
+
+
+@cache
+def expected(number):
+    return plain(covering()[number])
+
+
+@cache
+def start():
+    """The values in the directory of --init-from: ten times the usual, so that LayerNorm's epsilon matters."""
+    return {name: 10 * values for name, values in GPT(START, seed=3).state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    export_gpt2(GPT(START), folder, start())
+    return folder
+
+
+def trained(config, kind=Trainer):
+    """What the Trainer gives on one device: (parameters, losses and norms)."""
+    trainer = trainer_for(config, TEXT, kind=kind)
+    results = reports(trainer.train())
+    return bits(trainer.state_dict()), results
+
+
+def test_the_choice_covers_every_pair_of_flags():
+    covered = set().union(*map(pairs, covering()))
+    assert len(covered) == sum(len(a) * len(b) for a, b in itertools.combinations(AXES.values(), 2))
+
+
+@pytest.mark.parametrize("number", range(len(covering())))
+def test_the_trainer_is_the_plain_loop_bit_for_bit(number, directory):
+    assert trained(configuration(covering()[number], directory)) == expected(number)
+
+
+# ---- the rate after a resume -----------------------------------------------------------------------------------------
+
+
+def resumed(choice, directory, folder):
+    """What a run gives that is saved after 3 steps and continued by another Trainer."""
+    config = configuration(choice, directory, f"--save {folder}")
+    first = trainer_for(config, TEXT)
+    results = [first.step(step) for step in range(3)]
+    first.save(folder, 3)
+    state, rest = trained(configuration(choice, directory, f"--resume {folder}"))
+    return state, reports(results) + rest
+
+
+@pytest.fixture
+def without_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+RESUMED = [
+    dict(covering()[0], init_from=False, lr_schedule=schedule, warmup_steps=warmup)
+    for schedule, warmup in (("cosine", 0), ("constant", 4))
+]
+
+
+@pytest.mark.parametrize("choice", RESUMED, ids=["cosine", "warmup"])
+def test_a_resumed_run_is_the_plain_loop_too(choice, directory, tmp_path, without_waiting_for_the_disk):
+    assert resumed(choice, directory, tmp_path) == plain(choice)
+
+
+@pytest.mark.parametrize("choice", RESUMED, ids=["cosine", "warmup"])
+def test_a_rate_that_starts_again_after_a_resume_is_found(
+    choice, directory, tmp_path, monkeypatch, without_waiting_for_the_disk
+):
+    """The rate alone: AdamW's own count of steps is the checkpoint's."""
+    rate, calls = trainer_module.learning_rate, iter([0, 1, 2, 0, 1])
+    monkeypatch.setattr(trainer_module, "learning_rate", lambda step, **settings: rate(next(calls), **settings))
+    assert resumed(choice, directory, tmp_path) != plain(choice)
+
+
+# ---- flags that are ignored ------------------------------------------------------------------------------------------
+
+
+def ignores(**values) -> type[Trainer]:
+    """Return a Trainer for which these fields have these values whatever the flags are."""
+
+    class Ignores(Trainer):
+        def __init__(self, config, *others):
+            super().__init__(with_values(config, {name.replace("__", "."): v for name, v in values.items()}), *others)
+
+    return Ignores
+
+
+class WeightsOfSeed0(Trainer):
+    def __init__(self, config, *others):
+        super().__init__(with_values(config, {"run.seed": 0}), *others)
+        self.config, self.batches.seed = config, config.run.seed
+
+
+class TextOfSeed0(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.batches.seed = 0
+
+
+class MasksOfSeed0(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.config = with_values(self.config, {"run.seed": 0})
+
+
+class LoadsWithoutDropout(Trainer):
+    def __init__(self, config, *others):
+        lost = {} if config.model.init_from is None else {"optimizer.dropout": 0.0}
+        super().__init__(with_values(config, lost), *others)
+
+
+class BiasesDecay(Trainer):
+    def __init__(self, *args):
+        super().__init__(*args)
+        for p in self.ddp.parameters():
+            p.decays = True
+
+
+IGNORED = {
+    "--lr": ignores(optimizer__lr=1e-3),
+    "--lr-schedule": ignores(optimizer__lr_schedule="constant"),
+    "--warmup-steps": ignores(optimizer__warmup_steps=0),
+    "--betas": ignores(optimizer__betas=(0.9, 0.999)),
+    "--eps": ignores(optimizer__eps=1e-8),
+    "--weight-decay": ignores(optimizer__weight_decay=0.01),
+    "--weight-decay of biases too": BiasesDecay,
+    "--dropout": ignores(optimizer__dropout=0.0),
+    "--dropout with --init-from": LoadsWithoutDropout,
+    "--clip-grad": ignores(optimizer__clip_grad=0.0),
+    "--order": ignores(data__order="random"),
+    "--seed": ignores(run__seed=0),
+    "--seed of the weights": WeightsOfSeed0,
+    "--seed of the text": TextOfSeed0,
+    "--seed of the masks": MasksOfSeed0,
+    "--microbatches": ignores(data__microbatches=1),
+    "--dtype": ignores(run__dtype="float32"),
+    "--init-from": ignores(model__init_from=None),
+}
+
+
+@pytest.mark.parametrize("flag", IGNORED)
+def test_a_flag_that_the_trainer_ignores_is_found(flag, directory):
+    choices = enumerate(covering())
+    assert any(trained(configuration(c, directory), IGNORED[flag]) != expected(number) for number, c in choices)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1, len(covering()) - 1])
+def test_the_program_writes_what_the_plain_loop_gives(number, directory, tmp_path, monkeypatch):
+    """What `--metrics` and `--export` write. `--eval-every` holds back the last tenth of the text."""
+    (tmp_path / "text").write_bytes(TEXT.ids.tobytes())
+    flags = f"--data {tmp_path}/text --metrics {tmp_path}/metrics --export {tmp_path}/model --eval-every 2"
+    choice = covering()[number]
+    monkeypatch.setattr(sys, "argv", ["minipar.train", *command_line(choice, directory).split(), *flags.split()])
+    with np.errstate():  # the program changes the process's settings
+        assert program.run(serial()) == 0
+    state, results = plain(choice, TEXT.ids[: -(len(TEXT.ids) // 10)])
+    lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == results
+    assert bits(load_gpt2(tmp_path / "model", choice["dtype"]).state_dict()) == state
