@@ -5,18 +5,23 @@ norm before clipping, every gradient before clipping, and every parameter after 
 the norm is also in the parameters.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training import config_for, on_each_rank
 
 from minipar.nn import GPT, GPTConfig
@@ -30,7 +35,7 @@ VOCAB, LENGTH, HIDDEN, HEADS, BATCH, STEPS = 64, 8, 32, 4, 8, 3
 # A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/tensor_cases.py.
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "clip": 0.25}
 TEXT = Tokens(np.random.Generator(np.random.Philox(41)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
-DEADLINE = 200  # seconds, for all cases of one number of processes
+DEADLINE = 400  # seconds, for all cases together
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Case:
     flags: str
     processes: int
     microbatches: int = 1
-    layers: int = 4
+    layers: int = 2
     heads: int = HEADS
 
     @property
@@ -57,8 +62,8 @@ CASES = [
     *[Case("tensor", f"--tp {n}", n) for n in (2, 4)],
     *[Case("tensor-sequence", f"--tp {n} --sequence-parallel", n) for n in (2, 4)],
     Case("fully-shard-tensor-sequence", "--dp 2 --tp 2 --zero-stage 3 --sequence-parallel", 4, 2),
-    *[Case(name, f"--pp {n} --schedule {name}", n, 4) for n in (2, 4) for name in ("gpipe", "1f1b", "zb-h1")],
-    # Two stages on each process: 8 of them need 8 layers.
+    *[Case(name, f"--pp {n} --schedule {name}", n, 4, n) for n in (2, 4) for name in ("gpipe", "1f1b", "zb-h1")],
+    # Two stages on each process.
     *[Case(name, f"--pp {n} --schedule {name}", n, 4, 2 * n) for n in (2, 4) for name in ("interleaved-1f1b", "zbv")],
 ]
 
@@ -129,76 +134,45 @@ def minipar_steps(flags: str, microbatches: int, weights: Path) -> list[dict]:
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 
-class TorchProcesses:
-    """The processes of torch, which train all cases of their number one after another."""
-
-    def __init__(self, processes: int, cases: list[Case], start: Path, folder: Path) -> None:
-        self.processes, self.folder = processes, folder
-        batches = Batches(TEXT, seq_len=LENGTH, global_batch=BATCH, order="sequential", seed=0)
-        inputs, targets = zip(*(batches.batch(step, range(BATCH)) for step in range(STEPS)), strict=True)
-        np.savez(folder / "batches.npz", inputs=inputs, targets=targets)
-        job = {"settings": SETTINGS, "cases": [{"name": case.name} | asdict(case) for case in cases]}
-        (folder / "job.json").write_text(json.dumps(job))
-        for weights in start.glob("*.npz"):
-            (folder / weights.name).symlink_to(weights)
-        self.errors = self.run()
-
-    def run(self) -> str:
-        """Wait for all processes; end them, by their process groups, if one fails or at the deadline. Return stderr."""
-        program = [sys.executable, str(Path(__file__).with_name("torch_ranks.py"))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        logs = [self.folder / f"stderr.{rank}" for rank in range(self.processes)]
-        ranks = []
-        try:
-            for rank, log in enumerate(logs):
-                with open(log, "wb") as stderr:
-                    arguments = [str(rank), str(self.processes), str(self.folder)]
-                    ranks.append(
-                        subprocess.Popen(
-                            [*program, *arguments], env=environment, stdin=subprocess.DEVNULL, stderr=stderr,
-                            start_new_session=True,
-                        )
-                    )  # fmt: skip
-            deadline = time.monotonic() + DEADLINE
-            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-                if any(rank.returncode for rank in ranks):
-                    time.sleep(1)  # the others may be about to say why
-                    break
-                time.sleep(0.05)
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    os.killpg(rank.pid, signal.SIGKILL)
-                    rank.wait()
-        return "\n".join(
-            f"--- process {i}, exit code {p.returncode}\n{logs[i].read_text()}" for i, p in enumerate(ranks)
-        )
-
-    def steps(self, case: Case) -> list[list[dict]]:
-        """Return loss, norm, gradients and parameters of each step, of each process."""
-        results = []
-        for rank in range(self.processes):
-            file = self.folder / f"{case.name}.{rank}.npz"
-            assert file.exists(), f"process {rank} did not finish {case.name}\n{self.errors}"
-            arrays = np.load(file)
-            split = [key.split("/", 1) for key in arrays.files]
-            results.append(
-                [{name: arrays[f"{s}/{name}"] for step, name in split if int(step) == s} for s in range(STEPS)]
-            )
-        return results
-
-
 @pytest.fixture(scope="module")
-def torch_processes(request, start, tmp_path_factory):
-    """Return the processes of a number; they run once, the cases that pytest was asked for."""
+def torch_folder(request, start, tmp_path_factory):
+    """The folder with the results of torch's processes, which run once, and only the cases that pytest was asked for.
+
+    The processes are one process group, which is killed at the deadline.
+    """
+    folder = tmp_path_factory.mktemp("torch")
     wanted = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    cases = [{"name": case.name} | asdict(case) for case in CASES if case in wanted]
+    (folder / "job.json").write_text(json.dumps({"settings": SETTINGS, "cases": cases}))
+    batches = Batches(TEXT, seq_len=LENGTH, global_batch=BATCH, order="sequential", seed=0)
+    inputs, targets = zip(*(batches.batch(step, range(BATCH)) for step in range(STEPS)), strict=True)
+    np.savez(folder / "batches.npz", inputs=inputs, targets=targets)
+    for weights in start.glob("*.npz"):
+        (folder / weights.name).symlink_to(weights)
+    command = [sys.executable, str(Path(__file__).with_name("torch_ranks.py")), str(folder)]
+    with open(folder / "stderr", "wb") as stderr:
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+        try:
+            job.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            stderr.write(f"torch's processes did not end in {DEADLINE} s".encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    return folder
 
-    @cache
-    def of(processes: int) -> TorchProcesses:
-        cases = [case for case in CASES if case.processes == processes and case in wanted]
-        return TorchProcesses(processes, cases, start, tmp_path_factory.mktemp(f"torch{processes}"))
 
-    return of
+def torch_steps(case: Case, folder: Path) -> list[list[dict]]:
+    """Return loss, norm, gradients and parameters of each step, of each process."""
+    results = []
+    for rank in range(case.processes):
+        file = folder / f"{case.name}.{rank}.npz"
+        assert file.exists(), f"process {rank} did not finish {case.name}\n{(folder / 'stderr').read_text()}"
+        arrays = np.load(file)
+        split = [key.split("/", 1) for key in arrays.files]
+        results.append([{name: arrays[f"{s}/{name}"] for step, name in split if int(step) == s} for s in range(STEPS)])
+    return results
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -223,8 +197,46 @@ def differences(ours: list[dict], theirs: list[list[dict]]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_torchs_own_strategy_gives_minipars_values(case, start, torch_processes):
+def test_torchs_own_strategy_gives_minipars_values(case, start, torch_folder):
     ours = minipar_steps(case.flags, case.microbatches, start / f"{case.layers}")
     assert all(step["norm"] > SETTINGS["clip"] for step in ours), "clipping did not happen"
-    wrong = differences(ours, torch_processes(case.processes).steps(case))
+    wrong = differences(ours, torch_steps(case, torch_folder))
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_doubled_gradient_is_a_difference(start):
+    ours = minipar_steps("--dp 2", 1, start / "2")
+    assert differences(ours, [ours, ours]) == []
+    name = "gradient/h.1.mlp.c_fc.bias"
+    theirs = [ours[0] | {name: 2 * ours[0][name]}, *ours[1:]]
+    assert differences(ours, [ours, theirs]) == [f"step 0: {name} of process 1 by 1"]
+    without = [{key: step[key] for key in step if key != name} for step in ours]
+    assert differences(ours, [without, without]) == [f"step {s}: no process has {name}" for s in range(STEPS)]
+
+
+# ---- what torch cannot do, and torch_ranks.py does itself ------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of one process, this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_torchs_clipping_refuses_a_mixture_with_dtensors(mesh):
+    """Tensor parallelism without SequenceParallel leaves plain LayerNorms."""
+    plain = torch.nn.Parameter(torch.ones(3))
+    parallel = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+    for parameter in (plain, parallel):
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch.nn.utils.clip_grad_norm_([plain, parallel], 1.0)
+
+
+def test_torchs_parallelize_module_separates_tied_weights(mesh):
+    model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4, bias=False)})
+    model["head"].weight = model["wte"].weight
+    parallelize_module(model, mesh, {"wte": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()})
+    assert model["head"].weight is not model["wte"].weight

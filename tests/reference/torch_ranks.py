@@ -1,4 +1,4 @@
-"""One process of torch's distributed training: python torch_ranks.py RANK PROCESSES FOLDER, which the tests start.
+"""torch's distributed training, on as many processes as each case has: python torch_ranks.py FOLDER, which tests start.
 
 FOLDER/job.json lists the cases and the settings that they share. A case names one of STRATEGIES. FOLDER/LAYERS.npz has
 its weights, and FOLDER/batches.npz the tokens of each step. After each case the process writes FOLDER/CASE.RANK.npz: of
@@ -7,9 +7,9 @@ the values after the step, under minipar's names.
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch_gpt import GPT, layers_of, mean_loss, minipar_name, to_minipar
@@ -65,37 +66,32 @@ class Program:
 # ---- data parallelism ------------------------------------------------------------------------------------------------
 
 
-def accumulate(model, sync: Callable[[bool], None], microbatches: int, mesh: DeviceMesh, x, y) -> float:
+def accumulate(model, no_sync: Callable[[], Any], microbatches: int, mesh: DeviceMesh, x, y) -> float:
     """Run forward and backward of this process's microbatches and return the mean loss of all processes.
 
-    `sync(False)` makes the following backward passes accumulate only.
+    All microbatches but the last run inside `no_sync()`.
     """
     shares = [array.chunk(mesh.size())[mesh.get_local_rank()].chunk(microbatches) for array in (x, y)]
     total = torch.zeros((), dtype=torch.float64)
     for i, (inputs, targets) in enumerate(zip(*shares, strict=True)):
-        sync(i == microbatches - 1)
-        loss = mean_loss(model(inputs), targets) / microbatches
-        loss.backward()
+        with no_sync() if i < microbatches - 1 else nullcontext():
+            loss = mean_loss(model(inputs), targets) / microbatches
+            loss.backward()
         total += whole(loss).detach()
     dist.all_reduce(total, group=mesh.get_group())
     return total.item() / mesh.size()
 
 
 def data_parallel(case, weights, optimizer=torch.optim.AdamW) -> Program:
-    """The strategy DistributedDataParallel."""
+    """Apply DistributedDataParallel."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = GPT(weights, case["heads"])
     ddp = DistributedDataParallel(model, device_mesh=mesh)
-
-    def sync(on: bool) -> None:
-        ddp.require_backward_grad_sync = on  # as `no_sync` sets it
-
-    return Program([model], partial(accumulate, ddp, sync, case["microbatches"], mesh), optimizer=optimizer)
+    return Program([model], partial(accumulate, ddp, ddp.no_sync, case["microbatches"], mesh), optimizer=optimizer)
 
 
 def zero_redundancy(case, weights) -> Program:
-    """DistributedDataParallel with ZeroRedundancyOptimizer, which is ZeRO stage 1."""
-
+    """Apply DistributedDataParallel with ZeroRedundancyOptimizer, which is ZeRO stage 1."""
     return data_parallel(case, weights, partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW))
 
 
@@ -106,11 +102,19 @@ def shard_blocks(model: GPT, mesh: DeviceMesh, reshard: bool = True) -> GPT:
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
+@contextmanager
+def reductions_off(model):
+    """Keep gradients without a reduction inside the block; `fully_shard` has no `no_sync`."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
 def fully_sharded(case, weights, reshard: bool = True) -> Program:
-    """The strategy `fully_shard`; all microbatches but the last keep their gradients without a reduction."""
+    """Apply `fully_shard`: ZeRO stage 3, or with `reshard=False`, which keeps gathered parameters, stage 2."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = shard_blocks(GPT(weights, case["heads"]), mesh, reshard)
-    return Program([model], partial(accumulate, model, model.set_requires_gradient_sync, case["microbatches"], mesh))
+    return Program([model], partial(accumulate, model, partial(reductions_off, model), case["microbatches"], mesh))
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
@@ -136,12 +140,12 @@ def split(model: GPT, mesh: DeviceMesh, sequence: bool) -> GPT:
         "head": columns(output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, plan | ({"ln_f": SequenceParallel()} if sequence else {}))
-    model.tie()  # each plan made a parameter of its own; both hold the same rows
+    model.tie()  # parallelize_module has made two parameters of the tied one; both hold the same rows
     return model
 
 
 def tensor_parallel(case, weights, sequence: bool = False) -> Program:
-    """Tensor parallelism; the loss is that of the parts of the vocabulary (`loss_parallel`)."""
+    """Apply tensor parallelism; the loss is that of the parts of the vocabulary (`loss_parallel`)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = split(GPT(weights, case["heads"]), mesh, sequence)
 
@@ -155,10 +159,10 @@ def tensor_parallel(case, weights, sequence: bool = False) -> Program:
 
 
 def fully_sharded_and_split(case, weights) -> Program:
-    """`fully_shard` over pairs of processes, each of which splits the layers between two, with SequenceParallel."""
+    """Apply `fully_shard` over pairs of processes; each pair splits the layers, with SequenceParallel."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model = shard_blocks(split(GPT(weights, case["heads"]), mesh["tp"], True), mesh["dp"])
-    step = partial(accumulate, model, model.set_requires_gradient_sync, case["microbatches"], mesh["dp"])
+    step = partial(accumulate, model, partial(reductions_off, model), case["microbatches"], mesh["dp"])
 
     def backward(x, y):
         with loss_parallel():
@@ -171,10 +175,10 @@ def fully_sharded_and_split(case, weights) -> Program:
 
 
 def pipeline(case, weights, kind, per_rank: int = 1) -> Program:
-    """A schedule of torch.distributed.pipelining, with as many blocks on each stage.
+    """Run a schedule of torch.distributed.pipelining, with as many blocks on each stage.
 
-    It has no tied weights: the first stage has the token embedding and the last a copy for the head, and their
-    gradients are added before the step, as in Megatron-LM.
+    torch.distributed.pipelining has no tied weights: the first stage has the token embedding and the last a copy for
+    the head. Their gradients are added here before the step, as Megatron-LM does.
     """
     rank, processes = dist.get_rank(), dist.get_world_size()
     stages = processes * per_rank
@@ -230,6 +234,7 @@ STRATEGIES = {
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values of a tensor, of which a DTensor's process may hold a part; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -285,23 +290,31 @@ def train(program: Program, batches, settings) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    rank, processes, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def run_cases(rank: int, processes: int, folder: Path, cases, settings) -> None:
+    """Train, as one process of a group, the cases one after another."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), processes)
+    store = dist.FileStore(str(folder / f"store-{processes}"), processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=LIMIT)
-    job = json.loads((folder / "job.json").read_text())
     tokens = np.load(folder / "batches.npz")
     batches = [(torch.tensor(x), torch.tensor(y)) for x, y in zip(tokens["inputs"], tokens["targets"], strict=True)]
-    for case in job["cases"]:
-        print("case", case["name"], file=sys.stderr, flush=True)
+    for case in cases:
+        print(f"process {rank}: {case['name']}", file=sys.stderr, flush=True)
         weights = dict(np.load(folder / f"{case['layers']}.npz"))
-        result = train(STRATEGIES[case["strategy"]](case, weights), batches, job["settings"])
+        result = train(STRATEGIES[case["strategy"]](case, weights), batches, settings)
         np.savez(folder / f"{case['name']}.{rank}.npz", **result)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def main() -> None:
+    """Run the cases of each number of processes; the first error of a process ends all of them and is printed."""
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text())
+    for processes in sorted({case["processes"] for case in job["cases"]}):
+        cases = [case for case in job["cases"] if case["processes"] == processes]
+        arguments = (processes, folder, cases, job["settings"])
+        start_processes(run_cases, arguments, processes, start_method="fork")  # torch is imported once
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main()
