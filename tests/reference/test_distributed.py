@@ -1,8 +1,8 @@
 """Against PyTorch's own distributed training: the same GPT, tokens and AdamW, one and three steps, 2 and 4 processes.
 
 torch's processes talk over gloo; minipar's ranks are threads. Of every step these are compared: the loss, the gradient
-norm before clipping, every gradient before clipping, and every parameter after the update. minipar clips too, so that
-the norm is also in the parameters.
+norm before clipping, every gradient before clipping, and every parameter after the update. Both sides clip, so
+that the norm is also in the parameters.
 """
 
 import contextlib
