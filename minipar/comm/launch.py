@@ -161,15 +161,14 @@ def _start_mpi() -> None:
 
 
 def _watch(ranks: int, started: threading.Event) -> None:
-    """End this process if one of this host's ranks has ended before MPI has started; the lowest one left says so."""
+    """End this process, and so the job, if a rank of this host ended before MPI started. The lowest one left is first."""
     me, place = (int(os.environ.get(name, "0")) for name in ("PMI_RANK", "MPI_LOCALRANKID"))
     everyone = set(range(me - place, me - place + ranks))
     while ranks > 1 and not started.wait(LOOK_SECONDS):
         alive = _ranks_alive()
-        if alive and (ended := everyone - alive) and not started.wait(LOOK_SECONDS):
-            if me == min(alive):
-                who = f"rank {', '.join(map(str, sorted(ended)))}"
-                print(f"minipar: {who} has ended before MPI started", file=sys.stderr, flush=True)
+        ended = ", ".join(map(str, sorted(everyone - alive))) if alive else ""
+        if ended and not started.wait(LOOK_SECONDS if me == min(alive) else 8 * LOOK_SECONDS):
+            print(f"minipar: rank {ended} has ended before MPI started", file=sys.stderr, flush=True)
             os._exit(1)
 
 
