@@ -161,7 +161,7 @@ def _start_mpi() -> None:
 
 
 def _watch(ranks: int, started: threading.Event) -> None:
-    """End this process, and so the job, if a rank of this host ended before MPI started. The lowest one left is first."""
+    """End this process, and so the job, if a rank of this host ended before MPI started. The lowest one says so."""
     me, place = (int(os.environ.get(name, "0")) for name in ("PMI_RANK", "MPI_LOCALRANKID"))
     everyone = set(range(me - place, me - place + ranks))
     while ranks > 1 and not started.wait(LOOK_SECONDS):
