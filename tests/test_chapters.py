@@ -111,10 +111,10 @@ def test_the_chapters_are_found():
     assert {path.stem for path in (ROOT / "chapters").glob("*.ipynb")} == {chapter.stem for chapter in CHAPTERS}
 
 
-# `make test` runs chapter 0 on eight ranks and chapters 1 to 3 on three. `make reference` runs the rest, which take up
-# to two minutes each, and all notebooks.
+# `make test` runs chapter 0 on eight ranks and chapter 1 on three. `make reference` runs the rest, which take up to two
+# minutes each, and all notebooks.
 RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 8)]
-SHORT = {("00_in_one_file", 8), ("01_autograd", 3), ("02_gpt", 3), ("03_collectives", 3)}
+SHORT = {("00_in_one_file", 8), ("01_autograd", 3)}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ docs/examples/README
 
 docs/*
 CONTRIBUTING
+SECURITY
 ```
 """
 
@@ -43,6 +44,7 @@ root_doc = "README"
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "chapters/[0-9]*.ipynb",
     "chapters/exercises/README.md",
     "docs/*.md",

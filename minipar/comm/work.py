@@ -86,7 +86,7 @@ class Engine:
     def close(self) -> None:
         """Report the asynchronous operations whose `wait` was never called, at the end of the program."""
         for work, line in self.unwaited.items():
-            print(f"minipar: {work.title()}, issued at {line}: never waited for", file=sys.stderr, flush=True)
+            sys.stderr.write(f"minipar: {work.title()}, issued at {line}: never waited for\n")
         self.unwaited.clear()
 
     def progress(self, but: "Stream | None" = None) -> None:

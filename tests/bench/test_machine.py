@@ -78,7 +78,7 @@ def test_amounts_that_tensor_and_sequence_parallelism_divide():
 # ---- the subcommands -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_machine_gives_constants_pieces_and_messages(ranks):
     rows = bench(ranks, "machine", *SMALL.split())
     constants = {row["name"]: row["value"] for row in rows if row["row"] == "constant"}

@@ -75,7 +75,9 @@ def gradient_of_all_ranks(size):
 
 @pytest.mark.parametrize("clip", [0, 1])
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "size", [2, 3, pytest.param(5, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
+)
 def test_all_stages_train_the_same_bits_for_20_steps(size, reduction, clip):
     flags = f"--global-batch {size} --steps 20 --reduction {reduction} --clip-grad {clip} --zero-stage"
     state, steps = train(size, f"{flags} 0")

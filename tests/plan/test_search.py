@@ -102,8 +102,8 @@ def test_plans_fit_and_are_sorted_by_the_simulators_time(monkeypatch):
     # Not by the closed form's time, which chose them: here the simulator finds the first one the slowest.
     real = search.judge
 
-    def backwards(*given):
-        judged = real(*given)
+    def backwards(*given, **options):
+        judged = real(*given, **options)
         return replace(judged, time=StepTime(1 / judged.time.total, 0, 0, 0, 0, 0, True))
 
     monkeypatch.setattr(search, "judge", backwards)

@@ -127,11 +127,14 @@ main(lambda comm: check_all(comm, {combinations!r}))
     assert [line.split()[0] for line in lines] == ["equal"] * len(combinations)
 
 
-@pytest.mark.parametrize("ranks", JOBS)
+@pytest.mark.parametrize(
+    "ranks", [ranks if ranks < 4 else pytest.param(ranks, marks=pytest.mark.long) for ranks in JOBS]
+)
 def test_the_same_check_passes_under_mpirun(ranks):
     run_job(ranks, chosen(ranks, JOBS[ranks]))
 
 
+@pytest.mark.long
 def test_the_textbooks_16_ranks_under_mpirun():
     run_job(16, [TEXTBOOK])
 
@@ -148,6 +151,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_proves_it(name):
     ranks, flags, how = COMMANDS[name]

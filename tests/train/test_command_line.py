@@ -29,7 +29,7 @@ def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order():
     assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (120,576 numbers), losses and")
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.long) for each in "12"), "3"])
 def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage):
     result = run_mpi(8, [*TRAIN, *ZERO, "--zero-stage", stage], timeout=60)
     assert result.returncode == 0, result.stderr

@@ -48,7 +48,10 @@ def train(comm, flags, directory=None, resume=False):
     return reports(results), trainer.state_dict(), verify(trainer, results, tokens)
 
 
-@pytest.mark.parametrize(("ranks", "flags"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [pytest.param(*case, marks=pytest.mark.long) if "--pp" in case[1] else case for case in CASES[:-1]] + CASES[-1:],
+)
 def test_every_layout_trains_on_a_device(device, ranks, flags):
     outcomes = run_local(ranks, train, flags)
     with backend.using(np):

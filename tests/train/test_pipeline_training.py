@@ -51,7 +51,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("size", "flags"), CASES)
+@pytest.mark.parametrize(
+    ("size", "flags"), [pytest.param(*case, marks=pytest.mark.long) if case[0] == 8 else case for case in CASES]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_trains_one_devices_bits(schedule, size, flags):
     pp = int(flags.split()[1])
@@ -67,6 +69,7 @@ def test_any_number_of_microbatches(schedule, microbatches):
     assert_one_devices_bits(3, flags)
 
 
+@pytest.mark.long
 def test_eight_stages_and_uneven_ones():
     assert_one_devices_bits(8, "--pp 8 --microbatches 3 --global-batch 3 --schedule 1f1b")
     assert_one_devices_bits(8, "--pp 8 --microbatches 8 --global-batch 8 --schedule zb-h2 --layers 11 --dropout 0.1")
@@ -145,7 +148,9 @@ def test_a_part_is_one_stages_and_the_embedding_the_firsts():
     assert [absent for _, absent in owned] == [False, True, True]  # what a rank does not have, it does not hold
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(each, marks=pytest.mark.long) for each in ("1f1b", "interleaved-1f1b")), "zbv"]
+)
 def test_the_command_line_proves_it_on_eight_ranks(schedule):
     flags = f"{SHAPE} --pp 4 --dp 2 --schedule {schedule} --microbatches 8 --global-batch 16 --clip-grad 1 --verify"
     result = run_mpi(8, ["-m", "minipar.train", *flags.split()], timeout=120)
