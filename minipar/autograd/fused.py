@@ -80,8 +80,9 @@ class _Embedding(Function):
                 out = xp.empty(shape, dtype=rows.dtype)
             out[...] = 0
             order = xp.argsort(index, kind="stable")
-            present, starts = xp.unique(index[order], return_index=True)
-            out[present] = xp.add.reduceat(rows[order], starts, axis=0)
+            ordered = index[order]
+            starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # of each token
+            out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
             return out
 
         return LazyGradient(scatter), None

@@ -43,7 +43,7 @@ GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
 ALGORITHMS = {op: (*algorithms, "mpi") for op, algorithms in GENERATORS.items()}
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
-NOTHING = np.empty(0, np.uint8)
+NOTHING = np.empty(0, np.uint8)  # sent where a tag says all
 
 SMALL = {"all_reduce": "recursive_doubling", "reduce_scatter": "recursive_halving", "all_gather": "recursive_doubling"}
 LARGE = {
@@ -233,7 +233,8 @@ class Communicator:
         bounds = list(pairwise([0, *stops]))
         everything = np.empty(stops[-1], np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
-        self._control(gathers.ring_all_gather, everything, bounds)
+        if stops[-1]:
+            self._control(gathers.ring_all_gather, everything, bounds)
         return [everything[start:stop].tobytes() for start, stop in bounds]
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:

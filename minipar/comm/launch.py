@@ -29,7 +29,7 @@ LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 SHARED = Path("/dev/shm")
-LOOK_SECONDS = 1.0  # between two looks at the other ranks of this host, while MPI starts
+WATCH_SECONDS = 1.0  # between two looks at the other ranks of this host, while MPI starts
 BYTES_OF_HOST, BYTES_OF_RANK = 12_000_000, 5_000_000  # of shared memory, measured with MPICH 5
 MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
@@ -94,7 +94,7 @@ def main(fn: Callable[[Communicator], object], clock: str | None = None) -> NoRe
 
 
 def world(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
-    """Return the communicator of all ranks, those of mpirun or this process alone, and set the process up as a rank.
+    """Return the communicator of all ranks, those of mpirun or this process alone. Collective; sets up this process.
 
     From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the whole job. UsageError
     if a launcher started several ranks but MPI is not installed, has one rank, or is another MPI than mpirun's.
@@ -104,7 +104,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
     _check_mpi_library()
     try:
         _start_mpi()
-        from minipar.comm.mpi import MPI, MPITransport, Signals
+        from minipar.comm.mpi import MPI, MPITransport, Notices
     except (ImportError, RuntimeError) as error:
         if count == 1:
             return serial(clock, network)
@@ -116,11 +116,11 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
             remedy = f"start with mpirun -n {count} python ..., or unset {variable} to run one process"
             cause = f"{launcher} does not start MPI ranks; {remedy}"
         raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
-    signals = Signals()
-    comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), signals), clock=clock, network=network)
+    notices = Notices()
+    comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), notices), clock=clock, network=network)
     if comm.size > 1:
         sys.excepthook = _abort_with_traceback
-        atexit.register(signals.leave)
+        atexit.register(notices.leave)
     atexit.register(comm.engine.close)
     return comm
 
@@ -164,10 +164,10 @@ def _watch(ranks: int, started: threading.Event) -> None:
     """End this process, and so the job, if a rank of this host ended before MPI started. The lowest one says so."""
     me, place = (int(os.environ.get(name, "0")) for name in ("PMI_RANK", "MPI_LOCALRANKID"))
     everyone = set(range(me - place, me - place + ranks))
-    while ranks > 1 and not started.wait(LOOK_SECONDS):
+    while ranks > 1 and not started.wait(WATCH_SECONDS):
         alive = _ranks_alive()
         ended = ", ".join(map(str, sorted(everyone - alive))) if alive else ""
-        if ended and not started.wait(LOOK_SECONDS if me == min(alive) else 8 * LOOK_SECONDS):
+        if ended and not started.wait(WATCH_SECONDS if me == min(alive) else 8 * WATCH_SECONDS):
             print(f"minipar: rank {ended} has ended before MPI started", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -28,7 +28,7 @@ YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
-LEFT, REPORT, REPORTED = range(3)  # tags of signals: I leave; write a report; I have written mine
+LEFT, REPORT, REPORTED = range(3)  # tags of notices: I leave; write a report; I have written mine
 LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messages must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 
@@ -99,11 +99,11 @@ class _Native:
         return self.handle.Test()
 
     def describe(self) -> str:
-        return f"{self.owner.title()}: MPI's own"
+        return f"{self.owner.title()}: MPI's own collective"
 
 
-class Signals:
-    """What the ranks of the world tell one another outside of operations: who has left, and who wants a report."""
+class Notices:
+    """The messages between ranks outside of operations: a rank has left, or wants or has written a report."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
@@ -112,14 +112,14 @@ class Signals:
         self._sent: list[Any] = []  # buffers must stay until their messages have left
 
     def send(self, tag: int, value: int = 0) -> None:
-        """Send a signal to every other rank."""
+        """Send a notice to every other rank."""
         buffer = np.array([value])
         for rank in range(self.size):
             if rank != self.rank:
                 self._sent.append((buffer, self.comm.Isend([buffer, 8, BYTE], rank, tag)))
 
     def receive(self) -> None:
-        """Take note of the signals that have arrived."""
+        """Record the notices that have arrived."""
         while self.comm.Iprobe(status=STATUS):
             source, tag, value = STATUS.Get_source(), STATUS.Get_tag(), np.empty(1, np.int64)
             self.comm.Recv([value, 8, BYTE], source, tag)
@@ -137,7 +137,7 @@ class Signals:
         name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # another user's link there is not followed
         with open(os.open(f"{name}{self.rank}.txt", flags, 0o600), "w", encoding="utf-8") as file:
-            print(f"{request.describe()}\nlast operations, the newest first:\n{engine.account()}", file=file)
+            print(f"{request.describe()}\nlast operations, the newest first:\n{engine.last_operations()}", file=file)
         self.send(REPORTED, engine.operations)
         return name
 
@@ -147,9 +147,9 @@ class MPITransport:
 
     launcher = "mpirun"
 
-    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], signals: Signals) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices) -> None:
         self.comm = comm
-        self.signals = signals
+        self.notices = notices
         self.ranks = ranks  # the world rank of each member
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -173,24 +173,24 @@ class MPITransport:
             time.sleep(min(FIRST_SLEEP * (1 + (attempt - YIELD_TESTS) // 8), LONGEST_SLEEP))
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:
-        self.signals.receive()
-        arrived = self.signals.arrived
+        self.notices.receive()
+        arrived = self.notices.arrived
         if arrived[REPORT]:
             arrived[REPORT].clear()
-            self.signals.write(request, engine)
+            self.notices.write(request, engine)
         if seconds > LEFT_SECONDS and request.peer in arrived[LEFT]:
             raise CommunicationError(f"{request.describe()}: rank {request.peer} has returned")
 
     def report(self, request: Request, engine: Any) -> str:
-        signals, deadline = self.signals, time.monotonic() + REPORT_SECONDS
-        signals.send(REPORT)
-        files = signals.write(request, engine)
-        counts = signals.arrived[REPORTED]
-        while len(counts) < signals.size - 1 and time.monotonic() < deadline:
+        notices, deadline = self.notices, time.monotonic() + REPORT_SECONDS
+        notices.send(REPORT)
+        files = notices.write(request, engine)
+        counts = notices.arrived[REPORTED]
+        while len(counts) < notices.size - 1 and time.monotonic() < deadline:
             time.sleep(LONGEST_SLEEP)
-            signals.receive()
-        counts[signals.rank] = engine.operations
-        if silent := [str(rank) for rank in range(signals.size) if rank not in counts]:
+            notices.receive()
+        counts[notices.rank] = engine.operations
+        if silent := [str(rank) for rank in range(notices.size) if rank not in counts]:
             behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
         else:
             behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
@@ -203,7 +203,7 @@ class MPITransport:
         comm.Set_name(name)
         members.Free()
         everyone.Free()
-        return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.signals)
+        return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices)
 
     def native(self, op: str, owner: Owner, *arguments: Any) -> Request:
         return _Native(getattr(self, "_" + op)(*arguments), owner)

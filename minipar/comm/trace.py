@@ -92,7 +92,7 @@ class TimedWork(Work):
     def _arrow(self, source: int, dest: int) -> str:
         """Name the next message from `source` to `dest`, alike on both ranks."""
         ends = f"{self.stream.name}:{source}>{dest}" + (f".{self.tag}" if self.tag < USER_TAGS else "")
-        return f"{ends}#{self.stream.count(ends)}"
+        return f"{ends}#{self.stream.next_number(ends)}"
 
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
         """Issue the operation. The call itself takes no time."""

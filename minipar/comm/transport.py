@@ -21,15 +21,15 @@ USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
 
 # The tag of a collective, from its lowest bits on: 3 bits for the operation, 3 for the algorithm, 1 for the reduction,
 # 5 for the dtype, 7 for the number of elements, 7 for the operation's number on its communicator, and a 1.
-OPERATIONS = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
-ALGORITHMS = tuple("ring recursive_doubling recursive_halving ordered pairwise binomial dissemination mpi".split())
+OPERATION_CODES = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
+ALGORITHM_CODES = tuple("ring recursive_doubling recursive_halving ordered pairwise binomial dissemination mpi".split())
 DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
 
 
 @lru_cache(maxsize=1024)
 def tag_of(op: str, algorithm: str, maximum: bool, dtype: int) -> int:
     """Return the tag of operation 0 on an array without elements; `dtype` is NumPy's number of it."""
-    kind = OPERATIONS.index(op) | ALGORITHMS.index(algorithm) << 3 | maximum << 6
+    kind = OPERATION_CODES.index(op) | ALGORITHM_CODES.index(algorithm) << 3 | maximum << 6
     return 1 << 26 | (dtype & 31) << 7 | kind
 
 
@@ -37,10 +37,10 @@ def meaning(tag: int) -> str:
     """Say what a rank is doing that sends messages with this tag."""
     if tag < USER_TAGS:
         return f"tag {tag}"
-    op = OPERATIONS[tag & 7]
+    op = OPERATION_CODES[tag & 7]
     reduction = ("sum ", "max ")[tag >> 6 & 1] if "reduce" in op else ""
     dtype = DTYPES.get(tag >> 7 & 31, "another dtype")
-    return f"{op} {reduction}of {dtype} ({ALGORITHMS[tag >> 3 & 7]}, operation {tag >> 19 & 127})"
+    return f"{op} {reduction}of {dtype} ({ALGORITHM_CODES[tag >> 3 & 7]}, operation {tag >> 19 & 127})"
 
 
 class Owner(Protocol):

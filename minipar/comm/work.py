@@ -66,11 +66,10 @@ class Engine:
                     print(f"minipar: {request.describe()}: waiting for {seconds:.0f} s", file=sys.stderr, flush=True)
                     said *= 2
                 if seconds > self.timeout:
-                    report = self.transport.report(request, self)
-                    text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT){report}"
-                    raise CommunicationError(text)
+                    text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"
+                    raise CommunicationError(text + self.transport.report(request, self))
 
-    def account(self) -> str:
+    def last_operations(self) -> str:
         """Return the last operations as text, the newest first."""
         return "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(self.recent))
 
@@ -138,8 +137,8 @@ class Stream:
         self.engine.recent.append((self.axis, tag))
         return tag
 
-    def count(self, ends: str) -> int:
-        """Return how many messages have had these ends, this one included."""
+    def next_number(self, ends: str) -> int:
+        """Count a message with these ends. Return its number among them, from 1."""
         self._messages[ends] = self._messages.get(ends, 0) + 1
         return self._messages[ends]
 

@@ -39,7 +39,7 @@ class Tokens:
     def read(self, positions: np.ndarray | slice) -> np.ndarray:
         """Return the tokens at these positions, int64. UsageError if the file is shorter than when it was mapped.
 
-        To read what the file has lost would end the process with SIGBUS, without a word.
+        Reading what the file has lost would end the process with SIGBUS.
         """
         if self.file is not None and self.file.size() < len(self.file):
             raise UsageError(f"{self.name} was cut from {len(self.file):,} to {self.file.size():,} bytes while in use")

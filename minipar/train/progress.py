@@ -49,7 +49,7 @@ def say(text: str, out: TextIO | None, end: str = "\n") -> None:
 
 
 def discard(file: TextIO) -> None:
-    """Send what is written from now on to nowhere, and the buffer of a failed write, which must not fail once more."""
+    """Discard the buffer of a failed write and all later output: the flush at exit must not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 

@@ -1,6 +1,6 @@
-"""Resuming from a checkpoint: its manifest, then the run's values from it, then a check of every file, in this order.
+"""Resuming from a checkpoint: read its manifest, take the run's values from it, then check every file.
 
-Only then does the trainer read the values, one array at a time, and keep its part of each.
+The trainer reads the arrays after that, one at a time, and keeps its part of each.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ from launcher import run_mpi
 
 from minipar.comm import run_local
 from minipar.comm.communicator import GENERATORS
-from minipar.comm.transport import ALGORITHMS, OPERATIONS, USER_TAGS, meaning, tag_of
+from minipar.comm.transport import ALGORITHM_CODES, OPERATION_CODES, USER_TAGS, meaning, tag_of
 from minipar.errors import CommunicationError
 
 # What rank 1 calls, what all others call, and what the error says of the two.
@@ -113,4 +113,4 @@ def test_every_algorithm_has_a_place_in_the_tag():
             tag = tag_of(op, algorithm, False, np.dtype("f4").num) | 44 << 19
             assert USER_TAGS <= tag < 2**27 and meaning(tag).startswith(f"{op} ")
             assert f"of float32 ({algorithm}, operation 44)" in meaning(tag)
-    assert len(OPERATIONS) <= 8 and len(ALGORITHMS) <= 8
+    assert len(OPERATION_CODES) <= 8 and len(ALGORITHM_CODES) <= 8

@@ -27,21 +27,22 @@ def program(comm):
 """
 STARTS = {"main": "main(program)", "world": "program(world())"}
 LEAVING = {
-    "return": ("return", "rank 2 has returned"),
-    "exit 0": ("sys.exit(0)", "rank 2 has returned"),
-    "exit 3": ("sys.exit(3)", "rank 2 "),
+    "return": ("return", {}),
+    "exit 0": ("sys.exit(0)", {}),
+    "exit 3": ("sys.exit(3)", {"main": "minipar: rank 2 exits with 3, and not every rank does"}),
 }
 
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("way", LEAVING)
 def test_a_rank_that_leaves_ends_the_job_and_is_named(start, way):
-    leaving, words = LEAVING[way]
+    leaving, others = LEAVING[way]
     program = HEADER + PROGRAM.format(leaving=leaving, start=STARTS[start])
     begin = time.monotonic()
     result = run_mpi(3, program, timeout=SECONDS)
-    assert result.returncode not in (0, 15) and words in result.stderr, result.stderr
-    assert time.monotonic() - begin < 20  # the issue is a hang; on a quiet machine it takes 4 s
+    assert result.returncode not in (0, 15)
+    assert others.get(start, "rank 2 has returned") in result.stderr, result.stderr
+    assert time.monotonic() - begin < 20  # 4 to 5 s on two free cores; the mistake was a wait of 1800 s
 
 
 def test_a_rank_that_ends_before_mpi_starts_is_named():
@@ -98,12 +99,11 @@ def test_a_patient_wait_has_no_timeout():
 
 @pytest.mark.parametrize("end", ["", "if comm.rank: raise KeyError(1)", "if comm.rank: os.kill(os.getpid(), 9)"])
 def test_no_end_leaves_shared_memory_or_files(end, tmp_path):
-    program = HEADER + f"comm = world()\nprint(os.getpid())\nMPI = sys.modules['mpi4py.MPI']\n{end}\ncomm.barrier()"
-    program += "\nprint([p for p in open('/proc/self/maps') if 'mpich_shm' in p and '(deleted)' not in p])"
+    named = "[line for line in open('/proc/self/maps') if 'mpich_shm' in line and '(deleted)' not in line]"
+    program = HEADER + f"comm = world()\nprint({named}, flush=True)\ncomm.barrier()\n{end}\ncomm.barrier()"
     result = run_mpi(2, program, timeout=SECONDS, env={"TMPDIR": str(tmp_path)})
     assert (result.returncode == 0) == (end == "") and list(tmp_path.iterdir()) == []
-    if not end:
-        assert result.stdout.count("[]") == 2  # no segment has a name any more
+    assert result.stdout.count("[]") == 2  # no segment has a name any more
 
 
 def test_too_little_shared_memory_is_one_line():

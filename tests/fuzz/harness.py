@@ -98,7 +98,9 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
     if outcome.code == 0:
         if case.stdout != "read" and outcome.out:
             wrong.append("exit code 0, but its output was lost")
-        if outcome.err:
+        if outcome.err and not re.search(
+            r"--met\w*[= ]-( |$)", " ".join(case.argv)
+        ):  # --metrics -: progress goes there
             wrong.append(f"exit code 0, but on standard error: {outcome.err!r}")
     elif outcome.code != 2:
         wrong.append(f"exit code {outcome.code}: {outcome.err!r}")

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from launcher import run_mpi
+from launcher import run_mpi, seconds_of_help
 
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2, load_gpt2
@@ -174,7 +174,7 @@ def test_bad_input_is_one_line_and_exit_code_2_soon(name, bad_files):
     ranks, flags, message = BAD_INPUT[name]
     start = time.monotonic()
     result = run_mpi(ranks, [*TRAIN, *flags.format(tmp=bad_files).split()], timeout=30)
-    assert time.monotonic() - start < 15  # 3 s on two free cores, 6 s under a load of 10
+    assert time.monotonic() - start < max(5, 2 * seconds_of_help(ranks))  # twice: a machine may be busy
     assert result.returncode == 2 and (result.stdout == "" or "diverged" in message)
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("minipar: error: ") and message in lines[0], result.stderr

@@ -1,7 +1,5 @@
 """Pictures of the memory ledger: what is drawn is what was held, and a file that is something else is refused."""
 
-import json
-
 import numpy as np
 import pytest
 from launcher import run_mpi
@@ -24,15 +22,6 @@ MOMENTS = [
     ("backward", (4 * KIB, 4 * KIB, 8 * KIB, 3 * KIB, 0)),
     ("optimizer", (4 * KIB, 4 * KIB, 8 * KIB, 0, 0)),
 ]
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(name, value) -> str:
-        (tmp_path / name).write_text(value if isinstance(value, str) else json.dumps(value))
-        return str(tmp_path / name)
-
-    return write
 
 
 def account(ranks=2, kinds=KINDS, moments=MOMENTS):

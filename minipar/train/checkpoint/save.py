@@ -157,7 +157,7 @@ def _remove_leftovers(root: Path) -> None:
 def prepare_directory(directory: str, first_step: int) -> None:
     """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step.
 
-    What is written into a checkpoint would damage it, because a checkpoint has no other files than its own.
+    A file written into a checkpoint would damage it, because a checkpoint has only files that its manifest names.
     """
     root = Path(directory)
     for place in (root.resolve(), *root.resolve().parents):

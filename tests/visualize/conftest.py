@@ -1,0 +1,14 @@
+"""A fixture of the tests that draw files."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text) -> str:
+        (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
+        return str(tmp_path / name)
+
+    return write
