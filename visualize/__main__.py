@@ -141,14 +141,15 @@ def draw_trace(options: argparse.Namespace) -> Picture:
 
 def draw_loss(options: argparse.Namespace) -> Picture:
     """Draw the loss of each run, called by its file's name."""
-    runs = {Path(file).stem: read_metrics(file) for file in options.files}
-    return plot_loss(runs, options.reference, options.reference_label)
+    runs = {printable(Path(file).stem): read_metrics(file) for file in options.files}
+    return plot_loss(runs, options.reference, printable(options.reference_label))
 
 
 def draw_memory(options: argparse.Namespace) -> Picture:
     """Draw one rank's memory, a panel for each file."""
-    names = [Path(file).stem for file in options.files]
-    names = names if len(set(names)) == len(names) else options.files  # files of one name in several directories
+    names = [printable(Path(file).stem) for file in options.files]
+    if len(set(names)) < len(names):  # files of one name in several directories
+        names = [printable(file) for file in options.files]
     ledgers = [read_ledger(file, options.rank) for file in options.files]
     title = f"Memory of rank {options.rank} during one training step, by kind"
     names = names if len(names) > 1 else [""]  # one needs no name

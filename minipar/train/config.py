@@ -12,10 +12,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from minipar.comm.mesh import mesh_shape
-from minipar.errors import UsageError, UsageParser, suggest
+from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
 from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.tensor import check_shape
@@ -359,4 +360,6 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     batch, m = config.data.global_batch, config.data.microbatches
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
+    what = f"global-batch {batch} * seq-len {model.seq_len}: 8 bytes for each token's position"
+    check_memory(Decimal(8 * batch) * model.seq_len, what)
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
