@@ -43,36 +43,10 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """A record: the facts of its run, the parameters' shapes and the file of each step."""
-
-    directory: Path
-    facts: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    steps: dict[int, Path]
-
-    def step(self, step: int) -> dict[str, np.ndarray]:
-        """Read loss, grad_norm, gradient/NAME and update/NAME of a step. UsageError if its file is something else."""
-        path = self.steps[step]
-        shapes: dict[str, tuple[int, ...]] = {"loss": (), "grad_norm": ()}
-        for name, shape in self.shapes.items():
-            shapes[f"gradient/{name}"] = shapes[f"update/{name}"] = (2, sum(strips(shape)))
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: np.asarray(file[name], np.float64) for name in shapes}
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            raise UsageError(f"{path} is not a step of a record: {error}") from None
-        for name, shape in shapes.items():
-            if arrays[name].shape != shape or not np.isfinite(arrays[name]).all():
-                raise UsageError(f"{path}: {name} has shape {arrays[name].shape}; expected {shape} of finite values")
-        return arrays
-
-
-@dataclass(frozen=True)
 class Difference:
     """Parameters, or the same part of each, that differ by one ratio B / A; None if no ratio fits."""
 
-    quantity: str  # gradient, loss, gradient norm or update
+    quantity: str  # gradient, loss, grad_norm or update
     ratio: float | None
     group: str
     parameters: tuple[str, ...]
@@ -94,19 +68,53 @@ class Finding:
         return self.step is None
 
 
-def read(directory: str | Path) -> Run:
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record: the facts of its run, the parameters' shapes and the file of each step."""
+
+    facts: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    steps: dict[int, Path]
+
+
+def read_run(directory: str | Path) -> Run:
     """Read what a record says of its run. UsageError if the directory is no record, or one without a step."""
     path = Path(directory)
     try:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
         shapes = {name: tuple(map(int, shape)) for name, shape in facts.pop("shapes").items()}
+        facts = {name: int(facts.get(name, 1)) for name in CAUSES} | {
+            "eps": np.finfo(facts.get("dtype", "float64")).eps
+        }
         files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(f"{path} is not a record of minipar.train --record: {error}") from None
     steps = {int(match[1]): file for match, file in files.items() if match}
     if not steps or not shapes:
         raise UsageError(f"{path} is a record without a step")
-    return Run(path, facts, shapes, steps)
+    return Run(facts, shapes, steps)
+
+
+def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Read loss, grad_norm, gradient/NAME and update/NAME of a step. UsageError if the file is something else."""
+    expected: dict[str, tuple[int, ...]] = {"loss": (), "grad_norm": ()}
+    for name, shape in shapes.items():
+        expected[f"gradient/{name}"] = expected[f"update/{name}"] = (2, sum(strips(shape)))
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: np.asarray(file[name], np.float64) for name in expected}
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{path} is not a step of a record: {error}") from None
+    for name, size in expected.items():
+        if arrays[name].shape != size or not np.isfinite(arrays[name]).all():
+            raise UsageError(f"{path}: {name} has shape {arrays[name].shape}; expected {size}, all of it finite")
+    return arrays
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
 
 
 def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding:
@@ -116,40 +124,42 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
     one; the default is 4500 machine epsilons of the coarser dtype, as for `--verify`. A parameter is compared on the
     scale of its largest strip. UsageError if the runs have different parameters, or no step in common.
     """
-    runs = read(a), read(b)
-    if runs[0].shapes != runs[1].shapes:
-        names = sorted({name for name, _ in runs[0].shapes.items() ^ runs[1].shapes.items()})
+    run_a, run_b = read_run(a), read_run(b)
+    if run_a.shapes != run_b.shapes:
+        names = sorted({name for name, _ in run_a.shapes.items() ^ run_b.shapes.items()})
         raise UsageError(f"the records are of different models: {len(names)} parameters differ, such as {names[0]}")
-    steps = sorted(runs[0].steps.keys() & runs[1].steps.keys())
+    steps = sorted(run_a.steps.keys() & run_b.steps.keys())
     if not steps:
-        raise UsageError(f"{runs[0].directory} and {runs[1].directory} have no step in common")
-    epsilon = max(float(np.finfo(run.facts.get("dtype", "float64")).eps) for run in runs)
-    sizes = {name: max(int(run.facts.get(name, 1)) for run in runs) for name in CAUSES}
-    first, found, ratios = None, (), {}
+        raise UsageError(f"{a} and {b} have no step in common")
+    facts = {name: max(run_a.facts[name], run_b.facts[name]) for name in run_a.facts}
+    first: int | None = None
+    found: list[Difference] = []
+    ratios = {}
     for step in steps:
-        limit = (4500 * epsilon if bound is None else bound) * (5 * step + 1)
-        comparison = StepComparison(runs[0].step(step), runs[1].step(step), runs[0].shapes, sizes, limit, epsilon)
+        a_arrays, b_arrays = (read_step(run.steps[step], run.shapes) for run in (run_a, run_b))
+        limit = (4500 * facts["eps"] if bound is None else bound) * (5 * step + 1)
+        comparison = StepComparison(a_arrays, b_arrays, run_a.shapes, facts, limit)
         ratios[step] = comparison.norm_ratios()
-        if first is None and (differences := comparison.differences()):
-            first, found = step, tuple(differences)
-    return Finding(len(steps), len(runs[0].shapes), first, found, ratios)
+        if not found and (found := comparison.differences()):
+            first = step
+    return Finding(len(steps), len(run_a.shapes), first, tuple(found), ratios)
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step of two records A and B, with the relative difference that rounding explains."""
+    """One step of two records A and B, and the relative difference that rounding explains."""
 
     a: dict[str, np.ndarray]
     b: dict[str, np.ndarray]
     shapes: Mapping[str, tuple[int, ...]]
-    sizes: Mapping[str, int]  # by the names in CAUSES
+    facts: Mapping[str, float]
     limit: float
-    epsilon: float
 
     @cached_property
     def noise(self) -> float:
-        """The size up to which a strip's gradient is rounding alone, as that of the keys' bias, which is zero, is."""
-        return 64 * self.epsilon * max(np.abs(run[f"gradient/{n}"]).max() for n in self.shapes for run in (self.a, self.b))
+        """The norm below which a strip's gradient is rounding: that of the keys' bias is zero, and is never exactly."""
+        largest = max(np.abs(run[f"gradient/{name}"]).max() for name in self.shapes for run in (self.a, self.b))
+        return 64 * self.facts["eps"] * float(largest)
 
     def differences(self) -> list[Difference]:
         """Return what differs: gradients and the loss, or else the norm of the gradients, or else the updates."""
@@ -162,28 +172,29 @@ class StepComparison:
         if abs(b - a) <= self.limit * max(abs(a), abs(b)):
             return []
         ratio = b / a if a else math.inf
-        causes = causes_of(name, ratio, self.sizes, b - a)
-        return [Difference(name, ratio, f"{a:.6g} in A, {b:.6g} in B", (), tuple(causes))]
+        return [Difference(name, ratio, f"{a:.6g} in A, {b:.6g} in B", (), causes(name, ratio, self.facts, b - a))]
 
     def of_parameters(self, kind: str) -> list[Difference]:
-        """Group the parameters whose gradient or update differs by part and ratio, the largest group first."""
-        groups: dict[tuple[str, float | None], list[str]] = {}
+        """Group the parameters whose gradient or update differs by ratio and part, the largest group first."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        ratios: dict[str, float | None] = {}
         for name in self.shapes:
             ratio, part = self.ratio(kind, name)
             if ratio != 1:
-                near = (key for key in groups if key[0] == part and key[1] is not None and ratio is not None)
-                key = next((key for key in near if math.isclose(key[1], ratio, rel_tol=1e-3)), (part, ratio))
-                groups.setdefault(key, []).append(name)
+                groups.setdefault((f"{ratio:.3g}" if ratio is not None else "", part), []).append(name)
+                ratios[name] = ratio
         found = []
-        for (part, ratio), names in groups.items():
-            causes = causes_of(kind, ratio, self.sizes) or [f"the last of them in the model, {names[-1]}, differs first in backward"]
-            found.append(Difference(kind, ratio, part + describe(names, self.shapes), tuple(names), tuple(causes)))
-        return sorted(found, key=lambda difference: (difference.ratio is None, -len(difference.parameters)))
+        for (_, part), names in groups.items():
+            group = part + describe(names, list(self.shapes))
+            found.append(
+                Difference(kind, ratios[names[0]], group, tuple(names), causes(kind, ratios[names[0]], self.facts))
+            )
+        return sorted(found, key=lambda each: (each.ratio is None, -len(each.parameters)))
 
     def ratio(self, kind: str, name: str) -> tuple[float | None, str]:
         """Return the ratio of one parameter's gradient or update, and the part of it that differs; "" is all of it."""
         a, b = self.a[f"{kind}/{name}"], self.b[f"{kind}/{name}"]
-        if kind == "update":  # AdamW divides a gradient by its own size, and rounding alone would become an update
+        if kind == "update":  # AdamW divides a gradient by its own size, and would make an update of rounding alone
             gradient = np.maximum(self.a[f"gradient/{name}"][0], self.b[f"gradient/{name}"][0])
             a, b = a * (gradient > self.noise), b * (gradient > self.noise)
         whole = self.factor(a, b)
@@ -192,9 +203,9 @@ class StepComparison:
         start = 0
         for count in strips(self.shapes[name]):
             factors = [self.factor(a[:, i : i + 1], b[:, i : i + 1]) for i in range(start, start + count)]
-            different = [r for r in factors if r != 1]
-            if None not in different and np.allclose(different, different[0], rtol=1e-3):
-                return different[0], part_of([r != 1 for r in factors])
+            wrong = [r for r in factors if r is not None and r != 1]
+            if None not in factors and np.allclose(wrong, wrong[0], rtol=1e-3):
+                return wrong[0], part_of([r != 1 for r in factors])
             start += count
         return None, ""
 
@@ -215,23 +226,26 @@ class StepComparison:
         """Return B's gradient norm / A's for each parameter, None where the gradients are equal."""
         ratios: dict[str, float | None] = {}
         for name in self.shapes:
-            a, b = (run[f"gradient/{name}"] for run in (self.a, self.b))
-            norms = [float(np.linalg.norm(array[0])) for array in (a, b)]
+            a, b = self.a[f"gradient/{name}"], self.b[f"gradient/{name}"]
+            norms = float(np.linalg.norm(a[0])), float(np.linalg.norm(b[0]))
             ratios[name] = None if self.same(a, b) else norms[1] / norms[0] if norms[0] else math.inf
         return ratios
 
 
+# ---- what it means ---------------------------------------------------------------------------------------------------
+
+
 def part_of(different: Sequence[bool]) -> str:
-    """Name the strips that differ: as one tensor-parallel rank's, also of q, k and v side by side, or by number."""
+    """Name the strips that differ: a tensor-parallel rank's, also of q, k and v side by side, or else their places."""
     count = len(different)
     for ranks, groups in product(range(2, count // 2 + 1), (1, 3)):
         if count % (ranks * groups) == 0:
-            owner = [i % (count // groups) * groups * ranks // count for i in range(count)]
-            own = {owner[i] for i in range(count) if different[i]}
-            if len(own) == 1 and all(different[i] == (owner[i] in own) for i in range(count)):
-                return f"the part of tp rank {own.pop()} of {ranks} in "
+            owners = [i * groups * ranks // count % ranks for i in range(count)]
+            own = {owner for owner, differs in zip(owners, different, strict=True) if differs}
+            if len(own) == 1 and sum(different) == count // ranks:
+                return f"tp rank {own.pop()}'s part (of {ranks}) of "
     places = [i for i, differs in enumerate(different) if differs]
-    return f"{len(places)} of {count} strips, {places[0]} to {places[-1]}, of "
+    return f"{len(places)} of {count} strips ({places[0]} to {places[-1]}) of "
 
 
 def describe(names: Sequence[str], every: Sequence[str]) -> str:
@@ -241,42 +255,46 @@ def describe(names: Sequence[str], every: Sequence[str]) -> str:
         members = {name for name in every if re.search(pattern, name)}
         if members and chosen == members:
             return words
-        if len(members) < len(every) and chosen == set(every) - members:
+        if members and chosen == set(every) - members:
             return f"all parameters but {words}"
-    # Of "transformer.h.3.ln_1.weight": block 3, parameter ln_1.weight.
-    block = {name: re.search(r"\.(\d+)\.(.*)", name) for name in every}
-    numbers = sorted({int(match[1]) for name in names if (match := block[name])})
-    inside = {name for name, match in block.items() if match and int(match[1]) in numbers}
+    # Of transformer.h.3.ln_1.weight: block 3, parameter ln_1.weight.
+    blocks = {name: (int(match[1]), match[2]) for name in every if (match := re.search(r"\.(\d+)\.(.*)", name))}
+    numbers = sorted({blocks[name][0] for name in names if name in blocks})
+    inside = {name for name in blocks if blocks[name][0] in numbers}
     if numbers and inside <= chosen:
         rest = "".join(f" and {name}" for name in names if name not in inside)
         return f"blocks {numbers[0]} to {numbers[-1]}{rest}" if len(numbers) > 1 else f"block {numbers[0]}{rest}"
-    kinds = dict.fromkeys(match[2] for name in names if (match := block[name]))
-    if chosen == {name for name, match in block.items() if match and match[2] in kinds}:
+    kinds = dict.fromkeys(blocks[name][1] for name in names if name in blocks)
+    if chosen == {name for name in blocks if blocks[name][1] in kinds}:
         return f"{', '.join(kinds)} of every block"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def causes_of(quantity: str, ratio: float | None, sizes: Mapping[str, int], difference: float = 0.0) -> list[str]:
+def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], difference: float = 0.0) -> tuple[str, ...]:
     """Return the usual causes of B = ratio * A; `difference` is B - A of the loss."""
-    causes = []
-    sizes = {name: size for name, size in sizes.items() if size > 1}
+    if ratio is None:
+        other = "other data, masks or order; a sum over ranks that is missing"
+        return ("weight decay, betas, eps, clipping or optimizer state" if quantity == "update" else other,)
     if ratio in (0, math.inf):
-        causes.append(f"missing in {'B' if ratio == 0 else 'A'}: detached, not reduced, or never added")
-    elif ratio is not None and math.isclose(ratio, -1, rel_tol=1e-3):
-        causes.append("a wrong sign")
-    for name, size in sizes.items() if ratio is not None else ():
-        for value, text, cause in ((size, f"{size}", CAUSES[name][0]), (1 / size, f"1/{size}", CAUSES[name][1])):
-            of = name if value > 1 else f"1/{name}"
-            if math.isclose(ratio, value, rel_tol=1e-3):
-                causes.append(f"{text} = {of}: {cause}")
-            if quantity == "grad_norm" and math.isclose(ratio**2, value, rel_tol=1e-3):
-                causes.append(f"the square root of {text} = {of}: squares {cause}")
-        if quantity == "loss" and math.isclose(difference, math.log(size), rel_tol=1e-3):
-            causes.append(f"B - A = log {size} = log {name}: logits that each rank has whole are gathered once more")
+        return (f"missing in {'B' if ratio == 0 else 'A'}: detached, frozen, not sent, or never added",)
+    found = []
+    for name, (more, less) in CAUSES.items():
+        size = facts[name]
+        for value, text, cause in ((size, f"{size} = {name}", more), (1 / size, f"1/{size} = 1/{name}", less)):
+            if size > 1 and math.isclose(ratio, value, rel_tol=1e-3):
+                found.append(f"{text}: {'the gradient is ' if quantity == 'gradient' else ''}{cause}")
+            if size > 1 and quantity == "grad_norm" and math.isclose(ratio**2, value, rel_tol=1e-3):
+                found.append(f"the root of {text}: squares are {cause}")
+        if size > 1 and quantity == "loss" and math.isclose(difference, math.log(size), rel_tol=1e-3):
+            found.append(f"B - A = log {size} = log {name}: logits that a rank has whole are gathered once more")
+    if math.isclose(ratio, -1, rel_tol=1e-3):
+        found.append("a wrong sign")
     if quantity == "update":
-        causes.append("the learning rate: its schedule or warm-up" if ratio is not None else "weight decay, betas, eps, "
-                      "clipping or the optimizer's state")
-    return causes
+        found.append("the learning rate: its schedule, its warm-up, or how often it is advanced")
+    return tuple(found)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def as_text(finding: Finding) -> str:
@@ -284,11 +302,11 @@ def as_text(finding: Finding) -> str:
     steps = f"{finding.steps} step{'s' if finding.steps > 1 else ''}"
     if finding.equal:
         return f"compare: equal within rounding: {finding.parameters} parameters, {steps}\n"
-    lines = [f"compare: DIFFERENT, first in step {finding.step} (counted from 0) of {steps}"]
+    lines = [f"compare: DIFFERENT from step {finding.step} on (counted from 0; {steps} compared)"]
     for found in finding.differences:
         ratio = "no constant ratio" if found.ratio is None else f"B = {found.ratio:.6g} A"
         count = f" ({len(found.parameters)} of {finding.parameters} parameters)" if found.parameters else ""
-        lines.append(f"  {found.quantity}: {ratio} in {found.group}{count}")
+        lines.append(f"  {found.quantity}: {ratio}: {found.group}{count}")
         lines += [f"    {cause}" for cause in found.causes]
     return "".join(f"{printable(line)}\n" for line in lines)
 
@@ -298,8 +316,9 @@ def main(argv: Sequence[str]) -> int:
     parser = UsageParser(prog="python -m minipar.compare", description=__doc__, allow_abbrev=False)
     parser.add_argument("a", metavar="A", help="a record, of the run that is right if one is known to be")
     parser.add_argument("b", metavar="B", help="another one")
-    parser.add_argument("--bound", type=float, metavar="X", help="relative difference that is equal (see `compare`)")
-    parser.add_argument("--json", metavar="FILE", help="everything; - is standard output. `python -m visualize compare FILE` draws it")
+    parser.add_argument("--bound", type=float, metavar="X", help="the relative difference that counts as equal")
+    drawn = "`python -m visualize compare FILE` draws it"
+    parser.add_argument("--json", metavar="FILE", help=f"everything; - is standard output. {drawn}")
     try:
         options = parser.parse_args(argv)
         if options.bound is not None and not 0 <= options.bound < 1:

@@ -83,7 +83,7 @@ def gather_state(
     goes ahead as control data.
     """
     own = owned_pieces(parameters)
-    values = [p.grad if gradients else p.data for p in parameters]
+    values: list[Any] = [p.grad if gradients else p.data for p in parameters]
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
     dtype = np.dtype(parameters[0].dtype if parameters else np.float32)
     header = [[asdict(piece), placement_of(parameters[i]).shape] for i, piece, _ in own]

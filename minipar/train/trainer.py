@@ -209,7 +209,11 @@ class Trainer:
         """
         config, parameters, self.recording = self.config, self.state_dict(), True
         if self.mesh.world.rank == 0:
-            facts = {"dtype": config.run.dtype, "tokens": self.tokens_per_step, "microbatches": config.data.microbatches}
+            facts = {
+                "dtype": config.run.dtype,
+                "tokens": self.tokens_per_step,
+                "microbatches": config.data.microbatches,
+            }
             sizes = {axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")}
             with writing(f"--record {directory}"):
                 self.record = Record(directory, parameters, **facts, **sizes)
