@@ -5,9 +5,11 @@ A and B are directories that `minipar.train --record`, or any loop with `minipar
 
 import json
 import math
+import os
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -68,6 +70,11 @@ class Finding:
         return self.step is None
 
 
+NO_RECORD = (  # raised by files that are something else
+    OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, OverflowError, RecursionError, MemoryError,
+    NotImplementedError, RuntimeError, zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -83,6 +90,7 @@ class Run:
 def read_run(directory: str | Path) -> Run:
     """Read what a record says of its run. UsageError if the directory is no record, or one without a step."""
     path = Path(directory)
+    check_regular(path / "run.json")
     try:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
         shapes = {name: tuple(map(int, shape)) for name, shape in facts.pop("shapes").items()}
@@ -90,7 +98,7 @@ def read_run(directory: str | Path) -> Run:
             "eps": np.finfo(facts.get("dtype", "float64")).eps
         }
         files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except NO_RECORD as error:
         raise UsageError(f"{path} is not a record of minipar.train --record: {error}") from None
     steps = {int(match[1]): file for match, file in files.items() if match}
     if not steps or not shapes:
@@ -98,19 +106,30 @@ def read_run(directory: str | Path) -> Run:
     return Run(facts, shapes, steps)
 
 
+def check_regular(path: Path) -> None:
+    """Raise UsageError for what is no file: a pipe or a device may have no end."""
+    if not os.path.isfile(path):
+        raise UsageError(f"{path} is not a file of a record")
+
+
 def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Read loss, grad_norm, gradient/NAME and update/NAME of a step. UsageError if the file is something else."""
     expected: dict[str, tuple[int, ...]] = {"loss": (), "grad_norm": ()}
     for name, shape in shapes.items():
         expected[f"gradient/{name}"] = expected[f"update/{name}"] = (2, sum(strips(shape)))
+    check_regular(path)
     try:
         with np.load(path, allow_pickle=False) as file:
+            if any(
+                file.zip.getinfo(f"{name}.npy").file_size > 1000 + 8 * math.prod(expected[name]) for name in expected
+            ):
+                raise ValueError("an array is too large")
             arrays = {name: np.asarray(file[name], np.float64) for name in expected}
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except NO_RECORD as error:
         raise UsageError(f"{path} is not a step of a record: {error}") from None
     for name, size in expected.items():
         if arrays[name].shape != size or not np.isfinite(arrays[name]).all():
-            raise UsageError(f"{path}: {name} has shape {arrays[name].shape}; expected {size}, all of it finite")
+            raise UsageError(f"{path}: {name} has shape {arrays[name].shape}; expected {size} of finite values")
     return arrays
 
 
@@ -325,7 +344,8 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"--bound {options.bound} is outside [0, 1)")
         finding = compare(options.a, options.b, options.bound)
         if options.json is not None:
-            write_json(options.json, {"equal": finding.equal, **asdict(finding)})
+            values = json.dumps({"equal": finding.equal, **asdict(finding)})
+            write_json(options.json, json.loads(values, parse_constant=str))  # JSON has no Infinity, only the text
         if options.json != "-":
             write_out(as_text(finding))
     except UsageError as error:
