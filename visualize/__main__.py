@@ -50,7 +50,7 @@ def build_parser() -> UsageParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     def command(name: str, run: Callable[[argparse.Namespace], list[str]], what: str) -> Any:
-        added = commands.add_parser(name, help=what)
+        added = commands.add_parser(name, help=what, allow_abbrev=False)
         added.set_defaults(run=run)
         return added.add_argument
 
