@@ -77,7 +77,7 @@ class DistributedDataParallel(Wrapper):
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
-                self._restore.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
         self._reset()
 
     def parameters(self) -> list[Parameter]:

@@ -61,7 +61,6 @@ class Wrapper(Owner, ABC):
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._start_checked = False
         self._state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed
-        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
         self.before_reduce: Callable[[Sequence[Parameter]], None] | None = None  # called before a bucket is reduced
         for owner in owners_of(model.parameters()):  # sequence parallelism's sum now comes before this wrapper's
             self.before_reduce = self.before_reduce or getattr(owner, "sum_partial", None)
@@ -79,13 +78,6 @@ class Wrapper(Owner, ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
-
-    def detach(self) -> None:
-        """Give the model back: forward and backward no longer call this object."""
-        for restore in self._restore:
-            restore()
-        for p in self.model.parameters():
-            p.owner = None
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def _sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> f
     x: Any = from_host(inputs)
     for number, stage in sorted(pipelined.pipeline.stages.items()):
         if number > 0 and home[number - 1] != comm.rank:
-            x = Tensor(comm.irecv(xp.empty(shape, dtype=pipelined.dtype), home[number - 1], number).wait())
+            x = Tensor(comm.irecv(xp.empty(shape, dtype=pipelined.executor.dtype), home[number - 1], number).wait())
         for part in stage.parts:
             x = part.run(x)
         if number < last and home[number + 1] != comm.rank:

@@ -22,8 +22,7 @@ from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing, writing
 from minipar.train.config import TrainConfig
-from minipar.train.layout import step_layout
-from minipar.train.trainer import StepResult
+from minipar.train.trainer import StepResult, step_layout
 
 LINES = 10  # plain lines per run when the output is not a terminal
 REFRESH_SECONDS = 0.1  # of the live line on a terminal

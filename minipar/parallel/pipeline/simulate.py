@@ -5,7 +5,6 @@ that another rank needs arrives `comm` after it is made, and takes no time of ei
 then bubbles are exact.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -126,9 +125,6 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
     return Timeline(schedule, tuple(tuple(row) for row in slots))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 def live_activations(
     slots: Sequence[Slot], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")
 ) -> list[tuple[Time, int]]:
@@ -152,25 +148,8 @@ def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_
     return max(live for _, live in live_activations(slots, made_by, freed_by))
 
 
-# ---- measured steps --------------------------------------------------------------------------------------------------
-
-
 def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
     """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action."""
     begin = min(slot.start for row in ranks for slot in row)
     slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
     return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)
-
-
-def measured_durations(timeline: Timeline) -> StageDurations:
-    """Return the mean time of each kind of action, stage by stage."""
-    times: dict[tuple[int, str], list[Time]] = defaultdict(list)
-    for row in timeline.ranks:
-        for slot in row:
-            times[slot.action.stage, slot.action.kind].append(slot.end - slot.start)
-    return StageDurations(table={key: sum(values) / len(values) for key, values in times.items()})
-
-
-def predicted_timeline(measured: Timeline, comm: Time = 0) -> Timeline:
-    """Simulate the measured schedule with the mean duration of each kind of action."""
-    return simulate(measured.schedule, StageDurations(comm=comm, table=measured_durations(measured).table))
