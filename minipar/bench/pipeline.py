@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
-from minipar.parallel.pipeline.simulate import StageDurations, Time, timeline_of
+from minipar.parallel.pipeline.simulate import StageDurations, Time
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve, schedule_of
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
@@ -98,6 +99,13 @@ def _timeline(comm: Communicator, schedule: Schedule) -> Timeline | None:
         return None
     ranks = [[Slot(parse_action(name), start, end) for name, start, end in json.loads(data)] for data in gathered]
     return timeline_of(schedule.name, ranks)
+
+
+def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
+    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action."""
+    begin = min(slot.start for row in ranks for slot in row)
+    slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
+    return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)
 
 
 def mean_durations(timeline: Timeline) -> StageDurations:

@@ -134,17 +134,13 @@ Runs = Sequence[Sequence[Part]]  # the lists of parts that follow one another on
 
 @dataclass(frozen=True)
 class UnitPass:
-    """A part of the model and what its forward and backward need.
-
-    `buckets` are those that it reads; `previous` and `following` those that backward and forward need next; `completes`
-    those whose gradient its backward is the last to add to.
-    """
+    """A part of the model and what its forward and backward need."""
 
     part: Part
-    buckets: Sequence[Bucket]
-    previous: Sequence[Bucket]
-    following: Sequence[Bucket]
-    completes: Sequence[Bucket]
+    buckets: Sequence[Bucket]  # that it reads
+    previous: Sequence[Bucket]  # that backward needs next
+    following: Sequence[Bucket]  # that forward needs next
+    completes: Sequence[Bucket]  # whose gradient its backward is the last to add to
 
 
 def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:

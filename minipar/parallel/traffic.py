@@ -27,22 +27,18 @@ FLOAT64 = 8  # bytes; losses and norms are summed in float64 whatever the run's 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """A model and the mesh that trains it, from which traffic and memory of a step are computed before it runs.
-
-    `samples` is the number of samples in one microbatch of one replica, `itemsize` the bytes of an element, and
-    `schedule` the pipeline's, None if pp = 1.
-    """
+    """A model and the mesh that trains it, from which traffic and memory of a step are computed before it runs."""
 
     model: GPTConfig
     length: int
-    samples: int
+    samples: int  # in one microbatch of one replica
     microbatches: int
-    itemsize: int
+    itemsize: int  # bytes of an element
     dp: int = 1
     tp: int = 1
     pp: int = 1
     zero_stage: int = 0
-    schedule: Schedule | None = None
+    schedule: Schedule | None = None  # None if pp = 1
     sequence_parallel: bool = False
     recompute: bool = False
     reduction: str = "ring"
@@ -172,10 +168,7 @@ def end_gathers(schedule: Schedule, head_too: bool) -> int:
 
 
 def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
-    """Compute the bytes that a world rank sends on each axis in one training step.
-
-    ValueError for a rank that the layout does not have.
-    """
+    """Compute the bytes that a world rank sends on each axis in a step. ValueError for a rank that there is not."""
     coordinates = layout.coordinates(rank)
     dp, tp, pp = (coordinates[axis] for axis in ("dp", "tp", "pp"))
     return {"dp": dp_bytes(layout, dp, pp), "tp": tp_bytes(layout, tp, pp), "pp": pp_bytes(layout, pp)}
@@ -241,9 +234,8 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     Per microbatch, n elements (n/t under sequence parallelism) are sent over each cut whose other side is on another
     rank, forward to the next stage and backward to the previous one (Narayanan et al. 2021, section 2.2).
 
-    Per step, the first rank sends the token embedding, ceil(V/t) h elements, to the last, which sends its gradient the
-    other way, unless they are the same rank. The norm all-reduces 2 (L + 2) float64 values for each chunk, and the loss
-    one.
+    Per step, the first rank sends the token embedding, ceil(V/t) h elements, to the last, which sends its gradient back
+    (unless they are one rank). The norm all-reduces 2 (L + 2) float64 values for each chunk, and the loss one.
     """
     if layout.schedule is None:
         return 0

@@ -1,7 +1,7 @@
 """The contract that data parallelism and every ZeRO stage share: the loss, and the checks that reject a wrong script.
 
-A wrapper owns the gradients of its model. Optimizers ask it before and after each update (`Parameter.owner`), so that a
-step before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
+A wrapper owns its model's gradients. Optimizers ask it before and after each update (`Parameter.owner`), so that a step
+before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
 """
 
 import zlib
@@ -85,8 +85,7 @@ class Wrapper(Owner, ABC):
         """Return the mean loss over the targets of all ranks, the same value on every rank; all ranks call it.
 
         Its backward gives the gradient of that mean, whatever share of the targets each rank holds, summed over the
-        ranks before `backward()` returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. Sends an all-reduce
-        of two float64.
+        ranks before it returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. All-reduces two float64.
         """
         self._scaled = False  # a backward pass that failed has left it True
         if not self._start_checked:
@@ -111,10 +110,7 @@ class Wrapper(Owner, ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the block accumulate full gradients on this rank and send none of them.
-
-        For all microbatches of a step but the last, which runs outside the block.
-        """
+        """Let backward accumulate full gradients and send none, in all microbatches of a step but the last."""
         previous, self.syncing = self.syncing, False
         try:
             yield
@@ -139,10 +135,7 @@ class Wrapper(Owner, ABC):
 
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
-        """Allow backward passes inside the block: the caller has divided the loss by the global count of targets.
-
-        For callers that know this count, such as a trainer. They call `synchronize` afterwards.
-        """
+        """Allow backward of a loss that the caller divided by the global count of targets. `synchronize` follows."""
         self.begin_backward()
         try:
             yield

@@ -4,8 +4,7 @@
     config = resolve(config, world_size=comm.size)      fills in dp and checks that mesh, model and batch divide
     schedule = schedule_of(config)                      the pipeline's
 
-A new flag is a new field. Invalid input raises `UsageError` with the equation and the values. Every function here is
-pure, so all ranks raise the same error and the job ends with one line.
+A new flag is a new field. Invalid input raises `UsageError` with the equation and the values, the same on all ranks.
 """
 
 import argparse
@@ -243,10 +242,7 @@ def suggest_flag(word: str) -> str:
 
 
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
-    """Return the command line as a checked TrainConfig, or raise UsageError.
-
-    `--help` prints on rank 0 and raises SystemExit(0) on every rank.
-    """
+    """Return the command line as a checked TrainConfig. UsageError; SystemExit(0) after `--help`, printed by rank 0."""
     # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
     prog, description = "mpirun -n N python -m minipar.train", "Train a GPT across N ranks."
     parser = UsageParser(prog=prog, description=description, allow_abbrev=False, prints=rank == 0)

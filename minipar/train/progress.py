@@ -151,8 +151,7 @@ def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> No
 class Metrics:
     """The file of `--metrics`: one JSON line per step, flushed at once so that a running job can be watched.
 
-    "-" is standard output. A resumed run appends to the file of the run it continues, less the lines of steps from
-    `first_step` on, which it does again.
+    "-" is standard output. A resumed run appends to its file, less the lines of steps from `first_step` on.
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:

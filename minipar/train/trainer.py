@@ -1,7 +1,7 @@
 """The training loop: the same program on one device and on any mesh. `Trainer.step` is one step.
 
-The global batch is cut into one share for each data-parallel replica, and each share into microbatches. A data-parallel
-rank computes one replica. verify.py has the single device that computes all replicas one after another.
+The global batch is cut into one share for each data-parallel replica, and each share into microbatches. verify.py has
+the single device that computes all replicas one after another.
 """
 
 import time
@@ -71,10 +71,7 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
 
 
 def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout:
-    """Return the layout of a resolved configuration, from which traffic and memory are computed before it starts.
-
-    `positions` are the learned ones, if there are more than seq-len.
-    """
+    """Return the layout of a resolved configuration. `positions` are the learned ones, if more than seq-len."""
     mesh, model, data = config.mesh, config.model, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
     return StepLayout(
@@ -96,11 +93,9 @@ def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout
 
 
 class Trainer:
-    """The training of `config` on `mesh`, from step 0 or from a checkpoint of any layout.
+    """The training of `config` on `mesh`, whose axes have its sizes, from step 0 or from a checkpoint of any layout.
 
-    The mesh's axes have the sizes of config.mesh. A step sends what the ZeRO stage sends over dp (parallel/ddp.py,
-    zero.py, fsdp.py), the layers over tp (parallel/tensor/plan.py) and the schedule over pp (parallel/pipeline/
-    executor.py), and one float64 for the loss. UsageError if the model state does not fit `--memory-limit`.
+    A step sends what parallel/traffic.py says. UsageError if the model state does not fit `--memory-limit`.
     """
 
     def __init__(
@@ -194,8 +189,8 @@ class Trainer:
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Run forward and backward of one microbatch and return its summed loss.
 
-        The loss is a sum over tokens, and its gradient is scaled by 1 / tokens of the global batch. Such gradients add
-        up, over microbatches in the buffers and over ranks in the reduction, to that of the global mean.
+        The gradient is scaled by 1 / tokens of the global batch. Such gradients add up, over microbatches and ranks, to
+        that of the global mean.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
@@ -257,11 +252,7 @@ class Trainer:
 
 
 class PipelinedStep:
-    """A runner of the schedule for one replica.
-
-    Gradients accumulate in `ddp`'s buffers. The reduction of its buckets starts in the backward of the last microbatch,
-    while the pipeline cools down.
-    """
+    """A runner of the schedule for one replica; the last microbatch's backward starts the sum of the gradients."""
 
     def __init__(
         self, config: TrainConfig, schedule: Schedule, pipeline: PipelineParallel, ddp: Wrapper, shape: tuple[int, ...]
@@ -271,11 +262,7 @@ class PipelinedStep:
         self.executor = PipelineExecutor(schedule, pipeline.comm, pipeline.stages, shape, np.dtype(config.run.dtype))
 
     def run(self, step: int, samples: Sequence[range], data: Batches, scale: float) -> float:
-        """Run forward and backward of all microbatches of `scale` * loss, and return the replica's summed loss.
-
-        samples[m] are those of microbatch m. Sends over pp B T h elements per microbatch, cut and direction, V h for
-        the gradient of the embedding, and one float64.
-        """
+        """Run forward and backward of `scale` * loss of microbatches m, of samples[m]; return the summed loss."""
         pipeline = self.pipeline
         losses = np.zeros(1)
         # All batches are read before the first action; between two actions, the other ranks would wait for it.

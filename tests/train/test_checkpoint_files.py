@@ -176,7 +176,7 @@ CHANGES = {
     "a piece of a parameter unknown": (lambda m: m["parameters"].pop("ln_f.bias"), "a piece of 'ln_f.bias', which"),
     "another model than its flags": (lambda m: m["model"].update(n_layer=2), "which is not what its history says"),
     "parameters of another shape": (lambda m: m["parameters"].update({"ln_f.bias": [2, 4]}), "not those of its model"),
-    "another dtype than its flags": (lambda m: m.update(dtype="float32"), "its numbers are float32"),
+    "another dtype than its flags": (lambda m: m.update(dtype="float32"), "its values are float32"),
 }
 
 

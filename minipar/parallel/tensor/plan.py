@@ -81,12 +81,10 @@ def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = 
 def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", sequence: bool = False) -> TensorParallel:
     """Split `model` over `comm` by the plan, in place.
 
-    Parameters keep their names and become this rank's part of the values that they had, or would have had if deferred.
-    UsageError if tp does not divide the heads.
+    Parameters keep their names and become this rank's part of their values. UsageError if tp does not divide the heads.
 
-    Sends per layer and microbatch 8 B T h (t-1)/t elements per rank, as four all-reduces, or with `sequence` as four
-    all-gathers and four reduce-scatters. The embedding adds 2 B T h (t-1)/t, the head as many, and the loss two
-    all-reduces of B T and 2 B T elements.
+    Sends per layer and microbatch 8 B T h (t-1)/t elements per rank: 4 all-reduces, or with `sequence` 4 all-gathers
+    and 4 reduce-scatters. Embedding and head add 2 B T h (t-1)/t each; the loss all-reduces B T and 2 B T elements.
     """
     check_shape(model.config.n_head, model.config.n_embd, comm.size)
     place(model)
