@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,9 +19,9 @@ class CommunicationError(RuntimeError):
     """A failure of communication: a message of the wrong size, a dead peer, a wait that timed out, or a deadlock."""
 
 
-def error_line(error: UsageError) -> str:
+def error_line(error: UsageError | MemoryError) -> str:
     """Format an error as one line. Control characters, such as terminal escapes in a path, are shown escaped."""
-    return f"minipar: error: {printable(' '.join(str(error).split()))}"
+    return f"minipar: error: {printable(' '.join(str(error).split())) or 'out of memory'}"
 
 
 def printable(text: str) -> str:
@@ -35,12 +36,25 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     return spelled[close[0]] if close else ""
 
 
+def check_memory(needed: float | Decimal, what: str) -> None:
+    """Raise UsageError, which says what needs these bytes, if they are more than this machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise UsageError(f"{what} = {needed:.6g} bytes, but this machine has {memory:.6g}")
+
+
 class UsageParser(argparse.ArgumentParser):
     """An ArgumentParser that raises UsageError for a mistake, and prints `--help` on one rank only."""
 
     def __init__(self, *args: Any, prints: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prints = prints  # whether this rank prints
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            if word.startswith("--") and word.endswith("=--"):  # before Python 3.13 the value would be an empty list
+                raise UsageError(f"argument {word[:-3]}: expected one argument")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

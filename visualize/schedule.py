@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, printable
 from minipar.parallel.pipeline import SCHEDULES, Durations, Timeline, make, simulate
 from minipar.parallel.pipeline.simulate import Time, live_activations
 from visualize.boxes import (
@@ -144,7 +144,7 @@ def plot_schedule(timelines: Timeline | Mapping[str, Timeline], seconds: bool = 
     ranks = len(next(iter(labelled.values())).ranks)
     figure, axes = sheet.lay_out([*rows, ranks * min(0.24, 0.6 / max(1, ranks) ** 0.5)])
     for (label, timeline), panel in zip(labelled.items(), axes, strict=False):
-        name = NAMES.get(timeline.schedule.name, timeline.schedule.name)
+        name = printable(NAMES.get(timeline.schedule.name, timeline.schedule.name))
         name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
         sheet.draw(panel, timeline, f"{name}, {label}" if label else name, facts(timeline))
     sheet.draw_memory(axes[-1], labelled)

@@ -150,7 +150,12 @@ def parse_json(text: str, path: str, line: int | None = None) -> Any:
     """Parse the JSON value of a file or of one of its lines. UsageError if it is not JSON, or nested too deep."""
     name = path if line is None else f"{path}, line {line}"
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if r"\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no character and has no picture
+        return value
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} is not JSON that can be read: {error.reason}") from None
     except json.JSONDecodeError as error:
         place = f"line {line or error.lineno}, column {error.colno}"
         raise UsageError(f"{name} is not JSON: {error.msg} in {place}") from None

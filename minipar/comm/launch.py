@@ -46,9 +46,9 @@ def launch(
     this rank is returned. With `threads=n`, n ranks run as threads (`run_local`), and the list of their results is
     returned. `clock` is "wall", "cpu", "model", or a function that makes a rank's clock.
 
-    Errors end every rank. UsageError: one rank prints one line, after a few seconds if not every rank raises it, and
-    all exit with code 2. Ctrl-C: one line, code 130. Any other exception: `rank r:` with the traceback, code 1. Threads
-    raise their first exception here.
+    Errors end every rank. UsageError, and MemoryError: one rank prints one line, after a few seconds if not every rank
+    raises it, and all exit with code 2. Ctrl-C: one line, code 130. Any other exception: `rank r:` with the traceback,
+    code 1. Threads raise their first exception here.
     """
     try:
         if threads is None:
@@ -73,7 +73,7 @@ def launch(
         if comm.rank == 0:
             print("minipar: interrupted", file=sys.stderr, flush=True)
         code, everyone = 130, comm.size == 1
-    except UsageError as error:
+    except (UsageError, MemoryError) as error:
         code, everyone = 2, _everyone_fails(comm)
         if comm.rank == 0 or not everyone:
             _print_error(error)
@@ -259,7 +259,7 @@ def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace
     abort(1)
 
 
-def _print_error(error: UsageError) -> None:
+def _print_error(error: UsageError | MemoryError) -> None:
     sys.stdout.flush()
     print(error_line(error), file=sys.stderr, flush=True)
 

@@ -13,7 +13,6 @@ of each part by one that gathers the part's parameters before and frees them aft
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -22,7 +21,7 @@ from typing import Any
 
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, gelu, linear
 from minipar.backend import Array, xp
-from minipar.errors import UsageError
+from minipar.errors import check_memory
 from minipar.nn.layers import Dropout, Embedding, LayerNorm, Linear
 from minipar.nn.module import Module, Part
 
@@ -56,15 +55,10 @@ class GPTConfig:
 
     def check_memory(self, nbytes: int, shares: int = 1) -> None:
         """Raise UsageError if one of `shares` of `nbytes` bytes per parameter is more than this machine's memory."""
-        h, memory = self.n_embd, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        count = (self.vocab_size + self.n_positions) * h + self.n_layer * (12 * h * h + 13 * h) + 2 * h
-        needed = Decimal(count * nbytes) / shares  # Decimal: the sizes may have thousands of digits
-        if needed > memory:
-            raise UsageError(
-                f"vocabulary {self.vocab_size}, {self.n_positions} positions, {self.n_layer} layers of hidden {h}: "
-                f"{Decimal(count):.6g} parameters * {nbytes} bytes / {shares} = {needed:.6g} bytes, but this machine "
-                f"has {memory:.6g}"
-            )
+        h = self.n_embd
+        count = Decimal((self.vocab_size + self.n_positions) * h + self.n_layer * (12 * h * h + 13 * h) + 2 * h)
+        sizes = f"vocabulary {self.vocab_size}, {self.n_positions} positions, {self.n_layer} layers of hidden {h}"
+        check_memory(count * nbytes / shares, f"{sizes}: {count:.6g} parameters * {nbytes} bytes / {shares}")
 
 
 class _Layers:

@@ -3,6 +3,8 @@
     tokens = load_tokens(None, vocab_size=256, seq_len=64)
     batches = Batches(tokens, seq_len=64, global_batch=32, order="random", seed=0)
     inputs, targets = batches.batch(step=7, samples=range(8, 12))        # (4, 64) each, int64
+
+Nothing in this file knows about ranks: each asks for the samples that it computes.
 """
 
 import hashlib

@@ -91,15 +91,15 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
     model, shape = config.model, checkpoint.manifest["model"]
     sizes = {"n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads, "vocab_size": model.vocab_size}
     sizes["n_positions"] = max(shape["n_positions"], model.seq_len)
-    serial = GPT(GPTConfig(**shape | sizes), deferred=True)
-    shapes = {name: p.shape for name, p in serial.named_parameters()}
-    for problem, wrong in {
-        f"its model is {shape}": shape | sizes != shape,
-        "its parameters are not those of its model": checkpoint.shapes != shapes,
-        f"its values are {checkpoint.dtype}": checkpoint.dtype != config.run.dtype,
-    }.items():
-        if wrong:
-            raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
+    problem = ""
+    if shape | sizes != shape:
+        problem = f"its model is {shape}"
+    elif len(checkpoint.shapes) < model.layers or checkpoint.shapes != _shapes(GPTConfig(**shape)):
+        problem = "its parameters are not those of its model"
+    elif checkpoint.dtype != config.run.dtype:
+        problem = f"its values are {checkpoint.dtype}"
+    if problem:
+        raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
     if config.run.verify:
         for period in checkpoint.history:
             if period["flags"].get("--init-from") is not None:
@@ -112,6 +112,10 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
             checkpoint.check_listing()
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
+
+
+def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    return {name: p.shape for name, p in GPT(config, deferred=True).named_parameters()}
 
 
 def _compare(

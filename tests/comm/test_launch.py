@@ -200,6 +200,8 @@ def test_launch_with_threads_raises_the_first_exception():
     [
         ("(0, 1)", "UsageError('everywhere')", 2, "minipar: error: everywhere\n"),
         ("(1,)", "UsageError('here')", 2, "minipar: error: here\n"),
+        ("(0, 1)", "MemoryError('no 16 GiB')", 2, "minipar: error: no 16 GiB\n"),
+        ("(0, 1)", "MemoryError()", 2, "minipar: error: out of memory\n"),
         ("(1,)", "KeyError('broken')", 1, "rank 1:\nTraceback"),
     ],
 )

@@ -158,16 +158,11 @@ def flags_case(argv: tuple[str, ...]) -> Case:
     return Case(argv, {"d.bin": BIN, "directory": "directory"}, outputs=tuple(named))
 
 
-# A known defect: a global batch from 10^9 up is a MemoryError or a ValueError of NumPy. And 10^9 steps are a long
-# training, which is no defect.
-UNBOUNDED = ("--global-batch", "--steps")
-
-
 def ends_soon(argv: tuple[str, ...]) -> bool:
-    """Return whether no flag of UNBOUNDED has a value of nine digits or more."""
+    """Return whether --steps has no value of nine digits or more, which is a long training and no defect."""
     words = [word for each in argv for word in each.split("=", 1)]
     return not any(
-        flag in UNBOUNDED and len(value.strip()) > 8 and value.strip().isdecimal()
+        flag == "--steps" and len(value.strip()) > 8 and value.strip().isdecimal()
         for flag, value in zip(words, words[1:], strict=False)
     )
 

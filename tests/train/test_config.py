@@ -179,6 +179,10 @@ def test_an_empty_path_is_refused(flag):
     assert refused([flag, ""]).startswith(f"{flag} is empty; expected ")
 
 
+def test_a_value_of_two_dashes_is_no_value():
+    assert refused(["--data=--"]) == "argument --data: expected one argument"
+
+
 def test_a_choice_is_checked_without_the_command_line_too():
     config = TrainConfig()
     wrong = dataclasses.replace(config, run=dataclasses.replace(config.run, dtype="int8"))

@@ -78,6 +78,7 @@ def test_another_file_is_one_line_and_exit_code_2(write, tmp_path, capsys, comma
         (["--out", "x.png", "--steps", "3"], "argument --steps: invalid A:B value: '3'"),
         (["--out", "x.png", "--steps", "7:"], "--steps chooses none of the trace's 3 steps (0 to 2)"),
         ([], "the following arguments are required: --out"),
+        (["--out", "x.png", "--arr"], "unrecognized arguments: --arr"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(write, capsys, arguments, line):
@@ -104,6 +105,19 @@ def test_a_path_cannot_change_what_the_terminal_shows(tmp_path, capsys):
     out = str(tmp_path / "c\nd.png")
     assert main(["loss", str(tmp_path / "_a\nb.jsonl"), "--out", out]) == 0
     assert capsys.readouterr() == (out.replace("\n", "\\n") + "\n", ""), "no warning of a label hidden"
+
+
+def test_half_a_character_in_a_name_or_file_is_no_picture(tmp_path, capsys):
+    rows = tmp_path / "\udcff.jsonl"
+    rows.write_text('{"step": 0, "loss": 1.0}\n')
+    label = ["--reference", "1", "--reference-label", "\udcff"]
+    assert main(["loss", str(rows), "--out", str(tmp_path / "x.png"), *label]) == 0
+    (tmp_path / "\udcff.csv").write_text("0F0,0B0\n")
+    assert main(["schedule", "--schedule", str(tmp_path / "\udcff.csv"), "--out", str(tmp_path / "x.svg")]) == 0
+    capsys.readouterr()
+    rows.write_text(r'{"step": 0, "loss": 1.0, "\udcff": 1}')
+    assert main(["loss", str(rows), "--out", str(tmp_path / "x.png")]) == 2
+    assert "is not JSON that can be read: surrogates not allowed" in capsys.readouterr().err
 
 
 def test_a_full_standard_output_is_one_line():
