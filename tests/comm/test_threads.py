@@ -158,8 +158,3 @@ def test_ranks_inherit_the_callers_context():
 def test_the_mpi_algorithm_over_threads_is_rejected():
     with pytest.raises(UsageError, match="over threads has no MPI"):
         run_local(2, lambda comm: comm.all_reduce(np.zeros(3), algorithm="mpi"))
-
-
-def test_aborting_ends_every_rank():
-    with pytest.raises(CommunicationError, match="rank 1 aborted the run with code 3"):
-        run_local(3, lambda comm: comm.abort(3) if comm.rank == 1 else comm.barrier())
