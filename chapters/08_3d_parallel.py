@@ -484,7 +484,8 @@ cleanup.close()
 #
 # - **loss**: is the last loss off by more than 5 %?
 #
-# - **ranks**: do the ranks that should hold the same values (over dp all, over tp what is not cut) still do so?
+# - **ranks**: do the ranks that should hold the same values still do so? (On dp all parameters, on tp those that are
+# not cut.)
 #
 # - **bytes**: does each rank send on each axis what the formula says?
 #
@@ -578,11 +579,11 @@ for name, (kind, mesh, mistake, expected) in MISTAKES.items():
 # `--verify` says that a run is wrong, but not what to look for. And whoever writes a training loop in another framework
 # has no `--verify`. What can be compared there is a *record*: for each step the loss, the norm of the gradient, and of
 # each parameter's gradient and update a norm and a projection on a fixed random direction. If one run's gradient is
-# $r$ times the other's, both are, up to the sign of the norm; if it is another gradient, no $r$ fits. Two more mistakes
-# that frameworks have shipped:
+# $r$ times the other's, the norm is $|r|$ times and the projection $r$ times as large; if it is another gradient, no
+# $r$ fits. Two more mistakes, for the comparison alone; docs/museum.md has their like from real frameworks:
 #
-# 5. **A sum for a mean.** The loss is already that of all tokens, and the gradients are divided by them. Somebody takes
-# them for local means that want the factor $d$.
+# 5. **A factor too many.** The gradients are already those of the global mean. Somebody believes that each rank divided
+# by its own tokens only, and multiplies by $d$.
 #
 # 6. **A sum too many.** Under sequence parallelism the gradients of the norms, the positions and the row biases are
 # summed over tp. Every rank then has the whole gradient, and somebody sums again.
@@ -613,9 +614,7 @@ class SumsAgainOverTP(Trainer):
 with TemporaryDirectory() as records:
     curves = {}
     for kind in (Trainer, TimesDP, SumsAgainOverTP):
-        place = Path(records, kind.__name__)
-        place.mkdir()
-        curves[kind] = on_eight(comm, eight.record, kind, str(place))
+        curves[kind] = on_eight(comm, eight.record, kind, str(Path(records, kind.__name__)))
     for kind in (TimesDP, SumsAgainOverTP) if rank == 0 else ():
         apart = max(abs(wrong / right - 1) for right, wrong in zip(curves[Trainer][0], curves[kind][0], strict=True))
         finding = compare(Path(records, "Trainer"), Path(records, kind.__name__))
@@ -633,11 +632,12 @@ with TemporaryDirectory() as records:
 # size: nobody sees the mistake until clipping, another optimizer or another number of ranks is tried. The comparison
 # finds it in the first step, and names the parameters and the factor. On the command line:
 #
-#     mpirun -n 8 python -m minipar.train --dp 2 --tp 4 --record A
+#     python -m minipar.train --record A
+#     mpirun -n 8 python -m minipar.train --dp 2 --tp 4 --record B
 #     python -m minipar.compare A B
 #
-# where B is a record of another layout, or of a loop in any framework that has copied the 60 lines of
-# `minipar/record.py`.
+# where A is the record of a run that is right (one rank's, say), and B that of another layout, or of a loop in any
+# framework that has copied the 60 lines of `minipar/record.py` (docs/compare.md).
 #
 # ## 8.8 PyTorch's names
 #

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,10 @@ GROUPS = {
     "the embeddings": r"(^|\.)(wte|wpe|embed_tokens)\.",
     "the head": r"(^|\.)lm_head\.",
     "the experts": r"expert",
-    "the routers": r"router|(^|\.)gate\.weight$",
 }
+
+
+EPSILONS = {"float64": 2**-52, "float32": 2**-23}  # any other dtype counts as bfloat16
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Difference:
 class Finding:
     """The outcome: the first step that differs, None if none does, and its differences, the largest group first."""
 
-    steps: int  # that both runs recorded
+    steps: int  # compared: those that both runs recorded
+    recorded: tuple[int, int]  # by A and by B
     parameters: int
     step: int | None
     differences: tuple[Difference, ...]
@@ -81,25 +83,20 @@ class Run:
 def read_run(directory: str | Path) -> Run:
     """Read what a record says of its run. UsageError if the directory is no record, or one without a step."""
     path = Path(directory)
-    check_regular(path / "run.json")
+    if not os.path.isfile(path / "run.json"):  # a pipe or a device may have no end
+        raise UsageError(f"there is no record in {path}: no file run.json")
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
         shapes = {name: tuple(map(int, shape)) for name, shape in run["shapes"].items()}
-        facts = {name: int(run.get(name, 1)) for name in CAUSES}
-        facts["eps"] = np.finfo(run.get("dtype", "float64")).eps
+        facts: dict[str, Any] = {name: int(run.get(name, 1)) for name in CAUSES}
+        facts["eps"] = EPSILONS.get(str(run.get("dtype", "float64")).removeprefix("torch."), 2**-8)
         files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
     except Exception as error:  # of json or NumPy, whatever a foreign file makes them raise
-        raise UsageError(f"{path} is not a record of minipar.train --record: {error}") from None
+        raise UsageError(f"{path} is not a record: {error!r:.100}") from None
     steps = {int(match[1]): file for match, file in files.items() if match}
     if not steps or not shapes:
         raise UsageError(f"{path} is a record without a step")
     return Run(facts, shapes, steps)
-
-
-def check_regular(path: Path) -> None:
-    """Raise UsageError for what is no file: a pipe or a device may have no end."""
-    if not os.path.isfile(path):
-        raise UsageError(f"{path} is not a file of a record")
 
 
 def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
@@ -107,7 +104,8 @@ def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np
     expected: dict[str, tuple[int, ...]] = {"loss": (), "grad_norm": ()}
     for name, shape in shapes.items():
         expected[f"gradient/{name}"] = expected[f"update/{name}"] = (2, sum(strips(shape)))
-    check_regular(path)
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file")
     try:
         with np.load(path, allow_pickle=False) as file:
             sizes = {info.filename: info.file_size for info in file.zip.infolist()}
@@ -115,24 +113,27 @@ def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np
                 raise ValueError("an array is too large")
             arrays = {name: np.asarray(file[name], np.float64) for name in expected}
     except Exception as error:  # of NumPy, zipfile or zlib
-        raise UsageError(f"{path} is not a step of a record: {error}") from None
-    for name, size in expected.items():
-        if arrays[name].shape != size or not np.isfinite(arrays[name]).all():
-            raise UsageError(f"{path}: {name} has shape {arrays[name].shape}; expected {size} of finite values")
+        raise UsageError(f"{path} is not a step of a record: {error!r:.100}") from None
+    for name, shape in expected.items():
+        if arrays[name].shape != shape:
+            raise UsageError(f"{path}: {name} has shape {arrays[name].shape}, expected {shape}")
     return arrays
 
 
 def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding:
     """Compare two records step by step.
 
-    Rounding explains relative differences of a gradient up to `bound` in step 0, and 5 * bound more in each further
-    one; the default is 4500 machine epsilons of the coarser dtype, as for `--verify`. A parameter is compared on the
-    scale of its largest strip. UsageError if the runs have different parameters, or no step in common.
+    Rounding explains a relative difference of 1000 machine epsilons of the coarser dtype in step 0, that much more in
+    each further one, and never more than 1 %; or `bound` in every step. A parameter is compared on the scale of its
+    largest strip. UsageError if the runs have different parameters, or no step in common, or are one and the same.
     """
+    if os.path.realpath(a) == os.path.realpath(b):
+        raise UsageError(f"{a} and {b} are the same record")
     run_a, run_b = read_run(a), read_run(b)
-    if run_a.shapes != run_b.shapes:
-        names = sorted({name for name, _ in run_a.shapes.items() ^ run_b.shapes.items()})
-        raise UsageError(f"the records are of different models: {len(names)} parameters differ, such as {names[0]}")
+    for name in run_a.shapes | run_b.shapes:
+        shapes = [str(run.shapes.get(name, "missing")) for run in (run_a, run_b)]
+        if shapes[0] != shapes[1]:
+            raise UsageError(f"the records are of different models: {name} is {shapes[0]} in A, {shapes[1]} in B")
     steps = sorted(run_a.steps.keys() & run_b.steps.keys())
     if not steps:
         raise UsageError(f"{a} and {b} have no step in common")
@@ -142,12 +143,13 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
     ratios = {}
     for step in steps:
         a_arrays, b_arrays = (read_step(run.steps[step], run.shapes) for run in (run_a, run_b))
-        limit = (4500 * facts["eps"] if bound is None else bound) * (5 * step + 1)
+        limit = min(1000 * facts["eps"] * (step + 1), 0.01) if bound is None else bound
         comparison = StepComparison(a_arrays, b_arrays, run_a.shapes, facts, limit)
         ratios[step] = comparison.norm_ratios()
         if not found and (found := comparison.differences()):
             first = step
-    return Finding(len(steps), len(run_a.shapes), first, tuple(found), ratios)
+    recorded = len(run_a.steps), len(run_b.steps)
+    return Finding(len(steps), recorded, len(run_a.shapes), first, tuple(found), ratios)
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,10 @@ class StepComparison:
     @cached_property
     def noise(self) -> float:
         """The norm below which a strip's gradient is rounding: that of the keys' bias is zero, and is never exactly."""
-        largest = max(np.abs(run[f"gradient/{name}"]).max() for name in self.shapes for run in (self.a, self.b))
-        return 64 * self.facts["eps"] * float(largest)
+        largest = [
+            np.nanmax(np.abs(run[f"gradient/{n}"]), initial=0.0) for n in self.shapes for run in (self.a, self.b)
+        ]
+        return min(64 * self.facts["eps"], 1e-3) * float(max(largest))
 
     def differences(self) -> list[Difference]:
         """Return what differs: gradients and the loss, or else the norm of the gradients, or else the updates."""
@@ -174,7 +178,7 @@ class StepComparison:
     def of_value(self, name: str) -> list[Difference]:
         """Return the difference of the loss or of the gradient norm, if there is one, in a list."""
         a, b = float(self.a[name]), float(self.b[name])
-        if abs(b - a) <= self.limit * max(abs(a), abs(b)):
+        if a == b or abs(b - a) <= self.limit * max(abs(a), abs(b)):
             return []
         ratio = b / a if a else math.inf
         return [Difference(name, ratio, f"{a:.6g} in A, {b:.6g} in B", (), causes(name, ratio, self.facts, b - a))]
@@ -206,11 +210,11 @@ class StepComparison:
         if whole is not None:
             return whole, ""
         start = 0
-        for count in strips(self.shapes[name]):
+        for dim, count in enumerate(strips(self.shapes[name])):
             factors = [self.factor(a[:, i : i + 1], b[:, i : i + 1]) for i in range(start, start + count)]
             wrong = [r for r in factors if r is not None and r != 1]
             if None not in factors and np.allclose(wrong, wrong[0], rtol=1e-3):
-                return wrong[0], part_of([r != 1 for r in factors])
+                return wrong[0], part_of([r != 1 for r in factors], dim, int(self.facts["tp"]))
             start += count
         return None, ""
 
@@ -225,7 +229,10 @@ class StepComparison:
 
     def same(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Return whether rounding explains the difference, on the scale of the largest strip."""
-        return bool(np.abs(a - b).max() <= self.limit * max(np.abs(a).max(), np.abs(b).max()) + self.noise)
+        return bool(
+            np.array_equal(a, b)
+            or np.abs(a - b).max() <= self.limit * max(np.abs(a).max(), np.abs(b).max()) + self.noise
+        )
 
     def norm_ratios(self) -> dict[str, float | None]:
         """Return B's gradient norm / A's for each parameter, None where the gradients are equal."""
@@ -237,17 +244,16 @@ class StepComparison:
         return ratios
 
 
-def part_of(different: Sequence[bool]) -> str:
-    """Name the strips that differ: a tensor-parallel rank's, also of q, k and v side by side, or else their places."""
+def part_of(different: Sequence[bool], dim: int, tp: int) -> str:
+    """Name the strips of a dim that differ: one tp rank's part, of q, k and v side by side too, or their places."""
     count = len(different)
-    for ranks, groups in product(range(2, count // 2 + 1), (1, 3)):
-        if count % (ranks * groups) == 0:
-            owners = [i * groups * ranks // count % ranks for i in range(count)]
-            own = {owner for owner, differs in zip(owners, different, strict=True) if differs}
-            if len(own) == 1 and sum(different) == count // ranks:
-                return f"tp rank {own.pop()}'s part (of {ranks}) of "
+    for groups in (1, 3) if tp > 1 else ():
+        owners = [i * groups * tp // count % tp for i in range(count)]
+        own = {owner for owner, differs in zip(owners, different, strict=True) if differs}
+        if count % (tp * groups) == 0 and len(own) == 1 and sum(different) == count // tp:
+            return f"tp rank {own.pop()}'s part (of {tp}) of "
     places = [i for i, differs in enumerate(different) if differs]
-    return f"{len(places)} of {count} strips ({places[0]} to {places[-1]}) of "
+    return f"{len(places)} of {count} strips ({places[0]} to {places[-1]}) along dim {dim} of "
 
 
 def describe(names: Sequence[str], every: Sequence[str]) -> str:
@@ -275,7 +281,7 @@ def describe(names: Sequence[str], every: Sequence[str]) -> str:
 def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], difference: float = 0.0) -> tuple[str, ...]:
     """Return the usual causes of B = ratio * A; `difference` is B - A of the loss."""
     if ratio is None:
-        other = "other data, masks or order; a sum over ranks that is missing"
+        other = "other data, masks or order; a sum over ranks that is missing; a transposed weight; not finite"
         return ("weight decay, betas, eps, clipping or optimizer state" if quantity == "update" else other,)
     if ratio in (0, math.inf):
         return (f"missing in {'B' if ratio == 0 else 'A'}: detached, frozen, not sent, or never added",)
@@ -299,11 +305,13 @@ def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], diffe
 def as_text(finding: Finding) -> str:
     """Return the lines that the command prints."""
     steps = f"{finding.steps} step{'s' if finding.steps > 1 else ''}"
+    if set(finding.recorded) != {finding.steps}:
+        steps += f", of {finding.recorded[0]} in A and {finding.recorded[1]} in B"
     if finding.equal:
         return f"compare: equal within rounding: {finding.parameters} parameters, {steps}\n"
     lines = [f"compare: DIFFERENT from step {finding.step} on (counted from 0; {steps} compared)"]
     for found in finding.differences:
-        ratio = "no constant ratio" if found.ratio is None else f"B = {found.ratio:.6g} A"
+        ratio = "no constant ratio" if found.ratio is None else f"B = {found.ratio:.5g} A"
         count = f" ({len(found.parameters)} of {finding.parameters} parameters)" if found.parameters else ""
         lines.append(f"  {found.quantity}: {ratio}: {found.group}{count}")
         lines += [f"    {cause}" for cause in found.causes]
@@ -315,9 +323,12 @@ def main(argv: Sequence[str]) -> int:
     parser = UsageParser(prog="python -m minipar.compare", description=__doc__, allow_abbrev=False)
     parser.add_argument("a", metavar="A", help="a record, of the run that is right if one is known to be")
     parser.add_argument("b", metavar="B", help="another one")
-    parser.add_argument("--bound", type=float, metavar="X", help="the relative difference that counts as equal")
-    drawn = "`python -m visualize compare FILE` draws it"
-    parser.add_argument("--json", metavar="FILE", help=f"everything; - is standard output. {drawn}")
+    parser.add_argument(
+        "--bound", type=float, metavar="X", help="the relative difference that counts as equal, in every step"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="everything, for `python -m visualize compare`; - is standard output"
+    )
     try:
         options = parser.parse_args(argv)
         if options.bound is not None and not 0 <= options.bound < 1:

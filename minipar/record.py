@@ -14,18 +14,17 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Record:
-    """A directory with the run's facts, run.json, and for each step n a file step-n.npz.
+    """A new directory with the run's facts, run.json, and for each step n a file step-n.npz.
 
-    A step's file has the loss (mean over the global batch, nats per token), the gradient norm before clipping, and for
-    each parameter two arrays: gradient/NAME, before clipping, and update/NAME, which is the parameter after the step
-    less the parameter before it. In such an array is not each element, but for up to 24 strips along each dim the norm
-    and the projection on a fixed random direction: float64, (2, strips of all dims). Names and shapes are those of the
-    serial model, so that runs of any layout and any framework can be compared.
+    A step's file has the loss (nats per token), the gradient norm before clipping, and for each parameter gradient/NAME
+    (before clipping) and update/NAME (the parameter after the step less before it). Such an array has, for up to 24
+    strips along each dim, the norm and the projection on a random direction: float64, (2, strips of all dims).
     """
 
     def __init__(self, directory: str | Path, parameters: Arrays, **facts: object) -> None:
         """Write run.json. `facts` can be dtype, dp, tp, pp, microbatches, and the tokens of a global batch."""
         self.directory = Path(directory)
+        self.directory.mkdir(parents=True)  # FileExistsError: the steps of another run are not mixed in
         self.parameters = {name: np.array(values) for name, values in parameters.items()}
         facts["shapes"] = {name: values.shape for name, values in parameters.items()}
         (self.directory / "run.json").write_text(json.dumps(facts), encoding="utf-8")

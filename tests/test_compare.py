@@ -34,7 +34,6 @@ LAYOUTS = [
 
 def record(directory, flags, dtype="float64"):
     """Train on threads and record in `directory`."""
-    directory.mkdir(exist_ok=True)
     config = config_for(f"{MODEL} {flags} --dtype {dtype}")
 
     def rank(comm):
@@ -80,7 +79,6 @@ FACTS = {"dtype": "float64", "dp": 3, "tp": 4, "pp": 2, "microbatches": 8, "toke
 
 def write(directory, change=lambda name, gradient: gradient, loss=5.0, norm=1.0, decay=0.0):
     """Record two steps of SGD, with gradients that `change` alters."""
-    directory.mkdir()
     random = np.random.Generator(np.random.Philox(7))
     before = SERIAL.state_dict()
     written = Record(directory, before, **FACTS)
@@ -142,6 +140,31 @@ def test_a_mistake_is_named_by_group_factor_and_cause(name, tmp_path):
     assert any(text.startswith(cause) for text in found.causes)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "torch.bfloat16"])
+def test_no_dtype_and_no_late_step_hides_a_factor(dtype, tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b", times(1.2))
+    for name in "ab":
+        folder = tmp_path / name
+        (folder / "run.json").write_text((folder / "run.json").read_text().replace("float64", dtype))
+        for step in (0, 1):
+            (folder / f"step-{step}.npz").rename(folder / f"step-{step + 1000}.npz")
+    found = compare(tmp_path / "a", tmp_path / "b").differences
+    assert [(each.ratio, each.group) for each in found] == [(pytest.approx(1.2), "all parameters")]
+
+
+def test_values_that_are_not_finite_are_a_difference(tmp_path, capsys):
+    write(tmp_path / "a")
+    write(tmp_path / "b", times(math.nan, "wpe"), loss=math.nan)
+    finding = compare(tmp_path / "a", tmp_path / "b")
+    assert [(each.quantity, each.parameters) for each in finding.differences] == [
+        ("gradient", ("wpe.weight",)),
+        ("loss", ()),
+    ]
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--json", "-"]) == 1
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
 def test_a_gradient_that_a_lacks_is_an_infinite_ratio(tmp_path):
     write(tmp_path / "a", times(0, "wpe"))
     write(tmp_path / "b")
@@ -181,8 +204,9 @@ def test_a_ranks_strips_are_recognized(ranks, groups):
     for rank in range(ranks if 24 % (ranks * groups) == 0 else 0):
         strips_of_rank = np.zeros((groups, ranks, 24 // (groups * ranks)), bool)
         strips_of_rank[:, rank] = True
-        assert part_of(list(strips_of_rank.reshape(-1))) == f"tp rank {rank}'s part (of {ranks}) of "
-    assert part_of([False, True, False, False, True]) == "2 of 5 strips (1 to 4) of "
+        assert part_of(list(strips_of_rank.reshape(-1)), 0, ranks) == f"tp rank {rank}'s part (of {ranks}) of "
+    assert part_of([False, True, False, False, True], 1, 2) == "2 of 5 strips (1 to 4) along dim 1 of "
+    assert part_of([False] * 20 + [True] * 4, 1, 2).startswith("4 of 24 strips (20 to 23)"), "half of v, not a rank's"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -192,7 +216,13 @@ def test_exit_codes_and_json(tmp_path, capsys):
     write(tmp_path / "a")
     write(tmp_path / "b", times(0, "wpe"))
     a, b, out = str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "x.json")
-    assert main([a, a]) == 0 and capsys.readouterr().out == "compare: equal within rounding: 52 parameters, 2 steps\n"
+    write(tmp_path / "same")
+    same = str(tmp_path / "same")
+    assert main([a, same]) == 0
+    assert capsys.readouterr().out == "compare: equal within rounding: 52 parameters, 2 steps\n"
+    (tmp_path / "same" / "step-1.npz").unlink()
+    assert main([a, same]) == 0 and "52 parameters, 1 step, of 2 in A and 1 in B" in capsys.readouterr().out
+    assert main([a, f"{b}/../a"]) == 2 and "are the same record" in capsys.readouterr().err
     assert main([a, b]) == 1 and "B = 0 A: wpe.weight (1 of 52 parameters)" in capsys.readouterr().out
     assert main([b, a, "--json", "-"]) == 1
     values = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
@@ -208,13 +238,16 @@ def spoil_shape(folder):
 
 
 BAD = {
-    "no directory": (lambda folder: shutil.rmtree(folder), "b/run.json is not a file of a record"),
-    "no record": (lambda folder: (folder / "run.json").unlink(), "b/run.json is not a file of a record"),
-    "no JSON": (lambda folder: (folder / "run.json").write_text("{"), "is not a record of minipar.train --record: "),
-    "a list": (lambda folder: (folder / "run.json").write_text("[]"), "is not a record of minipar.train --record: "),
-    "another model": (spoil_shape, "different models: 1 parameters differ, such as wpe.weight"),
+    "no directory": (lambda folder: shutil.rmtree(folder), "there is no record in "),
+    "no record": (lambda folder: (folder / "run.json").unlink(), "there is no record in "),
+    "no JSON": (lambda folder: (folder / "run.json").write_text("{"), "b is not a record: "),
+    "a list": (lambda folder: (folder / "run.json").write_text("[]"), "b is not a record: "),
+    "another model": (spoil_shape, "different models: wpe.weight is (8, 32) in A, (9, 32) in B"),
     "no step": (lambda folder: [path.unlink() for path in folder.glob("*.npz")], "is a record without a step"),
-    "a pipe": (lambda folder: [(folder / "step-0.npz").unlink(), os.mkfifo(folder / "step-0.npz")], "is not a file of"),
+    "a pipe": (
+        lambda folder: [(folder / "step-0.npz").unlink(), os.mkfifo(folder / "step-0.npz")],
+        "step-0.npz is not a file",
+    ),
     "half a file": (lambda folder: (folder / "step-0.npz").write_bytes(b"PK\3\4abc"), "step-0.npz is not a step of a"),
     "another file": (lambda folder: np.savez(folder / "step-0.npz", loss=1), "step-0.npz is not a step of a record"),
     "a pickle": (lambda folder: np.savez(folder / "step-0.npz", loss=np.array({})), "step-0.npz is not a step of a"),
@@ -244,13 +277,13 @@ def test_a_record_needs_a_new_directory(tmp_path):
     assert result.returncode == 0 and f"{tmp_path}/new (--record)" in result.stdout, result.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["run.json", "step-0.npz"]
     result = run_mpi(2, ["-m", "minipar.train", *new, "--data", str(text)])
-    assert result.returncode == 2 and "--record" in result.stderr and "is not empty; give a new" in result.stderr
+    assert result.returncode == 2 and "--record" in result.stderr and "cannot be written: File exists" in result.stderr
 
 
 def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     config = config_for(f"{MODEL} --dp 1")
     trainer = trainer_for(config, TEXT)
-    trainer.start_record(str(tmp_path))
+    trainer.start_record(str(tmp_path / "r"))
     trainer.step(0)
 
     def fill_the_disk(path, **arrays):
@@ -260,4 +293,4 @@ def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(np, "savez", fill_the_disk)
     with pytest.raises(UsageError, match="^--record .* cannot be written: No space left on device$"):
         trainer.step(1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "step-0.npz"]
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["run.json", "step-0.npz"]

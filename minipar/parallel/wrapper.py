@@ -203,6 +203,10 @@ class Wrapper(Owner, ABC):
         self._check_only_dp("parallel.state.gather_state")
         return gather_state(self.model, self.parameters(), self.comm)
 
+    def gather_parameter(self, parameter: Parameter) -> Array:
+        """Return all values of a parameter. Stage 3 gathers them."""
+        return parameter.data
+
     def _check_only_dp(self, function: str) -> None:
         if any(p.placement.tp.ranks > 1 or p.placement.pp > 0 for p in self.model.parameters()):
             raise ValueError(f"tensor or pipeline parallelism has placed this model too: call minipar.{function}")

@@ -158,7 +158,7 @@ class RunConfig:
         help="the memory ledger of every rank: bytes by kind at each moment of the last step, and at the peak; for "
              "`python -m visualize memory`")
     record: str | None = option(None, str, metavar="DIR",
-        help="record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new or empty")
+        help="record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new")
     network: tuple[float, float] = option((0.0, 0.0), float, within="[0, inf)", metavar=("ALPHA", "BETA"),
         help="what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
     save: str | None = option(None, str, metavar="DIR",
@@ -357,8 +357,7 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     batch, m = config.data.global_batch, config.data.microbatches
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
-    what = f"global-batch {batch} * seq-len {model.seq_len}: 8 bytes for each token's position"
-    check_memory(Decimal(8 * batch) * model.seq_len, what)
+    check_memory(Decimal(8 * batch) * model.seq_len, f"positions: 8 bytes * {batch} samples * {model.seq_len} tokens")
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
 
 

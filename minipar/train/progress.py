@@ -107,11 +107,6 @@ def prepare_outputs(config: TrainConfig) -> None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if os.path.isfile(path) or not os.path.exists(path):  # who reads a pipe takes closing it for its end
                 open_to_append(path).close()
-    if run.record is not None:
-        with writing(f"--record {run.record}"):
-            Path(run.record).mkdir(parents=True, exist_ok=True)
-            if run.resume is None and os.listdir(run.record):
-                raise UsageError(f"--record {run.record} is not empty; give a new directory")
     if run.export is not None:
         with writing(f"--export {run.export}"):
             Path(run.export).mkdir(parents=True, exist_ok=True)

@@ -22,11 +22,10 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.memory import enter
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.layers import DropoutKeys, dropping
-from minipar.nn.module import Deferred, Parameter
+from minipar.nn.module import Deferred
 from minipar.nn.optim import AdamW, learning_rate
 from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buckets import by_unit
-from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
 from minipar.parallel.pipeline import Action, PipelineExecutor, Schedule
@@ -170,7 +169,7 @@ class Trainer:
                 self.optimizer.step()
                 backend.synchronize()
             if self.pipelined is not None:  # outside the region, because the last stage computes nothing here
-                self.pipelined.pipeline.send_tied_weight(self._whole)
+                self.pipelined.pipeline.send_tied_weight(self.ddp.gather_parameter)
         seconds = time.perf_counter() - start
         if self.recording:
             parameters = self.state_dict()
@@ -257,12 +256,6 @@ class Trainer:
     def units(self) -> int:
         """The number of units (groups of one bucket) of the gradient's norm, on all pipeline ranks together."""
         return placement_of(self.ddp.buckets[0].parameters[0]).units
-
-    def _whole(self, parameter: Parameter) -> backend.Array:
-        """Return all values of a parameter, which ZeRO stage 3 must gather."""
-        if isinstance(self.ddp, FullyShardedDataParallel):
-            return self.ddp.gather_parameter(parameter)
-        return parameter.data
 
     def _model_clock(self) -> AbstractContextManager[None]:
         """Advance a model clock by each matrix product's operations / its speed. All else takes no time on it."""

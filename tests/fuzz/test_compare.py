@@ -22,9 +22,9 @@ def record() -> dict[str, bytes | str]:
     """Return the files of a record of one step: {name: content}."""
     with TemporaryDirectory() as directory:
         values = {"h.0.ln_1.bias": np.ones(3), "wte.weight": np.ones((4, 2))}
-        written = Record(directory, values, **FACTS)
+        written = Record(Path(directory, "a"), values, **FACTS)
         written.step(0, 2.0, 1.0, values, {name: 2 * array for name, array in values.items()})
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+        return {path.name: path.read_bytes() for path in Path(directory, "a").iterdir()}
 
 
 RUN = {**FACTS, "shapes": {"h.0.ln_1.bias": [3], "wte.weight": [4, 2]}}

@@ -64,7 +64,6 @@ def test_compare_gives_sixteen_a_group_and_a_factor():
 
 def look(tree: Path, flags: str, record: Path) -> dict:
     """Run the instruments in a process of their own, on the code of this tree."""
-    record.mkdir()
     program = [sys.executable, str(tree / "tests" / "museum" / "instruments.py"), "--record", str(record)]
     run = subprocess.run(
         [*program, *flags.split()], env=environment(tree), capture_output=True, text=True, timeout=SECONDS, cwd=tree

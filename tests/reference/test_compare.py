@@ -46,7 +46,7 @@ def record_of_minipar(start: Path, directory: Path, ranks: int, flags: str) -> N
 class Loop:
     """The training loop of a torch user, with a method for each place in which somebody made a mistake."""
 
-    dp, microbatches = 1, MICROBATCHES
+    dp, tp, microbatches = 1, 1, MICROBATCHES
 
     def __init__(self, start: Path, directory: Path) -> None:
         self.model = GPT2LMHeadModel.from_pretrained(start / "gpt2", dtype=torch.float64).eval()
@@ -57,8 +57,13 @@ class Loop:
         copied: dict = {}
         exec(LINES, copied)  # what the user has pasted into the loop's file
         optimizer = self.optimizer()
-        facts = {"dtype": "float64", "dp": self.dp, "microbatches": self.microbatches, "tokens": BATCH * SEQ_LEN}
-        self.directory.mkdir()
+        facts = {
+            "dtype": "float64",
+            "dp": self.dp,
+            "tp": self.tp,
+            "microbatches": self.microbatches,
+            "tokens": BATCH * SEQ_LEN,
+        }
         record = copied["Record"](self.directory, self.arrays(lambda p: p), **facts)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -200,7 +205,7 @@ class WrongSign(Loop):
 class RowsOfOneRank(Loop):
     """The gradient of one tensor-parallel rank's rows is summed twice."""
 
-    dp = 2
+    tp = 2
 
     def after_backward(self):
         for name, p in self.model.named_parameters():
@@ -245,7 +250,7 @@ MISTAKES = {
     TiedTwice: ("gradient", 2, "the token embedding, to which a tied head belongs", "2 = dp"),
     OneStage: ("gradient", 3, "block 1 and ln_f.weight and ln_f.bias", "3 = microbatches: "),
     WrongSign: ("gradient", -1, "h.0.mlp.c_fc.weight, h.0.mlp.c_fc.bias", "a wrong sign"),
-    RowsOfOneRank: ("gradient", 2, "tp rank 1's part (of 2) of attn.c_proj.weight, mlp.c_proj.weight", "2 = dp: "),
+    RowsOfOneRank: ("gradient", 2, "tp rank 1's part (of 2) of attn.c_proj.weight, mlp.c_proj.weight", "2 = tp: "),
     LossOnly: ("loss", None, "", "B - A = log 2 = log dp: logits"),
     DecaysEverything: ("update", None, "", "weight decay, betas, eps"),
     HalfTheRate: ("update", 0.5, "all parameters", "the learning rate: its schedule, its warm-up"),

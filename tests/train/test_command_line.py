@@ -121,7 +121,7 @@ BAD_INPUT = {
     "a batch that does not divide": (3, "--global-batch 10 --microbatches 4",
         "global-batch 10 is not divisible by dp*microbatches = 3*4 = 12"),
     "a batch that no memory holds": (2, "--global-batch 1000000000000 --seq-len 8",
-        "1000000000000 * seq-len 8: 8 bytes for each token's position = 6.40000e+13 bytes, but this machine"),
+        "positions: 8 bytes * 1000000000000 samples * 8 tokens = 6.40000e+13 bytes, but this machine has"),
     "heads that do not divide hidden": (2, "--hidden 64 --heads 5", "hidden 64 is not divisible by heads 5"),
     "a missing data file": (2, "--data {tmp}/nowhere.txt", "nowhere.txt"),
     "an empty data file": (2, "--data {tmp}/empty.txt", "empty.txt is empty"),
