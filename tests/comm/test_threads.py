@@ -160,6 +160,17 @@ def test_the_mpi_algorithm_over_threads_is_rejected():
         run_local(2, lambda comm: comm.all_reduce(np.zeros(3), algorithm="mpi"))
 
 
+@pytest.mark.parametrize("peer", [-1, 2])
+def test_a_message_needs_a_rank_that_exists(peer):
+    def program(comm):
+        for name, operation in (("send", comm.isend), ("recv", comm.irecv)):
+            problem = rf"rank {comm.rank}, {name}: rank {peer} is not one of the 2 ranks"
+            with pytest.raises(ValueError, match=problem):
+                operation(np.zeros(3), peer)
+
+    run_local(2, program)
+
+
 def test_aborting_ends_every_rank():
     with pytest.raises(CommunicationError, match="rank 1 aborted the run with code 3"):
         run_local(3, lambda comm: comm.abort(3) if comm.rank == 1 else comm.barrier())

@@ -235,6 +235,7 @@ def test_a_long_curve_shows_its_points_and_their_mean():
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
     smooth = axes.lines[1].get_ydata()
     assert list(axes.lines[1].get_xdata())[::199] == [1, 200], "steps are counted from 1, as the trainer counts them"
+    assert smooth[20] == pytest.approx(np.mean(losses[15:26])), "a quarter of the way back, where the loss falls fast"
     assert smooth[0] == losses[0] and smooth[100] == pytest.approx(np.mean(losses[90:111]))
     assert smooth[199] == pytest.approx(np.mean(losses[189:]))
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
