@@ -9,6 +9,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "comparison": ["plot_comparison", "read_comparison"],
         "measurements": ["plot_bench", "plot_bytes", "plot_ledger", "plot_loss", "read_ledger", "read_metrics"],
         "mesh": ["MeshTraffic", "mesh_values", "mesh_traffic", "plot_mesh"],
         "plan": ["plot_agreement", "read_layouts"],

@@ -1,4 +1,4 @@
-"""The command line: python -m visualize trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery."""
+"""The command line: python -m visualize trace|mesh|loss|traffic|memory|plan|layouts|compare|schedule|gallery."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from minipar.errors import UsageError, UsageParser, printable, write_json, write_out
 from minipar.parallel.pipeline import SCHEDULES, Durations, Schedule, check, load_csv, make, save_csv, simulate
 from visualize import mesh, schedule, style, timeline
+from visualize.comparison import plot_comparison, read_comparison
 from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
 from visualize.plan import plot_agreement, plot_plan, read_layouts, read_plan
 from visualize.style import Picture
@@ -44,12 +45,12 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> UsageParser:
     """Build the parser, in which each command's `run` draws and returns the paths it wrote."""
-    names = "trace|mesh|loss|traffic|memory|plan|layouts|schedule|gallery"
+    names = "trace|mesh|loss|traffic|memory|plan|layouts|compare|schedule|gallery"
     parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     def command(name: str, run: Callable[[argparse.Namespace], list[str]], what: str) -> Any:
-        added = commands.add_parser(name, help=what)
+        added = commands.add_parser(name, help=what, allow_abbrev=False)
         added.set_defaults(run=run)
         return added.add_argument
 
@@ -95,6 +96,9 @@ def build_parser() -> UsageParser:
     reading("plan", read_plan, plot_plan, "the plans of a search, from minipar.plan --json", "the planner's JSON")
     what = "predicted against measured, from minipar.bench layouts --machine"
     reading("layouts", read_layouts, plot_agreement, what, "the benchmark's rows")
+
+    what = "where two runs' gradients differ and how much, from minipar.compare --json"
+    reading("compare", read_comparison, plot_comparison, what, "the comparison's JSON")
 
     add = command("schedule", run_schedule, "a pipeline schedule, simulated; no training needed")
     add("--schedule", required=True, metavar="NAME|FILE.csv", help=f"{', '.join(SCHEDULES)}, or a file as PyTorch's")

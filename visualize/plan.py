@@ -160,7 +160,7 @@ def layout_name(row: dict[str, Any]) -> str:
     words = [f"{axis} {row[axis]}" for axis in ("dp", "tp", "pp") if row[axis] > 1] or ["one device"]
     words += [f"ZeRO-{row['zero_stage']}"] * (row["zero_stage"] > 0)
     words += [row["schedule"] or ""] * (row["schedule"] is not None)
-    words += ["SP"] * row["sequence_parallel"] + ["recompute"] * (row["recompute"] == "full")
+    words += ["SP"] * (row["sequence_parallel"] is True) + ["recompute"] * (row["recompute"] == "full")
     words += [f"{row['microbatches']} microbatches"] * (row["microbatches"] > 1)
     return ", ".join(words)
 

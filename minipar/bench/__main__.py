@@ -30,7 +30,9 @@ def bench(comm: Communicator) -> None:
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     for name, (add_arguments, run) in SUBCOMMANDS.items():
-        subparser = subparsers.add_parser(name, help=str(run.__doc__).splitlines()[0], prints=prints)
+        subparser = subparsers.add_parser(
+            name, help=str(run.__doc__).splitlines()[0], prints=prints, allow_abbrev=False
+        )
         subparser.add_argument("--json", metavar="FILE", help="write the rows as JSON (- for standard output)")
         add_arguments(subparser)
         subparser.set_defaults(run=run)

@@ -71,15 +71,20 @@ def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[dict[str, in
     return shard.join([xp.asarray(parts[rank]) for rank in range(shard.ranks)])
 
 
-def gather_state(model: Module, parameters: Sequence[Parameter], comm: Communicator) -> dict[str, np.ndarray]:
+def gather_state(
+    model: Module, parameters: Sequence[Parameter], comm: Communicator, gradients: bool = False
+) -> dict[str, np.ndarray]:
     """Collect the serial model's parameters by name, as host arrays, on rank 0 of `comm`; the other ranks get {}.
+
+    `gradients=True` collects the gradients instead, which are placed as the parameters are, once they are complete.
 
     `comm` is the group of ranks that hold the whole model together: the world of a mesh. `parameters` are what this
     rank's optimizer holds. Collective. Each element is sent to rank 0 once, in one message per rank; the list of pieces
     goes ahead as control data.
     """
     own = owned_pieces(parameters)
-    arrays = [to_host(parameters[i].data.reshape(-1)[elements]) for i, _, elements in own]
+    values: list[Any] = [p.grad if gradients else p.data for p in parameters]
+    arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
     dtype = np.dtype(parameters[0].dtype if parameters else np.float32)
     header = [[asdict(piece), placement_of(parameters[i]).shape] for i, piece, _ in own]
     headers = comm.gather_bytes(json.dumps(header).encode())

@@ -60,6 +60,9 @@ def run(comm: Communicator) -> int:
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
+        with agreeing(comm, "--record"):
+            if config.run.record is not None:
+                trainer.start_record(config.run.record)
         with noting_signals(config.run.save is not None) as signals:
             results = train(trainer, evaluation, metrics, signals)
     if config.run.memory is not None:

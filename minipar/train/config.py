@@ -157,6 +157,8 @@ class RunConfig:
     memory: str | None = option(None, str, metavar="FILE.json",
         help="the memory ledger of every rank: bytes by kind at each moment of the last step, and at the peak; for "
              "`python -m visualize memory`")
+    record: str | None = option(None, str, metavar="DIR",
+        help="record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new or empty")
     network: tuple[float, float] = option((0.0, 0.0), float, within="[0, inf)", metavar=("ALPHA", "BETA"),
         help="what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
     save: str | None = option(None, str, metavar="DIR",

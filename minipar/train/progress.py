@@ -108,6 +108,11 @@ def prepare_outputs(config: TrainConfig) -> None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if os.path.isfile(path) or not os.path.exists(path):  # who reads a pipe takes closing it for its end
                 open_to_append(path).close()
+    if run.record is not None:
+        with writing(f"--record {run.record}"):
+            Path(run.record).mkdir(parents=True, exist_ok=True)
+            if run.resume is None and os.listdir(run.record):
+                raise UsageError(f"--record {run.record} is not empty; give a new directory")
     if run.export is not None:
         with writing(f"--export {run.export}"):
             Path(run.export).mkdir(parents=True, exist_ok=True)
@@ -261,5 +266,5 @@ def notes(config: TrainConfig, positions: int) -> list[str]:
 
 def written(config: TrainConfig) -> str:
     """Return the files and directories that the run wrote, each path with its flag; "" if none."""
-    paths = {name: getattr(config.run, name) for name in ("metrics", "trace", "memory", "save", "export")}
+    paths = {name: getattr(config.run, name) for name in ("metrics", "trace", "memory", "record", "save", "export")}
     return ", ".join(f"{printable(path)} (--{name})" for name, path in paths.items() if path not in (None, "-"))

@@ -35,7 +35,8 @@ from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
 from minipar.parallel.tensor import tensor_parallel
 from minipar.parallel.wrapper import Wrapper
-from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
+from minipar.record import Record
+from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save, writing
 from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
 from minipar.train.layout import step_layout
@@ -91,6 +92,8 @@ class Trainer:
         self.tokens_per_step = data.global_batch * config.model.seq_len
         self.samples_per_microbatch = data.global_batch // (config.mesh.dp * data.microbatches)
         self.pipelined: PipelinedStep | None = None
+        self.recording = False
+        self.record: Record | None = None  # on rank 0; see start_record
         self.ddp = self._parallelize()
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
@@ -138,6 +141,7 @@ class Trainer:
             enter("forward", restart=True)
             self.ddp.zero_grad()
             loss = self._forward_backward(step)
+            gradients = self._gather(gradients=True) if self.recording else {}
             with self._region("optimizer"):
                 grad_norm = self._clip_grad_norm(o.clip_grad or None)
                 self.optimizer.lr = learning_rate(
@@ -148,6 +152,11 @@ class Trainer:
             if self.pipelined is not None:  # outside the region, because the last stage computes nothing here
                 self.pipelined.pipeline.send_tied_weight(self._whole)
         seconds = time.perf_counter() - start
+        if self.recording:
+            parameters = self.state_dict()
+            if self.record is not None:
+                with writing(f"--record {self.record.directory}"):
+                    self.record.step(step, loss / self.tokens_per_step, grad_norm, gradients, parameters)
         return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds)
 
     def _forward_backward(self, step: int) -> float:
@@ -188,7 +197,26 @@ class Trainer:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters by name, as host arrays, on rank 0; the other ranks get {}."""
-        return gather_state(self.model, self.ddp.parameters(), self.mesh.world)
+        return self._gather()
+
+    def _gather(self, gradients: bool = False) -> dict[str, np.ndarray]:
+        return gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients)
+
+    def start_record(self, directory: str) -> None:
+        """Record every further step for `minipar.compare`. Collective, as the steps are then.
+
+        Each element of the gradients, before clipping, and of the parameters travels to rank 0 once per step.
+        """
+        config, parameters, self.recording = self.config, self.state_dict(), True
+        if self.mesh.world.rank == 0:
+            facts = {
+                "dtype": config.run.dtype,
+                "tokens": self.tokens_per_step,
+                "microbatches": config.data.microbatches,
+            }
+            sizes = {axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")}
+            with writing(f"--record {directory}"):
+                self.record = Record(directory, parameters, **facts, **sizes)
 
     def save(self, directory: str | Path, step: int) -> None:
         """Write a checkpoint after `step` optimizer steps. Collective; see `minipar.train.checkpoint.save`."""

@@ -59,6 +59,7 @@ VALID: dict[str, Any] = {
         "model": {"name": "gpt2"}, "gpus": 2, "global_batch": 8, "seq_len": 64,
     },
     "layouts": [LAYOUT, LAYOUT | {"tp": 2, "schedule": "1f1b", "microbatches": 2}],
+    "compare": {"ratios": {str(step): {"a": None, "b": 2.0, "c": 0.0, "d": "Infinity"} for step in (0, 1)}},
 }  # fmt: skip
 LINES = [{"step": step, "loss": 5.0 - step} for step in range(4)]
 
@@ -90,7 +91,7 @@ def test_a_file_is_read_or_refused(fuzzed):
         kind, name, content = file
         return Case((kind, name), {name: content})
 
-    count = fuzzed(READ, st.builds(case, files()), share=0.22, warm=Case(("loss", "a"), {"a": b'{"step":0,"loss":1}'}))
+    count = fuzzed(READ, st.builds(case, files()), share=0.20, warm=Case(("loss", "a"), {"a": b'{"step":0,"loss":1}'}))
     assert 0 < count.succeeded < count.cases
 
 
@@ -112,6 +113,7 @@ FLAGS = {
     "traffic": {},
     "plan": {},
     "layouts": {},
+    "compare": {},
 }
 COMMON = {"--out": ["o.svg", "o.png", "new/o.svg", "/dev/full", "directory", "directory.png"], "": ["file", "missing"]}
 

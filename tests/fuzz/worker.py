@@ -223,7 +223,7 @@ def train(argv: Sequence[str]) -> Any:
 def read(argv: Sequence[str]) -> Any:
     """Read a file as `visualize COMMAND FILE` does, without drawing it: argv is COMMAND, FILE."""
     from minipar.errors import UsageError, printable
-    from visualize import measurements, mesh, plan, timeline
+    from visualize import comparison, measurements, mesh, plan, timeline
 
     readers: dict[str, Callable[[str], Any]] = {
         "trace": timeline.read_trace,
@@ -233,6 +233,7 @@ def read(argv: Sequence[str]) -> Any:
         "traffic": measurements.read_bench,
         "plan": plan.read_plan,
         "layouts": plan.read_layouts,
+        "compare": comparison.read_comparison,
     }
     try:
         readers[argv[0]](argv[1])
@@ -240,6 +241,14 @@ def read(argv: Sequence[str]) -> Any:
         print(f"visualize: error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Compare two records; that they differ, which is exit code 1, is an end in order."""
+    from minipar.compare import main
+
+    code = main(argv)
+    return 0 if code == 1 else code
 
 
 def minipar(argv: Sequence[str]) -> Any:

@@ -1,0 +1,60 @@
+"""Records of a training run, for `python -m minipar.compare`: NumPy only, for a loop of any framework to copy."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+STRIPS = (
+    24  # a multiple of 8 and of 3*8: a tensor-parallel rank's part, of q, k and v side by side too, is whole strips
+)
+Arrays = Mapping[str, np.ndarray]
+
+
+class Record:
+    """A directory with the run's facts, run.json, and for each step n a file step-n.npz.
+
+    A step's file has the loss (mean over the global batch, nats per token), the gradient norm before clipping, and for
+    each parameter two arrays: gradient/NAME, before clipping, and update/NAME, which is the parameter after the step
+    less the parameter before it. In such an array is not each element, but for up to 24 strips along each dim the norm
+    and the projection on a fixed random direction: float64, (2, strips of all dims). Names and shapes are those of the
+    serial model, so that runs of any layout and any framework can be compared.
+    """
+
+    def __init__(self, directory: str | Path, parameters: Arrays, **facts: object) -> None:
+        """Write run.json. `facts` can be dtype, dp, tp, pp, microbatches, and the tokens of a global batch."""
+        self.directory = Path(directory)
+        self.parameters = {name: np.array(values) for name, values in parameters.items()}
+        facts["shapes"] = {name: values.shape for name, values in parameters.items()}
+        (self.directory / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def step(self, step: int, loss: float, grad_norm: float, gradients: Arrays, parameters: Arrays) -> None:
+        """Write one step, counted from 0; `gradients` are those before clipping, `parameters` those after the step."""
+        arrays = {"loss": np.array(loss), "grad_norm": np.array(grad_norm)}
+        for name, before in self.parameters.items():
+            arrays[f"gradient/{name}"] = measure(name, gradients[name])
+            arrays[f"update/{name}"] = measure(name, parameters[name] - before)
+            before[...] = parameters[name]
+        np.savez(self.directory / f"step-{step}.npz", **arrays)  # type: ignore[arg-type]
+
+
+def strips(shape: tuple[int, ...]) -> list[int]:
+    """Return into how many strips each dim is cut; a single value counts as one dim."""
+    return [min(STRIPS, size) for size in shape or (1,)]
+
+
+def measure(name: str, values: np.ndarray) -> np.ndarray:
+    """Return the norm (row 0) and the projection (row 1) of each strip of `values`, along dim 0, then dim 1, ..."""
+    values = np.atleast_1d(values).astype(np.float64)
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+    products = values * np.random.Generator(np.random.Philox(key=key)).standard_normal(values.shape)
+    measured = []
+    for dim, count in enumerate(strips(values.shape)):
+        others = tuple(axis for axis in range(values.ndim) if axis != dim)
+        starts = [values.shape[dim] * i // count for i in range(count)]
+        sums = np.array([(values * values).sum(axis=others), products.sum(axis=others)])  # (2, elements of dim)
+        measured.append(np.add.reduceat(sums, starts, axis=1))
+    squares, projections = np.concatenate(measured, axis=1)
+    return np.array([np.sqrt(squares), projections])

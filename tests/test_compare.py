@@ -1,0 +1,245 @@
+"""Claims about records and `minipar.compare`: equal runs are equal in any layout, a mistake is named by its factor."""
+
+import json
+import math
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+from training import config_for, trainer_for
+
+from minipar.comm import run_local
+from minipar.compare import compare, main, part_of
+from minipar.nn import GPT, GPTConfig
+from minipar.record import Record, measure, strips
+from minipar.train.data import Tokens
+
+TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
+MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"
+LAYOUTS = [
+    "--dp 4",
+    "--dp 2 --zero-stage 1 --microbatches 2",
+    "--dp 3 --zero-stage 2 --global-batch 6",
+    "--dp 4 --zero-stage 3",
+    "--tp 4 --sequence-parallel",
+    "--pp 2 --microbatches 4 --schedule zbv",
+    "--dp 2 --tp 2 --pp 2 --zero-stage 1 --sequence-parallel --microbatches 2 --clip-grad 0.5 --dropout 0.1",
+]
+
+
+def record(directory, flags, dtype="float64"):
+    """Train on threads and record in `directory`."""
+    directory.mkdir(exist_ok=True)
+    config = config_for(f"{MODEL} {flags} --dtype {dtype}")
+
+    def rank(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        trainer.start_record(str(directory))
+        return list(trainer.train())
+
+    return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_the_record_of_a_layout_equals_one_devices(flags, dtype, tmp_path):
+    values = re.findall(r"--(?:global-batch|clip-grad|dropout) \S+", flags)
+    results = record(tmp_path / "many", flags, dtype)
+    record(tmp_path / "one", " ".join(values), dtype)
+    finding = compare(tmp_path / "one", tmp_path / "many")
+    assert finding.equal and finding.steps == 3, finding.differences
+    for result in results:
+        with np.load(tmp_path / "many" / f"step-{result.step}.npz") as file:
+            assert (file["loss"], file["grad_norm"]) == (result.loss, result.grad_norm)
+            of_dim_0 = [file[f"gradient/{n}"][0, : strips(p.shape)[0]] for n, p in SERIAL.named_parameters()]
+            norm = math.sqrt(sum((norms**2).sum() for norms in of_dim_0))
+            assert norm == pytest.approx(result.grad_norm, rel=1e-12 if dtype == "float64" else 1e-5)
+
+
+def test_a_strip_is_measured_by_norm_and_projection():
+    values = np.random.Generator(np.random.Philox(1)).standard_normal((48, 10))
+    measured = measure("a", values)
+    assert measured.shape == (2, 24 + 10) and strips((48, 10)) == [24, 10] and strips(()) == [1]
+    np.testing.assert_allclose(measured[0, 3], np.linalg.norm(values[6:8]), rtol=1e-14)
+    np.testing.assert_allclose(measured[0, 24 + 4], np.linalg.norm(values[:, 4]), rtol=1e-14)
+    np.testing.assert_allclose(measured[1, :24].sum(), measured[1, 24:].sum(), rtol=1e-12)
+    np.testing.assert_allclose(measure("a", -2 * values), [[2], [-2]] * measured, rtol=1e-14)
+    assert not np.allclose(measure("b", values)[1], measured[1]), "the direction depends on the name"
+
+
+# ---- mistakes in a record --------------------------------------------------------------------------------------------
+
+SERIAL = GPT(GPTConfig(64, 8, 32, 4, 4), dtype="float64")
+FACTS = {"dtype": "float64", "dp": 3, "tp": 4, "pp": 2, "microbatches": 8, "tokens": 512}
+
+
+def write(directory, change=lambda name, gradient: gradient, loss=5.0, norm=1.0, decay=0.0):
+    """Record two steps of SGD, with gradients that `change` alters."""
+    directory.mkdir()
+    random = np.random.Generator(np.random.Philox(7))
+    before = SERIAL.state_dict()
+    written = Record(directory, before, **FACTS)
+    for step in range(2):
+        gradients = {name: random.standard_normal(values.shape) for name, values in before.items()}
+        changed = {name: change(name, gradient.copy()) for name, gradient in gradients.items()}
+        after = {name: values - 1e-2 * changed[name] - decay * values for name, values in before.items()}
+        written.step(step, loss, norm, changed, after)
+        before = after
+
+
+def times(factor, pattern=""):
+    return lambda name, gradient: gradient * factor if re.search(pattern, name) else gradient
+
+
+def part_of_rank_1(name, gradient):
+    """Double what rank 1 of 4 has: columns of the first layers, rows of the second ones."""
+    if "c_attn" in name:
+        gradient.reshape(-1, 3, 4, 8)[:, :, 1] *= 2
+    elif "c_fc" in name:
+        gradient.reshape(-1, 4, 32)[:, 1] *= 2
+    elif "c_proj.weight" in name:
+        gradient.reshape(4, -1)[1] *= 2
+    return gradient
+
+
+MISTAKES = {
+    "summed over dp": (times(3), 3, "all parameters", "3 = dp: the gradient is summed over dp"),
+    "divided by dp twice": (times(1 / 3), 1 / 3, "all parameters", "1/3 = 1/dp: the gradient is divided by dp once"),
+    "microbatches forgotten": (times(8), 8, "all parameters", "8 = microbatches: the gradient is not divided by"),
+    "a sum over tokens": (times(512), 512, "all parameters", "512 = tokens: the gradient is that of the sum"),
+    "a wrong sign": (times(-1), -1, "all parameters", "a wrong sign"),
+    "norms summed over tp": (times(4, "ln_"), 4, "the norms", "4 = tp: the gradient is summed over tp"),
+    "row biases": (times(4, "c_proj.bias"), 4, "attn.c_proj.bias, mlp.c_proj.bias of every block", "4 = tp: "),
+    "biases": (times(4, "bias"), 4, "the biases", "4 = tp: "),
+    "the tied embedding": (times(2, "wte"), 2, "the token embedding, to which a tied head belongs", "2 = pp: "),
+    "the embeddings": (times(1 / 2, "wte|wpe"), 1 / 2, "the embeddings", "1/2 = 1/pp: "),
+    "a pipeline stage": (times(8, r"\.[23]\.|ln_f"), 8, "blocks 2 to 3 and ln_f.weight and ln_f.bias", "8 = micro"),
+    "one block": (times(8, r"\.1\."), 8, "block 1", "8 = microbatches: "),
+    "all but the norms": (times(3, r"^((?!ln_).)*$"), 3, "all parameters but the norms", "3 = dp: "),
+    "frozen positions": (times(0, "wpe"), 0, "wpe.weight", "missing in B: detached, frozen, not sent, or never added"),
+    "a tp rank": (part_of_rank_1, 2, "tp rank 1's part (of 4) of attn.c_attn.weight, attn.c_attn.bias, attn.c_proj.wei",
+        "2 = pp: "),
+    "noise": (lambda name, gradient: gradient + np.indices(gradient.shape)[0], None, "all parameters",
+        "other data, masks or order; a sum over ranks that is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_by_group_factor_and_cause(name, tmp_path):
+    change, ratio, group, cause = MISTAKES[name]
+    write(tmp_path / "a")
+    write(tmp_path / "b", change)
+    finding = compare(tmp_path / "a", tmp_path / "b")
+    assert finding.step == 0 and len(finding.differences) == 1
+    found = finding.differences[0]
+    assert found.quantity == "gradient" and found.group.startswith(group)
+    assert found.ratio == (None if ratio is None else pytest.approx(ratio, rel=1e-9))
+    assert any(text.startswith(cause) for text in found.causes)
+
+
+def test_a_gradient_that_a_lacks_is_an_infinite_ratio(tmp_path):
+    write(tmp_path / "a", times(0, "wpe"))
+    write(tmp_path / "b")
+    found = compare(tmp_path / "a", tmp_path / "b").differences[0]
+    assert found.ratio == math.inf and found.causes[0].startswith("missing in A")
+
+
+def test_the_loss_the_norm_and_the_update_are_compared(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "log t", loss=5.0 + math.log(4))
+    write(tmp_path / "norm", norm=2.0)
+    write(tmp_path / "decay", decay=1e-3)
+    for name, quantity, ratio, cause in (
+        ("log t", "loss", 1 + math.log(4) / 5, "B - A = log 4 = log tp: logits that a rank has whole"),
+        ("norm", "grad_norm", 2, "the root of 4 = tp: squares are summed over tp"),
+        ("decay", "update", None, "weight decay, betas, eps, clipping or optimizer state"),
+    ):
+        finding = compare(tmp_path / "a", tmp_path / name)
+        found = finding.differences[0]
+        assert (finding.step, found.quantity) == (0, quantity)
+        assert found.ratio == (ratio if ratio is None else pytest.approx(ratio))
+        assert any(text.startswith(cause) for text in found.causes), found.causes
+
+
+def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
+    def noisy(sign):
+        return lambda name, gradient: gradient if "wpe" not in name else sign * 1e-16 * gradient
+
+    write(tmp_path / "a", noisy(1))
+    write(tmp_path / "b", noisy(-1))
+    assert compare(tmp_path / "a", tmp_path / "b").equal
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_ranks_strips_are_recognized(ranks, groups):
+    for rank in range(ranks if 24 % (ranks * groups) == 0 else 0):
+        strips_of_rank = np.zeros((groups, ranks, 24 // (groups * ranks)), bool)
+        strips_of_rank[:, rank] = True
+        assert part_of(list(strips_of_rank.reshape(-1))) == f"tp rank {rank}'s part (of {ranks}) of "
+    assert part_of([False, True, False, False, True]) == "2 of 5 strips (1 to 4) of "
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_and_json(tmp_path, capsys):
+    write(tmp_path / "a")
+    write(tmp_path / "b", times(0, "wpe"))
+    a, b, out = str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "x.json")
+    assert main([a, a]) == 0 and capsys.readouterr().out == "compare: equal within rounding: 52 parameters, 2 steps\n"
+    assert main([a, b]) == 1 and "B = 0 A: wpe.weight (1 of 52 parameters)" in capsys.readouterr().out
+    assert main([b, a, "--json", "-"]) == 1
+    values = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert values["differences"][0]["ratio"] == values["ratios"]["0"]["wpe.weight"] == "Infinity"
+    assert values["ratios"]["0"]["wte.weight"] is None and not values["equal"]
+    assert main([a, b, "--bound", "0.5", "--json", out]) == 1 and (tmp_path / "x.json").is_file()
+
+
+def spoil_shape(folder):
+    content = json.loads((folder / "run.json").read_text())
+    content["shapes"]["wpe.weight"] = [9, 32]
+    (folder / "run.json").write_text(json.dumps(content))
+
+
+BAD = {
+    "no directory": (lambda folder: shutil.rmtree(folder), "b/run.json is not a file of a record"),
+    "no record": (lambda folder: (folder / "run.json").unlink(), "b/run.json is not a file of a record"),
+    "no JSON": (lambda folder: (folder / "run.json").write_text("{"), "is not a record of minipar.train --record: "),
+    "a list": (lambda folder: (folder / "run.json").write_text("[]"), "is not a record of minipar.train --record: "),
+    "another model": (spoil_shape, "different models: 1 parameters differ, such as wpe.weight"),
+    "no step": (lambda folder: [path.unlink() for path in folder.glob("*.npz")], "is a record without a step"),
+    "a pipe": (lambda folder: [(folder / "step-0.npz").unlink(), os.mkfifo(folder / "step-0.npz")], "is not a file of"),
+    "half a file": (lambda folder: (folder / "step-0.npz").write_bytes(b"PK\3\4abc"), "step-0.npz is not a step of a"),
+    "another file": (lambda folder: np.savez(folder / "step-0.npz", loss=1), "step-0.npz is not a step of a record"),
+    "a pickle": (lambda folder: np.savez(folder / "step-0.npz", loss=np.array({})), "step-0.npz is not a step of a"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_record_is_one_line_and_exit_code_2(name, tmp_path, capsys):
+    spoil, line = BAD[name]
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    spoil(tmp_path / "b")
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    printed = capsys.readouterr()
+    assert line in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_record_needs_a_new_directory(tmp_path):
+    (tmp_path / "x").touch()
+    flags = f"{MODEL} --record {tmp_path} --verify".replace("--steps 3", "--steps 1").split()
+    result = run_mpi(2, ["-m", "minipar.train", *flags, "--data", str(tmp_path / "x")])
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    new = [str(tmp_path / "new") if word == str(tmp_path) else word for word in flags]
+    text = tmp_path / "text.bin"
+    text.write_bytes(np.arange(1000, dtype="<u2").__mod__(64).astype("<u2").tobytes())
+    result = run_mpi(2, ["-m", "minipar.train", *new, "--data", str(text)])
+    assert result.returncode == 0 and f"{tmp_path}/new (--record)" in result.stdout, result.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["run.json", "step-0.npz"]
+    result = run_mpi(2, ["-m", "minipar.train", *new, "--data", str(text)])
+    assert result.returncode == 2 and "--record" in result.stderr and "is not empty; give a new" in result.stderr
