@@ -20,6 +20,7 @@ PATIENCE = 20.0  # seconds in which an interrupted run ends the jobs that it has
 PYTEST = [sys.executable, *"-m pytest -q -x --tb=no -p no:cacheprovider -p mutants.first_failure".split()]
 CAUGHT, SURVIVED, TIMED_OUT, BROKEN = "caught", "SURVIVED", "TIMED OUT", "BROKEN"
 PASSED = "all tests of its package have passed"
+WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the tests need none; to load them takes seconds
 RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
@@ -62,7 +63,7 @@ def run_tests(tree: Path, arguments: Sequence[str], deadline: float) -> tuple[st
         process = subprocess.Popen(
             [*PYTEST, *arguments],
             cwd=tree,
-            env=environment(tree) | {FILE: str(note)},
+            env=environment(tree) | WITHOUT_PLUGINS | {FILE: str(note)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -79,8 +79,12 @@ MUTANTS = [
         ("zero: a second sum replaces the first", "chunk.summed = True", "chunk.summed = False"),
         ("zero: all whole gradients exist at once", "for work in self._works[:-1]:", "for work in ():"),
         ("zero: zero_grad leaves the shards' gradients", "shard.grad = None", "pass"),
-        ("zero: partial gradients travel before their sum over tp", "self.before_reduce(bucket.parameters)", "pass"),
         ("zero: what arrived before the buffer is lost", "view[...] = p.grad", "view[...] = 0"),
+    ),
+    *mistakes(
+        "minipar/parallel/sharding.py",
+        "parallel/tensor/test_plan.py",
+        ("zero: partial gradients travel before their sum over tp", "self.before_reduce(bucket.parameters)", "pass"),
     ),
     *mistakes(
         "minipar/parallel/state.py",

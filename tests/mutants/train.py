@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/train/trainer.py",
-        "train/test_train.py train/test_pipeline_training.py",
+        "train/test_train.py train/test_pipeline_training.py train/test_tensor_flags.py",
         ("trainer: gradients travel with the first microbatch", "m == microbatches[-1]", "m == microbatches[0]"),
         (
             "trainer: the last stage keeps its old embedding",
@@ -85,11 +85,6 @@ MUTANTS = [
             "if not all(np.isfinite(a)",
             "if False and not all(np.isfinite(a)",
         ),
-        (
-            "verify: a resumed run is compared with the first steps",
-            "single_steps[resumed:]",
-            "single_steps[: len(parallel_steps)]",
-        ),
     ),
     *mistakes(
         "minipar/train/__main__.py",
@@ -112,11 +107,24 @@ MUTANTS = [
         ("program: infinite parameters are written", "finite = all(", "finite = True or all("),
         ("program: the last step is not saved", "return done == last or (", "return ("),
         ("program: a signal ends with code 0", "raise SystemExit(128 + stop)", "raise SystemExit(0)"),
-        ("program: a failed proof exits with 0", "return 0 if verdict.passed else 1", "return 0"),
         (
             "program: a signal stops only the rank that has it",
             'b"".join(comm.all_gather_bytes(bytes(signals)))',
             "bytes(signals)",
+        ),
+    ),
+    *mistakes(
+        "minipar/train/__main__.py",
+        "train/test_tensor_flags.py",
+        ("program: a failed proof exits with 0", "return 0 if verdict.passed else 1", "return 0"),
+    ),
+    *mistakes(
+        "minipar/train/verify.py",
+        "train/test_checkpoint.py",
+        (
+            "verify: a resumed run is compared with the first steps",
+            "single_steps[resumed:]",
+            "single_steps[: len(parallel_steps)]",
         ),
     ),
     *mistakes(

@@ -4,11 +4,10 @@ must be.
 
 import numpy as np
 import pytest
-from training import Proxy, backward, bits, gradient_of, gradient_on_one_device, small_gpt, text
+from training import Proxy, TiedModel, backward, bits, gradient_of, gradient_on_one_device, small_gpt, text
 
-from minipar.autograd import Tensor, linear
 from minipar.comm import run_local, wire_bytes
-from minipar.nn import Module, Parameter
+from minipar.nn import Parameter
 from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, FlatBuffers, by_size, make_buckets
 from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
 from minipar.parallel.placement import place
@@ -142,26 +141,14 @@ def test_the_naive_form_counts_an_unused_parameter_as_zero():
         assert len(gradients) == 3 * 12 + 2 and all(not gradient.any() for gradient in gradients.values())
 
 
-class UsedFirst(Module):
-    """A model whose tied leaf is used before its parameter, so that backward completes its gradient last."""
-
-    def __init__(self):
-        self.weight = Parameter(np.random.Generator(np.random.Philox(8)).standard_normal((4, 4)))
-        self.leaf = self.weight.tie()
-
-    def loss_sum(self, x, y):
-        self.leaf.data = self.weight.data
-        return (linear(linear(Tensor(x), self.leaf).tanh(), self.weight) * y).sum()
-
-
 def test_a_bucket_waits_for_the_leaf_that_is_tied_to_a_parameter():
     x, y = np.random.Generator(np.random.Philox(9)).standard_normal((2, 6, 4))
-    alone = UsedFirst()
+    alone = TiedModel()
     alone.loss(x, y).backward()
     alone.weight.fold_tied_gradients()
 
     def rank(comm):
-        ddp = DistributedDataParallel(UsedFirst(), comm)
+        ddp = DistributedDataParallel(TiedModel(), comm)
         ddp.loss(x[comm.rank :: 2], y[comm.rank :: 2]).backward()
         return ddp.model.weight.grad
 
