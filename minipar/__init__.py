@@ -3,7 +3,7 @@
 The public names, in one place. Each is imported from its file when it is first used, so `import minipar` is quick and
 changes nothing in the process. Packages, each of which imports only from those below it:
 
-    bench      benchmarks
+    bench      benchmarks                                                  compare two recorded runs
     train      the trainer, its command line, checkpoints, `--verify`      plan    the planner
     parallel   strategies applied to a serial model: ddp, zero, fsdp, tensor, pipeline
     comm       isend and irecv, and every collective written from them; knows no model

@@ -1,8 +1,7 @@
 """The array module (NumPy on the CPU, CuPy on a GPU), chosen once for the process, and the settings of the process.
 
 All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for values on the device. Only `to_host` and
-`from_host` copy between device and host. CuPy refuses every other copy, and so does the stand-in for CuPy that the
-tests use on machines without a GPU.
+`from_host` copy between device and host. CuPy refuses every other copy, and so does the tests' stand-in for it.
 """
 
 import ctypes

@@ -36,6 +36,7 @@ GROUPS = {
     "the norms": r"(^|\.)ln_|norm",
     "the biases": r"\.bias$",
     "the norms and biases": r"(^|\.)ln_|norm|\.bias$",
+    "what tensor parallelism does not split (norms, positions, row biases)": r"(^|\.)(ln_|wpe\.)|norm|c_proj\.bias$",
     "the token embedding, to which a tied head belongs": r"(^|\.)(wte|embed_tokens)\.",
     "the embeddings": r"(^|\.)(wte|wpe|embed_tokens)\.",
     "the head": r"(^|\.)lm_head\.",

@@ -1,9 +1,8 @@
 """The memory ledger: the bytes that a rank holds, by kind and at every moment.
 
-Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A ledger adds the
-array's bytes to its sum and subtracts them when the array is freed, which it learns from a weak reference. Without a
-ledger that is `recording()` these functions do nothing. Scratch arrays inside one operation, Python objects, and
-allocations of the MPI library do not count.
+Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A ledger that is
+`recording()` adds the array's bytes to its sum and subtracts them when the array is freed, which it learns from a weak
+reference. Scratch arrays inside one operation, Python objects, and allocations of the MPI library do not count.
 """
 
 import threading

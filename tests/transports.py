@@ -20,7 +20,7 @@ import numpy as np
 from minipar.comm import ALGORITHMS, chunk_bounds, run_local
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import LOOK_SECONDS, ThreadTransport, ThreadWorld
-from minipar.comm.transport import Link, Owner, Request, Steps, Transport
+from minipar.comm.transport import Link, Request, Steps, Transport
 from minipar.errors import CommunicationError
 
 LONGEST_DELAY = 1e-3  # seconds; a message between two threads takes about 20e-6
@@ -31,17 +31,17 @@ class Wrapped:
     """A transport that does what another one does. Subclasses change something, in the groups made from it too."""
 
     def __init__(self, inner: Transport) -> None:
-        self.name = "world"
         self._wrap(inner)
 
     def _wrap(self, inner: Transport) -> None:
         self.inner = inner
-        self.rank, self.size, self.launcher = inner.rank, inner.size, inner.launcher
+        self.rank, self.size, self.ranks = inner.rank, inner.size, inner.ranks
+        self.name, self.launcher = inner.name, inner.launcher
 
-    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
+    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         return self.inner.isend(array, dest, tag, owner)
 
-    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
+    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         return self.inner.irecv(array, source, tag, owner)
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
@@ -49,7 +49,6 @@ class Wrapped:
 
     def group(self, ranks: Sequence[int], name: str) -> Wrapped:
         other = copy.copy(self)
-        other.name = name
         other._wrap(self.inner.group(ranks, name))
         return other
 
@@ -61,9 +60,6 @@ class Wrapped:
 
     def native(self, op: str, *arguments: Any) -> Request:
         return self.inner.native(op, *arguments)
-
-    def abort(self, code: int) -> None:
-        self.inner.abort(code)
 
 
 OURS = [(op, algorithm) for op in ALGORITHMS for algorithm in ALGORITHMS[op] if algorithm != "mpi"]
@@ -205,7 +201,7 @@ class Late(Wrapped):
         self.seed, self.longest = seed, longest
         self.outbox = Outbox()
 
-    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
+    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         outbox, pair = self.outbox, (self.name, self.rank, dest)
         outbox.sent += 1
         outbox.sent_to[pair] += 1
@@ -221,7 +217,7 @@ class Late(Wrapped):
         outbox.release()
         return held
 
-    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
+    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         self.outbox.release()
         return _Receive(self.inner.irecv(array, source, tag, owner), self.outbox)
 
@@ -280,7 +276,7 @@ class Lossy(Wrapped):
         self.lost, self.silent = lost, silent
         self.sent: Counter[tuple[str, int, int]] = Counter()
 
-    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
+    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         pair = (self.name, self.rank, dest)
         self.sent[pair] += 1
         if (*pair, self.sent[pair]) == self.lost:
@@ -362,10 +358,10 @@ class Turns(Wrapped):
         super().__init__(inner)
         self.schedule = schedule
 
-    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
+    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         return self._posted(super().isend(array, dest, tag, owner), dest)
 
-    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
+    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         return self._posted(super().irecv(array, source, tag, owner), source)
 
     def _posted(self, request: Request, peer: int) -> Request:

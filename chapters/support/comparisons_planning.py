@@ -10,7 +10,7 @@ from chapters.support.one_thread import OneThread
 from minipar.bench.costs import Shape
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.bench.pipeline import random_tokens
-from minipar.comm import Communicator, DeviceMesh, HostNetwork, ModelClock, Network
+from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
 from minipar.plan.cluster import AlphaBeta, Cluster, fetch_seconds, gather_seconds, model_clock_cluster
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train.config import DataConfig, ModelConfig, TrainConfig, parse, resolve
@@ -50,7 +50,7 @@ def modelled(ranks: int, per_host: int, speed: float = SPEED) -> Cluster:
 def run_on_the_model_clock(comm: Communicator, config: TrainConfig, machine: Cluster) -> float:
     """Train one step on the ranks of `comm`, and return its seconds on the model clock: those of the last rank."""
     between = Network(BETWEEN.alpha, BETWEEN.beta)
-    network = HostNetwork(INSIDE.alpha, INSIDE.beta, between, machine.per_host)
+    network = Network(INSIDE.alpha, INSIDE.beta, between, machine.per_host)
     timed = Communicator(comm.transport, clock=ModelClock(machine.gpu.peak), network=network)
     trainer = Trainer(config, DeviceMesh(timed, tp=config.mesh.tp, pp=config.mesh.pp), random_tokens(config))
     trainer.step(0)
@@ -87,7 +87,7 @@ def collective_of_512(what: str) -> tuple[float, float]:
 
     what   "reduce-scatter", in a ring, or "gather", pairwise
     """
-    network = HostNetwork(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
+    network = Network(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
     ranks, machine = OneThread(512, ModelClock, network), modelled(512, 8)
     rows = [DeviceMesh(each, tp=8).dp for each in ranks.ranks]
     n = 64 * 64

@@ -16,4 +16,4 @@ from minipar.autograd.fused import (
     layer_norm,
     linear,
 )
-from minipar.autograd.tensor import Function, Tensor, enable_grad, grad_enabled, no_grad, operation
+from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, operation

@@ -1,7 +1,4 @@
-"""Causal self-attention as one node.
-
-Shapes: B samples, T tokens per sample, h hidden, a heads, h/a elements per head.
-"""
+"""Causal self-attention as one node. Shapes: B samples, T tokens per sample, h hidden, a heads of h/a elements."""
 
 from typing import Any
 

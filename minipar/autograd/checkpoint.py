@@ -1,14 +1,13 @@
 """Recompute (activation checkpointing): keep only a block's input, and run the block again in backward.
 
-Chen et al. 2016, arXiv 1604.06174. The second forward does the same arithmetic on the same values, with the same
-dropout masks, so gradients are the same bits.
+Chen et al. 2016, arXiv 1604.06174. The second forward computes the same bits, with the same dropout masks.
 """
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from minipar.autograd.tensor import Function, Tensor, enable_grad, no_grad
+from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad
 from minipar.backend import Array, setting
 
 # The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
@@ -26,7 +25,7 @@ class _Checkpoint(Function):
     def backward(self, grad: Array) -> Any:
         arity, total = len(self.inputs), len(self.needs)
         inputs = [Tensor(x, need) for x, need in zip(self.inputs, self.needs[2 : 2 + arity], strict=True)]
-        with setting(randomness, self.randomness), enable_grad():
+        with setting(randomness, self.randomness), setting(grad_enabled, True):  # even inside `no_grad`
             output = self.function(*inputs)
         output.backward(grad)  # parameters receive their gradients in here
         return (None, None, *(x.grad for x in inputs), *(None,) * (total - 2 - arity))

@@ -29,18 +29,12 @@ def no_grad() -> AbstractContextManager[Any]:
     return setting(grad_enabled, False)
 
 
-def enable_grad() -> AbstractContextManager[Any]:
-    """Record a graph even inside `no_grad` (recompute needs it)."""
-    return setting(grad_enabled, True)
-
-
 class Function(Node):
     """A differentiable operation. The instance that `apply` creates is the node of the graph.
 
     Subclasses write `forward(self, *inputs) -> array` (Tensor arguments arrive as arrays; keep what backward needs on
     `self`) and `backward(self, grad) -> gradient or tuple of gradients`, one for each input, None where there is none.
-    A gradient may be a LazyGradient. `needs[i]` is True if input i needs one. The array that backward receives may be
-    shared: read it, never write it.
+    A gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Never write `grad`: it may be shared.
     """
 
     needs: tuple[bool, ...]
@@ -149,9 +143,6 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.data!r}{', requires_grad=True' if self.requires_grad else ''})"
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def item(self) -> float:
         """Return the value of a tensor of one element as a Python number."""
@@ -299,11 +290,3 @@ class Tensor:
     def mean(self, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
         total = self.sum(dim, keepdims)
         return total * (total.size / self.size)
-
-    @operation
-    def max(x: Array, dim: int | None = None, keepdims: bool = False) -> Any:
-        """Take the maximum; equal maxima share the gradient."""
-        top = x.max(axis=dim, keepdims=True)
-        is_top = x == top
-        count = is_top.sum(axis=dim, keepdims=True).astype(x.dtype)
-        return top if keepdims else x.max(axis=dim), lambda g: is_top * (g.reshape(count.shape) / count)

@@ -21,7 +21,7 @@ import numpy as np
 from minipar.bench import add_model_flags, publish
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
-from minipar.comm.clock import HostNetwork, ModelClock, Network
+from minipar.comm.clock import ModelClock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import run_local
@@ -350,7 +350,7 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
     They count from the common start until the last rank is done.
     """
     inside, between = cluster.inside, cluster.between
-    network = HostNetwork(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
+    network = Network(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
 
     def step(comm: Communicator) -> float:
         mesh = DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp)

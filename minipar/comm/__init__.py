@@ -15,8 +15,6 @@ Around them:
     trace           operations that take time and are drawn, and the Chrome trace of all ranks
     mesh            DeviceMesh: one communicator per axis
     launch          the beginning and the end of a program under mpirun or as threads
-
-A name is imported from its file when it is first used. (`launch` is imported from comm.launch, or from minipar.)
 """
 
 import lazy_loader
@@ -24,7 +22,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "clock": ["CpuClock", "HostNetwork", "ModelClock", "Network", "Tracer", "WallClock"],
+        "clock": ["CpuClock", "ModelClock", "Network", "Tracer", "WallClock"],
         "communicator": ["ALGORITHMS", "Communicator"],
         "gathers": ["chunk_bounds"],
         "launch": ["main", "world"],

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.errors import UsageError
 
@@ -19,50 +19,41 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Network:
-    """The price of messages: n bytes take alpha + beta*n seconds.
+    """The price of messages: n bytes take alpha + beta*n seconds, or those of `between` from host to host.
 
     The messages of a communicator's collectives leave a rank one after the other. Messages of different communicators
-    and ranks do not slow one another down.
+    and ranks do not slow one another down: every rank has a network card of its own.
     """
 
     alpha: float = 0.0  # seconds per message
     beta: float = 0.0  # seconds per byte
+    between: "Network | None" = None  # None: as inside a host
+    per_host: int = 8  # ranks, which are numbered host by host
 
     def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
         """Return the time of a message of `nbytes` between two world ranks."""
+        if self.between is not None and source // self.per_host != dest // self.per_host:
+            return self.between.seconds(nbytes, source, dest)
         return self.alpha + self.beta * nbytes
 
 
-@dataclass(frozen=True)
-class HostNetwork(Network):
-    """A network of two levels: alpha and beta inside a host, those of `between` from host to host.
-
-    Ranks are numbered host by host, `per_host` on each. Every rank has a network card of its own.
-    """
-
-    between: Network = Network()
-    per_host: int = 8
-
-    def seconds(self, nbytes: int, source: int = 0, dest: int = 0) -> float:
-        if source // self.per_host != dest // self.per_host:
-            return self.between.seconds(nbytes, source, dest)
-        return super().seconds(nbytes, source, dest)
-
-
-class Clock(Protocol):
-    """The time of one rank in seconds."""
+class Clock:
+    """The time of one rank in seconds. It is logical, moved by messages that carry their sender's time, or real."""
 
     name: str
-    logical: bool  # messages carry the sender's time
+    logical = True
+    _time = 0.0
 
     def now(self) -> float:
         """Return the present time."""
+        return self._time
 
     def resume(self, at: float) -> None:
         """Continue at time `at`, after a communication call. A wall clock has nothing to do."""
+        self._time = at
 
 
-class WallClock:
+class WallClock(Clock):
     """Real time: seconds since the last call of `align` (at first, since the clock was made)."""
 
     name = "wall"
@@ -82,14 +73,12 @@ class WallClock:
         pass
 
 
-class CpuClock:
+class CpuClock(Clock):
     """Logical time: this thread's CPU time between communication calls. The calls take only what messages impose."""
 
     name = "cpu"
-    logical = True
 
     def __init__(self) -> None:
-        self._time = 0.0
         self._mark = time.thread_time()
 
     def now(self) -> float:
@@ -100,21 +89,13 @@ class CpuClock:
         self._mark = time.thread_time()
 
 
-class ModelClock:
+class ModelClock(Clock):
     """Logical time that only `advance`, by a cost model's times, and messages move: exact and repeatable."""
 
     name = "model"
-    logical = True
 
     def __init__(self, flops_per_second: float = 1e12) -> None:
         self.flops_per_second = flops_per_second
-        self._time = 0.0
-
-    def now(self) -> float:
-        return self._time
-
-    def resume(self, at: float) -> None:
-        self._time = at
 
     def advance(self, seconds: float) -> None:
         """Compute for `seconds`."""

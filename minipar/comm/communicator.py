@@ -43,17 +43,12 @@ GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
 ALGORITHMS = {op: (*algorithms, "mpi") for op, algorithms in GENERATORS.items()}
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
-NOTHING = np.empty(0, np.uint8)  # sent where a tag says all
-
-SMALL = {"all_reduce": "recursive_doubling", "reduce_scatter": "recursive_halving", "all_gather": "recursive_doubling"}
-LARGE = {
-    "all_reduce": "ordered",
-    "reduce_scatter": "ordered",
-    "all_gather": "pairwise",
-    "all_to_all": "pairwise",
-    "broadcast": "binomial",
-    "barrier": "dissemination",
+AUTO = {  # by operation: the algorithm for arrays below that size, and from there on
+    "all_reduce": ("recursive_doubling", "ordered"),
+    "reduce_scatter": ("recursive_halving", "ordered"),
+    "all_gather": ("recursive_doubling", "pairwise"),
 }
+NOTHING = np.empty(0, np.uint8)  # sent where a tag says all
 
 Result = Any  # the array, or with async_op the Work whose wait() returns it
 
@@ -61,14 +56,12 @@ Result = Any  # the array, or with async_op the Work whose wait() returns it
 def choose(op: str, algorithm: str, nbytes: int) -> str:
     """Return the algorithm to run. UsageError for a name that the operation does not have.
 
-    "auto", for an array of `nbytes` bytes in all:
-      below FEW_STEPS_BELOW, where the time per message counts: lg p messages (recursive doubling or halving);
-      from there on, where the time per byte counts: the fewest bytes, n(p-1)/p each way, and the fewest rounds of
-      waiting: pairwise, everything posted at once ("ordered" for sums, which keeps the rank order at no cost).
-    An explicit name is obeyed at any size: DP and ZeRO agree bit for bit because "ring" is always the ring.
+    "auto" sends lg p messages where the time per message counts, below FEW_STEPS_BELOW bytes of the whole array. From
+    there on it sends the fewest bytes, n(p-1)/p each way, in the fewest rounds of waiting. ("ordered" also keeps the
+    rank order, at no cost.) Any other name is obeyed at any size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        return SMALL[op] if op in SMALL and nbytes < FEW_STEPS_BELOW else LARGE[op]
+        return AUTO[op][nbytes >= FEW_STEPS_BELOW] if op in AUTO else ALGORITHMS[op][0]
     if algorithm not in ALGORITHMS[op]:
         raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
     return algorithm
@@ -82,11 +75,10 @@ class Communicator:
     ranks            the world rank of each member
     traffic, tracer, clock    one each per rank, shared by all communicators split from the same world
 
-    The docstrings count the bytes that a rank sends, for n bytes and p ranks (exactly: `traffic.wire_bytes`).
-
     Every rank of the group must call its collectives in the same order, with the same shapes and dtypes. They work on
     contiguous host arrays of any dtype that NumPy can add. Arrays of another module are staged through host memory.
-    With `async_op=True` they return a Work at once. Its arrays must be left alone until `work.wait()`.
+    With `async_op=True` they return a Work at once. Its arrays must be left alone until `work.wait()`. The docstrings
+    count the bytes that a rank sends, for n bytes and p ranks (exactly: `traffic.wire_bytes`).
     """
 
     def __init__(
@@ -97,21 +89,15 @@ class Communicator:
         clock: str | Clock | None = None,
         network: Network | None = None,
         parent: "Communicator | None" = None,
-        ranks: list[int] | None = None,
-        name: str = "world",
     ) -> None:
         self.transport = transport
-        self.rank, self.size = transport.rank, transport.size
-        self.axis, self.name = axis, name  # the name is the same on every member, and no other group's
-        self.ranks = list(range(self.size)) if ranks is None else ranks
+        self.rank, self.size, self.ranks = transport.rank, transport.size, transport.ranks
+        self.axis, self.name = axis, transport.name
         self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
         self.clock, self.traffic, self.tracer = self.engine.clock, self.engine.traffic, self.engine.tracer
-        self._stream = Stream(self.engine, transport, axis, name, self.ranks)
+        self._stream = Stream(self.engine, transport, axis)
+        self.label = self._stream.label  # this rank, in error messages
         self._splits = 0
-
-    def title(self) -> str:
-        """Name this rank, for error messages."""
-        return self._stream.title()
 
     def progress(self) -> None:
         """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
@@ -120,10 +106,6 @@ class Communicator:
             self.engine.progress()
             self.clock.resume(now)
 
-    def abort(self, code: int = 1) -> None:
-        """End every rank of the job now."""
-        self.transport.abort(code)
-
     # -- the two operations -----------------------------------------------------------------------------------------
 
     def isend(self, array: Array, dest: int, tag: int = 0) -> Message:
@@ -131,19 +113,17 @@ class Communicator:
 
         Sent: array.nbytes bytes, counted as operation "send". Device arrays are copied to the host first.
         """
-        return self._message("send", array, dest, tag)
+        return self._message("send", dest, tag, self._flat(array, "send"))
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Message:
         """Start to receive into a contiguous array. `wait()` returns it. A message of another size is an error."""
-        return self._message("recv", array, source, tag)
+        return self._message("recv", source, tag, self._room(array, "recv"), array)
 
-    def _message(self, op: str, array: Array, peer: int, tag: int) -> Message:
+    def _message(self, op: str, peer: int, tag: int, host: np.ndarray, array: Array | None = None) -> Message:
         if not 0 <= peer < self.size:
-            raise ValueError(f"{self.title()}, {op}: rank {peer} is not one of the {self.size} ranks")
+            raise ValueError(f"{self.label}, {op}: rank {peer} is not one of the {self.size} ranks")
         if not 0 <= tag < USER_TAGS:
-            raise ValueError(f"{self.title()}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
-        host = self._flat(array, op) if op == "send" else self._room(array, op)
-        array = array if op == "recv" else None
+            raise ValueError(f"{self.label}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
         return Message(self._kind()(self._stream, op, "", tag), host, peer, array)
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -151,8 +131,7 @@ class Communicator:
     def all_reduce(self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Result:
         """Replace x, of any shape, by the sum (or the maximum) over all ranks. Return x, or a Work.
 
-        Sent per rank: 2n(p-1)/p bytes (ring, ordered, recursive_halving) or n lg p (recursive_doubling). "ordered" adds
-        in rank order 0..p-1, as one device that accumulates would.
+        Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order, as one device does.
         """
         algorithm, combine = choose("all_reduce", algorithm, x.nbytes), _combine(op)
         if self.size == 1:
@@ -178,16 +157,16 @@ class Communicator:
     ) -> Result:
         """Set out = all ranks' chunks in rank order. Chunk r must have the size of `chunk_bounds(n, p)[r]`.
 
-        Without `out` the chunks must be equal, and the result is a new flat array of p*chunk.size elements. `chunk` may
-        be its own part of `out`. Sent per rank: n(p-1)/p bytes. Return out, or a Work.
+        Without `out` the chunks must be equal; the result is a new flat array. `chunk` may be its own part of `out`.
+        Sent per rank: n(p-1)/p bytes. Return out, or a Work.
         """
         flat = self._flat(chunk, "all_gather")
-        out, host = self._output("all_gather", chunk, out, flat.size * self.size if out is None else None)
+        out, host = self._output("all_gather", chunk, out, flat.size * self.size if out is None else out.size)
         algorithm = choose("all_gather", algorithm, host.nbytes)
         start, stop = chunk_bounds(host.size, self.size)[self.rank]
         if flat.size != stop - start:
             raise CommunicationError(
-                f"{self.title()}, all_gather: {host.size} elements over {self.size} ranks give this rank "
+                f"{self.label}, all_gather: {host.size} elements over {self.size} ranks give this rank "
                 f"{stop - start}, but its chunk has {flat.size}"
             )
         own = host[start:stop]
@@ -213,7 +192,7 @@ class Communicator:
         """
         algorithm = choose("broadcast", algorithm, x.nbytes)
         if not 0 <= root < self.size:
-            raise ValueError(f"{self.title()}, broadcast: root {root} is not one of the {self.size} ranks")
+            raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
         if self.size == 1:
             return Finished(x) if async_op else x
         flat = self._flat(x, "broadcast")
@@ -229,28 +208,26 @@ class Communicator:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order, on every rank. Counted as operation "control"."""
-        stops = np.cumsum(self._lengths(data)).tolist()
-        bounds = list(pairwise([0, *stops]))
-        everything = np.empty(stops[-1], np.uint8)
-        everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
-        if stops[-1]:
+        everything, bounds = self._place(data)
+        if everything.size:
             self._control(gathers.ring_all_gather, everything, bounds)
         return [everything[start:stop].tobytes() for start, stop in bounds]
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
         """Return every rank's bytes on `root`, in rank order, and None elsewhere. Counted as operation "control"."""
-        arrays = [np.empty(length, np.uint8) for length in self._lengths(data)]
-        arrays[self.rank][...] = np.frombuffer(data, np.uint8)
-        self._control(gathers.gather, arrays, root)
-        return [array.tobytes() for array in arrays] if self.rank == root else None
+        everything, bounds = self._place(data)
+        self._control(gathers.gather, everything, bounds, root)
+        return [everything[start:stop].tobytes() for start, stop in bounds] if self.rank == root else None
 
-    def _lengths(self, data: bytes) -> list[int]:
-        """Return the length of every rank's bytes, on every rank."""
+    def _place(self, data: bytes) -> tuple[np.ndarray, gathers.Bounds]:
+        """Return an array with room for every rank's bytes and this rank's own in it, and each rank's place there."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
         self._control(gathers.ring_all_gather, lengths)
-        values: list[int] = lengths.tolist()
-        return values
+        bounds = list(pairwise([0, *np.cumsum(lengths).tolist()]))
+        everything = np.empty(bounds[-1][1], np.uint8)
+        everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
+        return everything, bounds
 
     def agree(self, error: str | None = None) -> None:
         """Raise UsageError on every rank if any rank of the group passes an error: the lowest rank's, once.
@@ -264,11 +241,11 @@ class Communicator:
 
     def split(self, color: int | None, axis: str) -> "Communicator | None":
         """Make a group of the ranks that pass the same color, in rank order. None for color None."""
-        self._splits += 1
         colors = self.all_gather_bytes(str(color).encode())
         if color is None:
+            self._splits += 1
             return None
-        return self._among([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
+        return self.row([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
 
     def row(self, members: list[int], axis: str) -> "Communicator":
         """Make the group of these ranks, this one among them, in this order, without sending anything.
@@ -276,12 +253,8 @@ class Communicator:
         Every rank must call it as often as the others, and each member with the same list.
         """
         self._splits += 1
-        return self._among(members, axis)
-
-    def _among(self, members: list[int], axis: str) -> "Communicator":
         name = f"{self.name}/{self._splits}.{axis}{members[0]}"
-        ranks = [self.ranks[rank] for rank in members]
-        return Communicator(self.transport.group(members, name), axis, parent=self, ranks=ranks, name=name)
+        return Communicator(self.transport.group(members, name), axis, parent=self)
 
     # -- how an operation starts --------------------------------------------------------------------------------------
 
@@ -326,7 +299,7 @@ class Communicator:
         """Return the values of x as a flat host array: x's own memory, or a copy of a device array."""
         if type(x) is np.ndarray:
             if not x.flags.c_contiguous:
-                raise ValueError(f"{self.title()}, {op}: an array of shape {x.shape} is not contiguous; send a copy")
+                raise ValueError(f"{self.label}, {op}: an array of shape {x.shape} is not contiguous; send a copy")
             return x.ravel()  # a view
         return np.ascontiguousarray(backend.to_host(x)).reshape(-1)
 
@@ -334,14 +307,13 @@ class Communicator:
         """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
         return self._flat(x, op) if type(x) is np.ndarray else np.empty(x.size, x.dtype)
 
-    def _output(self, op: str, x: Array, out: Array | None, size: int | None) -> tuple[Array, np.ndarray]:
-        """Return the array for a result and the flat host array of its values: `size` elements, if given."""
+    def _output(self, op: str, x: Array, out: Array | None, size: int) -> tuple[Array, np.ndarray]:
+        """Return the array for a result of `size` elements, and the flat host array of its values."""
         if out is None:
-            assert size is not None
             out = np.empty(size, x.dtype) if backend.is_host(x) else backend.xp.empty(size, dtype=x.dtype)
-        elif (size is not None and out.size != size) or out.dtype != x.dtype:
+        elif out.size != size or out.dtype != x.dtype:
             raise CommunicationError(
-                f"{self.title()}, {op}: out has {out.size} elements of {out.dtype}, expected {size} of {x.dtype}"
+                f"{self.label}, {op}: out has {out.size} elements of {out.dtype}, expected {size} of {x.dtype}"
             )
         return out, self._room(out, op)
 

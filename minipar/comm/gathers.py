@@ -26,7 +26,7 @@ def fold(p: int, rank: int) -> tuple[int, int, int]:
     """Return the part of `rank` in an algorithm that needs a power of two: (q, extras, place).
 
     q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form pairs. Each even rank
-    gives its data to the odd rank above it and rests (place -1) until the result comes back. The others have the places
+    gives its data to the odd rank above it and rests (place -1) until the result is back. The others have the places
     0..q-1.
     NB: this is MPICH's way (Thakur, Rabenseifner and Gropp 2005, section 4.5).
     """
@@ -70,10 +70,7 @@ def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None) -> 
 
 
 def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:
-    """Gather as `ring_all_gather` does, but each rank sends its own chunk to all others, all posted at once.
-
-    (p-1) alpha + n(p-1)/p beta, and one wait.
-    """
+    """Gather as the ring does, but send the own chunk to all others at once: (p-1) alpha + n(p-1)/p beta, one wait."""
     p, r = link.size, link.rank
     bounds = chunk_bounds(x.size, p)
     own = x[bounds[r][0] : bounds[r][1]]
@@ -168,11 +165,10 @@ def dissemination_barrier(link: Link) -> Steps:
         distance *= 2
 
 
-def gather(link: Link, arrays: Sequence[np.ndarray], root: int) -> Steps:
-    """Send arrays[r] of every rank r to `root`, one after the other."""
-    if link.rank != root:
-        yield (link.isend(arrays[link.rank], root),)
-        return
-    for source in range(link.size):
-        if source != root:
-            yield (link.irecv(arrays[source], source),)
+def gather(link: Link, x: np.ndarray, bounds: Bounds, root: int) -> Steps:
+    """Gather all of x on `root`, in place: at first each rank r has x from bounds[r]."""
+    chunks = [x[start:stop] for start, stop in bounds]
+    if link.rank == root:
+        yield [link.irecv(chunk, source) for source, chunk in enumerate(chunks) if source != root]
+    else:
+        yield [link.isend(chunks[link.rank], root)]

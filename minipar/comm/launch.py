@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from minipar.backend import prepare_process
-from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import run_local, serial
 from minipar.errors import UsageError, error_line
@@ -34,17 +33,11 @@ BYTES_OF_HOST, BYTES_OF_RANK = 12_000_000, 5_000_000  # of shared memory, measur
 MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
 
-def launch(
-    main: Callable[[Communicator], Any],
-    threads: int | None = None,
-    clock: str | Callable[[], Clock] | None = None,
-    network: Network | None = None,
-) -> Any:
+def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> Any:
     """Run `main(world)` once per rank: the entry point of a script.
 
     Under `mpirun -n N python script.py` each process is a rank, without mpirun this process is one, and the result of
-    this rank is returned. With `threads=n`, n ranks run as threads (`run_local`), and the list of their results is
-    returned. `clock` is "wall", "cpu", "model", or a function that makes a rank's clock.
+    this rank is returned. With `threads=n`, n ranks run as threads (`run_local`), and all their results are returned.
 
     Errors end every rank. UsageError, and MemoryError: one rank prints one line, after a few seconds if not every rank
     raises it, and all exit with code 2. Ctrl-C: one line, code 130. Any other exception: `rank r:` with the traceback,
@@ -52,7 +45,7 @@ def launch(
     """
     try:
         if threads is None:
-            comm = world(clock() if callable(clock) else clock, network)
+            comm = world()
         elif (started := _started_ranks())[0] > 1:
             raise UsageError(
                 f"launch(threads={threads}) runs its ranks in one process, but {started[1]} started {started[0]}; "
@@ -65,7 +58,8 @@ def launch(
             time.sleep(MEET_SECONDS)  # Open MPI ends all ranks with the first one: rank 0's line must come before
         sys.exit(2)
     if threads is not None:
-        return run_local(threads, main, clock=clock, network=network)
+        return run_local(threads, main)
+    code: str | int | None
     try:
         return main(comm)
     except KeyboardInterrupt:
@@ -78,22 +72,24 @@ def launch(
         if comm.rank == 0 or not everyone:
             _print_error(error)
     except SystemExit as leaving:
-        if leaving.code not in (0, None) and not _everyone_fails(comm):
-            print(f"minipar: rank {comm.rank} exits with {leaving.code!r}, and not every rank does", file=sys.stderr)
-            comm.abort(leaving.code if isinstance(leaving.code, int) else 1)
-        raise
+        code = leaving.code
+        everyone = code in (0, None) or _everyone_fails(comm)
+        if not everyone:
+            print(f"minipar: rank {comm.rank} exits with {code!r}, and not every rank does", file=sys.stderr)
     if not everyone:
-        comm.abort(code)
+        from minipar.comm.mpi import abort
+
+        abort(code if isinstance(code, int) else 1)
     sys.exit(code)  # also where another rank's abort came first: this one's then returns
 
 
-def main(fn: Callable[[Communicator], object], clock: str | None = None) -> NoReturn:
+def main(fn: Callable[[Communicator], object]) -> NoReturn:
     """Run a program with `launch`, then exit with code 0, or with the int that fn returns."""
-    result = launch(fn, clock=clock)
+    result = launch(fn)
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def world(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
+def world() -> Communicator:
     """Return the communicator of all ranks, those of mpirun or this process alone. Collective; sets up this process.
 
     From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the whole job. UsageError
@@ -107,7 +103,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
         from minipar.comm.mpi import MPI, MPITransport, Notices
     except (ImportError, RuntimeError) as error:
         if count == 1:
-            return serial(clock, network)
+            return serial()
         raise UsageError(f"{launcher} started {count} ranks, but MPI cannot be loaded: {error}") from None
     size = MPI.COMM_WORLD.Get_size()
     if count not in (1, size):
@@ -117,7 +113,7 @@ def world(clock: str | Clock | None = None, network: Network | None = None) -> C
             cause = f"{launcher} does not start MPI ranks; {remedy}"
         raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
     notices = Notices()
-    comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), notices), clock=clock, network=network)
+    comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), notices))
     if comm.size > 1:
         sys.excepthook = _abort_with_traceback
         atexit.register(notices.leave)
@@ -190,12 +186,9 @@ def _ranks_alive() -> set[int]:
 
 
 def _started_ranks() -> tuple[int, str, str]:
-    """Return the number of ranks that a launcher started, the launcher, and the variable. (1, "mpirun", "") for none.
-
-    mpirun has the last word: a job of one rank inside an allocation of many is one rank.
-    """
+    """Return the number of ranks that a launcher started, the launcher and the variable; (1, "mpirun", "") for none."""
     rows = [row for row in LAUNCHERS if os.environ.get(row[1])]
-    rows = [row for row in rows if row[0] == "mpirun"] or rows
+    rows = [row for row in rows if row[0] == "mpirun"] or rows  # a job of one rank inside an allocation of many is one
     for _, variable, _ in rows:
         if not (value := os.environ[variable]).isdecimal():
             raise UsageError(f"{variable}={value}: expected a number of ranks; unset it to run one process")
@@ -204,10 +197,7 @@ def _started_ranks() -> tuple[int, str, str]:
 
 
 def _check_mpi_library() -> None:
-    """Raise UsageError if mpirun and mpi4py's library belong to different MPIs.
-
-    MPI itself would abort while it starts, with a message that names neither the cause nor the remedy.
-    """
+    """Raise UsageError if mpirun and mpi4py's library differ. MPI itself would abort, and name no cause or remedy."""
     descriptor = os.environ.get("PMI_FD")
     try:
         if descriptor is not None:

@@ -38,14 +38,9 @@ class DeviceMesh:
 
 
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int) -> dict[str, int]:
-    """Return the size of each axis; dp=None takes what tp*pp leaves. UsageError if the sizes do not fit the ranks.
-
-    The errors show the sizes that were given: a tp or pp of 1 counts as not given.
-    """
-    given = {} if dp is None else {"dp": dp}
-    for axis, size in (("tp", tp), ("pp", pp)):
-        if size != 1:
-            given[axis] = size
+    """Return the size of each axis; dp=None takes what tp*pp leaves. UsageError if the sizes do not fit the ranks."""
+    given = {} if dp is None else {"dp": dp}  # shown in errors
+    given |= {axis: size for axis, size in (("tp", tp), ("pp", pp)) if size != 1}
     for axis, size in given.items():
         if size < 1:
             raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from minipar.comm.gathers import chunk_bounds
-from minipar.comm.transport import USER_TAGS, Owner, Request, check_arrival, pending
+from minipar.comm.transport import USER_TAGS, Half, Link, Request, meaning
 from minipar.errors import CommunicationError, UsageError
 
 BYTE = MPI.BYTE
@@ -35,33 +35,17 @@ REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job
 
 REDUCTIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.maximum: MPI.MAX}
-DATATYPES = {
-    "float32": MPI.FLOAT,
-    "float64": MPI.DOUBLE,
-    "int32": MPI.INT32_T,
-    "int64": MPI.INT64_T,
-    "uint8": MPI.UINT8_T,
-    "uint16": MPI.UINT16_T,
-}
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _Request(Half):
     """A request of MPI for a message."""
 
     handle: MPI.Request
-    owner: Owner
-    direction: str  # "send to" or "receive from"
-    peer: int  # world rank
-    nbytes: int
-    tag: int
 
     def test(self) -> bool:
         return self.handle.Test()
-
-    def describe(self) -> str:
-        return pending(self.owner, self.direction, self.peer, self.nbytes, self.tag)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +66,7 @@ class _Receive(_Request):
                 raise CommunicationError(f"{self.describe()}: {error}") from None
             arrived = f"more than {self.nbytes}"
         if arrived != self.nbytes or STATUS.Get_tag() != self.tag:
-            check_arrival(self.owner, self.peer, self.nbytes, self.tag, arrived, STATUS.Get_tag())
+            raise self.mismatch(arrived, STATUS.Get_tag())
         self.done = True
         return True
 
@@ -92,7 +76,7 @@ class _Native:
     """A request of one of MPI's own collectives."""
 
     handle: MPI.Request
-    owner: Owner
+    owner: Link
     peer: None = None
 
     def test(self) -> bool:
@@ -137,7 +121,8 @@ class Notices:
         name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # another user's link there is not followed
         with open(os.open(f"{name}{self.rank}.txt", flags, 0o600), "w", encoding="utf-8") as file:
-            print(f"{request.describe()}\nlast operations, the newest first:\n{engine.last_operations()}", file=file)
+            operations = "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent))
+            print(f"{request.describe()}\nlast operations, the newest first:\n{operations}", file=file)
         self.send(REPORTED, engine.operations)
         return name
 
@@ -147,24 +132,25 @@ class MPITransport:
 
     launcher = "mpirun"
 
-    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices) -> None:
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices, name: str = "world") -> None:
         self.comm = comm
         self.notices = notices
-        self.ranks = ranks  # the world rank of each member
+        self.ranks = list(ranks)
+        self.name = name
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._collectives = comm.Dup()
 
-    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
+    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
         comm = self.comm if tag < USER_TAGS else self._collectives
-        return _Request(comm.Isend([array, nbytes, BYTE], dest, tag), owner, "send to", self.ranks[dest], nbytes, tag)
+        return _Request(owner, "send to", self.ranks[dest], nbytes, tag, comm.Isend([array, nbytes, BYTE], dest, tag))
 
-    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
+    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
         comm, accepted = (self.comm, tag) if tag < USER_TAGS else (self._collectives, MPI.ANY_TAG)
         handle = comm.Irecv([array, nbytes, BYTE], source, accepted)
-        return _Receive(handle, owner, "receive from", self.ranks[source], nbytes, tag)
+        return _Receive(owner, "receive from", self.ranks[source], nbytes, tag, handle)
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         if attempt < YIELD_TESTS:
@@ -200,41 +186,40 @@ class MPITransport:
         everyone = self.comm.Get_group()
         members = everyone.Incl(list(ranks))
         comm = self.comm.Create_group(members, 0)
-        comm.Set_name(name)
         members.Free()
         everyone.Free()
-        return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices)
+        return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices, name)
 
-    def native(self, op: str, owner: Owner, *arguments: Any) -> Request:
-        return _Native(getattr(self, "_" + op)(*arguments), owner)
+    def native(self, op: str, owner: Link, *arguments: Any) -> Request:
+        try:
+            return _Native(self._start(op, *arguments), owner)
+        except MPI.Exception:
+            kind = arguments[0].dtype
+            raise UsageError(f'algorithm="mpi": MPI has no {op} of {kind}; choose another algorithm') from None
 
-    # The arguments are those of the algorithms in reductions.py and gathers.py.
-
-    def _all_reduce(self, x: np.ndarray, combine: np.ufunc) -> MPI.Request:
-        return self.comm.Iallreduce(MPI.IN_PLACE, [x, datatype(x)], REDUCTIONS[combine])
-
-    def _reduce_scatter(self, x: np.ndarray, out: np.ndarray, combine: np.ufunc) -> MPI.Request:
-        kind = datatype(x)
-        return self.comm.Ireduce_scatter([x, kind], [out, kind], self._counts(x, 1), REDUCTIONS[combine])
-
-    def _all_gather(self, out: np.ndarray) -> MPI.Request:
-        return self.comm.Iallgatherv(MPI.IN_PLACE, [out, self._counts(out, out.itemsize), BYTE])
-
-    def _all_to_all(self, x: np.ndarray, out: np.ndarray) -> MPI.Request:
-        received = [out.nbytes // self.size] * self.size
-        return self.comm.Ialltoallv([x, self._counts(x, x.itemsize), BYTE], [out, received, BYTE])
-
-    def _broadcast(self, x: np.ndarray, root: int) -> MPI.Request:
-        return self.comm.Ibcast([x, x.nbytes, BYTE], root)
-
-    def _barrier(self) -> MPI.Request:
+    def _start(self, op: str, *arguments: Any) -> MPI.Request:
+        """Start MPI's collective with the arguments of the algorithms in reductions.py and gathers.py."""
+        match op, arguments:
+            case "all_reduce", (x, combine):
+                return self.comm.Iallreduce(MPI.IN_PLACE, _typed(x), REDUCTIONS[combine])
+            case "reduce_scatter", (x, out, combine):
+                return self.comm.Ireduce_scatter(_typed(x), _typed(out), self._counts(x, 1), REDUCTIONS[combine])
+            case "all_gather", (out,):
+                return self.comm.Iallgatherv(MPI.IN_PLACE, [out, self._counts(out, out.itemsize), BYTE])
+            case "all_to_all", (x, out):
+                received = [out.nbytes // self.size] * self.size
+                return self.comm.Ialltoallv([x, self._counts(x, x.itemsize), BYTE], [out, received, BYTE])
+            case "broadcast", (x, root):
+                return self.comm.Ibcast([x, x.nbytes, BYTE], root)
         return self.comm.Ibarrier()
 
     def _counts(self, x: np.ndarray, unit: int) -> list[int]:
         return [unit * (stop - start) for start, stop in chunk_bounds(x.size, self.size)]
 
-    def abort(self, code: int) -> None:
-        abort(code)
+
+def _typed(x: np.ndarray) -> list[Any]:
+    """Return the array with MPI's type for its elements, which MPI needs to add them."""
+    return [x, MPI.Datatype.fromcode(x.dtype.char)]
 
 
 def abort(code: int) -> None:
@@ -243,11 +228,3 @@ def abort(code: int) -> None:
     sys.stderr.flush()
     time.sleep(OUTPUT_SECONDS)
     MPI.COMM_WORLD.Abort(code)
-
-
-def datatype(x: np.ndarray) -> MPI.Datatype:
-    """Return MPI's type for an array's dtype, which MPI needs to add. UsageError where it has none (float16)."""
-    try:
-        return DATATYPES[x.dtype.name]
-    except KeyError:
-        raise UsageError(f'algorithm="mpi": MPI has no datatype for {x.dtype}; choose another algorithm') from None

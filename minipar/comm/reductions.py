@@ -131,8 +131,7 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
 def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
     """Set out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two.
 
-    The sum is made in a copy, because halving overwrites its input. A rank with a folded neighbour's data returns the
-    neighbour's chunk.
+    The sum is made in a copy, because halving overwrites its input. A folded neighbour gets its chunk back.
     """
     total = x.copy()
     yield from _halve(link, total, combine)

@@ -1,8 +1,8 @@
 """isend and irecv between threads of one process: for notebooks and for fast tests.
 
 A send is matched with its receive under one lock, and the second of the two copies the values. So a send is done only
-when it has been received, and code that would deadlock on a large MPI message deadlocks here too. The deadlock is
-reported as an error, because the threads share the knowledge that every rank waits and no message is under way.
+when it has been received, and code that would deadlock on a large MPI message deadlocks here too. The threads know when
+every rank waits and no message is under way, and report it as an error.
 """
 
 import contextvars
@@ -17,7 +17,7 @@ import numpy as np
 from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS, Owner, Request, check_arrival, pending
+from minipar.comm.transport import USER_TAGS, Half, Link, Request
 from minipar.errors import CommunicationError, UsageError
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -29,25 +29,18 @@ class _Released(BaseException):
 
 
 @dataclass(slots=True, eq=False)
-class _Message:
-    """One half of a message (a send or a receive), and the request for it."""
+class _Message(Half):
+    """One half of a message, and the request for it."""
 
     array: np.ndarray
-    owner: Owner
-    direction: str  # "send to" or "receive from"
-    peer: int  # world rank
-    tag: int
-    world_rank: int
+    world_rank: int  # whose half it is
     done: bool = False
     arrived: tuple[int, int] | None = None  # the bytes and the tag of the send, at a receive that is done
 
     def test(self) -> bool:
-        if self.arrived is not None:
-            check_arrival(self.owner, self.peer, self.array.nbytes, self.tag, *self.arrived)
+        if self.arrived is not None and self.arrived != (self.nbytes, self.tag):
+            raise self.mismatch(*self.arrived)
         return self.done
-
-    def describe(self) -> str:
-        return pending(self.owner, self.direction, self.peer, self.array.nbytes, self.tag)
 
 
 class ThreadWorld:
@@ -75,8 +68,8 @@ class ThreadWorld:
             if not queue:
                 del self.unmatched[key]
             send, receive = (message, other) if message.direction == "send to" else (other, message)
-            receive.arrived = (send.array.nbytes, send.tag)
-            if receive.arrived == (receive.array.nbytes, receive.tag):
+            receive.arrived = (send.nbytes, send.tag)
+            if receive.arrived == (receive.nbytes, receive.tag):
                 receive.array.view(np.uint8)[...] = send.array.view(np.uint8)
             for half in (send, receive):
                 half.done = True
@@ -102,11 +95,6 @@ class ThreadWorld:
             if self.failure is not None:
                 raise _Released
 
-    def finish(self, rank: int) -> None:
-        """Note that this rank has returned. If all others wait, the next of them to look reports the deadlock."""
-        with self.lock:
-            self.busy.discard(rank)
-
     def fail(self, failure: BaseException) -> bool:
         """Record a failure and release all ranks. Return True if it is the first."""
         with self.lock:
@@ -131,18 +119,18 @@ class ThreadTransport:
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.world = world
-        self.ranks = list(ranks)  # group rank -> thread number
+        self.ranks = list(ranks)  # their threads' numbers
         self.rank = rank
         self.size = len(self.ranks)
         self.name = name
 
-    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Owner) -> Request:
+    def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         me, other = self.ranks[self.rank], self.ranks[dest]
-        return self._post((me, other), _Message(array, owner, "send to", other, tag, me))
+        return self._post((me, other), _Message(owner, "send to", other, array.nbytes, tag, array, me))
 
-    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Owner) -> Request:
+    def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         me, other = self.ranks[self.rank], self.ranks[source]
-        return self._post((other, me), _Message(array, owner, "receive from", other, tag, me))
+        return self._post((other, me), _Message(owner, "receive from", other, array.nbytes, tag, array, me))
 
     def _post(self, ends: tuple[int, int], message: _Message) -> Request:
         """Post a message from rank to rank: a user's is matched by its tag, a collective's by its order."""
@@ -163,10 +151,6 @@ class ThreadTransport:
 
     def native(self, op: str, *arguments: Any) -> Request:
         raise UsageError(f'algorithm="mpi": {op} over threads has no MPI to call; start the program with mpirun')
-
-    def abort(self, code: int) -> None:
-        self.world.fail(CommunicationError(f"rank {self.ranks[self.rank]} aborted the run with code {code}"))
-        raise _Released
 
 
 def run_local(
@@ -195,7 +179,8 @@ def run_local(
             comm = Communicator(transport, clock=clock() if callable(clock) else clock, network=network)
             results[rank] = fn(comm, *args, **kwargs)
             comm.engine.close()
-            world.finish(rank)
+            with world.lock:
+                world.busy.discard(rank)  # if all others wait, the next of them to look reports the deadlock
         except _Released:
             pass
         except BaseException as error:
@@ -222,6 +207,6 @@ def run_local(
     return results
 
 
-def serial(clock: str | Clock | None = None, network: Network | None = None) -> Communicator:
+def serial() -> Communicator:
     """Return a world of one rank in the calling thread: the same program on one device."""
-    return Communicator(ThreadTransport(ThreadWorld(1), [0], 0), clock=clock, network=network)
+    return Communicator(ThreadTransport(ThreadWorld(1), [0], 0))

@@ -43,16 +43,13 @@ class TimedWork(Work):
     """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
 
     It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
-    max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes), as in the
-    formulas of the literature.
+    max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes).
     """
-
-    __slots__ = ("called", "clock", "nbytes", "port", "started", "time", "tracer", "waited")
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
         super().__init__(stream, op, algorithm, tag)
         self.clock, self.tracer = stream.engine.clock, stream.engine.tracer
-        self.called = self.started = self.time = self.now()
+        self.called = self.started = self.time = self.clock.now()
         self.port = 0.0  # when the last message sent has left
         self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
         self.nbytes = 0  # sent
@@ -60,7 +57,7 @@ class TimedWork(Work):
     def isend(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""
         self.nbytes += array.nbytes
-        leaves = max(self.time, self.port) if self.clock.logical else self.now()
+        leaves = max(self.time, self.port) if self.clock.logical else self.clock.now()
         stamp, header = np.array([leaves]), None
         if self.clock.logical:
             self.port = leaves + self._seconds(array, self.rank, dest)
@@ -80,19 +77,20 @@ class TimedWork(Work):
         return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank))
 
     def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
-        ranks = self.stream.ranks
+        ranks = self.transport.ranks
         return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
 
     def _track(self) -> int:
         name = f"communication {self.stream.axis}"
         if self.op in ("send", "recv"):
-            return self.tracer.track(self.stream.name + "|single", name + ", send and receive")
-        return self.tracer.track(self.stream.name, name)
+            return self.tracer.track(self.transport.name + "|single", name + ", send and receive")
+        return self.tracer.track(self.transport.name, name)
 
     def _arrow(self, source: int, dest: int) -> str:
         """Name the next message from `source` to `dest`, alike on both ranks."""
-        ends = f"{self.stream.name}:{source}>{dest}" + (f".{self.tag}" if self.tag < USER_TAGS else "")
-        return f"{ends}#{self.stream.next_number(ends)}"
+        ends = f"{self.transport.name}:{source}>{dest}" + (f".{self.tag}" if self.tag < USER_TAGS else "")
+        self.stream.messages[ends] += 1
+        return f"{ends}#{self.stream.messages[ends]}"
 
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
         """Issue the operation. The call itself takes no time."""
@@ -102,15 +100,15 @@ class TimedWork(Work):
 
     def wait(self) -> Any:
         """Wait until the operation is finished. The rank continues no earlier than it ended."""
-        now = self.now()
+        now = self.clock.now()
         result = super().wait()
-        self.resume(now)
+        self.clock.resume(max(now, self.time))
         return result
 
     def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
         """Yield the same steps and take their time. Begins when it is the operation's turn."""
         stream = self.stream
-        self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.now()
+        self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.clock.now()
         self.port = stream.port
         for requests in steps:
             yield requests
@@ -127,7 +125,7 @@ class TimedWork(Work):
                 self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
                 self.time = max(self.time, sent + request.seconds)
         else:
-            before, self.time = self.time, self.now()
+            before, self.time = self.time, self.clock.now()
             self.waited += self.time - before
         if self.tracer.enabled:
             for request in incoming:
@@ -138,24 +136,19 @@ class TimedWork(Work):
             arguments = {"op": self.op, "algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
             self.tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
 
-    def now(self) -> float:
-        return self.clock.now()
-
     def posted(self) -> None:
         """Return from the call that sends or receives a single message. A message sent is recorded at once."""
         if self.op == "send":
-            self.time = self.called if self.clock.logical else self.now()
+            self.time = self.called if self.clock.logical else self.clock.now()
             self._record()
         self.clock.resume(self.called)
 
-    def received(self, request: Request, now: float) -> None:
-        """Record a single message that a call at `now` has received."""
-        self.started = self.time = now
-        self._settle((request,))
-        self._record()
-
-    def resume(self, now: float) -> None:
-        """Return from a call that began at `now`. On a logical clock the rank continues no earlier than the arrival."""
+    def completed(self, request: Request, now: float) -> None:
+        """Return from a call that began at `now`, no earlier than a message received arrives, which is recorded now."""
+        if self.op == "recv":
+            self.started = self.time = now
+            self._settle((request,))
+            self._record()
         self.clock.resume(max(now, self.time))
 
 

@@ -7,7 +7,6 @@ class Traffic:
     """The account of one rank, shared by all communicators split from its world.
 
     Not counted are `algorithm="mpi"`, because the library does not say what it sends, and the 8-byte clock headers.
-    `all_gather_bytes`, and whatever is built on it, is counted as operation "control".
     """
 
     def __init__(self) -> None:
@@ -40,9 +39,8 @@ class Traffic:
         return table
 
 
-# Closed forms. n elements over p ranks. c_r is the number of elements in chunk r (`chunk_bounds`). Ranks are modulo p.
-# In an algorithm that needs a power of two, q is the largest one not above p, and the first 2(p - q) ranks form pairs
-# of a folded rank and a rank with a place (`gathers.fold`). m_i is the number of elements of place i.
+# Closed forms for n elements over p ranks. In an algorithm that needs a power of two, q is the largest one not above p,
+# and the first 2(p - q) ranks form pairs of a resting rank and a rank with a place (`gathers.fold`).
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:
@@ -59,25 +57,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
     """Return the messages and the elements that `rank` sends. ValueError for "auto" and "mpi".
 
     n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and all_to_all, of out for
-    all_gather.
-
-                                         messages           elements
-    all_reduce      ring                 2(p-1)             2n - c_r - c_{r+1}      (= 2n(p-1)/p for equal chunks)
-                    ordered              2(p-1)             n - c_r + (p-1) c_r     (the same for equal chunks)
-                    recursive_doubling   lg q               n lg q
-                    recursive_halving    2 lg q             (n - m_i) + (the all_gather by doubling below)
-    reduce_scatter  ring, ordered        p-1                n - c_r
-                    recursive_halving    lg q               n - m_i
-    all_gather      ring                 p-1                n - c_{r+1}
-                    pairwise             p-1                (p-1) c_r
-                    recursive_doubling   lg q               sum over d = 1, 2, 4, .. < q of the elements in the aligned
-                                                            block of d places around i
-    all_to_all      pairwise             p-1                n - c_r
-    broadcast       binomial             children in tree   n per child
-    barrier         dissemination        ceil(lg p)         0
-
-    A resting rank sends one message instead: n elements, or c_r in all_gather. The rank that has its place returns the
-    result to it in one message more: n elements, or c_{r-1} in reduce_scatter.
+    all_gather. A resting rank sends one message. The rank that has its place returns the result in one message more.
     """
     chunks = [stop - start for start, stop in chunk_bounds(n, p)]
     own, right = chunks[rank], chunks[(rank + 1) % p]
@@ -93,7 +73,9 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         case "all_gather", "pairwise":
             return p - 1, (p - 1) * own
         case "broadcast", "binomial":
-            children = _children(p, (rank - root) % p)
+            place = (rank - root) % p
+            lowest = place & -place if place else 1 << (p - 1).bit_length()  # set bit of the place
+            children = sum(place + d < p for d in _powers(lowest))
             return children, n * children
         case "barrier", "dissemination":
             return (p - 1).bit_length(), 0
@@ -101,7 +83,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
     places = [stop - start for start, stop in place_bounds(n, p)]
     q, extras, place = fold(p, rank)
     distances = _powers(q)
-    blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)
+    blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)  # the aligned d places around this one
     rounds, given, returned = len(distances), n, n  # a resting rank sends what is given, and no other elements
     match op, algorithm:
         case "all_reduce", "recursive_doubling":
@@ -122,9 +104,3 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
 def _powers(q: int) -> list[int]:
     """Return 1, 2, 4, ... below q: one per round."""
     return [1 << k for k in range(q.bit_length() - 1)]
-
-
-def _children(p: int, place: int) -> int:
-    """Count the children of a place in the binomial tree: place + d for d = 1, 2, .. below the lowest set bit."""
-    lowest = place & -place if place else 1 << (p - 1).bit_length()
-    return sum(place + d < p for d in _powers(lowest))

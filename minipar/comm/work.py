@@ -1,15 +1,14 @@
 """Operations under way: every collective, blocking or asynchronous, is driven here and nowhere else.
 
-Operations on one communicator run in the order in which they were issued (NB: as on an NCCL stream). While a rank waits
-for anything, it advances the outstanding operations of all its communicators, so ranks may issue to different axes in
-different orders without a deadlock.
+Operations on one communicator run in the order in which they were issued (NB: as on an NCCL stream). A rank that waits
+advances the operations of all its communicators, so ranks may issue to axes in different orders without a deadlock.
 """
 
 import math
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -21,7 +20,7 @@ from minipar import backend
 from minipar.backend import Array
 from minipar.comm.clock import Clock, Network, Tracer, make_clock
 from minipar.comm.traffic import Traffic
-from minipar.comm.transport import Request, Transport, meaning, tag_of
+from minipar.comm.transport import Request, Transport, tag_of
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import hold
 
@@ -48,15 +47,14 @@ class Engine:
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = _timeout()
 
-    def wait(self, request: Request, stream: "Stream | None" = None) -> None:
+    def wait(self, request: Request) -> None:
         """Wait until `request` is done, and advance every outstanding operation meanwhile.
 
-        `stream` waits for the request itself. CommunicationError if the rank that has to act for it has left the
-        program, and after MINIPAR_TIMEOUT seconds (default 1800).
+        CommunicationError if the rank that has to act for it has left, and after MINIPAR_TIMEOUT (1800) seconds.
         """
         attempt, start, said = 0, time.monotonic(), SAY_SECONDS
         while not request.test():
-            self.progress(stream)
+            self.progress()
             self.transport.pause(attempt, request)
             attempt += 1
             if attempt % CHECK_EVERY == 0:
@@ -68,10 +66,6 @@ class Engine:
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"
                     raise CommunicationError(text + self.transport.report(request, self))
-
-    def last_operations(self) -> str:
-        """Return the last operations as text, the newest first."""
-        return "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(self.recent))
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -88,11 +82,10 @@ class Engine:
             sys.stderr.write(f"minipar: {work.title()}, issued at {line}: never waited for\n")
         self.unwaited.clear()
 
-    def progress(self, but: "Stream | None" = None) -> None:
-        """Advance all streams but one as far as possible, without waiting."""
+    def progress(self) -> None:
+        """Advance all streams as far as possible, without waiting."""
         for stream in tuple(self.streams):
-            if stream is not but:
-                stream.advance()
+            stream.advance()
 
 
 def _timeout() -> float:
@@ -109,24 +102,19 @@ class Stream:
     NB: an asynchronous collective of NCCL runs on a CUDA stream next to the computation. `end` is that stream's time.
     """
 
-    def __init__(self, engine: Engine, transport: Transport, axis: str, name: str, ranks: list[int]) -> None:
+    def __init__(self, engine: Engine, transport: Transport, axis: str) -> None:
         self.engine = engine
         self.transport = transport
         self.axis = axis
-        self.name = name
-        self.ranks = ranks  # the world rank of each member
         self.queue: deque[Work] = deque()
         self.end = 0.0  # of the last operation, on a logical clock
         self.port = 0.0  # when its last message had left
         self.operations = 0  # collectives issued
-        self._messages: dict[str, int] = {}  # so far, by their ends, in a trace
+        place = "" if axis == "world" else f" ({axis} rank {transport.rank})"
+        self.label = f"rank {transport.ranks[transport.rank]}{place}"
+        self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
         self._views: dict[tuple[int, np.dtype], np.ndarray] = {}
-
-    def title(self) -> str:
-        """Name this rank, for error messages."""
-        place = "" if self.axis == "world" else f" ({self.axis} rank {self.transport.rank})"
-        return f"rank {self.ranks[self.transport.rank]}{place}"
 
     def next_tag(self, op: str, algorithm: str, elements: np.ndarray, combine: Any = None) -> int:
         """Return the tag of the next operation, and record it."""
@@ -136,11 +124,6 @@ class Stream:
         tag |= (elements.size & 127) << 12 | (self.operations & 127) << 19
         self.engine.recent.append((self.axis, tag))
         return tag
-
-    def next_number(self, ends: str) -> int:
-        """Count a message with these ends. Return its number among them, from 1."""
-        self._messages[ends] = self._messages.get(ends, 0) + 1
-        return self._messages[ends]
 
     def add(self, work: "Work") -> None:
         """Start an operation if no other is under way, and put it at the end of the queue if it is not finished."""
@@ -172,10 +155,7 @@ class Stream:
 
 
 class Work:
-    """One operation of a communicator: the `Link` of its algorithm, and the handle of its caller.
-
-    `wait()` gives the result. Until then the arrays belong to the operation.
-    """
+    """One operation of a communicator: the `Link` of its algorithm, and the handle of its caller."""
 
     __slots__ = tuple("_count _requests _result algorithm done missing op rank size stream tag transport".split())
 
@@ -207,7 +187,7 @@ class Work:
 
     def title(self) -> str:
         """Name the rank and the operation, for error messages."""
-        return f"{self.stream.title()}, {self.op} {self.algorithm}".rstrip()
+        return f"{self.stream.label}, {self.op} {self.algorithm}".rstrip()
 
     # -- for the caller -----------------------------------------------------------------------------------------------
 
@@ -239,7 +219,7 @@ class Work:
         while not self.test():
             missing = self.stream.queue[0].missing
             assert missing is not None
-            self.stream.engine.wait(missing, self.stream)
+            self.stream.engine.wait(missing)
         return self._result
 
     def advance(self) -> bool:
@@ -252,20 +232,13 @@ class Work:
                 return True
         return False
 
-    # -- for a single message of the user (TimedWork takes the time of both) ------------------------------------------
-
-    def now(self) -> float:
-        """Return the time at which a call begins, where it matters."""
-        return 0.0
+    # -- for a single message of the user, which has no steps (TimedWork takes its time) -------------------------------
 
     def posted(self) -> None:
         """Note that the message is under way and the call returns."""
 
-    def received(self, request: Request, now: float) -> None:
-        """Note that the message has arrived for a call that began at `now`."""
-
-    def resume(self, now: float) -> None:
-        """Note that a call that began at `now` returns."""
+    def completed(self, request: Request, now: float) -> None:
+        """Note that the message is through, and that a call that began at `now` returns."""
 
 
 class Finished:
@@ -286,8 +259,6 @@ class Finished:
 class Message:
     """A message under way, sent or received by the user. (Pipelines are made of these.)"""
 
-    __slots__ = ("_array", "_host", "_request", "_work", "done")
-
     def __init__(self, work: Work, host: np.ndarray, peer: int, array: Array | None) -> None:
         """Send `host`, or receive it if there is an `array` that it belongs to."""
         self._work = work
@@ -300,7 +271,7 @@ class Message:
     def test(self) -> bool:
         """Return True once the message is through. Never waits."""
         if not self.done:
-            now = self._work.now()
+            now = self._work.stream.engine.clock.now()
             if self._request.test():
                 self._finish(now)
         return self.done
@@ -308,15 +279,14 @@ class Message:
     def wait(self) -> Array | None:
         """Wait until the message is through. Return the array received, None for a send."""
         if not self.done:
-            now = self._work.now()
-            self._work.stream.engine.wait(self._request)
+            engine = self._work.stream.engine
+            now = engine.clock.now()
+            engine.wait(self._request)
             self._finish(now)
         return self._array
 
     def _finish(self, now: float) -> None:
         self.done = True
-        if self._array is not None:
-            if not backend.is_host(self._array):
-                self._array[...] = backend.from_host(self._host.reshape(self._array.shape))
-            self._work.received(self._request, now)
-        self._work.resume(now)
+        if self._array is not None and not backend.is_host(self._array):
+            self._array[...] = backend.from_host(self._host.reshape(self._array.shape))
+        self._work.completed(self._request, now)

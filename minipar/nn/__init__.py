@@ -1,7 +1,4 @@
-"""The serial model: modules, GPT-2, optimizers. Nothing here depends on the number of ranks.
-
-A name is imported from its file when it is first used.
-"""
+"""The serial model: modules, GPT-2, optimizers. Nothing here depends on the number of ranks."""
 
 import lazy_loader
 

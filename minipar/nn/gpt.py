@@ -46,10 +46,7 @@ class GPTConfig:
             raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
 
     def forward_flops(self, batch: int, length: int) -> int:
-        """Return the floating-point operations of a forward pass's matrix products; backward takes twice as many.
-
-        24 B T h^2 + 4 B T^2 h for each layer and 2 B T h V for the head (Narayanan et al. 2021, appendix).
-        """
+        """Return the operations of forward's matrix products (Narayanan et al. 2021); backward takes twice as many."""
         tokens, h = batch * length, self.n_embd
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
 
@@ -130,8 +127,7 @@ class GPT(Module):
     `seed` and the parameters' names determine the initial weights (see layers.py). `recompute=True` keeps only each
     block's input and runs the block again in backward. `dropout` is the probability everywhere GPT-2 has it: after the
     embedding, on the attention probabilities, after attention and after the MLP. It acts only inside `dropping`. With
-    `deferred=True` the parameters have no values yet (see Deferred). Raises ValueError for a sequence longer than
-    `n_positions`.
+    `deferred=True` the parameters have no values yet. ValueError for a sequence longer than `n_positions`.
     """
 
     def __init__(

@@ -11,10 +11,7 @@ from minipar.backend import Array, from_host, to_host, xp
 
 
 def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return a read-only array of this shape in the memory of one element: NaN, so that a use by mistake is visible.
-
-    A parameter has it as data while its values are on other ranks or not computed yet.
-    """
+    """Return a read-only NaN of this shape, in one element's memory: a parameter's data while it has no values here."""
     return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
 
 

@@ -1,7 +1,6 @@
 """SGD, AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
 
-The updates are element-wise: an element's new value depends on that element's history alone, so any sharding of the
-parameters gives the same bits.
+An element's new value depends on that element's history alone, so any sharding of the parameters gives the same bits.
 """
 
 import math

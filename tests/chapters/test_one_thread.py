@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from chapters.support.one_thread import OneThread
-from minipar.comm import DeviceMesh, HostNetwork, ModelClock, Network, run_local
+from minipar.comm import DeviceMesh, ModelClock, Network, run_local
 from minipar.errors import CommunicationError
 from minipar.plan.cluster import AlphaBeta, fetch_seconds, gather_seconds, model_clock_cluster
 
 INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 200e9), AlphaBeta(14e-6, 1 / 20e9)
-NETWORK = HostNetwork(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
+NETWORK = Network(INSIDE.alpha, INSIDE.beta, Network(BETWEEN.alpha, BETWEEN.beta), per_host=8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from minipar.comm import DeviceMesh, HostNetwork, Network, run_local
+from minipar.comm import DeviceMesh, Network, run_local
 from minipar.errors import UsageError
 
 ALPHA, BETA = 1.0, 0.125  # powers of two: sums of them are exact in binary
@@ -56,7 +56,7 @@ def test_a_ring_across_hosts_takes_the_slow_networks_time(dp, tp):
     """Two hosts of two ranks: a ring over both of them ends at the pace of its slowest link, one inside a host does not
     touch it."""
     n, slow = 64, Network(alpha=8.0, beta=0.5)
-    hosts = HostNetwork(ALPHA, BETA, between=slow, per_host=2)
+    hosts = Network(ALPHA, BETA, between=slow, per_host=2)
 
     def program(comm):
         mesh = DeviceMesh(comm, dp=dp, tp=tp)
@@ -77,7 +77,7 @@ def test_a_ring_across_hosts_takes_the_slow_networks_time(dp, tp):
 
 
 def test_only_messages_between_hosts_take_the_slow_price():
-    hosts = HostNetwork(ALPHA, BETA, between=Network(alpha=8.0, beta=0.5), per_host=4)
+    hosts = Network(ALPHA, BETA, between=Network(alpha=8.0, beta=0.5), per_host=4)
     slow, fast = 8.0 + 16 * 0.5, ALPHA + 16 * BETA
     pairs = {(0, 3): fast, (3, 4): slow, (4, 3): slow, (4, 7): fast, (0, 4): slow, (9, 10): fast}
     assert {pair: hosts.seconds(16, *pair) for pair in pairs} == pairs

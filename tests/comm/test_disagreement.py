@@ -75,6 +75,7 @@ def run_mistakes(ranks, mistakes):
         f"""
 import numpy as np
 from minipar.comm import world
+from minipar.comm.mpi import abort
 from minipar.errors import CommunicationError
 world, x = world(), np.ones(8)
 for name, (one, others) in {mistakes!r}.items():
@@ -85,7 +86,7 @@ for name, (one, others) in {mistakes!r}.items():
         print(f"{{name}} | no error on rank {{comm.rank}}", flush=True)
     except CommunicationError as error:
         print(f"{{name}} | {{error}}", flush=True)
-world.abort(0)  # messages of the mistakes are still under way
+abort(0)  # messages of the mistakes are still under way
 """,
         timeout=60,
         env={"MINIPAR_TIMEOUT": "3"},

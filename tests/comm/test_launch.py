@@ -180,9 +180,7 @@ def test_launch_returns_the_result_of_this_rank():
 
 
 def test_launch_with_threads_returns_all_results():
-    assert launch(lambda comm: (comm.rank, comm.clock.name), threads=3, clock="model") == [
-        (rank, "model") for rank in range(3)
-    ]
+    assert launch(lambda comm: (comm.rank, comm.size), threads=3) == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_launch_with_threads_raises_the_first_exception():
@@ -218,21 +216,19 @@ def test_an_error_in_launch_ends_every_rank(ranks, error, code, text):
 def test_a_rank_exits_though_its_abort_returns(error, code, monkeypatch):
     """Another rank's abort came first: the second one returns, and the program must not go on."""
 
-    class Aborted:
-        rank, size, codes = 1, 2, []
-
-        def abort(self, code):
-            self.codes.append(code)
+    class SecondOfTwo:
+        rank, size = 1, 2
 
     def program(comm):
         raise error
 
-    launching = sys.modules["minipar.comm.launch"]
-    monkeypatch.setattr(launching, "world", lambda clock, network: Aborted())
+    codes, launching = [], sys.modules["minipar.comm.launch"]
+    monkeypatch.setattr(launching, "world", SecondOfTwo)
     monkeypatch.setattr(launching, "_everyone_fails", lambda comm: False)
+    monkeypatch.setattr("minipar.comm.mpi.abort", codes.append)
     with pytest.raises(SystemExit) as leaving:
         launch(program)
-    assert leaving.value.code == code and Aborted.codes == [code if isinstance(code, int) else 1]
+    assert leaving.value.code == code and codes == [code if isinstance(code, int) else 1]
 
 
 def test_threads_under_mpirun_are_rejected():

@@ -34,9 +34,7 @@ def test_each_axis_has_its_own_ranks_in_any_order_of_axes():
 
 
 def test_a_mesh_of_some_ranks_knows_their_world_ranks():
-    """Which hosts a message goes between hangs on it (HostNetwork). Groups have names of their own, the same on all of
-    their members.
-    """
+    """Messages are priced by world ranks. Groups have names of their own, the same on all of their members."""
 
     def program(comm):
         mesh = DeviceMesh(comm.split(comm.rank % 2, "half"), tp=2)

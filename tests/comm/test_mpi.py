@@ -87,13 +87,14 @@ def test_the_trace_and_the_cpu_clock_over_mpi(tmp_path):
     path = tmp_path / "trace.json"
     script = f"""
 import numpy as np
-from minipar.comm import main, save_chrome_trace, start_trace
+from minipar.comm import Communicator, main, save_chrome_trace, start_trace
 def program(comm):
+    comm = Communicator(comm.transport, clock="cpu")
     start_trace(comm)
     with comm.tracer.region("forward"):
         comm.all_reduce(np.ones(1000), algorithm="ring")
     save_chrome_trace({str(path)!r}, comm)
-main(program, clock="cpu")
+main(program)
 """
     result = run_mpi(3, script)
     assert result.returncode == 0, result.stderr

@@ -215,7 +215,7 @@ def train(argv: Sequence[str]) -> Any:
     from minipar.comm.threads import serial
     from minipar.train.__main__ import run
 
-    launch.world = lambda clock=None, network=None: serial(clock, network)
+    launch.world = serial
     sys.argv = ["minipar.train", *argv]
     return launch.main(run)
 

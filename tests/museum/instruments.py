@@ -1,0 +1,171 @@
+"""The instruments that look at one run: a program that trains on threads and prints what they read, as JSON.
+
+    python tests/museum/instruments.py [--resume-after K] [--record DIR] FLAGS...
+
+Run with the PYTHONPATH of a copy of the tree, it looks at the copy's code. A pipeline's schedule is checked apart: the
+run itself goes on without a check, as it would in a framework that has none.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+from training import config_for, ranks_of, trainer_for
+
+from minipar.bench.layouts import framework_of, layout_of, shape_of
+from minipar.comm import run_local
+from minipar.errors import UsageError
+from minipar.memory import KINDS, MemoryLedger
+from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
+from minipar.parallel.pipeline import check
+from minipar.parallel.placement import Shard
+from minipar.parallel.traffic import predicted_traffic
+from minipar.plan.rank_bytes import memory
+from minipar.train import pipelined
+from minipar.train.checkpoint import prepare_directory
+from minipar.train.config import TrainConfig
+from minipar.train.data import Tokens
+from minipar.train.layout import step_layout
+from minipar.train.trainer import Trainer
+from minipar.train.verify import verify
+
+STEPS = 20
+RECORDED = 2  # steps: compare stops at the first that differs
+VOCAB = 61  # two tensor-parallel ranks pad it
+MODEL = f"--layers 4 --hidden 24 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 16 --lr 4e-3 --dtype float64"
+STATE = KINDS[:3]  # parameters, gradients, optimizer
+PLANNED = 0.10  # the planner's bytes are right within this
+
+
+def text() -> Tokens:
+    """Return a text that can be learned: each token is followed by one of four others."""
+    random = np.random.Generator(np.random.Philox(17))
+    followers = random.integers(0, VOCAB, (VOCAB, 4))
+    ids = [0]
+    for choice in random.integers(0, 4, 4000):
+        ids.append(int(followers[ids[-1], choice]))
+    return Tokens(np.array(ids, np.uint8), "a text", VOCAB)
+
+
+def configuration(flags: str, steps: int = STEPS) -> TrainConfig:
+    """Return the resolved configuration of a run of the small model."""
+    return config_for(f"{MODEL} --steps {steps} {flags}")
+
+
+def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Yield a name and a digest for each array that other ranks hold too; the same name promises the same digest.
+
+    Every data-parallel rank holds its replica's parameters (ZeRO stages 0 to 2), every tensor-parallel rank those that
+    are not split, and the last pipeline rank a copy of the token embedding.
+    """
+    place = trainer.mesh.coordinates
+    for name, p in trainer.model.named_parameters():
+        is_here = p.deferred is None and p.placement.pp == place["pp"]
+        is_copy = trainer.pipelined is not None and p is trainer.model.wte.weight and p.deferred is None
+        if trainer.ddp.stage < 3 and (is_here or is_copy):
+            part = place["tp"] if isinstance(p.placement.tp, Shard) else "all"
+            yield f"{name}, part {part}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
+
+
+def predicted_state(config: TrainConfig, place: dict[str, int]) -> list[int]:
+    """Compute the bytes of parameters, gradients and optimizer state on a rank by the closed forms."""
+    placements = step_layout(config).placements(**place)
+    psi, own = elements_placed(placements, place["dp"])
+    accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
+    state = model_state(psi, own, config.mesh.zero_stage, OF_DTYPE[config.run.dtype], accumulating)
+    return [getattr(state, kind) for kind in STATE]
+
+
+def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) -> dict:
+    """Train on one rank, and return what its instruments read."""
+    ledger = MemoryLedger()
+    results = []
+    with ledger.recording():
+        trainer = trainer_for(config, tokens, comm)
+        if record is not None:
+            trainer.start_record(record)
+        for result in trainer.train():
+            results.append(result)
+            trainer.recording = trainer.recording and len(results) < RECORDED
+            sent = {axis: comm.traffic.bytes(axis=axis) for axis in ("dp", "tp", "pp")}
+            comm.traffic.reset()
+    place = trainer.mesh.coordinates
+    most = [max(held[i] for _, held in ledger.moments) for i in range(len(STATE))]  # in the last step
+    return {
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "digests": dict(digests(trainer)),
+        "bytes": sent == predicted_traffic(step_layout(config), comm.rank),
+        "state": most == predicted_state(config, place),
+        "peak": ledger.peak,
+        "verified": verify(trainer, results, tokens).passed,
+    }
+
+
+def look(flags: str, resume_after: int | None = None, record: str | None = None) -> dict:
+    """Train with these flags, and return for each instrument what it reads; True means that it objects.
+
+    `losses` and `norms` are lists, to be compared with those of a right run. `schedule` is None without a pipeline.
+    """
+    tokens = text()
+    with tempfile.TemporaryDirectory() as folder:
+        if resume_after is not None:
+            first = configuration(flags, resume_after)
+
+            def save(comm) -> None:
+                trainer = trainer_for(first, tokens, comm)
+                for _ in trainer.train():
+                    pass
+                if comm.rank == 0:
+                    prepare_directory(folder, 0)
+                trainer.save(folder, resume_after)
+
+            run_local(ranks_of(first), save)
+            flags += f" --resume {folder}"
+        config = configuration(flags)
+        ranks = run_local(ranks_of(config), look_at_rank, config, tokens, record)
+    planned = memory(shape_of(config), layout_of(config), config.model.seq_len, framework_of(config)).total
+    together: dict[str, set[str]] = {}
+    for rank in ranks:
+        for name, digest in rank["digests"].items():
+            together.setdefault(name, set()).add(digest)
+    return {
+        "losses": ranks[0]["losses"],
+        "norms": ranks[0]["norms"],
+        "ranks": any(len(found) > 1 for found in together.values()),
+        "verify": not ranks[0]["verified"],
+        "bytes": not all(rank["bytes"] for rank in ranks),
+        "memory": not (
+            all(rank["state"] for rank in ranks) and abs(max(rank["peak"] for rank in ranks) / planned - 1) <= PLANNED
+        ),
+        "schedule": rejected(config),
+    }
+
+
+def rejected(config: TrainConfig) -> bool | None:
+    """Return whether the checker refuses the run's schedule, None if it has none."""
+    if config.mesh.pp == 1:
+        return None
+    try:
+        check(pipelined.schedule_of(config))
+    except UsageError:
+        return True
+    return False
+
+
+def main(argv: list[str]) -> None:
+    """Look at the run of a command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--resume-after", type=int)
+    parser.add_argument("--record")
+    options, flags = parser.parse_known_args(argv)
+    pipelined.check = lambda schedule: None
+    print(json.dumps(look(" ".join(flags), options.resume_after, options.record)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
