@@ -13,7 +13,7 @@ from picture_cases import bench_rows, chrome, rows, slice_event
 from minipar.comm import run_local, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_trace, save
-from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours, lightness
+from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours, ink_on, lightness
 from visualize.timeline import time_unit
 
 
@@ -288,3 +288,7 @@ def test_bytes_in_words(value, label):
 def test_times_have_the_unit_of_their_size():
     units = {3.0: ("s", 1.0), 0.5: ("ms", 1e3), 4e-4: ("µs", 1e6)}
     assert {seconds: time_unit(seconds) for seconds in units} == units
+
+
+def test_letters_differ_in_lightness_from_what_is_under_them():
+    assert min(abs(lightness(ink_on(colour)) - lightness(colour)) for colour in COLOURS.values()) > 40
