@@ -67,7 +67,7 @@ help:
 	@echo "make quick      one claim of each package, in less than a minute"
 	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
 	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
-	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in seven to twenty minutes on 2 cores"
+	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in 7 to 20 minutes on 2 cores"
 	@echo "make mutants    break the code in 300 places, one at a time, and see that a test of the package notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"

@@ -67,8 +67,7 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import BucketSlice, Partial
 from minipar.parallel.state import owned_pieces
 from minipar.parallel.traffic import predicted_traffic, tp_bytes
-from minipar.train.layout import step_layout
-from minipar.train.trainer import Trainer
+from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import bound, verify
 
 rank, size = comm.rank, comm.size

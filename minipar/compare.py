@@ -8,8 +8,6 @@ import math
 import os
 import re
 import sys
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -71,14 +69,6 @@ class Finding:
         return self.step is None
 
 
-NO_RECORD = (  # raised by files that are something else
-    OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, OverflowError, RecursionError, MemoryError,
-    NotImplementedError, RuntimeError, zlib.error, zipfile.BadZipFile,
-)  # fmt: skip
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Run:
     """A record: the facts of its run, the parameters' shapes and the file of each step."""
@@ -93,13 +83,12 @@ def read_run(directory: str | Path) -> Run:
     path = Path(directory)
     check_regular(path / "run.json")
     try:
-        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        shapes = {name: tuple(map(int, shape)) for name, shape in facts.pop("shapes").items()}
-        facts = {name: int(facts.get(name, 1)) for name in CAUSES} | {
-            "eps": np.finfo(facts.get("dtype", "float64")).eps
-        }
+        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        shapes = {name: tuple(map(int, shape)) for name, shape in run["shapes"].items()}
+        facts = {name: int(run.get(name, 1)) for name in CAUSES}
+        facts["eps"] = np.finfo(run.get("dtype", "float64")).eps
         files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
-    except NO_RECORD as error:
+    except Exception as error:  # of json or NumPy, whatever a foreign file makes them raise
         raise UsageError(f"{path} is not a record of minipar.train --record: {error}") from None
     steps = {int(match[1]): file for match, file in files.items() if match}
     if not steps or not shapes:
@@ -121,20 +110,16 @@ def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np
     check_regular(path)
     try:
         with np.load(path, allow_pickle=False) as file:
-            if any(
-                file.zip.getinfo(f"{name}.npy").file_size > 1000 + 8 * math.prod(expected[name]) for name in expected
-            ):
+            sizes = {info.filename: info.file_size for info in file.zip.infolist()}
+            if any(sizes[f"{name}.npy"] > 1000 + 8 * math.prod(shape) for name, shape in expected.items()):
                 raise ValueError("an array is too large")
             arrays = {name: np.asarray(file[name], np.float64) for name in expected}
-    except NO_RECORD as error:
+    except Exception as error:  # of NumPy, zipfile or zlib
         raise UsageError(f"{path} is not a step of a record: {error}") from None
     for name, size in expected.items():
         if arrays[name].shape != size or not np.isfinite(arrays[name]).all():
             raise UsageError(f"{path}: {name} has shape {arrays[name].shape}; expected {size} of finite values")
     return arrays
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
 
 
 def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding:
@@ -252,9 +237,6 @@ class StepComparison:
         return ratios
 
 
-# ---- what it means ---------------------------------------------------------------------------------------------------
-
-
 def part_of(different: Sequence[bool]) -> str:
     """Name the strips that differ: a tensor-parallel rank's, also of q, k and v side by side, or else their places."""
     count = len(different)
@@ -312,9 +294,6 @@ def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], diffe
     if quantity == "update":
         found.append("the learning rate: its schedule, its warm-up, or how often it is advanced")
     return tuple(found)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def as_text(finding: Finding) -> str:

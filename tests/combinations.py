@@ -19,8 +19,7 @@ from minipar.parallel.pipeline import SCHEDULES
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens
-from minipar.train.layout import step_layout
-from minipar.train.trainer import Trainer
+from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import OneDevice, bound, relative_difference, same_on_all_ranks
 
 VOCAB = 11  # a multiple of no tp: the last ranks hold padding

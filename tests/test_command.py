@@ -49,7 +49,10 @@ def test_an_unknown_command_is_one_line_with_a_suggestion():
     assert run("minipar", "trian").stderr == "minipar: error: minipar trian: no such command; did you mean train?\n"
     result = run_mpi(3, ["-m", "minipar", "xyz"])
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr == "minipar: error: minipar xyz: no such command; expected train, plan, compare, bench, visualize\n"
+    assert (
+        result.stderr
+        == "minipar: error: minipar xyz: no such command; expected train, plan, compare, bench, visualize\n"
+    )
     assert run_mpi(3, ["-m", "minipar"]).stdout.count("usage:") == 1
 
 

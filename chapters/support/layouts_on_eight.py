@@ -21,9 +21,8 @@ from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.layout import step_layout
 from minipar.train.resume import check_checkpoint, find_checkpoint
-from minipar.train.trainer import StepResult, Trainer
+from minipar.train.trainer import StepResult, Trainer, step_layout
 from minipar.train.verify import compare, layer_scales, relative_difference
 
 AXES = ("tp", "dp", "pp")

@@ -18,6 +18,7 @@ from minipar.autograd import Tensor, linear
 from minipar.comm import wire_bytes
 from minipar.nn import clip_grad_norm, squared_norm
 from minipar.parallel.tensor import RowParallelLinear, TensorGroup, TensorParallel, layers
+from minipar.parallel.tensor.layers import vocab_parallel_cross_entropy_sum
 from minipar.train.trainer import Trainer
 from minipar.train.verify import compare
 
@@ -47,7 +48,7 @@ def loss_with_own_maximum(logits: Tensor, targets: Any, group: TensorGroup) -> T
     """Mistake 4: a loss that takes each rank's own maximum instead of that of all ranks."""
     alone = TensorGroup(group.comm, group.reduction)
     alone.comm = _OwnMaximum(group.comm)  # type: ignore[assignment]
-    return layers.vocab_parallel_cross_entropy_sum(logits, targets, alone)
+    return vocab_parallel_cross_entropy_sum(logits, targets, alone)
 
 
 class _OwnMaximum:
@@ -64,13 +65,12 @@ def no_sum(tensor: TensorParallel, parameters: Any) -> None:
     """Mistake 5: the gradients of Partial parameters stay those of each rank's own tokens."""
 
 
-PLAN = "minipar.parallel.tensor.plan."
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing broken": nullcontext,
-    "1. bias on every rank": lambda: patch(PLAN + "RowParallelLinear", BiasOnEveryRank),
+    "1. bias on every rank": lambda: patch.object(layers, "RowParallelLinear", BiasOnEveryRank),
     "2. no all-reduce in backward": lambda: patch.object(layers, "column_linear", column_linear_without_f),
     "3. norm counts t times": lambda: patch("minipar.train.trainer.clip_grad_norm", norm_of_all_ranks),
-    "4. own maximum": lambda: patch(PLAN + "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
+    "4. own maximum": lambda: patch.object(layers, "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
     "5. no sum of partial gradients": lambda: patch.object(TensorParallel, "sum_partial", no_sum),
 }
 

@@ -73,16 +73,16 @@ def simulate(bucket_sizes: Sequence[int]) -> Simulation:
 
 
 def _steps(comm: Any, bucket_sizes: Sequence[int]) -> tuple[list[Step], list[dict[str, Any]]]:
+    comm.tracer.enabled = True
+    steps = [_step(comm, bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
+    return steps, comm.tracer.chrome_events(comm.rank)
+
+
+def _step(comm: Any, bucket_bytes: int | None) -> Step:
     model = GPT(MODEL)
     for parameter in model.parameters():  # first: these hooks run before those that start the buckets
         seconds = 2 * FORWARD * parameter.size / ELEMENTS / SPEED
         parameter.register_post_accumulate_grad_hook(lambda leaf, seconds=seconds: comm.clock.advance(seconds))
-    comm.tracer.enabled = True
-    steps = [_step(comm, model, bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
-    return steps, comm.tracer.chrome_events(comm.rank)
-
-
-def _step(comm: Any, model: GPT, bucket_bytes: int | None) -> Step:
     a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for 8 samples of 64 tokens
     ddp = None
     if bucket_bytes is not None:
@@ -101,8 +101,6 @@ def _step(comm: Any, model: GPT, bucket_bytes: int | None) -> Step:
     seconds = comm.clock.now() - start
     with comm.tracer.region("optimizer", flops=12 * ELEMENTS):
         pass
-    if ddp:
-        ddp.detach()
     return Step(bucket_bytes, len(ddp.buckets) if ddp else 1, seconds)
 
 

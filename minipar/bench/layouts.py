@@ -33,8 +33,7 @@ from minipar.plan.layout import MINIPAR, Framework, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
-from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig, check, parse, resolve
-from minipar.train.pipelined import schedule_of
+from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig, check, parse, resolve, schedule_of
 from minipar.train.trainer import Trainer
 
 # As `python -m minipar.train` takes them.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,9 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
-from minipar.parallel.pipeline.simulate import predicted_timeline, timeline_of
-from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve
+from minipar.parallel.pipeline.simulate import StageDurations, Time
+from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve, schedule_of
 from minipar.train.data import Tokens
-from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
@@ -100,8 +101,25 @@ def _timeline(comm: Communicator, schedule: Schedule) -> Timeline | None:
     return timeline_of(schedule.name, ranks)
 
 
+def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
+    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action."""
+    begin = min(slot.start for row in ranks for slot in row)
+    slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
+    return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)
+
+
+def mean_durations(timeline: Timeline) -> StageDurations:
+    """Return the mean time of each kind of action, stage by stage."""
+    times: dict[tuple[int, str], list[Time]] = defaultdict(list)
+    for row in timeline.ranks:
+        for slot in row:
+            times[slot.action.stage, slot.action.kind].append(slot.end - slot.start)
+    return StageDurations(table={key: sum(values) / len(values) for key, values in times.items()})
+
+
 def _row(config: TrainConfig, schedule: Schedule, steps: list[Timeline]) -> dict[str, Any]:
     bubbles = [float(step.bubble_fraction) for step in steps]
+    simulated = [simulate(schedule, mean_durations(step)) for step in steps]
     return {
         "schedule": schedule.name,
         "ranks": len(schedule.ranks),
@@ -112,7 +130,7 @@ def _row(config: TrainConfig, schedule: Schedule, steps: list[Timeline]) -> dict
         "bubble_measured": float(np.median(bubbles)),
         "bubble_min": min(bubbles),
         "bubble_max": max(bubbles),
-        "bubble_simulated": float(np.median([float(predicted_timeline(step).bubble_fraction) for step in steps])),
+        "bubble_simulated": float(np.median([float(timeline.bubble_fraction) for timeline in simulated])),
         "bubble_closed_form": float(simulate(schedule).bubble_fraction),  # F = I = W = 1, B = 2
         "seconds": float(np.median([float(step.makespan) for step in steps])),
     }

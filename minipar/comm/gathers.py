@@ -26,8 +26,7 @@ def fold(p: int, rank: int) -> tuple[int, int, int]:
     """Return the part of `rank` in an algorithm that needs a power of two: (q, extras, place).
 
     q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form pairs. Each even rank
-    gives its data to the odd rank above it and rests (place -1) until the result is back. The others have the places
-    0..q-1.
+    gives its data to the odd rank above and rests (place -1) until the result is back. The others have places 0..q-1.
     NB: this is MPICH's way (Thakur, Rabenseifner and Gropp 2005, section 4.5).
     """
     q = 1 << (p.bit_length() - 1)

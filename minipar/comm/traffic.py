@@ -75,14 +75,14 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         case "broadcast", "binomial":
             place = (rank - root) % p
             lowest = place & -place if place else 1 << (p - 1).bit_length()  # set bit of the place
-            children = sum(place + d < p for d in _powers(lowest))
+            children = sum(place + (1 << k) < p for k in range(lowest.bit_length() - 1))
             return children, n * children
         case "barrier", "dissemination":
             return (p - 1).bit_length(), 0
 
     places = [stop - start for start, stop in place_bounds(n, p)]
     q, extras, place = fold(p, rank)
-    distances = _powers(q)
+    distances = [1 << k for k in range(q.bit_length() - 1)]  # one per round
     blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)  # the aligned d places around this one
     rounds, given, returned = len(distances), n, n  # a resting rank sends what is given, and no other elements
     match op, algorithm:
@@ -99,8 +99,3 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
     if place < 0:
         return 1, given
     return (rounds + 1, elements + returned) if place < extras else (rounds, elements)
-
-
-def _powers(q: int) -> list[int]:
-    """Return 1, 2, 4, ... below q: one per round."""
-    return [1 << k for k in range(q.bit_length() - 1)]

@@ -52,19 +52,12 @@ class Bucket:
                 p.grad = p.grad_buffer
 
     def leaves(self) -> set[Tensor]:
-        """Return what backward must complete before the bucket may travel: its parameters and the leaves tied to them.
-
-        GPT-2's output head reads the token embedding's values but collects a gradient of its own; `complete` adds it.
-        """
+        """Return what backward completes before the bucket may travel: its parameters and the leaves tied to them."""
         return {leaf for p in self.parameters for leaf in (p, *p.ties)}
 
 
 def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
-    """Group parameters, in the model's order, into buckets that are filled from the last parameter on.
-
-    Backward completes gradients roughly in this order. A bucket is closed once it holds `bucket_bytes` (the last in the
-    model's order, which travels first: `first_bucket_bytes`) or more.
-    """
+    """Group parameters, in the model's order, into buckets of at least so many bytes, filled from the last one on."""
     groups: list[list[Parameter]] = []
     held = 0
     for p in reversed(parameters):
@@ -86,8 +79,7 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     """Group the model's parameters by what runs at one time, in the model's order.
 
     GPT: one group for each block, and one, the first, for the embedding and the head, which share the token embedding.
-    NB: this is the unit in which FSDP gathers, and the bucket of every ZeRO stage: with the same buckets all stages add
-    the same values in the same order.
+    NB: this is what FSDP gathers at a time.
     """
     groups: list[list[Parameter]] = []
     for part in parts_of(model):
@@ -123,10 +115,7 @@ def make_buckets(groups: Sequence[Sequence[Parameter]], comm: Communicator) -> l
 
 
 class FlatBuffers:
-    """One flat array of all the buckets' parameters and, unless `gradients=False`, one of their gradients.
-
-    The parameters move into `.parameters`, and backward then writes into `.gradients`.
-    """
+    """A flat array into which all the buckets' parameters move and, with `gradients`, one that backward writes."""
 
     def __init__(self, buckets: Sequence[Bucket], gradients: bool = True) -> None:
         members = [p for bucket in reversed(buckets) for p in bucket.parameters]

@@ -53,7 +53,6 @@ class DistributedDataParallel(Wrapper):
     Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
     parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
     to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
-    The attribute `before_reduce` is called with a bucket's parameters when their gradients are complete on this rank.
 
     Sends 2 Psi (d-1)/d elements per rank and step, however many microbatches there are.
     """
@@ -77,7 +76,7 @@ class DistributedDataParallel(Wrapper):
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
-                self._restore.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
         self._reset()
 
     def parameters(self) -> list[Parameter]:

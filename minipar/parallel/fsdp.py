@@ -22,9 +22,8 @@ class FullyShardedDataParallel(ShardedGradients):
     """A model of which each rank keeps 1/d: the parameters exist whole only while their unit computes.
 
     Use it as DistributedDataParallel. A GPT is gathered block by block; a module that lists no `parts` is one unit.
-    While one unit computes, the next one's parameters are on their way (`prefetch`). The last part's backward follows
-    its forward at once, and a lookup's backward does not read the table, so the unit that embedding and head share is
-    gathered once for each of the two.
+    While one unit computes, the next one's parameters are on their way (`prefetch`). The unit that embedding and head
+    share is gathered once for each: the head's backward follows its forward, and a lookup's does not read the table.
 
     Sends per forward and backward 2 Psi (d-1)/d elements per rank to gather parameters, and Psi (d-1)/d once per step
     to reduce-scatter gradients: 3 Psi where data parallelism sends 2 Psi.
@@ -60,8 +59,6 @@ class FullyShardedDataParallel(ShardedGradients):
         """Return the CRC-32 of the whole parameters, taken while the wrapper was made."""
         return self._checksum
 
-    # ---- gather, use, free -------------------------------------------------------------------------------------------
-
     def _fetch(self, bucket: Bucket) -> None:
         """Start to gather a bucket's parameters, unless that has started."""
         if bucket not in self._gathered:
@@ -91,8 +88,6 @@ class FullyShardedDataParallel(ShardedGradients):
         for bucket in unit.buckets:
             if self._gathered.pop(bucket, None) is not None:
                 self._free(bucket)
-
-    # ---- the passes through a unit -----------------------------------------------------------------------------------
 
     def _before_forward(self, unit: UnitPass) -> None:
         backward_is_next = unit.part.is_last and grad_enabled.get()

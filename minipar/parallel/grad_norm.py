@@ -1,8 +1,7 @@
 """The norm of the whole gradient, over every mesh axis: a loop over placements.
 
-The order of the sum is part of the contract, so that every ZeRO stage, and one device, get the same bits. Within one
-data-parallel chunk, squares are added parameter by parameter into their unit, then unit by unit in the model's order;
-then the chunks are added in rank order.
+The order of the sum is fixed, so that every ZeRO stage, and one device, get the same bits. Within one data-parallel
+chunk, squares are added parameter by parameter into their unit, then unit by unit; then chunks in rank order.
 """
 
 import math
@@ -33,8 +32,7 @@ def clip_grad_norm(
     units of the whole model. Scales as torch.nn.utils.clip_grad_norm_ does. `chunks` is the number of chunks to add in
     where that is not dp's size: one device that is compared with many ranks.
 
-    Sends over dp one float64 (ZeRO stages 1 to 3 only), over tp one float64 per chunk that this rank holds, over pp two
-    float64 per unit of the model and chunk.
+    Sends float64 values: over dp one (ZeRO stages 1 to 3), over tp one per chunk, over pp two per unit and chunk.
     """
     norm = math.sqrt(_squared_norm(parameters, units, dp, tp, pp, chunks))
     return optim.clip_grad_norm(parameters, max_norm, norm=norm)

@@ -66,11 +66,7 @@ def model_state(psi: int, own: Count, stage: int, precision: Precision, accumula
 
 
 def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, int]:
-    """Count the elements of placed parameters, and those of them that data-parallel rank `rank` owns: (psi, own).
-
-    Rank 0 owns the most. NB: minipar pads nothing; if d does not divide a bucket, the first ranks own one element more.
-    Frameworks pad every rank to the longest.
-    """
+    """Count the elements of placed parameters, and those of them that data-parallel rank `rank` owns: (psi, own)."""
     psi = own = 0
     for placement in placements:
         assert placement.dp is not None, f"{placement.name} is in no bucket"
@@ -82,11 +78,8 @@ def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, in
 def check_limit(
     limit: int, placements: Sequence[Placement], ranks: int, stage: int, precision: Precision, accumulating: bool
 ) -> None:
-    """Raise UsageError if the model state of the fullest of the data-parallel `ranks` is above `limit` bytes.
-
-    The error names the first stage that fits. `placements` are those of the parameters on these ranks.
-    """
-    psi, own = elements_placed(placements, rank=0)
+    """Raise UsageError, with a stage that fits, if model state on the fullest of `ranks` is above `limit` bytes."""
+    psi, own = elements_placed(placements, rank=0)  # which owns the most. NB: frameworks pad every rank to that
     totals = [model_state(psi, own, s, precision, accumulating).total for s in STAGES]
     if totals[stage] <= limit:
         return

@@ -71,12 +71,9 @@ class Shard(Replicate):
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """A parameter's elements inside a bucket, whose chunk r belongs to data-parallel rank r.
+    """A parameter's `size` elements inside a bucket, whose chunk r belongs to data-parallel rank r."""
 
-    The parameter's first element is element `offset` of the bucket's `bucket_size` elements.
-    """
-
-    offset: int
+    offset: int  # of the parameter's first element in the bucket
     size: int
     bucket_size: int
     rank: int
@@ -96,19 +93,15 @@ class BucketSlice:
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's place. `name` and `shape` are those of the serial model.
+    """One parameter's place. A unit is what travels in one bucket; the gradient's norm is summed unit by unit."""
 
-    `unit` is the number of the parameter's unit (what travels in one bucket) in the model's order, and `units` how many
-    there are on all pipeline ranks together. The gradient's norm is summed unit by unit.
-    """
-
-    name: str
+    name: str  # name and shape are those of the serial model
     shape: tuple[int, ...]
     tp: Replicate = Replicate()
     pp: int = 0
     dp: BucketSlice | None = None
-    unit: int = 0
-    units: int = 0
+    unit: int = 0  # the number of the parameter's unit, in the model's order
+    units: int = 0  # on all pipeline ranks together
 
 
 def place(model: Module) -> None:

@@ -62,7 +62,7 @@ class ShardedDataParallel(Wrapper):
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
                 self._bucket_of[leaf] = i
-                self._restore.append(leaf.register_post_accumulate_grad_hook(self._on_gradient))
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
         self._reset()
 
     def parameters(self) -> list[Parameter]:
@@ -134,17 +134,13 @@ Runs = Sequence[Sequence[Part]]  # the lists of parts that follow one another on
 
 @dataclass(frozen=True)
 class UnitPass:
-    """A part of the model and what its forward and backward need.
-
-    `buckets` are those that it reads; `previous` and `following` those that backward and forward need next; `completes`
-    those whose gradient its backward is the last to add to.
-    """
+    """A part of the model and what its forward and backward need."""
 
     part: Part
-    buckets: Sequence[Bucket]
-    previous: Sequence[Bucket]
-    following: Sequence[Bucket]
-    completes: Sequence[Bucket]
+    buckets: Sequence[Bucket]  # that it reads
+    previous: Sequence[Bucket]  # that backward needs next
+    following: Sequence[Bucket]  # that forward needs next
+    completes: Sequence[Bucket]  # whose gradient its backward is the last to add to
 
 
 def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
@@ -190,7 +186,6 @@ class ShardedGradients(ShardedDataParallel):
             self._wrap_whole(model)
             return
         for unit in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):
-            self._restore.append(partial(setattr, unit.part, "run", unit.part.run))
             unit.part.run = partial(self._around, unit, unit.part.run)
 
     def _wrap_whole(self, model: Module) -> None:
@@ -200,7 +195,6 @@ class ShardedGradients(ShardedDataParallel):
         self._inside = False
         for module, name in [(model, "loss_sum"), *((module, "forward") for module in model.modules())]:
             setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
-            self._restore.append(partial(delattr, module, name))
 
     def _around_whole(self, unit: UnitPass, run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a function of the module; the outermost one that runs calls the hooks."""

@@ -18,8 +18,7 @@ STAGES: list[Callable[..., Wrapper]] = [DistributedDataParallel, ZeroStage1, Zer
 def shard(model: Module, comm: Communicator, stage: int, algorithm: str = "ring", **options: Any) -> Wrapper:
     """Wrap `model` over `comm` at ZeRO stage 0 (plain data parallelism) to 3 (fully sharded), with the same buckets.
 
-    With the same buckets all stages give the same bits. `options` are those of the stage's class. ValueError for
-    another stage.
+    All stages give the same bits. `options` are those of the stage's class. ValueError for another stage.
     """
     if stage not in range(len(STAGES)):
         raise ValueError(f"ZeRO stage {stage}: expected 0, 1, 2 or 3")

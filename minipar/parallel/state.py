@@ -1,8 +1,7 @@
 """The serial model's state, put together from what the ranks own: loops over placements.
 
 Each element of each parameter is owned by exactly one rank: the data-parallel rank that has its chunk, the
-tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its stage. Checkpoints and the state
-dict are collected in pieces.
+tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its stage.
 """
 
 import json
@@ -20,15 +19,12 @@ from minipar.parallel.placement import Shard, elements_of, placement_of
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements start:stop, in row-major order, of tensor-parallel rank `cut["rank"]`'s part of a parameter.
-
-    `cut` holds dim, groups, rank and ranks, as a checkpoint's manifest writes them; it is None for a whole parameter.
-    """
+    """Elements start:stop, in row-major order, of tensor-parallel rank `cut["rank"]`'s part of a parameter."""
 
     name: str
     start: int
     stop: int
-    cut: dict[str, int] | None
+    cut: dict[str, int] | None  # dim, groups, rank, ranks, as in a checkpoint's manifest; None: the whole parameter
 
 
 def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slice]]:

@@ -1,7 +1,7 @@
 """The contract that data parallelism and every ZeRO stage share: the loss, and the checks that reject a wrong script.
 
-A wrapper owns the gradients of its model. Optimizers ask it before and after each update (`Parameter.owner`), so that a
-step before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
+A wrapper owns its model's gradients. Optimizers ask it before and after each update (`Parameter.owner`), so that a step
+before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
 """
 
 import zlib
@@ -61,7 +61,6 @@ class Wrapper(Owner, ABC):
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._start_checked = False
         self._state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed
-        self._restore: list[Callable[[], None]] = []  # undoes what was changed in the model
         self.before_reduce: Callable[[Sequence[Parameter]], None] | None = None  # called before a bucket is reduced
         for owner in owners_of(model.parameters()):  # sequence parallelism's sum now comes before this wrapper's
             self.before_reduce = self.before_reduce or getattr(owner, "sum_partial", None)
@@ -80,21 +79,13 @@ class Wrapper(Owner, ABC):
     def synchronize(self) -> None:
         """Wait until every gradient is the sum over all ranks."""
 
-    def detach(self) -> None:
-        """Give the model back: forward and backward no longer call this object."""
-        for restore in self._restore:
-            restore()
-        for p in self.model.parameters():
-            p.owner = None
-
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets of all ranks, the same value on every rank; all ranks call it.
 
         Its backward gives the gradient of that mean, whatever share of the targets each rank holds, summed over the
-        ranks before `backward()` returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. Sends an all-reduce
-        of two float64.
+        ranks before it returns (unless inside `no_sync`). Needs `model.loss_sum(x, y)`. All-reduces two float64.
         """
         self._scaled = False  # a backward pass that failed has left it True
         if not self._start_checked:
@@ -119,10 +110,7 @@ class Wrapper(Owner, ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside the block accumulate full gradients on this rank and send none of them.
-
-        For all microbatches of a step but the last, which runs outside the block.
-        """
+        """Let backward accumulate full gradients and send none, in all microbatches of a step but the last."""
         previous, self.syncing = self.syncing, False
         try:
             yield
@@ -147,10 +135,7 @@ class Wrapper(Owner, ABC):
 
     @contextmanager
     def scaled_backward(self) -> Iterator[None]:
-        """Allow backward passes inside the block: the caller has divided the loss by the global count of targets.
-
-        For callers that know this count, such as a trainer. They call `synchronize` afterwards.
-        """
+        """Allow backward of a loss that the caller divided by the global count of targets. `synchronize` follows."""
         self.begin_backward()
         try:
             yield

@@ -1,14 +1,12 @@
 """ZeRO stages 1 and 2: data parallelism without its redundancy (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-Plain data parallelism keeps everything on every rank: parameters, gradients, optimizer state. Each stage cuts one more
-of them into one chunk per rank.
+Plain data parallelism keeps everything on every rank. Each stage cuts one thing more into one chunk per rank:
 
     stage 1   optimizer state: each rank updates its own chunk of the parameters, then all gather the updated chunks
     stage 2   gradients too: a bucket's full gradient exists only until it is reduce-scattered (sharding.py)
     stage 3   parameters too (fsdp.py)
 
-An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what data parallelism sends: per step and
-rank Psi (d-1)/d elements to reduce-scatter gradients, and as many to gather updated parameters.
+An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what data parallelism sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +37,7 @@ class ZeroStage1(ShardedDataParallel):
     """Optimizer state sharded; parameters and gradients are whole on every rank.
 
     Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
-    model only. `options` are groups (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step, and one float64 for
-    the norm.
+    model. `options` are groups (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step, one float64 for the norm.
     """
 
     stage = 1
@@ -64,10 +61,7 @@ class ZeroStage1(ShardedDataParallel):
 
 
 class ZeroStage2(ShardedGradients):
-    """Optimizer state and gradients sharded; parameters are whole on every rank. Sends what stage 1 sends.
-
-    `options` are groups and runs (sharding.py).
-    """
+    """Optimizer state and gradients sharded. Sends what stage 1 sends. `options` are groups and runs (sharding.py)."""
 
     stage = 2
 

@@ -18,22 +18,12 @@ from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
+from minipar.train import progress
 from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory, writing
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.evaluate import Evaluation, hold_out
-from minipar.train.progress import (
-    Metrics,
-    Progress,
-    describe,
-    notes,
-    prepare_outputs,
-    progress_stream,
-    save_ledgers,
-    say,
-    write_export,
-    written,
-)
+from minipar.train.progress import Metrics, Progress, say
 from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
@@ -66,15 +56,15 @@ def run(comm: Communicator) -> int:
         with noting_signals(config.run.save is not None) as signals:
             results = train(trainer, evaluation, metrics, signals)
     if config.run.memory is not None:
-        save_ledgers(config.run.memory, ledger, comm)
+        progress.save_ledgers(config.run.memory, ledger, comm)
     if config.run.export is not None:
         check_finite(trainer)
         state = trainer.state_dict()
         with agreeing(comm, "--export"):
             if comm.rank == 0:
-                write_export(trainer.model, config.run.export, state)
-    out = progress_stream(config) if comm.rank == 0 else None
-    if files := written(config):
+                progress.write_export(trainer.model, config.run.export, state)
+    out = progress.progress_stream(config) if comm.rank == 0 else None
+    if files := progress.written(config):
         say(f"minipar: wrote {files}", out)
     if not config.run.verify:
         return 0
@@ -110,17 +100,17 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
     """
     config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
-    out = progress_stream(config) if comm.rank == 0 else None
+    out = progress.progress_stream(config) if comm.rank == 0 else None
     if out is not None:
-        lines = [describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
-        lines += notes(config, trainer.model.config.n_positions)
+        lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
+        lines += progress.notes(config, trainer.model.config.n_positions)
         if trainer.checkpoint is not None:
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
             place = printable(str(trainer.checkpoint.directory))
             lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
         say("\n".join(lines), out)
 
-    progress = Progress("step", config.optimizer.steps, out)
+    report = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
         start_trace(comm)
     results = []
@@ -135,7 +125,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
             raise UsageError(DIVERGED.format(f"{text} in step {done}", config.optimizer.lr))
         validation = values.get("validation loss")
         metrics.write(result, validation)
-        progress(result, validation)
+        report(result, validation)
         if config.run.verify:
             results.append(result)
         if config.run.save is not None:
@@ -145,7 +135,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
                 trainer.save(config.run.save, done)
             if stop:
                 place, name = printable(config.run.save), signal.Signals(stop).name
-                say("\n" * progress.live + f"minipar: {name}: saved step {done} in {place}; --resume it", out)
+                say("\n" * report.live + f"minipar: {name}: saved step {done} in {place}; --resume it", out)
                 raise SystemExit(128 + stop)
     with agreeing(comm, "--metrics"):
         metrics.close()
@@ -175,10 +165,7 @@ def is_due(done: int, last: int, every: int | None) -> bool:
 def prepare(
     config: TrainConfig, checkpoint: Checkpoint | None, comm: Communicator
 ) -> tuple[TrainConfig, Tokens, Evaluation | None]:
-    """Fill in what the files and the number of ranks decide, and check all of it on every rank together.
-
-    An error that one rank alone can see (a file that its host lacks) is every rank's UsageError.
-    """
+    """Fill in what files and the number of ranks decide, and check all of it. One rank's UsageError is every rank's."""
     with agreeing(comm, "minipar.train"):
         if (directory := config.model.init_from) is not None:
             config = with_shape(config, load_config(directory))
@@ -194,7 +181,7 @@ def prepare(
                 raise
             raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
         if comm.rank == 0:
-            prepare_outputs(config)
+            progress.prepare_outputs(config)
     for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
         if len(set(comm.all_gather_bytes(text.fingerprint()))) > 1:
             raise UsageError(f"{text.name} is not the same text on every rank; give {flag} a file that all hosts share")

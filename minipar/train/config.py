@@ -2,9 +2,9 @@
 
     config = parse(sys.argv[1:], rank=comm.rank)        every rank parses the same command line
     config = resolve(config, world_size=comm.size)      fills in dp and checks that mesh, model and batch divide
+    schedule = schedule_of(config)                      the pipeline's
 
-A new flag is a new field. Invalid input raises `UsageError` with the equation and the values. Every function here is
-pure, so all ranks raise the same error and the job ends with one line.
+A new flag is a new field. Invalid input raises `UsageError` with the equation and the values, the same on all ranks.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
-from minipar.parallel.pipeline import SCHEDULES
+from minipar.parallel import pipeline
 from minipar.parallel.tensor import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
@@ -64,8 +64,8 @@ class MeshConfig:
     pp: int = option(1, int, within=COUNT, metavar="P",
         help="pipeline ranks, each with its own layers")
     schedule: str | None = option(None, str, metavar="NAME",
-        help=f"order of forwards and backwards in the pipeline: {', '.join(SCHEDULES)}, or a FILE.csv in PyTorch's "
-             "format (default: 1f1b)")
+        help=f"order of forwards and backwards in the pipeline: {', '.join(pipeline.SCHEDULES)}, or a FILE.csv in "
+             "PyTorch's format (default: 1f1b)")
     virtual_stages: int | None = option(None, int, within=COUNT, metavar="V",
         help="stages per rank of interleaved-1f1b (default: 2)")
     sequence_parallel: bool = option(False, bool,
@@ -245,10 +245,7 @@ def suggest_flag(word: str) -> str:
 
 
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
-    """Return the command line as a checked TrainConfig, or raise UsageError.
-
-    `--help` prints on rank 0 and raises SystemExit(0) on every rank.
-    """
+    """Return the command line as a checked TrainConfig. UsageError; SystemExit(0) after `--help`, printed by rank 0."""
     # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
     prog, description = "mpirun -n N python -m minipar.train", "Train a GPT across N ranks."
     parser = UsageParser(prog=prog, description=description, allow_abbrev=False, prints=rank == 0)
@@ -363,3 +360,21 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     what = f"global-batch {batch} * seq-len {model.seq_len}: 8 bytes for each token's position"
     check_memory(Decimal(8 * batch) * model.seq_len, what)
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+
+
+def schedule_of(config: TrainConfig) -> pipeline.Schedule:
+    """Return the schedule that `--schedule` names, checked, for the mesh and the number of microbatches. UsageError."""
+    name, pp, microbatches = config.mesh.schedule or "1f1b", config.mesh.pp, config.data.microbatches
+    if not name.endswith(".csv"):
+        schedule = pipeline.make(name, pp, microbatches, config.mesh.virtual_stages)
+    else:
+        schedule = pipeline.load_csv(name)
+        if config.mesh.virtual_stages is not None:
+            raise UsageError(f"--virtual-stages is for a named schedule; {name} says which rank has which stages")
+        if (len(schedule.ranks), schedule.microbatches) != (pp, microbatches):
+            raise UsageError(
+                f"schedule {name} is for {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches, but "
+                f"pp = {pp} and microbatches = {microbatches}"
+            )
+    pipeline.check(schedule)
+    return schedule

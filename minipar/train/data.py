@@ -37,19 +37,15 @@ class Tokens:
     file: mmap.mmap | None = None
 
     def read(self, positions: np.ndarray | slice) -> np.ndarray:
-        """Return the tokens at these positions, int64. UsageError if the file is shorter than when it was mapped.
-
-        Reading what the file has lost would end the process with SIGBUS.
-        """
-        if self.file is not None and self.file.size() < len(self.file):
+        """Return the tokens at these positions, int64. UsageError if the file is shorter than when it was mapped."""
+        if self.file is not None and self.file.size() < len(self.file):  # reading what it has lost would be a SIGBUS
             raise UsageError(f"{self.name} was cut from {len(self.file):,} to {self.file.size():,} bytes while in use")
         return self.ids[positions].astype(np.int64)
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that differ if two ranks see different texts (another Python, a stale copy of a file).
 
-        A text of up to STDLIB_BYTES is hashed whole. A larger one is hashed by its length and 64 evenly spaced pieces
-        of 1 KiB, which takes milliseconds at any size.
+        A text of more than STDLIB_BYTES is hashed by its length and 64 evenly spaced pieces of 1 KiB, in milliseconds.
         """
         digest = hashlib.blake2b(f"{len(self.ids)} {self.ids.dtype}".encode(), digest_size=16)
         if self.ids.nbytes <= STDLIB_BYTES:

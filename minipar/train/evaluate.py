@@ -1,11 +1,9 @@
 """The validation loss: the mean loss on a text that training never sees, the same in every layout.
 
-Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed. The losses are
-gathered by an all-reduce of an array that is zero elsewhere, which rounds nothing, and added in the order of the
-samples. Two layouts with the same parameters therefore report the same loss to the bit.
-
-Tensor parallelism is the exception: a split matrix product adds its parts in another order. The reported loss is
-therefore rounded to DIGITS. Two losses beside a rounding boundary can still differ, by one in the last digit.
+Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed. An all-reduce of an
+array that is zero elsewhere gathers the losses, and they are added in the order of the samples. Only tensor parallelism
+adds in another order, within its matrix products. The reported loss is therefore rounded to DIGITS; two losses beside a
+rounding boundary can still differ, by one in the last digit.
 """
 
 from dataclasses import dataclass, replace
@@ -35,8 +33,7 @@ class Evaluation:
     def loss(self, trainer: Trainer) -> float:
         """Return the mean loss in nats per token. Collective over the trainer's mesh.
 
-        Sends, besides the parameters that ZeRO stage 3 gathers and the activations between the layers' ranks, B = 1
-        activation per sample and cut of the pipeline, and the losses (8 bytes per sample) over dp and pp.
+        Sends what forward sends with B = 1, for each sample, and the losses (8 bytes per sample) over dp and pp.
         """
         dp, count, length = trainer.mesh.dp, len(self.starts), trainer.config.model.seq_len
         losses = np.zeros(-(-count // dp.size) * dp.size)
@@ -61,7 +58,7 @@ def _sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> f
     x: Any = from_host(inputs)
     for number, stage in sorted(pipelined.pipeline.stages.items()):
         if number > 0 and home[number - 1] != comm.rank:
-            x = Tensor(comm.irecv(xp.empty(shape, dtype=pipelined.dtype), home[number - 1], number).wait())
+            x = Tensor(comm.irecv(xp.empty(shape, dtype=pipelined.executor.dtype), home[number - 1], number).wait())
         for part in stage.parts:
             x = part.run(x)
         if number < last and home[number + 1] != comm.rank:
@@ -70,10 +67,7 @@ def _sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> f
 
 
 def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | None]:
-    """Return the tokens to train on and the evaluation; without `--eval-every`, all tokens and None.
-
-    The evaluation reads `--eval-data`, or the end of the training text, which training then does not see.
-    """
+    """Return the tokens to train on, and the evaluation, if any: on `--eval-data`, or on the end of the tokens."""
     length = config.model.seq_len
     if config.data.eval_every is None:
         return tokens, None

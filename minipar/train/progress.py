@@ -22,8 +22,7 @@ from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing, writing
 from minipar.train.config import TrainConfig
-from minipar.train.layout import step_layout
-from minipar.train.trainer import StepResult
+from minipar.train.trainer import StepResult, step_layout
 
 LINES = 10  # plain lines per run when the output is not a terminal
 REFRESH_SECONDS = 0.1  # of the live line on a terminal
@@ -157,8 +156,7 @@ def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> No
 class Metrics:
     """The file of `--metrics`: one JSON line per step, flushed at once so that a running job can be watched.
 
-    "-" is standard output. A resumed run appends to the file of the run it continues, less the lines of steps from
-    `first_step` on, which it does again.
+    "-" is standard output. A resumed run appends to its file, less the lines of steps from `first_step` on.
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:

@@ -1,7 +1,4 @@
-"""Resuming from a checkpoint: read its manifest, take the run's values from it, then check every file.
-
-The trainer reads the arrays after that, one at a time, and keeps its part of each.
-"""
+"""Resuming from a checkpoint: read its manifest, take the run's values from it, then check every file."""
 
 import dataclasses
 import os
@@ -45,10 +42,7 @@ def _find(run: RunConfig) -> Path | None:
 
 
 def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | None:
-    """Read the manifest of the checkpoint that `--resume` names; return None if it names none. Collective.
-
-    Its files are not checked yet. Rank 0 sends the manifest to all ranks.
-    """
+    """Read on rank 0, for all ranks, the manifest of the checkpoint that `--resume` names, if any. Collective."""
     if config.run.resume is None:
         return None
     place, text = b"", b""
@@ -60,10 +54,7 @@ def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | Non
 
 
 def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """Return `config` with every value of TAKEN that the user did not give taken from the checkpoint.
-
-    UsageError if a flag that was given contradicts the checkpoint, or if the manifest holds no valid value.
-    """
+    """Return `config` with the checkpoint's value of each of TAKEN that was not given. UsageError if they disagree."""
     saved = checkpoint.history[-1]["flags"]
     values: dict[str, Any] = {"model.init_from": None}  # with `auto`: only a run that starts reads it
     for section, field, flag, _ in flags(config):
@@ -139,10 +130,7 @@ def _compare(
 
 
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
-    """Return whether every step so far added its values in the order in which this layout adds them.
-
-    Then one device can repeat all steps to the bit.
-    """
+    """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
     current = run_flags(config)
     for period in [] if checkpoint is None else checkpoint.history:
         then = period["flags"]

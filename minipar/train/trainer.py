@@ -1,11 +1,11 @@
 """The training loop: the same program on one device and on any mesh. `Trainer.step` is one step.
 
-The global batch is cut into one share for each data-parallel replica, and each share into microbatches. A data-parallel
-rank computes one replica. verify.py has the single device that computes all replicas one after another.
+The global batch is cut into one share for each data-parallel replica, and each share into microbatches. verify.py has
+the single device that computes all replicas one after another.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minipar import backend
-from minipar.autograd import flop_counter
+from minipar.autograd import Tensor, flop_counter
 from minipar.backend import from_host, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
@@ -29,18 +29,18 @@ from minipar.parallel.buckets import by_unit
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
+from minipar.parallel.pipeline import Action, PipelineExecutor, Schedule
 from minipar.parallel.pipeline.stage import PipelineParallel, part_groups
 from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
 from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.traffic import StepLayout
 from minipar.parallel.wrapper import Wrapper
 from minipar.record import Record
 from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save, writing
-from minipar.train.config import TrainConfig
+from minipar.train.config import TrainConfig, schedule_of
 from minipar.train.data import Batches, Tokens
-from minipar.train.layout import step_layout
-from minipar.train.pipelined import PipelinedStep, schedule_of
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,32 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
     return model
 
 
-class Trainer:
-    """The training of `config` on `mesh`, from step 0 or from a checkpoint of any layout.
+def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout:
+    """Return the layout of a resolved configuration. `positions` are the learned ones, if more than seq-len."""
+    mesh, model, data = config.mesh, config.model, config.data
+    assert mesh.dp is not None, "resolve() fills dp in"
+    return StepLayout(
+        GPTConfig(model.vocab_size, positions or model.seq_len, model.hidden, model.layers, model.heads),
+        length=model.seq_len,
+        samples=data.global_batch // (mesh.dp * data.microbatches),
+        microbatches=data.microbatches,
+        itemsize=np.dtype(config.run.dtype).itemsize,
+        dp=mesh.dp,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        zero_stage=mesh.zero_stage,
+        schedule=schedule_of(config) if mesh.pp > 1 else None,
+        sequence_parallel=mesh.sequence_parallel,
+        recompute=config.run.recompute == "full",
+        reduction=config.run.reduction,
+        sync_every_microbatch=mesh.sync_every_microbatch,
+    )
 
-    The mesh's axes have the sizes of config.mesh. A step sends what the ZeRO stage sends over dp (parallel/ddp.py,
-    zero.py, fsdp.py), the layers over tp (parallel/tensor/plan.py) and the schedule over pp (parallel/pipeline/
-    executor.py), and one float64 for the loss. UsageError if the model state does not fit `--memory-limit`.
+
+class Trainer:
+    """The training of `config` on `mesh`, whose axes have its sizes, from step 0 or from a checkpoint of any layout.
+
+    A step sends what parallel/traffic.py says. UsageError if the model state does not fit `--memory-limit`.
     """
 
     def __init__(
@@ -178,8 +198,8 @@ class Trainer:
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Run forward and backward of one microbatch and return its summed loss.
 
-        The loss is a sum over tokens, and its gradient is scaled by 1 / tokens of the global batch. Such gradients add
-        up, over microbatches in the buffers and over ranks in the reduction, to that of the global mean.
+        The gradient is scaled by 1 / tokens of the global batch. Such gradients add up, over microbatches and ranks, to
+        that of the global mean.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
@@ -257,3 +277,41 @@ class Trainer:
         enter(name)
         with self.mesh.world.tracer.region(name):
             yield
+
+
+class PipelinedStep:
+    """A runner of the schedule for one replica; the last microbatch's backward starts the sum of the gradients."""
+
+    def __init__(
+        self, config: TrainConfig, schedule: Schedule, pipeline: PipelineParallel, ddp: Wrapper, shape: tuple[int, ...]
+    ) -> None:
+        self.pipeline, self.ddp = pipeline, ddp
+        self.seed, self.last = config.run.seed, config.data.microbatches - 1
+        self.executor = PipelineExecutor(schedule, pipeline.comm, pipeline.stages, shape, np.dtype(config.run.dtype))
+
+    def run(self, step: int, samples: Sequence[range], data: Batches, scale: float) -> float:
+        """Run forward and backward of `scale` * loss of microbatches m, of samples[m]; return the summed loss."""
+        pipeline = self.pipeline
+        losses = np.zeros(1)
+        # All batches are read before the first action; between two actions, the other ranks would wait for it.
+        is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
+        batches = [tuple(map(from_host, data.batch(step, each))) for each in samples] if is_end else []
+
+        def loss(m: int, logits: Tensor) -> Tensor:
+            value = pipeline.model.criterion(logits, batches[m][1])
+            losses[0] += value.item()
+            return value
+
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            enter("forward" if action.kind == "F" else "backward")
+            keys = dropping(DropoutKeys(self.seed, step, samples[action.microbatch]))
+            sync = nullcontext() if action.microbatch == self.last else self.ddp.no_sync()
+            with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
+                yield
+
+        self.executor.run(lambda m: batches[m][0], loss, scale, around)
+        pipeline.fetch_tied_gradient()
+        self.ddp.synchronize()
+        pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
+        return float(losses[0])

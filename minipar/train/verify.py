@@ -1,7 +1,7 @@
 """The check of `--verify`: train the same steps on one device, and compare every parameter and every loss.
 
-With `--reduction ordered` the two runs must agree bit for bit. With `ring` the sums over ranks are taken in another
-order, so the runs agree up to rounding, and `bound` states how far rounding may go.
+With `--reduction ordered` the two runs must agree bit for bit. With `ring` sums over ranks have another order, so the
+runs agree up to rounding, and `bound` states how far rounding may go.
 """
 
 import dataclasses
@@ -37,9 +37,8 @@ def bound(dtype: str, steps: int) -> float:
     """Return the largest relative difference after `steps` steps that rounding explains.
 
     It is 4500 machine epsilons for the first step (1e-12 in float64) and five times that for each further one (1e-10
-    after 20), relative to the largest value of a layer (`layer_scales`). It is so far above one epsilon because AdamW
-    divides a gradient by its own size. If the true gradient is zero (the bias of the keys), the update is rounding
-    noise divided by `eps`.
+    after 20), relative to the largest value of a layer. It is so far above one epsilon because AdamW divides a gradient
+    by its own size: if the true gradient is zero (the bias of the keys), the update is rounding noise divided by `eps`.
     """
     return 4500 * float(np.finfo(dtype).eps) * (5 * steps - 4)
 
@@ -51,10 +50,7 @@ def relative_difference(a: np.ndarray, b: np.ndarray, scale: float | None = None
 
 
 def layer_scales(state: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return for each parameter the largest value in its layer, weight and bias together, to compare it on that scale.
-
-    The keys' bias needs this: it is rounding noise (see `bound`), a thousand times smaller than its layer's weights.
-    """
+    """Return for each parameter the largest value in its layer: the bias of the keys alone is rounding noise."""
     layers: dict[str, float] = {}
     for name, array in state.items():
         layer = name.rpartition(".")[0]
@@ -107,10 +103,7 @@ def compare(
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
-    """Return True on every rank if the ranks of each dp axis hold the same bits, as they must.
-
-    At ZeRO stage 3 no element is on two ranks of the axis, so there is nothing to compare.
-    """
+    """Return True on every rank if the ranks of each dp axis hold the same bits; at ZeRO stage 3 they share none."""
     digest = hashlib.sha256()
     if trainer.ddp.stage < 3:
         for bucket in trainer.ddp.buckets:
@@ -123,9 +116,8 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
 def verify(trainer: Trainer, results: Sequence[StepResult], tokens: Tokens, on_step: OnStep | None = None) -> Verdict:
     """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
 
-    The single device starts at step 0 even if `trainer` was resumed, because a resumed run must equal one that never
-    stopped. If the saved run added in another order (with another number of replicas), the bound for all steps applies.
-    The other ranks wait. `on_step` is called on rank 0 after each step of the single device.
+    The single device starts at step 0 even if `trainer` was resumed: a resumed run must equal one that never stopped.
+    `on_step` is called on rank 0 after each step of the single device. The other ranks wait.
     """
     config, comm = trainer.config, trainer.mesh.world
     if not same_on_all_ranks(trainer):

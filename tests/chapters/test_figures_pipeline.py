@@ -1,5 +1,6 @@
 """The pipeline chapter: timelines read from traces, and schedules that follow a notebook's sliders."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -13,9 +14,9 @@ from chapters.support.figures_pipeline import (
     plot_paths,
     schedule_table,
 )
+from minipar.bench.pipeline import mean_durations
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Action, Durations, make, simulate
-from minipar.parallel.pipeline.simulate import measured_durations, predicted_timeline
 from visualize import parse_trace
 
 
@@ -90,10 +91,11 @@ def test_the_prediction_takes_each_stages_mean_times():
     """Where every action takes its stage's mean, prediction and measurement are the same picture."""
     line = timeline("zb-h1", 3, 5, forward=2.0, backward_input=1.5)
     measured = measured_timeline(parse_trace(chrome(line, steps=1)), name="zb-h1")
-    assert measured_durations(measured).of(Action(1, "I", 3)) == pytest.approx(1.5)
-    predicted = predicted_timeline(measured)
+    durations = mean_durations(measured)
+    assert durations.of(Action(1, "I", 3)) == pytest.approx(1.5)
+    predicted = simulate(measured.schedule, durations)
     assert float(predicted.makespan) == pytest.approx(float(line.makespan))
-    assert float(predicted_timeline(measured, comm=0.5).makespan) > predicted.makespan
+    assert float(simulate(measured.schedule, replace(durations, comm=0.5)).makespan) > predicted.makespan
 
 
 def test_in_a_notebook_the_picture_follows_the_sliders(monkeypatch, capsys):

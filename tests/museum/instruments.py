@@ -20,17 +20,16 @@ from minipar.bench.layouts import framework_of, layout_of, shape_of
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
+from minipar.parallel import pipeline
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
 from minipar.parallel.pipeline import check
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.plan.rank_bytes import memory
-from minipar.train import pipelined
 from minipar.train.checkpoint import prepare_directory
-from minipar.train.config import TrainConfig
+from minipar.train.config import TrainConfig, schedule_of
 from minipar.train.data import Tokens
-from minipar.train.layout import step_layout
-from minipar.train.trainer import Trainer
+from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import verify
 
 STEPS = 20
@@ -151,7 +150,7 @@ def rejected(config: TrainConfig) -> bool | None:
     if config.mesh.pp == 1:
         return None
     try:
-        check(pipelined.schedule_of(config))
+        check(schedule_of(config))
     except UsageError:
         return True
     return False
@@ -163,7 +162,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume-after", type=int)
     parser.add_argument("--record")
     options, flags = parser.parse_known_args(argv)
-    pipelined.check = lambda schedule: None
+    pipeline.check = lambda schedule: None
     print(json.dumps(look(" ".join(flags), options.resume_after, options.record)))
 
 

@@ -27,7 +27,7 @@ MUTANTS = [
             "next(filter(None, texts), None)",
             "next(filter(None, reversed(texts)), None)",
         ),
-        ("auto: one array too many is small", "nbytes >= FEW_STEPS_BELOW", "nbytes > FEW_STEPS_BELOW"),
+        ("auto: one array too many is small", "nbytes < FEW_STEPS_BELOW", "nbytes <= FEW_STEPS_BELOW"),
         (
             "a blocking call overtakes asynchronous ones",
             "type(work) is Work and not self._stream.queue",

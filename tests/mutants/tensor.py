@@ -93,7 +93,7 @@ MUTANTS = [
         "parallel/pipeline/test_stage.py parallel/pipeline/test_executor.py",
         ("stages: a block's operations are halved", "block = 24 * h * h", "block = 12 * h * h"),
         ("stages: the head does not count in the cut", "load[-1] += costs[-1]", "pass"),
-        ("stages: activations stay after their backward", "self._saved.pop(microbatch)", "self._saved[microbatch]"),
+        ("stages: activations stay after their backward", "self.alive.pop(microbatch)", "self.alive[microbatch]"),
         (
             "stages: the head's gradient of the embedding is not sent",
             "self.comm.isend(self.model.head_weight.grad, self.first",

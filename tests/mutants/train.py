@@ -143,7 +143,7 @@ MUTANTS = [
         ("evaluation: a mean over padding too", "total / (count * length)", "total / (len(losses) * length)"),
     ),
     *mistakes(
-        "minipar/train/pipelined.py",
+        "minipar/train/trainer.py",
         "train/test_pipeline_training.py train/test_combinations.py",
         (
             "pipeline: gradients travel with the first microbatch",
@@ -172,7 +172,7 @@ MUTANTS = [
         ("flags: KB is 1024 bytes", '"KB": 10**3', '"KB": 2**10'),
     ),
     *mistakes(
-        "minipar/train/layout.py",
+        "minipar/train/trainer.py",
         "train/test_matrix.py train/test_combinations.py",
         ("layout: recompute is forgotten", 'config.run.recompute == "full"', "False"),
     ),

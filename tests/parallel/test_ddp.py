@@ -218,16 +218,6 @@ def test_an_algorithm_whose_bits_depend_on_the_size_is_refused(algorithm):
         run_local(2, lambda comm: DistributedDataParallel(small_gpt(), comm, algorithm=algorithm))
 
 
-def test_detached_hooks_send_nothing():
-    def rank(comm):
-        ddp = wrapped(comm)
-        ddp.detach()
-        backward(ddp.model, *text([0]))  # no longer refused, although nobody has scaled it
-        return comm.traffic.bytes()
-
-    assert run_local(2, rank) == [0, 0]
-
-
 class SkipsTheFirst(Proxy):
     """A communicator whose first all-reduce leaves the array as it is."""
 

@@ -313,23 +313,6 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
     assert used == 13 * (np.count_nonzero(tokens) + 8)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_detaching_gives_the_model_its_own_parts_back(stage):
-    def rank(comm):
-        model = make()
-        before = [part.run for part in model.parts]
-        ddp = shard(model, comm, stage)
-        assert ([part.run for part in model.parts] == before) == (stage < 2)
-        ddp.detach()
-        after = [part.run for part in model.parts]
-        comm.traffic.reset()
-        if stage < 3:
-            backward(model, *batch(comm.rank))
-        return after == before, comm.traffic.messages()
-
-    assert run_local(2, rank) == [(True, 0)] * 2
-
-
 # ---- the parameters, whole again -------------------------------------------------------------------------------------
 
 

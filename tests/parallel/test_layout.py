@@ -5,8 +5,7 @@ from combinations import TEXT, VOCAB
 
 from minipar.comm import DeviceMesh, run_local
 from minipar.train.config import parse, resolve
-from minipar.train.layout import step_layout
-from minipar.train.trainer import Trainer
+from minipar.train.trainer import Trainer, step_layout
 
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8"
 LAYOUTS = {

@@ -17,9 +17,8 @@ from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.pipeline import SCHEDULES, make, save_csv
 from minipar.parallel.tensor import TensorGroup
 from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
-from minipar.train.layout import step_layout
-from minipar.train.pipelined import schedule_of
-from minipar.train.trainer import make_model
+from minipar.train.config import schedule_of
+from minipar.train.trainer import make_model, step_layout
 
 AXES = ("dp", "tp", "pp")
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"

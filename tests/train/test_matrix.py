@@ -11,7 +11,7 @@ from training import verdicts
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import make, simulate
-from minipar.train.pipelined import schedule_of
+from minipar.train.config import schedule_of
 from minipar.train.progress import notes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"

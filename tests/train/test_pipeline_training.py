@@ -10,8 +10,8 @@ from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import SCHEDULES, Durations, save_csv, simulate
 from minipar.parallel.pipeline.stage import PipelineParallel
+from minipar.train.config import schedule_of
 from minipar.train.data import load_tokens
-from minipar.train.pipelined import schedule_of
 from minipar.train.trainer import Trainer
 from minipar.train.verify import train_on_one_device, verify
 

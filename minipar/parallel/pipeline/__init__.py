@@ -5,7 +5,7 @@ GPT, and module.py, which runs the user's own stages. (The asynchronous pipeline
 """
 
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
-from minipar.parallel.pipeline.check import Report, check
+from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.lower import load_csv, lower, save_csv
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
@@ -13,7 +13,7 @@ from minipar.parallel.pipeline.simulate import Durations, Slot, Timeline, peak_l
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs
 
 __all__ = [
-    "SCHEDULES", "Action", "Durations", "PipelineExecutor", "PipelineStage", "Report", "Schedule", "Slot", "Timeline",
+    "SCHEDULES", "Action", "Durations", "PipelineExecutor", "PipelineStage", "Schedule", "Slot", "Timeline",
     "balanced_cuts", "check", "cut", "load_csv", "lower", "make", "parse_action", "part_costs", "peak_live", "save_csv",
     "simulate",
 ]  # fmt: skip

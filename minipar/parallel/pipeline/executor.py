@@ -26,8 +26,7 @@ class PipelineExecutor:
     """The runner of a schedule on the ranks of `comm`; `stages` are this rank's.
 
     `shape` and `dtype` are those of the activations between stages. Each microbatch sends B T h elements forward over
-    each cut between ranks, and as many backward. `peak_alive` is the most activations, of one stage and microbatch
-    each, that this rank has held.
+    each cut between ranks, and as many backward. `peak_alive` is the most activations that this rank has held.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PipelineExecutor:
         for action in self.actions:
             if action.computes:
                 self._compute(action, tokens, loss, scale, around)
-                self.peak_alive = max(self.peak_alive, sum(stage.alive for stage in self.stages.values()))
+                self.peak_alive = max(self.peak_alive, sum(len(stage.alive) for stage in self.stages.values()))
             else:
                 self._message(action)
         for message in self._sent:

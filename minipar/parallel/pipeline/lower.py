@@ -71,10 +71,7 @@ def save_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def load_csv(path: str | Path) -> Schedule:
-    """Read PyTorch's format. UsageError names the file, or the rank and the cell of an unknown action.
-
-    FSDP's actions between those of the pipeline (UNSHARD, RESHARD, REDUCE_GRAD) are left out.
-    """
+    """Read PyTorch's format, but not FSDP's actions in it. UsageError names the file, or rank and cell."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:  # -sig: as spreadsheets save it
             rows = list(csv.reader(file))

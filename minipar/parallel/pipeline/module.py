@@ -36,7 +36,7 @@ class PipelineModule(Module):
     this replica's share of that mean's gradient in the parameters. ZeroOptimizer sums the shares over mesh.dp.
 
     Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes before each
-    activation holds its shape. Two float64 values are all-reduced per step over dp, and one over pp.
+    activation holds its shape. Three float64 values are all-reduced per step over dp, and one over pp.
     """
 
     def __init__(

@@ -58,8 +58,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """Run 1F1B with v stages per rank: rank r holds stages r, p+r, 2p+r, ... NB: this is Megatron-LM's order.
 
-    Microbatches pass in groups of p: a rank runs the group through its first stage, then through its second, and so on.
-    UsageError if p does not divide m.
+    A rank runs p microbatches through its first stage, then through its second, ... UsageError if p does not divide m.
     """
     if m % p:
         raise UsageError(
@@ -92,8 +91,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 def _handcrafted_zero_bubble(name: str, p: int, m: int, depth: int) -> Schedule:
     """Run depth*(p-1-r) forwards on rank r first, and each W depth*r microbatches after its I.
 
-    The previous rank waits for I only. A rank that puts W off sends its I earlier, and its W fill the time at the end
-    in which 1F1B waits.
+    The previous rank waits for I only. A rank that puts W off sends its I earlier; its W fill the time that 1F1B waits.
     """
     lists = []
     for r in range(p):
@@ -186,10 +184,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """Return the named schedule for p ranks and m microbatches.
+    """Return the named schedule for p ranks, m microbatches and, with interleaved-1f1b, v stages per rank (default 2).
 
-    v is the number of stages per rank, which only interleaved-1f1b lets the caller choose (default 2). UsageError for
-    an unknown name, sizes below 1, or a v that the schedule does not have.
+    UsageError for an unknown name, sizes below 1, or a v that the schedule does not have.
     """
     if name in ("pipedream", "pipedream-2bw"):
         raise UsageError(

@@ -1,11 +1,9 @@
 """The simulator: the time that a schedule takes, from the durations of its actions, predicted or measured.
 
 Each rank runs its list in order. An action begins when its rank is free and the results it needs have arrived. A result
-that another rank needs arrives `comm` after it is made, and takes no time of either rank. Durations may be Fractions;
-then bubbles are exact.
+arrives on another rank `comm` after it is made, at no cost to either. With Fractions as durations, bubbles are exact.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -76,10 +74,7 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> Time:
-        """Idle / cost on the rank with the largest cost: the time from its own first action to its own last.
-
-        This is the bubble rate of Zero Bubble (arXiv 2401.10241, section 5.3).
-        """
+        """Idle / cost (first action to last) of the rank with the largest cost: arXiv 2401.10241, section 5.3."""
         slots = max((row for row in self.ranks if row), key=lambda row: row[-1].end - row[0].start)
         cost = slots[-1].end - slots[0].start
         return _ratio(cost - sum(slot.end - slot.start for slot in slots), cost)
@@ -126,9 +121,6 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
     return Timeline(schedule, tuple(tuple(row) for row in slots))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 def live_activations(
     slots: Sequence[Slot], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")
 ) -> list[tuple[Time, int]]:
@@ -150,27 +142,3 @@ def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_
     """Return the most activations alive at once in one rank's list, or other results: see `live_activations`."""
     slots = [Slot(action, i, i + 1) for i, action in enumerate(actions)]
     return max(live for _, live in live_activations(slots, made_by, freed_by))
-
-
-# ---- measured steps --------------------------------------------------------------------------------------------------
-
-
-def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
-    """Return the timeline of a measured step from each rank's slots; time 0 is the start of the first action."""
-    begin = min(slot.start for row in ranks for slot in row)
-    slots = tuple(tuple(Slot(slot.action, slot.start - begin, slot.end - begin) for slot in row) for row in ranks)
-    return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)
-
-
-def measured_durations(timeline: Timeline) -> StageDurations:
-    """Return the mean time of each kind of action, stage by stage."""
-    times: dict[tuple[int, str], list[Time]] = defaultdict(list)
-    for row in timeline.ranks:
-        for slot in row:
-            times[slot.action.stage, slot.action.kind].append(slot.end - slot.start)
-    return StageDurations(table={key: sum(values) / len(values) for key, values in times.items()})
-
-
-def predicted_timeline(measured: Timeline, comm: Time = 0) -> Timeline:
-    """Simulate the measured schedule with the mean duration of each kind of action."""
-    return simulate(measured.schedule, StageDurations(comm=comm, table=measured_durations(measured).table))

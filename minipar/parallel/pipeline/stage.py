@@ -25,8 +25,7 @@ def part_costs(config: GPTConfig, length: int) -> list[float]:
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """Return the number of parts of each stage such that the largest stage's cost is as small as possible.
 
-    Every stage has at least one block. The embedding belongs to the first stage and the head to the last. UsageError if
-    there are fewer blocks than stages.
+    The embedding belongs to the first stage and the head to the last. UsageError if there are fewer blocks than stages.
     """
     blocks = len(costs) - 2
     if blocks < stages:
@@ -60,13 +59,8 @@ class PipelineStage:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self._saved: dict[int, tuple[Any, Tensor]] = {}
+        self.alive: dict[int, tuple[Any, Tensor]] = {}  # input and output of microbatches whose backward is not done
         self._deferred: dict[int, DeferredGradients] = {}
-
-    @property
-    def alive(self) -> int:
-        """The number of microbatches whose forward is done and whose backward is not."""
-        return len(self._saved)
 
     def forward(self, microbatch: int, x: Any, finish: Callable[[Tensor], Tensor] | None = None) -> Array:
         """Run the stage's parts and return the result's array.
@@ -79,12 +73,12 @@ class PipelineStage:
             y = part.run(y)
         if finish is not None:
             y = finish(y)
-        self._saved[microbatch] = x, y
+        self.alive[microbatch] = x, y
         return y.data
 
     def backward(self, microbatch: int, gradient: Array) -> Array | None:
         """Run the whole backward and return the gradient of the stage's input, None on the first stage."""
-        x, y = self._saved.pop(microbatch)
+        x, y = self.alive.pop(microbatch)
         y.backward(gradient)
         return x.grad if isinstance(x, Tensor) else None
 
@@ -157,10 +151,7 @@ class PipelineParallel:
             self.model.head_weight.grad = self.comm.irecv(gradient, self.last, TIED_GRADIENT).wait()
 
     def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
-        """Send the token embedding from the first stage to the last, after the optimizer's step.
-
-        whole(parameter) returns all its values, which data parallelism may have sharded.
-        """
+        """Send the updated token embedding from the first stage to the last. whole(p) returns all values of p."""
         if self.first == self.last:
             return
         weight = self.model.wte.weight

@@ -1,9 +1,8 @@
 """Layers of which each rank holds a part: modules that hold this rank's part of the serial model's Parameters.
 
-With `sequence`, activations between these layers are split along the sequence (dim 1). A column layer then begins with
-an all-gather instead of a copy, and a row layer ends with a reduce-scatter instead of an all-reduce. LayerNorm, dropout
-and residuals work on 1/t of the tokens. The gradients of LayerNorms and row biases must then be summed over the ranks,
-so only `tensor_parallel`, which knows the whole model, sets `sequence`.
+With `sequence`, activations between these layers are split along the sequence (dim 1): LayerNorm, dropout and residuals
+work on 1/t of the tokens. The gradients of LayerNorms and row biases must then be summed over the ranks, so only
+`tensor_parallel`, which knows the whole model, sets `sequence`.
 """
 
 from typing import Any, Self
@@ -62,8 +61,7 @@ def column_linear(
 ) -> Tensor:
     """Compute `linear(enter(x), weight, bias)` for this rank's columns. Sends what `enter` sends.
 
-    Backward computes the weight's gradient while the input's is being summed over the ranks. Forward has nothing to
-    compute meanwhile, because the operation after a row layer needs the whole sum.
+    Only backward computes while it sends, because the operation after a row layer needs the whole sum.
     """
     return _ColumnLinear.apply(x, weight, bias, group, sequence, transposed)
 
@@ -99,9 +97,8 @@ class _ParallelLayer(Module):
 class ColumnParallelLinear(_ParallelLayer, Linear):
     """A linear layer split by columns: of Y = X [A_1 | ... | A_t] + b, rank r computes Y_r = X A_r + b_r.
 
-    x is whole, weight (in, out/t), bias (out/t,), and the result is this rank's columns. The columns consist of
-    `groups` equal stretches that are split one by one, as q, k and v are. UsageError if t does not divide a stretch.
-    Sends what `enter` sends.
+    x is whole, weight (in, out/t), bias (out/t,), and the result is this rank's columns. `groups` equal stretches of
+    columns are split one by one, as q, k and v. UsageError if t does not divide a stretch. Sends what `enter` sends.
     """
 
     def __init__(
@@ -142,8 +139,7 @@ class RowParallelLinear(_ParallelLayer, Linear):
 class VocabParallelEmbedding(_ParallelLayer, Embedding):
     """An embedding split by rows: each rank looks up the tokens in its weight (V/t, h), and the results are summed.
 
-    (B, T) -> (B, T, h). A token of another rank gives zeros. A vocabulary that t does not divide is padded with zeros.
-    Sends what `leave` sends.
+    (B, T) -> (B, T, h). Tokens of other ranks give zeros. Zeros pad V to a multiple of t. Sends what `leave` sends.
     """
 
     def __init__(self, count: int, dim: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
@@ -220,7 +216,6 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Array, group: Comm
     """Compute `autograd.cross_entropy_sum` of logits (B, T, V/t) whose last dim is split over the group.
 
     Every rank gets the same loss: log sum exp(logits) - logits[target] over the whole vocabulary. With N = B T, forward
-    sends an all-reduce of N maxima and one of 2N sums (exponentials, target logits); gathering would send N V elements.
-    Backward sends nothing.
+    all-reduces N maxima and 2N sums (exponentials, target logits); gathering would send N V. Backward sends nothing.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, TensorGroup.of(group))

@@ -12,9 +12,8 @@ backward copies. If forward gathers the ranks' parts, backward sums and keeps a 
     reduce_scatter   reduce-scatter   all-gather       n(t-1)/t each way         reduce_scatter_to_sequence_...
 
 t is the number of ranks and n = B T h the elements of a whole activation. A column-parallel layer begins with copy_to
-and a row-parallel layer ends with reduce_from. Sequence parallelism uses all_gather and reduce_scatter instead, which
-send the same bytes in all. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv
-2205.05198), section 4.2.
+and a row-parallel layer ends with reduce_from; with sequence parallelism, with all_gather and reduce_scatter, which
+send the same bytes. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (2205.05198), 4.2.
 """
 
 from collections.abc import Callable
@@ -110,10 +109,7 @@ class _ReduceScatter(Function):
 
 
 def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
-    """Pass on x, which is the same on every rank and which each rank will use differently.
-
-    The ranks' gradients are shares of the whole gradient, so backward sums them.
-    """
+    """Pass on x, which each rank will use differently, so that its gradient is the sum of the ranks'."""
     return _CopyTo.apply(x, group)
 
 

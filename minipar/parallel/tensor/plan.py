@@ -15,17 +15,7 @@ from minipar.nn.gpt import GPT
 from minipar.nn.layers import MaskSlice
 from minipar.nn.module import Owner, Parameter
 from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
-from minipar.parallel.tensor.layers import (
-    SEQUENCE,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    SequenceEmbedding,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    check_divides,
-    split,
-    vocab_parallel_cross_entropy_sum,
-)
+from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.mappings import TensorGroup
 
 # (dim, groups) of the parameters that are split; names without "h.0.". c_attn holds the columns of q, k and v next to
@@ -82,21 +72,19 @@ class TensorParallel(Owner):
 
 def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = None) -> None:
     """Raise UsageError if tp does not divide the heads, the hidden size, or the sequence length if one is given."""
-    check_divides("heads/tp", heads, tp, "each tensor-parallel rank has whole heads")
-    check_divides("hidden/tp", hidden, tp, "each tensor-parallel rank has whole columns")
+    layers.check_divides("heads/tp", heads, tp, "each tensor-parallel rank has whole heads")
+    layers.check_divides("hidden/tp", hidden, tp, "each tensor-parallel rank has whole columns")
     if sequence_length is not None:
-        check_divides("seq-len/tp", sequence_length, tp, "--sequence-parallel splits the tokens evenly")
+        layers.check_divides("seq-len/tp", sequence_length, tp, "--sequence-parallel splits the tokens evenly")
 
 
 def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", sequence: bool = False) -> TensorParallel:
     """Split `model` over `comm` by the plan, in place.
 
-    Parameters keep their names and become this rank's part of the values that they had, or would have had if deferred.
-    UsageError if tp does not divide the heads.
+    Parameters keep their names and become this rank's part of their values. UsageError if tp does not divide the heads.
 
-    Sends per layer and microbatch 8 B T h (t-1)/t elements per rank, as four all-reduces, or with `sequence` as four
-    all-gathers and four reduce-scatters. The embedding adds 2 B T h (t-1)/t, the head as many, and the loss two
-    all-reduces of B T and 2 B T elements.
+    Sends per layer and microbatch 8 B T h (t-1)/t elements per rank: 4 all-reduces, or with `sequence` 4 all-gathers
+    and 4 reduce-scatters. Embedding and head add 2 B T h (t-1)/t each; the loss all-reduces B T and 2 B T elements.
     """
     check_shape(model.config.n_head, model.config.n_embd, comm.size)
     place(model)
@@ -105,25 +93,25 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
     for name, p in model.named_parameters():
         placement = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
         if isinstance(placement, Shard):
-            split(p, placement)
+            layers.split(p, placement)
         else:
             update(p, tp=placement)
         if isinstance(placement, Partial):
             p.owner = tensor
             tensor.partial.append(p)
-    model.wte = VocabParallelEmbedding.from_serial(model.wte, group, sequence)
-    model.project = VocabParallelHead(model.config.vocab_size, group, sequence)
-    model.criterion = partial(vocab_parallel_cross_entropy_sum, group=group)
+    model.wte = layers.VocabParallelEmbedding.from_serial(model.wte, group, sequence)
+    model.project = layers.VocabParallelHead(model.config.vocab_size, group, sequence)
+    model.criterion = partial(layers.vocab_parallel_cross_entropy_sum, group=group)
     for block in model.h:
         attn, mlp = block.attn, block.mlp
-        attn.c_attn = ColumnParallelLinear.from_serial(attn.c_attn, group, sequence)
-        attn.c_proj = RowParallelLinear.from_serial(attn.c_proj, group, sequence)
-        mlp.c_fc = ColumnParallelLinear.from_serial(mlp.c_fc, group, sequence)
-        mlp.c_proj = RowParallelLinear.from_serial(mlp.c_proj, group, sequence)
+        attn.c_attn = layers.ColumnParallelLinear.from_serial(attn.c_attn, group, sequence)
+        attn.c_proj = layers.RowParallelLinear.from_serial(attn.c_proj, group, sequence)
+        mlp.c_fc = layers.ColumnParallelLinear.from_serial(mlp.c_fc, group, sequence)
+        mlp.c_proj = layers.RowParallelLinear.from_serial(mlp.c_proj, group, sequence)
         attn.heads //= group.size
         attn.attn_dropout.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
     if sequence:
-        model.wpe = SequenceEmbedding(model.wpe.weight, group)
+        model.wpe = layers.SequenceEmbedding(model.wpe.weight, group)
         for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
-            dropout.mask_slice = MaskSlice(dim=SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
+            dropout.mask_slice = MaskSlice(dim=layers.SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
     return tensor

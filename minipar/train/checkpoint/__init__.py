@@ -8,9 +8,8 @@
 A piece is the elements start:stop, in row-major order, of one tensor-parallel rank's part of a parameter, or of the
 whole parameter if it is not split. Each rank writes the elements that its optimizer owns, in every ZeRO stage. Nothing
 is written twice, and no parameter is sent. A run that resumes joins each parameter from its pieces and takes its own
-part, in whatever layout. If there are several hosts, DIR must be on a file system that they share. NB: PyTorch's
-distributed checkpoints have the same form: a `.metadata` file lists which chunk of which tensor is in which rank's
-file.
+part, in whatever layout. Several hosts must share DIR's file system. NB: PyTorch's distributed checkpoints have the
+same form: a `.metadata` file lists which chunk of which tensor is in which rank's file.
 
 The state consists of the parameters, AdamW's two means and its step count, and the number of steps done. No random
 state is needed: samples and dropout masks are counter-based random values (Philox) keyed by (seed, step, sample, name),

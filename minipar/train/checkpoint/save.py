@@ -140,8 +140,7 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
 def _remove_leftovers(root: Path) -> None:
     """Remove the partial directories of killed runs and of old checkpoints.
 
-    Only a checkpoint's own files are removed; a directory with any other file stays. A directory that cannot be removed
-    now stays too, because that is no reason to end a training.
+    A directory with any other file stays. So does one that cannot be removed, because a training need not end for it.
     """
     for entry in list(os.scandir(root)):
         if not (PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
@@ -155,10 +154,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def prepare_directory(directory: str, first_step: int) -> None:
-    """Make `--save DIR`, on rank 0. UsageError if it cannot be written or holds a checkpoint of a later step.
-
-    A file written into a checkpoint would damage it, because a checkpoint has only files that its manifest names.
-    """
+    """Make `--save DIR`, on rank 0. UsageError if it cannot be written, is a checkpoint or has one of a later step."""
     root = Path(directory)
     for place in (root.resolve(), *root.resolve().parents):
         if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():

@@ -25,7 +25,7 @@ def test_a_backward_in_halves_gives_the_input_gradient_first():
         if halves:
             dx.append(stage.backward_input(0, SCALE))
             assert matrix.grad is None and model.head_weight.grad is None  # the expensive products are still to come
-            assert stage.alive == 0
+            assert not stage.alive
             stage.backward_weight(0)
         else:
             dx.append(stage.backward(0, SCALE))

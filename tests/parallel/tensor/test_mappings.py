@@ -10,15 +10,8 @@ import pytest
 
 from minipar.autograd import Function, Tensor
 from minipar.comm import run_local, wire_bytes
-from minipar.parallel.tensor import (
-    TensorGroup,
-    all_gather,
-    copy_to,
-    enter,
-    leave,
-    reduce_from,
-    reduce_scatter,
-)
+from minipar.parallel.tensor.layers import enter, leave
+from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
 SIZES = [1, 2, 3, 4, 5, 8]
 REDUCTIONS = ["ring", "ordered"]

@@ -10,14 +10,8 @@ from training import ForgetsTheSumOverTensorRanks, takes_all_for
 from minipar.autograd import linear
 from minipar.nn import Dropout
 from minipar.parallel.placement import Partial, Replicate, Shard, update
-from minipar.parallel.tensor import (
-    PLAN,
-    RowParallelLinear,
-    TensorGroup,
-    TensorParallel,
-    VocabParallelHead,
-    leave,
-)
+from minipar.parallel.tensor import PLAN, RowParallelLinear, TensorGroup, TensorParallel
+from minipar.parallel.tensor.layers import VocabParallelHead, leave
 from minipar.train.trainer import Trainer
 
 
