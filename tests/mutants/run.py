@@ -25,7 +25,7 @@ DOCUMENT = ROOT / "docs" / "proofs.md"
 
 def explained() -> set[str]:
     """Return the names of the survivors in the document's table, whose rows begin with the package and the name."""
-    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition("\n## Planted mistakes\n")
+    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition("\n## Mutants\n")
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")]
     return {row[2].strip() for row in rows if row[1].strip() in PACKAGES}
 
