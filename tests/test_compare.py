@@ -1,5 +1,6 @@
 """Claims about records and `minipar.compare`: equal runs are equal in any layout, a mistake is named by its factor."""
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from training import config_for, trainer_for
 
 from minipar.comm import run_local
 from minipar.compare import compare, main, part_of
+from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
@@ -243,3 +245,19 @@ def test_a_record_needs_a_new_directory(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["run.json", "step-0.npz"]
     result = run_mpi(2, ["-m", "minipar.train", *new, "--data", str(text)])
     assert result.returncode == 2 and "--record" in result.stderr and "is not empty; give a new" in result.stderr
+
+
+def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    config = config_for(f"{MODEL} --dp 1")
+    trainer = trainer_for(config, TEXT)
+    trainer.start_record(str(tmp_path))
+    trainer.step(0)
+
+    def fill_the_disk(path, **arrays):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez", fill_the_disk)
+    with pytest.raises(UsageError, match="^--record .* cannot be written: No space left on device$"):
+        trainer.step(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "step-0.npz"]

@@ -175,7 +175,7 @@ class Trainer:
         if self.recording:
             parameters = self.state_dict()
             if self.record is not None:
-                with writing(f"--record {self.record.directory}"):
+                with writing(f"--record {self.record.directory}", self.record.directory / f"step-{step}.npz"):
                     self.record.step(step, loss / self.tokens_per_step, grad_norm, gradients, parameters)
         return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds)
 
