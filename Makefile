@@ -4,6 +4,7 @@
 #   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
 #   make test    PYTEST="-k ring -x"           some tests
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
+#   make mutants MUTANTS="trainer: --"         the mutants whose names this regular expression finds
 #   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
@@ -58,7 +59,7 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
 CASES ?= 100000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: help demo test quick fuzz test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
+.PHONY: help demo test quick fuzz mutants test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
@@ -67,6 +68,7 @@ help:
 	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
 	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
 	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in 7 to 20 minutes on 2 cores"
+	@echo "make mutants    break the code in 300 places, one at a time, and see that a test of the package notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"
 	@echo "make lint       ruff and mypy"
@@ -115,6 +117,11 @@ fuzz: $(VENV)/.test
 	@echo "minipar: fuzzing with SEED=$(SEED) CASES=$(CASES)"
 	MINIPAR_FUZZ_SEED=$(SEED) MINIPAR_FUZZ_CASES=$(CASES) \
 	    $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 tests/fuzz $(PYTEST)
+
+# Two mutants at a time, each in a copy of the tree. docs/proofs.md explains those that survive.
+MUTANTS ?=
+mutants: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m mutants.run "$(MUTANTS)"
 
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test

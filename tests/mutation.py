@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Not copied: what starts with a dot, and these.
-LEFT_OUT = ("out", "__pycache__", "*.egg-info", "*.ipynb", "*.png", "*.gif")
+# Not copied: what starts with a dot, and these. Compiled files are copied: an unchanged module need not be compiled.
+LEFT_OUT = ("out", "*.egg-info", "*.ipynb", "*.png", "*.gif")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,14 @@ def mutated_tree(mutation: Mutation, folder: Path) -> Path:
 
     The tests are copied too: those that start a process start it in the directory above their own.
     """
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", *LEFT_OUT))
-    path = folder / mutation.file
+    path = copied_tree(folder) / mutation.file
     path.write_text(mutation.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return folder
+
+
+def copied_tree(folder: Path) -> Path:
+    """Make `folder` a copy of the tree as it is, and return it."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", *LEFT_OUT))
     return folder
 
 

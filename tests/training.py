@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 
 import minipar.nn as nn
-from minipar.autograd import Tensor, gelu
+from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import xp
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.nn import GPT, GPTConfig
@@ -89,6 +89,18 @@ class MLP(nn.Module):
 
     def loss_sum(self, x, y) -> Tensor:
         return ((self(x) - y) ** 2.0).sum()
+
+
+class TiedModel(nn.Module):
+    """A model whose tied leaf is used before its parameter, so that backward completes its gradient last."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(np.random.Generator(np.random.Philox(8)).standard_normal((4, 4)))
+        self.leaf = self.weight.tie()
+
+    def loss_sum(self, x, y) -> Tensor:
+        self.leaf.data = self.weight.data
+        return (linear(linear(Tensor(x), self.leaf).tanh(), self.weight) * y).sum()
 
 
 def small_gpt(**options) -> GPT:

@@ -68,18 +68,22 @@ OURS = [(op, algorithm) for op in ALGORITHMS for algorithm in ALGORITHMS[op] if 
 def collective(comm: Communicator, op: str, algorithm: str, n: int, async_op: bool = False) -> Any:
     """Call a collective on n values, whose sum depends on the order of addition. Return its result, or its Work.
 
-    Afterwards the input has other values: an operation that is done must not need it.
+    Afterwards its arrays have other values: an operation that is done must not need them, not on another rank either.
     """
     x = np.random.default_rng(comm.rank).standard_normal(n) * 10.0 ** (comm.rank % 5)
     if op == "barrier":
         return comm.barrier(algorithm=algorithm)
     if op == "all_gather":
         start, stop = chunk_bounds(n, comm.size)[comm.rank]
-        return comm.all_gather(x[start:stop], np.zeros(n), algorithm=algorithm, async_op=async_op)
-    result = getattr(comm, op)(x, algorithm=algorithm, async_op=async_op)
-    if result is not x and not async_op:
-        x.fill(np.nan)
-    return result
+        result = comm.all_gather(x[start:stop], np.zeros(n), algorithm=algorithm, async_op=async_op)
+    else:
+        result = getattr(comm, op)(x, algorithm=algorithm, async_op=async_op)
+    if async_op:
+        return result
+    values = result.copy()
+    for array in (x, result):
+        array.fill(np.nan)
+    return values
 
 
 def in_order_of_arrival(link: Link, x: np.ndarray, combine: np.ufunc) -> Steps:

@@ -107,6 +107,14 @@ def test_gradcheck_catches_a_wrong_and_a_missing_gradient():
         gradcheck(lambda a: a, [normal(3).astype(np.float32)])
 
 
+@pytest.mark.parametrize("dim", [None, 0, 2, (0, 1)])
+def test_sums_and_means_are_numpys(dim):
+    x = normal(3, 4, 5)
+    for keepdims in (False, True):
+        np.testing.assert_allclose(Tensor(x).sum(dim, keepdims).data, x.sum(dim, keepdims=keepdims), rtol=1e-13)
+        np.testing.assert_allclose(Tensor(x).mean(dim, keepdims).data, x.mean(dim, keepdims=keepdims), rtol=1e-13)
+
+
 def test_a_chain_of_100_000_additions_does_not_recurse():
     x = Tensor(np.array(1.0), requires_grad=True)
     y = x

@@ -10,6 +10,7 @@ from minipar.autograd import (
     causal_attention,
     cross_entropy,
     cross_entropy_sum,
+    dropout,
     embedding,
     gelu,
     layer_norm,
@@ -25,6 +26,7 @@ def normal(*shape):
     return RANDOM.standard_normal(shape)
 
 
+KEEP = RANDOM.random((2, 3, 4, 4)) >= 0.25
 OPERATIONS = {
     "linear": (lambda x, w, b: linear(x, w, b), [normal(2, 3, 4), normal(4, 5), normal(5)]),
     "linear without bias": (lambda x, w: linear(x, w), [normal(3, 4), normal(4, 5)]),
@@ -36,6 +38,8 @@ OPERATIONS = {
     "attention, 1 head": (lambda x: causal_attention(x, 1), [normal(2, 5, 12)]),
     "attention, 3 heads": (lambda x: causal_attention(x, 3), [normal(2, 4, 18)]),
     "attention, one position": (lambda x: causal_attention(x, 2), [normal(2, 1, 12)]),
+    "attention, dropout": (lambda x: causal_attention(x, 3, KEEP, 0.25), [normal(2, 4, 18)]),
+    "dropout": (lambda x: dropout(x, KEEP[0], 0.25), [normal(3, 4, 4)]),
     "cross_entropy": (lambda x: cross_entropy(x, TARGETS), [normal(2, 3, 5)]),
     "cross_entropy_sum": (lambda x: cross_entropy_sum(x, TARGETS), [normal(2, 3, 5)]),
 }

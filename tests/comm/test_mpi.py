@@ -19,7 +19,7 @@ def program(comm):
     for n, dtype in itertools.product(sizes, dtypes):
         chunk = slice(*chunk_bounds(n, p)[r])
         inputs = [numbers(n, rank, dtype) for rank in range(p)]
-        total = np.sum(inputs, axis=0, dtype=dtype)
+        total, most = np.sum(inputs, axis=0, dtype=dtype), np.max(inputs, axis=0)
         for op in ALGORITHMS:
             for algorithm in ALGORITHMS[op]:
                 if algorithm == "mpi" and dtype == "float16":
@@ -30,6 +30,8 @@ def program(comm):
                     assert np.array_equal(comm.all_reduce(x, algorithm=algorithm), total), (algorithm, n, dtype)
                 elif op == "reduce_scatter":
                     assert np.array_equal(comm.reduce_scatter(x, algorithm=algorithm), total[chunk])
+                    comm.traffic.reset()
+                    assert np.array_equal(comm.reduce_scatter(x, op="max", algorithm=algorithm), most[chunk])
                 elif op == "all_gather":
                     out = np.zeros(n, dtype)
                     assert np.array_equal(comm.all_gather(inputs[0][chunk].copy(), out, algorithm=algorithm), inputs[0])

@@ -158,3 +158,14 @@ def test_ranks_inherit_the_callers_context():
 def test_the_mpi_algorithm_over_threads_is_rejected():
     with pytest.raises(UsageError, match="over threads has no MPI"):
         run_local(2, lambda comm: comm.all_reduce(np.zeros(3), algorithm="mpi"))
+
+
+@pytest.mark.parametrize("peer", [-1, 2])
+def test_a_message_needs_a_rank_that_exists(peer):
+    def program(comm):
+        for name, operation in (("send", comm.isend), ("recv", comm.irecv)):
+            problem = rf"rank {comm.rank}, {name}: rank {peer} is not one of the 2 ranks"
+            with pytest.raises(ValueError, match=problem):
+                operation(np.zeros(3), peer)
+
+    run_local(2, program)

@@ -115,6 +115,17 @@ def test_nothing_is_recorded_before_it_starts():
     assert run_local(2, quiet) == [[], []]
 
 
+def test_a_second_trace_has_nothing_of_the_first():
+    def rank(comm):
+        for name in ("first", "second"):
+            start_trace(comm)
+            with comm.tracer.region(name):
+                pass
+        return [event["name"] for event in comm.tracer.events]
+
+    assert run_local(2, rank) == [["second"]] * 2
+
+
 def test_a_path_that_cannot_be_written_is_every_ranks_error(tmp_path):
     with pytest.raises(UsageError, match="--trace .*No such file or directory"):
         run_local(2, lambda comm: save_chrome_trace(str(tmp_path / "missing" / "trace.json"), comm))

@@ -61,6 +61,15 @@ def test_a_users_modules_state_moves_to_another_seed():
     assert np.array_equal(model(X).data, other(X).data)
 
 
+def test_loading_fills_the_arrays_that_are_there():
+    """They may be views of flat storage, or an optimizer's."""
+    model, other = MLP(), MLP(seed=1)
+    arrays = [p.data for p in model.parameters()]
+    model.load_state_dict(other.state_dict())
+    assert all(p.data is array for p, array in zip(model.parameters(), arrays, strict=True))
+    assert np.array_equal(model(X).data, other(X).data)
+
+
 def test_arrays_and_tensors_are_both_inputs():
     model = MLP(dtype="float32")
     for layer, size in ((model.fc1, 8), (model.norm, 8)):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minipar.nn import SGD, AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
-from minipar.nn.optim import BLOCK
+from minipar.nn.optim import BLOCK, squared_norm
 
 RANDOM = np.random.Generator(np.random.Philox(4))
 
@@ -93,6 +93,12 @@ def test_clipping_scales_all_gradients_by_one_factor():
     assert np.array_equal(np.concatenate([a.grad.reshape(-1), b.grad]), before)
     clip_grad_norm([a, b, unused], 0.5)
     np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
+
+
+def test_squares_of_float32_are_summed_in_float64():
+    squares = np.full(10_000, 0.1, np.float32) * np.float32(0.1)
+    assert squared_norm([np.full(10_000, 0.1, np.float32)]) == float(squares.sum(dtype=np.float64))
+    assert float(squares.sum()) != float(squares.sum(dtype=np.float64))
 
 
 def test_the_rate_warms_up_then_stays_or_follows_a_cosine():

@@ -2,6 +2,8 @@
 for a user's own module, and each wrong script raises an error that names the remedy.
 """
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from training import MLP, bits, gradient_of, gradient_on_one_device, small_gpt, text
@@ -244,6 +246,19 @@ def test_the_models_own_loss_is_refused(stage, size):
     refused(stage, script, RuntimeError, r"Use wrapper.loss\(x, y\) instead of model.loss\(x, y\)", size)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_models_own_loss_is_refused_after_a_failure_too(stage):
+    def script(ddp, x, y):
+        remove = ddp.model.parameters()[-1].register_post_accumulate_grad_hook(lambda leaf: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ddp.loss(x, y).backward()
+        remove()
+        ddp.loss(x, y)
+        ddp.model.loss(x, y).backward()
+
+    refused(stage, script, RuntimeError, r"Use wrapper.loss\(x, y\) instead of model.loss\(x, y\)")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizer_of_the_models_parameters_is_refused(stage):
     def script(ddp, x, y):
@@ -305,14 +320,15 @@ def test_a_scaled_backward_without_synchronize_is_refused(stage):
     refused(stage, script, RuntimeError, "after scaled_backward: call wrapper.synchronize")
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_that_zero_grad_forgot_ask_for_no_sum(stage):
+def test_gradients_that_zero_grad_forgot_ask_for_no_sum(stage, summed):
     def rank(comm):
         ddp = shard(MLP(), comm, stage)
         optimizer = AdamW(ddp.parameters())
-        with ddp.no_sync():
+        with nullcontext() if summed else ddp.no_sync():
             ddp.loss(*points_of(1)(0, comm.rank)).backward()
-        optimizer.zero_grad()
+        (ddp if summed else optimizer).zero_grad()
         optimizer.step()  # raises nothing, and has nothing to do
         return bits(ddp.state_dict())
 

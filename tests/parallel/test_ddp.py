@@ -4,7 +4,7 @@ must be.
 
 import numpy as np
 import pytest
-from training import Proxy, backward, bits, gradient_of, gradient_on_one_device, small_gpt, text
+from training import Proxy, TiedModel, backward, bits, gradient_of, gradient_on_one_device, small_gpt, text
 
 from minipar.comm import run_local, wire_bytes
 from minipar.nn import Parameter
@@ -128,6 +128,32 @@ def test_a_parameter_that_the_loss_does_not_use_counts_as_zero():
 
     for gradients in run_local(2, rank):
         assert len(gradients) == 3 * 12 + 2 and all(not gradient.any() for gradient in gradients.values())
+
+
+def test_the_naive_form_counts_an_unused_parameter_as_zero():
+    def rank(comm):
+        model = small_gpt()
+        model.embed(text([comm.rank])[0]).sum().backward()
+        all_reduce_gradients(model, comm)
+        return {name: p.grad for name, p in model.named_parameters() if name not in ("wte.weight", "wpe.weight")}
+
+    for gradients in run_local(2, rank):
+        assert len(gradients) == 3 * 12 + 2 and all(not gradient.any() for gradient in gradients.values())
+
+
+def test_a_bucket_waits_for_the_leaf_that_is_tied_to_a_parameter():
+    x, y = np.random.Generator(np.random.Philox(9)).standard_normal((2, 6, 4))
+    alone = TiedModel()
+    alone.loss(x, y).backward()
+    alone.weight.fold_tied_gradients()
+
+    def rank(comm):
+        ddp = DistributedDataParallel(TiedModel(), comm)
+        ddp.loss(x[comm.rank :: 2], y[comm.rank :: 2]).backward()
+        return ddp.model.weight.grad
+
+    for gradient in run_local(2, rank):
+        np.testing.assert_allclose(gradient, alone.weight.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_every_element_is_in_one_bucket_and_buckets_go_backwards():

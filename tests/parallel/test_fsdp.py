@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from training import Done, Proxy, backward, bits, small_gpt, text
+from training import MLP, Done, Proxy, backward, bits, small_gpt, text
 
 from minipar.autograd import Function, no_grad
 from minipar.comm import run_local
@@ -362,3 +362,14 @@ def test_a_released_parameter_reads_as_nan_never_as_old_values():
         for state in states:
             assert list(state) == [name for name, _ in make().named_parameters()]
             assert all(np.isnan(x).all() for x in state.values())
+
+
+def test_a_users_module_is_released_when_its_backward_ends():
+    """Its input is data, which takes no gradient: no operation of the graph comes last. The queued callback does."""
+
+    def rank(comm):
+        ddp, x = FullyShardedDataParallel(MLP(), comm), np.ones((2, 3))
+        ddp.loss(x, np.ones((2, 1))).backward()
+        return all(np.isnan(p.data).all() for p in ddp.model.parameters())
+
+    assert run_local(2, rank) == [True, True]

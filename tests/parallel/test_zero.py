@@ -12,6 +12,7 @@ from training import (
     NothingDecays,
     OwnChunksNorm,
     Proxy,
+    TiedModel,
     backward,
     bits,
     gradient_of,
@@ -23,11 +24,12 @@ from training import (
 )
 
 from minipar import nn
-from minipar.comm import DeviceMesh, chunk_bounds, run_local, wire_bytes
+from minipar.comm import DeviceMesh, chunk_bounds, run_local, serial, wire_bytes
 from minipar.nn import squared_norm
 from minipar.nn.optim import BLOCK
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard
+from minipar.parallel.zero import ZeroOptimizer
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
 from minipar.train.verify import bound, train_on_one_device
@@ -321,6 +323,25 @@ MISTAKES = {
     NothingDecays: "--zero-stage 1",
     KeepsTheFirstSum: "--zero-stage 2 --microbatches 2 --sync-every-microbatch",
 }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_zero_optimizer_sums_tied_gradients_too(size):
+    """Of a model that computes its gradients by itself; its parameters may have ties, as GPT-2's embedding has."""
+    x, y = np.random.Generator(np.random.Philox(9)).standard_normal((2, 6, 4))
+
+    def after_a_step(comm, make):
+        model = TiedModel()
+        optimizer = make(model.parameters(), comm)
+        (model.loss_sum(x[comm.rank :: comm.size], y[comm.rank :: comm.size]) / y.size).backward()
+        optimizer.step()
+        return model.weight.data
+
+    alone = after_a_step(serial(), lambda parameters, comm: nn.SGD(parameters, lr=0.1))
+    for weight in run_local(
+        size, after_a_step, lambda parameters, comm: ZeroOptimizer(parameters, nn.SGD, comm, lr=0.1)
+    ):
+        np.testing.assert_allclose(weight, alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize("reduction", ["ring", "ordered"])

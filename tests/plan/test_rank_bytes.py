@@ -28,6 +28,7 @@ def test_korthikantis_activation_formulas(name, tp, microbatch):
     assert kept(sequence_parallel=True) == pytest.approx(sbh * (34 + 5 * a * s / h) / t, rel=1e-12)
     assert kept(sequence_parallel=True, recompute="selective") == pytest.approx(34 * sbh / t, rel=1e-12)
     assert kept(recompute="full") == 2 * sbh
+    assert kept(recompute="full", sequence_parallel=True) == 2 * sbh / t
     for sequence in (False, True):
         # Flash attention keeps no scores, as selective recomputation.
         flash = kept(sequence_parallel=sequence, attention="flash")

@@ -12,7 +12,7 @@ from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.search import SearchSpace, judge, layouts, plan, why
-from minipar.plan.step_time import StepTime
+from minipar.plan.step_time import StepTime, step_time
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")
 EIGHT = layout(dp=8, microbatches=8)
@@ -25,6 +25,16 @@ def test_thousands_are_examined_and_the_shown_ones_simulated(monkeypatch):
     assert 1000 < result.examined < 20_000, "a search must not grow beyond what answers at once"
     assert len(result.plans) == search.TOP == sum(exact)
     assert len(exact) == result.fitting + search.TOP
+
+
+def test_each_mesh_is_shown_at_its_fastest():
+    cluster, least = a100s(8), {}
+    for one in layouts(GPT2, cluster, 16):
+        if memory(GPT2, one, 1024).total <= cluster.usable_memory:
+            seconds = step_time(GPT2, one, cluster, 1024, exact=False).total
+            least[one.mesh] = min(seconds, least.get(one.mesh, seconds))
+    result = plan(GPT2, cluster, 16, 1024)
+    assert {candidate.layout.mesh: candidate.seconds for candidate in result.meshes} == least and len(least) > 5
 
 
 def test_every_layout_divides_and_every_choice_is_there():

@@ -201,6 +201,14 @@ def test_intervals_are_those_of_mathematics(value, interval, expected):
     assert inside(value, interval) is expected
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1500", 1500), ("1.5KB", 1500), ("2KiB", 2048), ("3 MB", 3_000_000), ("0.5MiB", 2**19), ("1GB", 10**9)],
+)
+def test_bytes_have_decimal_and_binary_units(text, count):
+    assert parse(["--memory-limit", text]).mesh.memory_limit == count
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_dp_takes_all_ranks(ranks):
     assert resolve(config_of(f"--global-batch {4 * ranks}"), ranks).mesh.dp == ranks

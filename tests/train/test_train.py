@@ -32,6 +32,17 @@ def train(size, flags, kind=Trainer):
     return run_local(size, rank)
 
 
+def test_the_samples_of_a_replica_follow_one_another():
+    """Microbatch after microbatch, and replica after replica."""
+    config = config_for("--dp 2 --microbatches 3 --global-batch 12", 2)
+
+    def rank(comm):
+        trainer = Trainer(config, DeviceMesh(comm), TOKENS)
+        return [list(trainer.samples(comm.rank, m)) for m in range(3)]
+
+    assert run_local(2, rank) == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
+
+
 def bits(state, results):
     return {name: x.tobytes() for name, x in state.items()}, [(r.loss, r.grad_norm) for r in results]
 

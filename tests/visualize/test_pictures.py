@@ -13,7 +13,8 @@ from picture_cases import bench_rows, chrome, rows, slice_event
 from minipar.comm import run_local, save_chrome_trace, start_trace
 from minipar.errors import UsageError
 from visualize import parse_trace, plot_bench, plot_bytes, plot_loss, plot_timeline, read_trace, save
-from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours, lightness
+from visualize.style import BLUE, COLOURS, GREEN, ORANGE, PAPER, SKY, byte_label, colours, ink_on, lightness
+from visualize.timeline import time_unit
 
 
 def pale(colour) -> str:
@@ -97,6 +98,13 @@ def test_steps_that_are_not_there_are_refused():
     assert plot_timeline(parse_trace(unmarked))
     with pytest.raises(UsageError, match="marks no steps"):
         plot_timeline(parse_trace(unmarked), slice(0, 1))
+
+
+def test_waiting_is_no_longer_than_its_slice():
+    """A clock rounds; the bar of a wait would reach beyond that of its slice."""
+    data = chrome(ranks=1, steps=1)
+    data["traceEvents"].append(slice_event("all_gather", 0, 1, 9.5, 0.25, wait=0.5))
+    assert parse_trace(data).ranks[0]["communication dp"][-1].wait == 0.25
 
 
 def test_arrows_join_sender_and_receiver():
@@ -235,6 +243,7 @@ def test_a_long_curve_shows_its_points_and_their_mean():
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), losses)
     smooth = axes.lines[1].get_ydata()
     assert list(axes.lines[1].get_xdata())[::199] == [1, 200], "steps are counted from 1, as the trainer counts them"
+    assert smooth[20] == pytest.approx(np.mean(losses[15:26])), "a quarter of the way back, where the loss falls fast"
     assert smooth[0] == losses[0] and smooth[100] == pytest.approx(np.mean(losses[90:111]))
     assert smooth[199] == pytest.approx(np.mean(losses[189:]))
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
@@ -274,3 +283,12 @@ def test_colours_are_stable_and_distinct():
 @pytest.mark.parametrize(("value", "label"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB")])
 def test_bytes_in_words(value, label):
     assert byte_label(value) == label
+
+
+def test_times_have_the_unit_of_their_size():
+    units = {3.0: ("s", 1.0), 0.5: ("ms", 1e3), 4e-4: ("µs", 1e6)}
+    assert {seconds: time_unit(seconds) for seconds in units} == units
+
+
+def test_letters_differ_in_lightness_from_what_is_under_them():
+    assert min(abs(lightness(ink_on(colour)) - lightness(colour)) for colour in COLOURS.values()) > 40

@@ -1,4 +1,4 @@
-"""Claims about what a pipeline rank has sent: it is freed once it is delivered, not at the end of the step."""
+"""Claims about what a pipeline rank has sent: it is freed once it is delivered, and a step ends when all of it is."""
 
 import gc
 import weakref
@@ -40,3 +40,27 @@ def test_a_rank_frees_what_it_sent_once_it_is_delivered(p):
         assert max(run_local(p, rank)) <= 2 * p
     finally:
         gc.enable()
+
+
+class Kept(Proxy):
+    """A communicator that keeps what it sends."""
+
+    def __init__(self, comm) -> None:
+        super().__init__(comm)
+        self.messages = []
+
+    def isend(self, array, dest, tag=0):
+        self.messages.append(self.comm.isend(array, dest, tag))
+        return self.messages[-1]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_a_step_ends_when_all_that_it_sent_is_delivered(p):
+    """An array that is freed before would be sent as what its memory holds then."""
+
+    def rank(comm):
+        kept = Kept(comm)
+        execute_rank(kept, make("1f1b", p, 4), 3)
+        return {message.done for message in kept.messages}
+
+    assert run_local(p, rank) == [{True}] * p

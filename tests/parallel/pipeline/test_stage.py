@@ -6,11 +6,14 @@ import random
 import numpy as np
 import pytest
 from pipeline_cases import SCALE, TEXT, B, H, T, gpt, gradients
+from training import small_gpt
 
 from minipar.autograd import Tensor
+from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.pipeline import PipelineStage, balanced_cuts, cut, part_costs
+from minipar.parallel.pipeline import PipelineStage, balanced_cuts, cut, make, part_costs
+from minipar.parallel.pipeline.stage import PipelineParallel
 
 
 def test_a_backward_in_halves_gives_the_input_gradient_first():
@@ -85,3 +88,19 @@ def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():
         ):
             cut(model, counts)
     assert [[part.name for part in run] for run in cut(model, [2, 3])] == [["embedding", "h.0"], ["h.1", "h.2", "head"]]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_the_heads_gradient_of_the_embedding_goes_to_the_first(p):
+    """There it is added to the lookup's; the ranks between have neither."""
+    gradient = np.arange(17 * 13, dtype=np.float64).reshape(17, 13)
+
+    def rank(comm):
+        model = small_gpt()
+        pipeline = PipelineParallel(model, comm, make("1f1b", p, 2), 8)
+        if comm.rank == p - 1:
+            model.head_weight.grad = gradient.copy()
+        pipeline.fetch_tied_gradient()
+        return None if model.head_weight.grad is None else model.head_weight.grad.tobytes()
+
+    assert run_local(p, rank) == [gradient.tobytes(), *[None] * (p - 2), gradient.tobytes()]

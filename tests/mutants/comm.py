@@ -1,0 +1,154 @@
+"""Mistakes in minipar/comm: collectives, their bytes, their time, and the end of a program."""
+
+from mutants.mutant import mistakes
+
+MUTANTS = [
+    *mistakes(
+        "minipar/comm/clock.py",
+        "comm/test_clock.py",
+        ("clock: a message costs no alpha", "return self.alpha + self.beta * nbytes", "return self.beta * nbytes"),
+        (
+            "clock: hosts are told apart by the wrong digits",
+            "source // self.per_host != dest // self.per_host",
+            "source % self.per_host != dest % self.per_host",
+        ),
+        (
+            "clock: a region takes no time on the model clock",
+            "self.clock.advance(flops / self.clock.flops_per_second)",
+            "pass",
+        ),
+    ),
+    *mistakes(
+        "minipar/comm/communicator.py",
+        "comm/test_collectives.py comm/test_async.py comm/test_threads.py",
+        ("collectives: a maximum is a sum", '"max": np.maximum', '"max": np.add'),
+        (
+            "agree: the highest rank's error",
+            "next(filter(None, texts), None)",
+            "next(filter(None, reversed(texts)), None)",
+        ),
+        ("auto: one array too many is small", "nbytes < FEW_STEPS_BELOW", "nbytes <= FEW_STEPS_BELOW"),
+        (
+            "a blocking call overtakes asynchronous ones",
+            "type(work) is Work and not self._stream.queue",
+            "type(work) is Work",
+        ),
+        ("a message to a rank that does not exist", "if not 0 <= peer < self.size:", "if not 0 <= peer <= self.size:"),
+    ),
+    *mistakes(
+        "minipar/comm/communicator.py",
+        "comm/test_disagreement.py comm/test_leaving.py",
+        (
+            "MPI's own collectives do not compare what ranks call",
+            "yield (*checked, transport.native(",
+            "yield (transport.native(",
+        ),
+        ("an operation that nobody waits for is not reported", "self.engine.unwaited[work] =", "_ ="),
+    ),
+    *mistakes(
+        "minipar/comm/gathers.py",
+        "comm/test_barrier.py comm/test_collectives.py comm/test_delays.py",
+        (
+            "barrier: one round short",
+            "np.uint8))\n    distance = 1\n    while distance < p:",
+            "np.uint8))\n    distance = 1\n    while 2 * distance < p:",
+        ),
+        ("broadcast: from rank 0 whatever the root", "place = (link.rank - root) % p", "place = link.rank"),
+        (
+            "chunks: the last ones are longer, not the first",
+            "r * size + min(r, longer)",
+            "r * size + max(0, r - p + longer)",
+        ),
+        (
+            "all_to_all: chunks in the order of their arrival",
+            "out[source * own : (source + 1) * own]",
+            "out[dest * own : (dest + 1) * own]",
+        ),
+        ("all_gather: does not wait for what it sends", "    yield requests", "    yield requests[::2]"),
+    ),
+    *mistakes(
+        "minipar/comm/reductions.py",
+        "comm/test_collectives.py comm/test_delays.py",
+        ("ring: receives into what it is still sending", "incoming, outgoing = outgoing, incoming", "pass"),
+        ("ordered: does not wait for what it sends", "    yield sends", "    yield ()"),
+        ("halving: overwrites its input", "total = x.copy()", "total = x"),
+        ("ordered: starts from its own part", "total = contributions[0]", "total = contributions[r]"),
+    ),
+    *mistakes(
+        "minipar/comm/mpi.py",
+        "comm/test_mpi.py comm/test_disagreement.py",
+        ("mpi: MPI's own maximum is a sum", "np.maximum: MPI.MAX", "np.maximum: MPI.SUM"),
+        ("mpi: a gather counts elements as bytes", "self._counts(out, out.itemsize)", "self._counts(out, 1)"),
+        (
+            "mpi: a collective's tag is not compared",
+            "arrived != self.nbytes or STATUS.Get_tag() != self.tag",
+            "arrived != self.nbytes",
+        ),
+    ),
+    *mistakes(
+        "minipar/comm/threads.py",
+        "comm/test_threads.py comm/test_launch.py",
+        ("threads: BLAS has a thread for each core on each rank", "with one_blas_thread():", "if True:"),
+        ("threads: a failed rank's number is not named", "if world.fail(error):", "if world.fail(error) and False:"),
+    ),
+    *mistakes(
+        "minipar/comm/trace.py",
+        "comm/test_trace.py comm/test_clock.py",
+        (
+            "trace: transmission counts as waiting",
+            "max(0.0, sent - self.time)",
+            "max(0.0, sent + request.seconds - self.time)",
+        ),
+        ("trace: messages of a rank leave all at once", "leaves + self._seconds(array, self.rank, dest)", "leaves"),
+        ("trace: a slice does not say its bytes", "self.nbytes += array.nbytes", "pass"),
+        ("trace: events of an earlier trace stay", "comm.tracer.events.clear()", "pass"),
+    ),
+    *mistakes(
+        "minipar/comm/traffic.py",
+        "comm/test_collectives.py",
+        ("traffic: the ring's closed form for equal chunks only", "2 * n - own - right", "2 * n - 2 * own"),
+        ("traffic: a broadcast's children from the wrong root", "(rank - root) % p", "rank % p"),
+    ),
+    *mistakes(
+        "minipar/comm/work.py",
+        "comm/test_collectives.py comm/test_disagreement.py comm/test_threads.py",
+        ("traffic: elements are counted as bytes", "count[1] += array.nbytes", "count[1] += array.size"),
+        ("tags: without the number of elements", "(elements.size & 127) << 12 | ", ""),
+    ),
+    *mistakes(
+        "minipar/comm/work.py",
+        "comm/test_leaving.py",
+        (
+            "a patient wait ends at the timeout",
+            "timeout, self.timeout = self.timeout, math.inf",
+            "timeout = self.timeout",
+        ),
+    ),
+    *mistakes(
+        "minipar/comm/mesh.py",
+        "comm/test_mesh.py",
+        (
+            "mesh: pp and dp exchanged",
+            '(place["pp"] * self.shape["dp"] + place["dp"])',
+            '(place["dp"] * self.shape["pp"] + place["pp"])',
+        ),
+        ("mesh: sizes that do not divide the ranks are accepted", "else ranks % product:", "else ranks < product:"),
+    ),
+    *mistakes(
+        "minipar/comm/launch.py",
+        "comm/test_launch.py comm/test_leaving.py",
+        ("launch: a usage error exits with 1", "code, everyone = 2,", "code, everyone = 1,"),
+        ("launch: Ctrl-C exits with 1", "code, everyone = 130,", "code, everyone = 1,"),
+        (
+            "launch: torchrun's number of ranks counts under mpirun",
+            'if row[0] == "mpirun"] or rows',
+            'if row[0] == "mpirun" or True]',
+        ),
+    ),
+    *mistakes(
+        "minipar/comm/launch.py",
+        "comm/test_leaving.py",
+        ("launch: MPI's shared memory keeps its name", "unlink(missing_ok=True)", "exists()"),
+        ("launch: a rank leaves without a word", "atexit.register(notices.leave)", "pass"),
+    ),
+]

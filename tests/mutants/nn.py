@@ -1,0 +1,102 @@
+"""Mistakes in minipar/nn: the model, its initial values, its optimizer and its files."""
+
+from mutants.mutant import mistakes
+
+MUTANTS = [
+    *mistakes(
+        "minipar/nn/gpt.py",
+        "nn/test_epsilon.py nn/test_gpt.py nn/test_dropout.py",
+        ("gpt: layer_norm_epsilon is ignored", "h, config.layer_norm_epsilon, dtype", "h, 1e-5, dtype"),
+        ("gpt: residual projections start as large as the rest", "std=std / math.sqrt(2 * config.n_layer)", "std=std"),
+        ("gpt: the MLP reads the stream without its norm", "self.mlp(self.ln_2(x))", "self.mlp(x)"),
+        (
+            "gpt: a sequence may be one token too long",
+            "if length > self.config.n_positions:",
+            "if length > self.config.n_positions + 1:",
+        ),
+        (
+            "gpt: the head does not follow the embedding's storage",
+            "self.head_weight.data = self.wte.weight.data",
+            "pass",
+        ),
+        ("gpt: no dropout after attention", "return self.resid_dropout(self.c_proj(y))", "return self.c_proj(y)"),
+        (
+            "gpt: the needed memory is of all ranks together",
+            "check_memory(count * nbytes / shares, ",
+            "check_memory(count * nbytes, ",
+        ),
+    ),
+    *mistakes(
+        "minipar/nn/layers.py",
+        "nn/test_dropout.py nn/test_module.py",
+        ("layers: the seed is no part of a generator's key", 'f"{seed}:{name}"', 'f"{name}"'),
+        ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
+        (
+            "dropout: every rank takes the first slice of a mask",
+            "slice(self.mask_slice.index * size, (self.mask_slice.index + 1) * size)",
+            "slice(0, size)",
+        ),
+        ("dropout: drops what should stay", ">= self.p for values", "< self.p for values"),
+    ),
+    *mistakes(
+        "minipar/nn/module.py",
+        "nn/test_optim.py nn/test_module.py nn/test_gpt.py",
+        ("module: biases decay too", "self.decays = self.ndim >= 2", "self.decays = self.ndim >= 1"),
+        (
+            "module: a tied gradient is added again and again",
+            "                leaf.grad = None",
+            "                pass",
+        ),
+        ("module: ignored targets are counted", "int((y != IGNORE_INDEX).sum())", "int(y.size)"),
+        (
+            "module: loading replaces a parameter's storage",
+            "parameter.data[...] = from_host",
+            "parameter.data = from_host",
+        ),
+        ("module: the state is no copy", 'np.array(to_host(p.data), order="C")', "np.asarray(to_host(p.data))"),
+    ),
+    *mistakes(
+        "minipar/nn/optim.py",
+        "nn/test_optim.py",
+        ("adamw: the first mean's weights are exchanged", "m += (1 - beta1) * (g - m)", "m += beta1 * (g - m)"),
+        (
+            "adamw: epsilon inside the root",
+            "xp.sqrt(v) / root_correction + self.eps",
+            "xp.sqrt(v + self.eps) / root_correction",
+        ),
+        ("adamw: decay without the learning rate", "1 - self.lr * self.weight_decay", "1 - self.weight_decay"),
+        ("adamw: the first mean is not corrected", "self.lr / (1 - beta1**self.steps)", "self.lr"),
+        ("clipping: small gradients are scaled up", "and norm > max_norm", "and norm > 0"),
+        ("clipping: squares of float32 are summed in float32", '.sum(dtype="float64")', ".sum()"),
+        ("warm-up: starts from 0", "lr * (step + 1) / (warmup_steps + 1)", "lr * step / (warmup_steps + 1)"),
+        (
+            "cosine: the last step is not the lowest",
+            "max(1, total_steps - 1 - warmup_steps)",
+            "max(1, total_steps - warmup_steps)",
+        ),
+        (
+            "sgd: decay with the wrong sign",
+            "update + self.weight_decay * parameter.data",
+            "update - self.weight_decay * parameter.data",
+        ),
+    ),
+    *mistakes(
+        "minipar/nn/pretrained.py",
+        "nn/test_gpt.py nn/test_epsilon.py nn/test_deferred.py",
+        (
+            "export: config.json says no dropout",
+            "dict.fromkeys(_DROPOUT, model.drop.p)",
+            "dict.fromkeys(_DROPOUT, 0.0)",
+        ),
+        (
+            "init: config.json's epsilon is not read",
+            "for name in (*_SIZES, *_OPTIONAL) if name in content",
+            "for name in _SIZES if name in content",
+        ),
+        (
+            "init: a head that differs from the embedding is accepted",
+            "if not np.array_equal(",
+            "if False and not np.array_equal(",
+        ),
+    ),
+]

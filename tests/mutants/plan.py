@@ -1,0 +1,93 @@
+"""Mistakes in minipar/plan: a formula of memory, time or traffic, and the search."""
+
+from mutants.mutant import mistakes
+
+MUTANTS = [
+    *mistakes(
+        "minipar/plan/cluster.py",
+        "plan/test_cluster.py plan/test_step_time.py plan/test_search.py",
+        (
+            "cluster: a ring of one step too many",
+            "return (size - 1) * cluster.link(stride, size)",
+            "return size * cluster.link(stride, size)",
+        ),
+        ("cluster: a stride does not leave the host", "stride * size <= self.per_host", "size <= self.per_host"),
+        (
+            "cluster: all of a GPU's memory is usable",
+            "self.gpu.memory * self.assumptions.memory_used",
+            "self.gpu.memory",
+        ),
+        ("cluster: an A100's network in bits", "between=25 * GB", "between=200 * GB"),
+    ),
+    *mistakes(
+        "minipar/plan/compute.py",
+        "plan/test_compute.py plan/test_step_time.py",
+        (
+            "compute: the half work counts once for all products",
+            "a.half_work * count * t / flops",
+            "a.half_work * t / flops",
+        ),
+        ("compute: full recomputation is free", '"full": forward}', '"full": 0.0}'),
+        ("compute: a layer's sums in one direction", "layer_sums = 4 * tp.gather", "layer_sums = 2 * tp.gather"),
+        ("compute: ZeRO all-reduces its gradients", "reduce if layout.zero else 2 * reduce", "2 * reduce"),
+    ),
+    *mistakes(
+        "minipar/plan/model.py",
+        "plan/test_model.py",
+        ("model: backward takes three times forward", "return 3 * (self.layers", "return 4 * (self.layers"),
+        (
+            "model: grouped attention has keys for every head",
+            "2 * self.groups * (self.hidden // self.heads)",
+            "2 * self.hidden",
+        ),
+        ("model: a gated MLP has two matrices", "(3 if self.gated else 2) * self.inner)", "2 * self.inner)"),
+        ("model: the head is always tied", "(1 if self.tied else 2)", "1"),
+    ),
+    *mistakes(
+        "minipar/plan/pipeline_time.py",
+        "plan/test_pipeline_time.py",
+        ("pipeline: interleaving does not divide the bubble", "(p - 1) / v * one", "(p - 1) * one"),
+        ("pipeline: zb-h1 fills the bubble with one W", "one - 2 * rank.backward_weight", "one - rank.backward_weight"),
+        ("pipeline: a long step is extended by a group too many", "(m - short - p) / p", "(m - short) / p"),
+    ),
+    *mistakes(
+        "minipar/plan/rank_bytes.py",
+        "plan/test_rank_bytes.py",
+        ("bytes: 1f1b keeps every microbatch", "return min(m, p)\n", "return m\n"),
+        ("bytes: a recomputed layer's input is whole", "return tokens * h / slices", "return tokens * h"),
+        ("bytes: recompute sends nothing again", '12 if layout.recompute == "full" else 8', "8"),
+        ("bytes: stage 3 gathers once for all microbatches", "3: (2 * m, reductions)", "3: (2, reductions)"),
+    ),
+    *mistakes(
+        "minipar/plan/search.py",
+        "plan/test_search.py",
+        (
+            "search: what does not fit is planned",
+            "if nbytes > cluster.usable_memory:",
+            "if nbytes > cluster.gpu.memory:",
+        ),
+        (
+            "search: the slowest layout of each mesh",
+            "seconds < best[layout.mesh].seconds",
+            "seconds > best[layout.mesh].seconds",
+        ),
+        ("search: plans in the closed form's order", "plans.sort(key=lambda plan: plan.time.total)", "pass"),
+        ("search: TFLOP/s of the whole cluster", "/ time.total / cluster.gpus / 1e12", "/ time.total / 1e12"),
+    ),
+    *mistakes(
+        "minipar/plan/step_time.py",
+        "plan/test_step_time.py",
+        ("step: a unit computes before its parameters arrive", "now = max(now, own_arrival)", "pass"),
+        ("step: one scalar over dp with ZeRO too", "(2 if layout.zero else 1) * scalar_dp", "scalar_dp"),
+        (
+            "step: activations between stages are always whole",
+            "slices = layout.tp if cluster.framework.scattered_hops else layout.sequence_slices",
+            "slices = 1",
+        ),
+    ),
+    *mistakes(
+        "minipar/plan/__main__.py",
+        "plan/test_command_line.py",
+        ("plan: --json - is not alone on standard output", 'if args.json != "-":', "if True:"),
+    ),
+]

@@ -1,0 +1,109 @@
+"""Mistakes in minipar/parallel/tensor and minipar/parallel/pipeline."""
+
+from mutants.mutant import mistakes
+
+MUTANTS = [
+    *mistakes(
+        "minipar/parallel/tensor/layers.py",
+        "parallel/tensor/test_layers.py",
+        ("tensor: a row layer's bias counts t times", "else y + self.bias", "else y + self.bias * self.group.size"),
+        (
+            "tensor: another rank's tokens look up row 0",
+            "leave(y * is_own[..., None].astype(self.weight.dtype),",
+            "leave(y,",
+        ),
+        ("tensor: the loss subtracts a sum of maxima", 'op="max"', 'op="sum"'),
+        ("tensor: padding takes part in the softmax", "= -xp.inf", "= 0"),
+        ("tensor: sequence parallelism gathers along the samples", "SEQUENCE = 1 ", "SEQUENCE = 0 "),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/mappings.py",
+        "parallel/tensor/test_mappings.py parallel/tensor/test_layers.py",
+        ("tensor: copy_to sums no gradients", "return self.group.sum(grad), None", "return grad, None"),
+        (
+            "tensor: every rank takes the first part",
+            "slice(self.rank * size, (self.rank + 1) * size)",
+            "slice(0, size)",
+        ),
+        ("tensor: a gather is always a ring", "algorithm=GATHER[self.reduction]", 'algorithm="ring"'),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/plan.py",
+        "parallel/tensor/test_plan.py parallel/tensor/test_mistakes.py",
+        ("tensor: heads cut across q, k and v", '"attn.c_attn.weight": (1, 3)', '"attn.c_attn.weight": (1, 1)'),
+        (
+            "tensor: every rank draws the first rank's heads' masks",
+            "MaskSlice(dim=1, index=group.rank,",
+            "MaskSlice(dim=1, index=0,",
+        ),
+        ("tensor: a step does not sum partial gradients", "p.owner = tensor", "pass"),
+        (
+            "tensor: tp need not divide the heads",
+            'check_divides("heads/tp", heads, tp,',
+            'check_divides("heads/tp", heads, 1,',
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/executor.py",
+        "parallel/pipeline/test_sent_arrays.py parallel/pipeline/test_executor.py",
+        (
+            "executor: never frees what it has sent",
+            "self._sent = [message for message in self._sent if not message.test()]",
+            "pass",
+        ),
+        ("executor: one tag for both directions", '(receiver * 2 + (direction == "B"))', "(receiver * 2)"),
+        ("executor: a step ends before its messages have left", "            message.wait()", "            pass"),
+        ("executor: the loss's gradient is not scaled", "xp.full_like(y, scale)", "xp.full_like(y, 1.0)"),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/schedules.py",
+        "parallel/pipeline/test_schedules.py",
+        ("schedules: 1f1b warms up one forward too many", "ahead = min(p - 1 - r, m)", "ahead = min(p - r, m)"),
+        (
+            "schedules: interleaved warms up for one hop each",
+            "min(2 * (p - r - 1) + (v - 1) * p",
+            "min((p - r - 1) + (v - 1) * p",
+        ),
+        ("schedules: zb-h2 puts W off as little as zb-h1", "m), depth * r", "m), r"),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/simulate.py",
+        "parallel/pipeline/test_schedules.py",
+        (
+            "simulator: a message within a rank takes time",
+            "durations.comm if schedule.home[n.stage] != rank else 0",
+            "durations.comm",
+        ),
+        ("simulator: the bubble is idle / busy", "_ratio(total - busy, total)", "_ratio(total - busy, busy)"),
+        (
+            "simulator: W takes no time in B",
+            "return self.backward_input + self.backward_weight",
+            "return self.backward_input",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/check.py",
+        "parallel/pipeline/test_check.py",
+        ("checker: an action may be done twice", "if count[action] > 1:", "if count[action] > 2:"),
+        ("checker: sends that block are not tried", "    _check_blocking_sends(lowered)", "    pass"),
+        ("checker: a message that nobody needs is accepted", "(action, rank) not in expected", "False"),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/stage.py",
+        "parallel/pipeline/test_stage.py parallel/pipeline/test_executor.py",
+        ("stages: a block's operations are halved", "block = 24 * h * h", "block = 12 * h * h"),
+        ("stages: the head does not count in the cut", "load[-1] += costs[-1]", "pass"),
+        ("stages: activations stay after their backward", "self.alive.pop(microbatch)", "self.alive[microbatch]"),
+        (
+            "stages: the head's gradient of the embedding is not sent",
+            "self.comm.isend(self.model.head_weight.grad, self.first",
+            "self.comm.isend(0 * self.model.head_weight.grad, self.first",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/module.py",
+        "parallel/pipeline/test_module.py",
+        ("pipeline module: plain optimizers are accepted", "p.owner = _OneReplicasGradients(mesh.dp)", "pass"),
+        ("pipeline module: counts its own replica's targets", 'dp.all_reduce(totals, algorithm="ordered")\n', "pass\n"),
+    ),
+]

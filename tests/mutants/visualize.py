@@ -1,0 +1,72 @@
+"""Mistakes in visualize: a picture that does not show what was measured."""
+
+from mutants.mutant import mistakes
+
+MUTANTS = [
+    *mistakes(
+        "visualize/measurements.py",
+        "visualize/test_measured.py visualize/test_pictures.py visualize/test_memory.py",
+        (
+            "bytes: the formula's mark is drawn from the counter",
+            'rows[place]["expected"] for place in known',
+            'rows[place]["bytes"] for place in known',
+        ),
+        ("loss: steps are counted from 0", '[row["step"] + 1 for row in rows]', '[row["step"] for row in rows]'),
+        ("loss: the mean reaches back to the first step", "reach = min(REACH, i // 4)", "reach = min(REACH, i)"),
+        ("memory: the peak is the last moment", "max(range(len(totals)), key=totals.__getitem__)", "len(totals) - 1"),
+        (
+            "memory: the formula's level in bytes",
+            "axes.axhline(model_state[label] / scale",
+            "axes.axhline(model_state[label]",
+        ),
+    ),
+    *mistakes(
+        "visualize/timeline.py",
+        "visualize/test_measured.py visualize/test_pictures.py",
+        ("timeline: a step ends with the first rank", "max(b for _, b in step)", "step[0][1]"),
+        ("timeline: milliseconds are microseconds", '("ms", 1e3)', '("ms", 1e6)'),
+        (
+            "timeline: waiting longer than its slice",
+            'min(number(event.get("args", {}).get("wait", 0.0), 0), length)',
+            'number(event.get("args", {}).get("wait", 0.0), 0)',
+        ),
+    ),
+    *mistakes(
+        "visualize/mesh.py",
+        "visualize/test_mesh.py",
+        ("mesh: bytes of all steps as those of one", "Fraction(total, self.steps)", "Fraction(total)"),
+        (
+            "mesh: heads where bytes leave",
+            '("<|" if down > least[axis] else "", "|>" if up > least[axis] else "")',
+            '("<|" if up > least[axis] else "", "|>" if down > least[axis] else "")',
+        ),
+        ("mesh: messages are counted as bytes", "count[1] += message.nbytes", "count[1] += 1"),
+    ),
+    *mistakes(
+        "visualize/timeline.py",
+        "visualize/test_mesh.py",
+        ("mesh: coordinates with the slowest axis first", "for axis in reversed(shape):", "for axis in shape:"),
+    ),
+    *mistakes(
+        "visualize/schedule.py",
+        "visualize/test_schedule.py",
+        ("schedule: a bubble's percentage is a fraction", "{100 * float(bubble):.1f}", "{float(bubble):.1f}"),
+        (
+            "schedule: a stage's time as that of a rank's layers",
+            "v * (slot.end - slot.start)",
+            "(slot.end - slot.start)",
+        ),
+    ),
+    *mistakes(
+        "visualize/style.py",
+        "visualize/test_pictures.py visualize/test_memory.py",
+        ("style: a KiB has 1000 bytes", '("KiB", 2**10)', '("KiB", 10**3)'),
+        ("style: dark letters on dark colours", "lightness(colour) < 55", "lightness(colour) < 5"),
+    ),
+    *mistakes(
+        "visualize/plan.py",
+        "visualize/test_agreement.py",
+        ("plan: seconds next to milliseconds", '1000 * row["predicted_seconds"]', 'row["predicted_seconds"]'),
+        ("plan: the fastest layouts last", 'key=lambda row: -row["seconds"]', 'key=lambda row: row["seconds"]'),
+    ),
+]
