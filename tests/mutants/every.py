@@ -1,6 +1,6 @@
 """Every mutant, package by package, and the tests of each package."""
 
-from mutants import autograd, bench, checkpoint, comm, core, nn, parallel, plan, tensor, train, visualize
+from mutants import autograd, bench, checkpoint, comm, compare, core, nn, parallel, plan, tensor, train, visualize
 
 # The folders of tests, below tests/, and the mutants that must not survive them.
 PACKAGES = {
@@ -12,6 +12,7 @@ PACKAGES = {
     "plan": (("plan",), plan.MUTANTS),
     "bench": (("bench",), bench.MUTANTS),
     "visualize": (("visualize",), visualize.MUTANTS),
+    "compare": (("test_compare.py",), compare.MUTANTS),
     "shared": (("test_memory.py",), core.MUTANTS),
 }
 EVERY = [(package, mutant) for package, (_, mutants) in PACKAGES.items() for mutant in mutants]
