@@ -71,6 +71,14 @@ def test_a_strip_is_measured_by_norm_and_projection():
     assert not np.allclose(measure("b", values)[1], measured[1]), "the direction depends on the name"
 
 
+def test_an_update_is_that_of_its_own_step(tmp_path):
+    written = Record(tmp_path / "a", {"x": np.array([1.0, 2.0])})
+    for step, after in enumerate(([3.0, 5.0], [4.0, 4.0])):
+        written.step(step, 0.0, 0.0, {"x": np.ones(2)}, {"x": np.array(after)})
+    updates = [np.load(tmp_path / "a" / f"step-{step}.npz")["update/x"][0].tolist() for step in (0, 1)]
+    assert updates == [[2.0, 3.0], [1.0, 1.0]]
+
+
 # ---- mistakes in a record --------------------------------------------------------------------------------------------
 
 SERIAL = GPT(GPTConfig(64, 8, 32, 4, 4), dtype="float64")
