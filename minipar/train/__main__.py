@@ -57,8 +57,8 @@ def run(comm: Communicator) -> int:
             results = train(trainer, evaluation, metrics, signals)
     if config.run.memory is not None:
         progress.save_ledgers(config.run.memory, ledger, comm)
+    check_finite(trainer)
     if config.run.export is not None:
-        check_finite(trainer)
         state = trainer.state_dict()
         with agreeing(comm, "--export"):
             if comm.rank == 0:
@@ -109,7 +109,6 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
             place = printable(str(trainer.checkpoint.directory))
             lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
         say("\n".join(lines), out)
-
     report = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
         start_trace(comm)

@@ -115,6 +115,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
 
 
 def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    config.check_memory(1)  # the least that its parameters take
     return {name: p.shape for name, p in GPT(config, deferred=True).named_parameters()}
 
 

@@ -120,8 +120,9 @@ def test_half_a_character_in_a_name_or_file_is_no_picture(tmp_path, capsys):
     assert "is not JSON that can be read: surrogates not allowed" in capsys.readouterr().err
 
 
-def test_a_full_standard_output_is_one_line():
-    flags = ["--schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--json", "-"]
+@pytest.mark.parametrize("end", [["--json", "-"], ["--help"]])
+def test_a_full_standard_output_is_one_line(end):
+    flags = ["--schedule", "gpipe", "--stages", "2", "--microbatches", "2", *end]
     command = [sys.executable, "-m", "visualize", "schedule", *flags]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
