@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minipar.errors import UsageError
 from minipar.nn.pretrained import read_json
-from minipar.plan.layout import MEGATRON, MINIPAR, Framework, Layout
+from minipar.plan.layout import MEGATRON, MINIPAR, NANOTRON, Framework, Layout
 from minipar.plan.model import ModelShape, did_you_mean
 
 GB = 1e9
@@ -46,11 +46,12 @@ class Gpu:
 
 # Vendors' data sheets: V100 SXM2 32 GB (125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways), A100 SXM 80 GB (312, 2039,
 # 600), H100 SXM (989, 3350, 900), H200 SXM (989, 4800, 900). Between hosts one network card per GPU: 200 Gb/s on DGX
-# A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs.
+# A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs. An
+# H100 of "80 GB" has 85.5e9 bytes (81,559 MiB in nvidia-smi).
 GPUS = {
     "v100": Gpu(peak=125e12, memory=32 * GB, memory_bandwidth=900 * GB, inside=150 * GB, between=6.25 * GB),
     "a100": Gpu(peak=312e12, memory=80 * GB, memory_bandwidth=2039 * GB, inside=300 * GB, between=25 * GB),
-    "h100": Gpu(peak=989e12, memory=80 * GB, memory_bandwidth=3350 * GB, inside=450 * GB, between=50 * GB),
+    "h100": Gpu(peak=989e12, memory=85.5 * GB, memory_bandwidth=3350 * GB, inside=450 * GB, between=50 * GB),
     "h200": Gpu(peak=989e12, memory=141 * GB, memory_bandwidth=4800 * GB, inside=450 * GB, between=50 * GB),
 }
 GPU_RANGE = (1.0, 1e24)  # of each value in a user's file
@@ -60,7 +61,7 @@ GPU_RANGE = (1.0, 1e24)  # of each value in a user's file
 class Assumptions:
     """Fractions of the data sheet's values that a program achieves, one set for all GPUs and models.
 
-    No value is fitted to a single run.
+    The defaults are Megatron-LM's, and none of them is fitted to a run. PROGRAMS has the other programs'.
     """
 
     # Fraction of the peak in large 16-bit products. An assumption: what the vendors' own libraries reach on an A100.
@@ -78,6 +79,14 @@ class Assumptions:
     backward_traffic: float = 4.0
     # Bytes that the optimizer moves for each parameter: AdamW in mixed precision reads 16 and writes 14.
     update_traffic: float = 30.0
+    # Of `links`, what is left between hosts.
+    cards: float = 1.0
+    # An all-reduce takes as long as this many reduce-scatters: 2 as a ring, fewer as a tree.
+    all_reduce: float = 2.0
+    # Seconds that the host needs to launch a layer's kernels, forward and backward, and those of a microbatch outside
+    # the layers. A GPU with less work waits for the host. In Megatron 2021 nothing shows it.
+    host_layer: float = 0.0
+    host_ends: float = 0.0
     # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc,
     # ring, protocol "Simple").
     alpha_inside: float = 3.4e-6
@@ -88,6 +97,38 @@ class Assumptions:
     # Fraction of a GPU's memory that can be used: the rest is the context's, the libraries' and fragmentation's. An
     # assumption.
     memory_used: float = 0.92
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that trains: its framework's habits, and what it achieves of a data sheet's values."""
+
+    framework: Framework
+    assumptions: Assumptions
+
+
+# nanotron: the values that are not Megatron's were fitted to the Ultra-Scale Playbook's runs, with its 1B model and
+# without a pipeline, on at most 32 hosts of 8 H100 (tests/plan/fit_nanotron.py), and to nothing else.
+PROGRAMS = {
+    "megatron": Program(MEGATRON, Assumptions()),
+    "nanotron": Program(
+        NANOTRON,
+        Assumptions(
+            products=0.53,
+            half_work=7.8e9,
+            forward_traffic=2.16,
+            backward_traffic=4.32,
+            links=0.70,
+            cards=0.73,
+            all_reduce=1.2,
+            alpha_between=55e-6,
+            host_layer=4.2e-3,
+            host_ends=7.5e-3,
+            memory_used=0.98,  # Framework.overhead is counted by itself
+        ),
+    ),
+    "minipar": Program(MINIPAR, Assumptions()),
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +185,8 @@ class Cluster:
 
     @property
     def between(self) -> AlphaBeta:
-        return AlphaBeta(alpha=self.assumptions.alpha_between, beta=1 / (self.gpu.between * self.assumptions.links))
+        a = self.assumptions
+        return AlphaBeta(alpha=a.alpha_between, beta=1 / (self.gpu.between * a.links * a.cards))
 
     # A group of ranks is given by (stride, size): the ranks 0, stride, 2 stride, ..., `size` of them.
 
@@ -175,7 +217,8 @@ def gather_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> f
     inside, between = cluster.inside, cluster.between
     if hosts == 1 or not cluster.framework.ring_per_card:
         return (size - 1) * cluster.link(stride, size).seconds(nbytes / size)
-    latency = (size - hosts) * inside.alpha + (hosts - 1) * between.alpha
+    slow = size - 1 if cluster.framework.lockstep else hosts - 1
+    latency = (size - 1 - slow) * inside.alpha + slow * between.alpha
     beta = max(inside.beta, between.beta / k) if k > 1 else between.beta
     return latency + nbytes * (size - 1) / size * beta
 
