@@ -6,10 +6,11 @@ Every constant is here, with its source or marked as an assumption.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from minipar.errors import UsageError
 from minipar.nn.pretrained import read_json
@@ -55,6 +56,8 @@ GPUS = {
     "h200": Gpu(peak=989e12, memory=141 * GB, memory_bandwidth=4800 * GB, inside=450 * GB, between=50 * GB),
 }
 GPU_RANGE = (1.0, 1e24)  # of each value in a user's file
+PROGRAM_RANGE = (0.0, 1e12)  # of each value in a user's file that is not a fraction
+PROGRAM_RANGES = dict.fromkeys(("products", "copies", "links", "cards", "memory_used"), (1e-6, 1.0))
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,51 @@ def model_clock_cluster(
     return Cluster(gpu=gpu, gpus=ranks, per_host=per_host, assumptions=exact, framework=MINIPAR)
 
 
+def find_program(name: str) -> Program:
+    """Return a program by its name, or from a JSON file with values of the user's own.
+
+    The file holds fields of Assumptions, Framework and Activations, and "like", the name of the program that gives the
+    rest (Megatron's without it). UsageError for an unknown name and for a file that describes no program.
+    """
+    if name.lower() in PROGRAMS:
+        return PROGRAMS[name.lower()]
+    values = _own_values(name, "--program", PROGRAMS)
+    like = PROGRAMS[(values.pop("like", None) or "megatron").lower()]
+    parts: list[dict[str, Any]] = [vars(like.assumptions), vars(like.framework), vars(like.framework.kept)]
+    known = {key: value for part in parts for key, value in part.items() if key != "kept"}
+    for key, value in values.items():
+        if key not in known:
+            raise UsageError(f"{name}: no program has {key[:40]!r}{did_you_mean(key, known) or '; see cluster.py'}")
+        if isinstance(known[key], bool) and not isinstance(value, bool):
+            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected true or false")
+        if not isinstance(known[key], bool):
+            low, high = PROGRAM_RANGES.get(key, PROGRAM_RANGE)
+            values[key] = _number(name, key, value, low, high)
+    assumptions, framework, kept = ({key: values[key] for key in values if key in part} for part in parts)
+    return Program(
+        framework=replace(like.framework, **framework, kept=replace(like.framework.kept, **kept)),
+        assumptions=replace(like.assumptions, **assumptions),
+    )
+
+
+def _own_values(name: str, flag: str, known: Mapping[str, object]) -> dict[str, Any]:
+    """Return the values in a user's JSON file, of which "like" is a known name if it is there."""
+    if not os.path.exists(name):  # False, too, for a name that is too long
+        raise UsageError(f"{flag} {name}: neither a JSON file nor one of {', '.join(known)}{did_you_mean(name, known)}")
+    values: dict[str, Any] = read_json(Path(name))
+    like = values.get("like")
+    if like is not None and (not isinstance(like, str) or like.lower() not in known):
+        raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(known)}')
+    return values
+
+
+def _number(name: str, key: str, value: object, low: float, high: float) -> float:
+    """Return a value of a user's file as a float. UsageError unless it is a number from `low` to `high`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected a value from {low:g} to {high:g}")
+    return float(value)
+
+
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by its name, or from a JSON file with values of the user's own.
 
@@ -274,18 +322,10 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    if not os.path.exists(name):  # False, too, for a name that is too long
-        raise UsageError(f"--gpu {name}: neither a JSON file nor one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
-    values = read_json(Path(name))
+    values = _own_values(name, "--gpu", GPUS)
     like = values.pop("like", None)
-    if like is not None and (not isinstance(like, str) or like.lower() not in GPUS):
-        raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(GPUS)}')
     fields = asdict(GPUS["a100"])
     if values.keys() - fields or (like is None and fields.keys() - values):
         raise UsageError(f'{name}: expected {", ".join(sorted(fields))}, or some of them and "like": a known GPU')
-    low, high = GPU_RANGE
-    for key, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected a value from {low:g} to {high:g}")
-    numbers = {key: float(value) for key, value in values.items()}
+    numbers = {key: _number(name, key, value, *GPU_RANGE) for key, value in values.items()}
     return Gpu(**numbers) if like is None else replace(GPUS[like.lower()], **numbers)

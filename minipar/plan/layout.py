@@ -151,7 +151,7 @@ class Framework:
     kept: Activations
     lockstep: bool = False
     hidden_sums: bool = True
-    gradient_copy: int = 0
+    gradient_copy: float = 0
     overhead: float = 0.0
 
 
