@@ -47,12 +47,12 @@ class Gpu:
 
 # Vendors' data sheets: V100 SXM2 32 GB (125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways), A100 SXM 80 GB (312, 2039,
 # 600), H100 SXM (989, 3350, 900), H200 SXM (989, 4800, 900). Between hosts one network card per GPU: 200 Gb/s on DGX
-# A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs. An
-# H100 of "80 GB" has 85.5e9 bytes (81,559 MiB in nvidia-smi).
+# A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs.
+# Memory is the data sheet's. nvidia-smi shows 81,559 MiB of an H100: `{"like": "h100", "memory": 85.5e9}`.
 GPUS = {
     "v100": Gpu(peak=125e12, memory=32 * GB, memory_bandwidth=900 * GB, inside=150 * GB, between=6.25 * GB),
     "a100": Gpu(peak=312e12, memory=80 * GB, memory_bandwidth=2039 * GB, inside=300 * GB, between=25 * GB),
-    "h100": Gpu(peak=989e12, memory=85.5 * GB, memory_bandwidth=3350 * GB, inside=450 * GB, between=50 * GB),
+    "h100": Gpu(peak=989e12, memory=80 * GB, memory_bandwidth=3350 * GB, inside=450 * GB, between=50 * GB),
     "h200": Gpu(peak=989e12, memory=141 * GB, memory_bandwidth=4800 * GB, inside=450 * GB, between=50 * GB),
 }
 GPU_RANGE = (1.0, 1e24)  # of each value in a user's file

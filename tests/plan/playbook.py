@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from minipar.plan.rank_bytes import memory
 from minipar.plan.step_time import step_time
 
 BATCH, LENGTH = 256, 4096
+H100 = replace(GPUS["h100"], memory=85.5e9)  # 81,559 MiB, as nvidia-smi shows
 LLAMA = {"gated": True, "biases": False, "norm_biases": False, "vocab_size": 131072, "heads": 32}
 MODELS = {
     "1B": ModelShape(layers=16, hidden=2048, ffn=8192, tied=True, **LLAMA),
@@ -68,7 +69,7 @@ def without_pipeline(model: str) -> list[Run]:
 
 def cluster_of(run: Run, program: Program = PROGRAMS["nanotron"]) -> Cluster:
     """Return the cluster that a run was measured on."""
-    return Cluster(GPUS["h100"], 8 * run.hosts, framework=program.framework, assumptions=program.assumptions)
+    return Cluster(H100, 8 * run.hosts, framework=program.framework, assumptions=program.assumptions)
 
 
 def seconds(run: Run, program: Program = PROGRAMS["nanotron"]) -> float:
