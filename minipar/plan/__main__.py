@@ -111,6 +111,7 @@ def read_request(args: argparse.Namespace) -> Request:
         model=model,
         gpu=printable(args.gpu),
         program=printable(args.program),
+        evidence=program.evidence,
         cluster=Cluster(
             gpu=find_gpu(args.gpu),
             gpus=args.gpus,

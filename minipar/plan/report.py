@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.plan.cluster import Cluster
+from minipar.plan.cluster import Cluster, Evidence
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
-from minipar.plan.search import Plan, SearchResult, SearchSpace, why
+from minipar.plan.search import Plan, SearchResult, SearchSpace, tied, why
 
 SHOWN_MESHES = 200  # in the JSON
 SETTINGS = "dp tp pp ZeRO microbatch schedule recompute SP".split()
@@ -25,6 +25,7 @@ class Request:
     model: ModelShape
     gpu: str
     program: str
+    evidence: Evidence
     cluster: Cluster
     global_batch: int
     length: int
@@ -55,6 +56,8 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "gpus_per_node": cluster.per_host,
         "gpu": {"name": request.gpu, **asdict(cluster.gpu)},
         "program": request.program,
+        "spread": request.evidence.spread,
+        "tied": [1 + result.plans.index(plan) for plan in tied(result.plans, request.evidence.spread)],
         "global_batch": request.global_batch,
         "seq_len": length,
         "tokens_per_step": request.tokens,
@@ -87,6 +90,7 @@ def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[st
         **_settings_json(plan.layout),
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**seconds, "total": plan.time.total},
+        "seconds_from_to": [(1 + sign * request.evidence.spread) * plan.time.total for sign in (-1, 1)],
         "simulated": exact,
         "communication_bytes": {axis: float(nbytes) for axis, nbytes in vars(plan.volume).items()},
         "mfu": plan.mfu,
@@ -124,6 +128,7 @@ def assumptions(request: Request) -> list[str]:
         f"dp: gradients hide behind backward, stage 3's gathers behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),
+        request.evidence.text,
         "attention counts all pairs of tokens; data loading, checkpoints, stragglers, failures: not counted",
     ]
 
@@ -150,8 +155,9 @@ def as_text(request: Request, result: SearchResult) -> str:
         "",
         "Time of a step, seconds (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
         "count what is recomputed, MFU does not):",
-        *_numbered(SECONDS, [_seconds(plan) for plan in plans]),
+        *_numbered(SECONDS, [_seconds(plan, request.evidence.spread) for plan in plans]),
         "",
+        _ties(plans, request.evidence.spread),
     ]
     lines += [f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1]
     if _simulated(result) < len(plans):
@@ -175,11 +181,19 @@ def _memory(plan: Plan) -> list[str]:
     return [f"{nbytes / 1e9:.1f}" for nbytes in (*asdict(plan.memory).values(), plan.memory.total)]
 
 
-def _seconds(plan: Plan) -> list[str]:
+def _ties(plans: Sequence[Plan], spread: float) -> str:
+    near = tied(plans, spread)
+    if len(near) == 1:
+        return f"Only 1. is within {spread:.0%} of the fastest; what is closer than that is tied."
+    numbers = ", ".join(f"{1 + plans.index(plan)}." for plan in near)
+    return f"Tied, within {spread:.0%} of the fastest, the simplest (no pipeline, fewer axes) first: {numbers}"
+
+
+def _seconds(plan: Plan, spread: float) -> list[str]:
     time, sent = plan.time, plan.volume
     return [
         *(f"{part:.3f}" for part in (time.compute, time.tp, time.pp, time.dp, time.bubble, time.optimizer)),
-        f"{'' if time.exact else '~'}{time.total:.4g}",
+        f"{'' if time.exact else '~'}{time.total:.4g} +-{spread * time.total:.2g}",
         f"{plan.tflops:.0f}",
         f"{plan.hfu:.1%}",
         f"{plan.mfu:.1%}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import isqrt
@@ -289,6 +289,24 @@ def check_layout(model: ModelShape, layout: Layout, cluster: Cluster, global_bat
         raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
     if pp > model.layers:
         raise UsageError(f"pp {pp}, but the model has {model.layers} layers")
+
+
+def tied(plans: Sequence[Plan], spread: float) -> list[Plan]:
+    """Return the plans that take at most `spread` longer than the fastest, the simplest first.
+
+    A comparison with measured runs cannot tell them apart.
+    """
+    fastest = min(plan.time.total for plan in plans)
+    near = [plan for plan in plans if plan.time.total <= (1 + spread) * fastest]
+    return sorted(near, key=lambda plan: (*complexity(plan.layout), plan.time.total))
+
+
+def complexity(layout: Layout) -> tuple[bool, int]:
+    """Return what makes a layout less simple: whether it has a pipeline, and how many axes are longer than 1.
+
+    NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower than its ties.
+    """
+    return layout.pp > 1, sum(size > 1 for size in layout.mesh)
 
 
 def why(winner: Plan, loser: Plan) -> str:

@@ -20,6 +20,7 @@ from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, Program
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
+from minipar.plan.search import complexity
 from minipar.plan.step_time import step_time
 
 BATCH, LENGTH = 256, 4096
@@ -117,9 +118,15 @@ class Choice:
     first: float
 
 
-def choice(group: Sequence[Run], program: Program = PROGRAMS["nanotron"]) -> Choice:
-    """Compare the planner's choice among these runs with the fastest of them."""
-    predicted = sorted(group, key=lambda run: seconds(run, program))
+def choice(group: Sequence[Run], program: Program = PROGRAMS["nanotron"], spread: float = 0.0) -> Choice:
+    """Compare the planner's choice among these runs with the fastest of them; the simplest of those within `spread`."""
+    tied = (1 + spread) * min(seconds(run, program) for run in group)
+
+    def order(run: Run) -> tuple[bool, tuple[bool, int], float]:
+        time = seconds(run, program)
+        return time > tied, complexity(run.layout) if time <= tied else (False, 0), time
+
+    predicted = sorted(group, key=order)
     best = min(group, key=lambda run: run.seconds)
     meshes = list(dict.fromkeys(run.layout.mesh for run in predicted))
     return Choice(best_mesh=1 + meshes.index(best.layout.mesh), first=best.seconds / predicted[0].seconds)

@@ -46,6 +46,10 @@ def test_json_alone_on_standard_output():
         )
         assert one["tokens_per_second"] == pytest.approx(1536 * 2048 / one["seconds"]["total"])
         assert set(one["communication_bytes"]) == {"tp", "pp", "dp"} and one["why"] and one["simulated"]
+        assert one["seconds_from_to"] == pytest.approx([one["seconds"]["total"] * part for part in (0.85, 1.15)])
+    fastest = found["plans"][0]["seconds"]["total"]
+    near = {one["rank"] for one in found["plans"] if one["seconds"]["total"] <= 1.15 * fastest}
+    assert set(found["tied"]) == near and found["spread"] == 0.15
     assert found["search"]["layouts"] >= found["search"]["fitting"] > 100
     assert found["assumptions"]["text"] and found["assumptions"]["products"] == 0.75
 
@@ -140,6 +144,18 @@ def test_a_program_is_named_or_read_from_a_file(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "of these nanotron gets 53% in large products" in printed and "2 + 4 + 2 + 12 bytes" in printed
     assert "the host launches a layer's kernels, forward and backward, in 4.2 ms" in printed
+
+
+def test_seconds_come_with_their_spread_and_ties_are_named(capsys):
+    assert main(GIVEN) == 0
+    printed = capsys.readouterr().out
+    assert "seconds are within 15 % of the printed ones in 18 of 21 runs" in printed
+    assert (
+        " +-" in printed
+        and "Tied, within 15% of the fastest, the simplest (no pipeline, fewer axes) first: " in printed
+    )
+    assert main([*GIVEN, "--top", "1"]) == 0
+    assert "Only 1. is within 15% of the fastest" in capsys.readouterr().out
 
 
 def test_the_picture_is_drawn_from_the_file(tmp_path, capsys):

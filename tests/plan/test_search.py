@@ -11,7 +11,7 @@ from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import memory, volume
-from minipar.plan.search import SearchSpace, judge, layouts, plan, why
+from minipar.plan.search import SearchSpace, judge, layouts, plan, tied, why
 from minipar.plan.step_time import StepTime
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")
@@ -129,6 +129,18 @@ def test_recomputation_counts_as_hardware_flops_and_as_time():
     assert recomputed.hfu / recomputed.mfu == pytest.approx(ratio, rel=1e-12)
     assert recomputed.tflops * 1e12 == pytest.approx(recomputed.hfu * GPUS["a100"].peak, rel=1e-12)
     assert "more of computation" in why(kept, recomputed)
+
+
+def test_plans_closer_than_the_spread_are_tied_the_simplest_first():
+    base = judge(GPT2, EIGHT, a100s(8), 64, 1024)
+
+    def takes(seconds, **sizes):
+        return replace(base, layout=layout(**sizes), time=StepTime(seconds, 0, 0, 0, 0, 0, True))
+
+    pipeline, mixed, slow = takes(1.0, pp=8), takes(1.1, dp=4, tp=2), takes(1.2, dp=8)
+    plain, other = takes(1.14, dp=8), takes(1.12, tp=8)
+    assert tied([pipeline, mixed, other, plain, slow], 0.15) == [other, plain, mixed, pipeline]
+    assert tied([pipeline, mixed, slow], 0.05) == [pipeline]
 
 
 @pytest.mark.parametrize(
