@@ -338,7 +338,8 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
         return _nothing_divides(model, cluster, global_batch, space)
     nbytes, layout = least
     usable, used = cluster.usable_memory, cluster.assumptions.memory_used
-    ways = [f"{name} ({gpu.memory / 1e9:.0f} GB)" for name, gpu in GPUS.items() if gpu.memory * used >= nbytes]
+    ways = list(_wider_choices(model, cluster, global_batch, length, space))
+    ways += [f"{name} ({gpu.memory / 1e9:.0f} GB)" for name, gpu in GPUS.items() if gpu.memory * used >= nbytes]
     for gpus in (cluster.gpus * times for times in (2, 4, 8, 16, 32, 64)):
         if gpus > cluster.per_host and gpus % cluster.per_host:
             continue  # hosts that would not be full
@@ -350,6 +351,26 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
         f"nothing fits in {usable / 1e9:.1f} GB per GPU: the least is {nbytes / 1e9:.1f} GB ({layout}). What would "
         "fit: " + ("; ".join(ways) or f"a GPU of {nbytes / used / 1e9:.0f} GB")
     )
+
+
+def _wider_choices(
+    model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace
+) -> Iterator[str]:
+    """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation, the number of stages.
+
+    Each is the least change of its kind.
+    """
+    choices: dict[str, tuple[object, list[tuple[int | str, SearchSpace]]]] = {
+        "--zero-stage": (space.zero, [(stage, replace(space, zero=stage)) for stage in range(4)]),
+        "--recompute": (space.recompute, [(kind, replace(space, recompute=kind)) for kind in RECOMPUTE]),
+        "--pp": (space.pp, [(pp, replace(space, pp=pp)) for pp in divisors(cluster.gpus)]),
+    }
+    for flag, (fixed, wider) in choices.items():
+        for value, other in wider if fixed is not None else ():
+            least = _least(model, cluster, global_batch, length, other)
+            if least is not None and least[0] <= cluster.usable_memory:
+                yield f"{flag} {value} ({least[1]})"
+                break
 
 
 def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace) -> str:

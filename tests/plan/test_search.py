@@ -131,7 +131,7 @@ def test_recomputation_counts_as_hardware_flops_and_as_time():
     assert "more of computation" in why(kept, recomputed)
 
 
-def test_plans_closer_than_the_spread_are_tied_the_simplest_first():
+def test_plans_within_the_spread_are_tied_the_simplest_first():
     base = judge(GPT2, EIGHT, a100s(8), 64, 1024)
 
     def takes(seconds, **sizes):
@@ -203,6 +203,20 @@ def test_no_layout_divides(gpus, batch, space, words):
     with pytest.raises(UsageError) as caught:
         plan(GPT3, a100s(gpus), batch, 2048, space)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_what_would_fit_gives_up_one_choice_at_a_time():
+    """The least ZeRO stage, recomputation and number of stages that fit, in this order, then more GPUs."""
+    model, fixed = find_model("megatron-7.5b"), SearchSpace(tp=1, pp=1, zero=1, recompute="none", microbatch=1)
+    with pytest.raises(UsageError, match="nothing fits") as caught:
+        plan(model, a100s(8), 64, 2048, fixed)
+    ways = str(caught.value).partition("What would fit: ")[2].split("; ")
+    starts = ["--zero-stage 2 (", "--recompute selective (", "--pp 2 (", "h200 (", "16 such GPUs ("]
+    assert len(ways) == 5 and all(way.startswith(start) for way, start in zip(ways, starts, strict=True))
+    for given in ({"zero": 2}, {"recompute": "selective"}, {"pp": 2}):
+        assert plan(model, a100s(8), 64, 2048, replace(fixed, **given)).plans
+    with pytest.raises(UsageError, match="What would fit: --zero-stage 1 .*; --pp 2 "):  # recomputation is free
+        plan(model, a100s(8), 64, 2048, replace(fixed, zero=0, recompute=None))
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 64), (3, 48)])
