@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
 from minipar.parallel.pipeline import SCHEDULES
-from minipar.plan.cluster import GPUS, Cluster, find_gpu
+from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, find_gpu, find_program
 from minipar.plan.layout import ATTENTION, PRECISIONS
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
 from minipar.plan.report import Request, as_json, as_text
 from minipar.plan.search import TOP, SearchSpace, plan
 
-MOST = {"gpus": 1 << 20, "gpus_per_node": 1 << 20, "global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
+MOST = dict.fromkeys(("gpus", "gpus_per_node", "dp", "tp", "pp"), 1 << 20)
+MOST |= {"global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
 
 
 def count(text: str) -> int:
@@ -26,7 +27,16 @@ def count(text: str) -> int:
     return number
 
 
+def stages(text: str) -> tuple[int, ...]:
+    """Read ZeRO stages: 1, or several as 0,1,3."""
+    read = tuple(int(stage) for stage in text.split(","))
+    if not set(read) <= set(range(4)):
+        raise ValueError(text)
+    return read
+
+
 count.__name__ = "whole number from 1 up"  # argparse's name for it
+stages.__name__ = "list of stages from 0 to 3, such as 0,1,3"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,12 +50,14 @@ def parser() -> argparse.ArgumentParser:
     add("--global-batch", required=True, type=count, metavar="B", help="sequences per step")
     add("--seq-len", required=True, type=count, metavar="S", help="tokens per sequence")
     add("--precision", choices=list(PRECISIONS), default="fp16", help="16 bytes per parameter, or bf16's 18")
+    add("--program", default="megatron", metavar="NAME|FILE", help=f"{', '.join(PROGRAMS)}, or a JSON file of your own")
     add("--attention", choices=ATTENTION, default="stored", help="scores kept for backward, or flash attention")
     narrow = parser.add_argument_group("narrow the search")
-    narrow.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size")
+    narrow.add_argument("--dp", type=count, metavar="N", help="replicas")
+    narrow.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size; over hosts only if given here")
     narrow.add_argument("--pp", type=count, metavar="N", help="stages")
     narrow.add_argument("--microbatch", type=count, metavar="N", help="sequences in one")
-    narrow.add_argument("--zero-stage", type=int, choices=range(4))
+    narrow.add_argument("--zero-stage", type=stages, metavar="0,1,2,3", help="one ZeRO stage, or those to try")
     narrow.add_argument("--schedule", choices=list(SCHEDULES))
     narrow.add_argument("--recompute", choices=RECOMPUTE)
     narrow.add_argument("--sequence-parallel", choices=("on", "off"), help="where tp > 1 (default: what is faster)")
@@ -77,13 +89,19 @@ def main(argv: Sequence[str]) -> int:
 def read_request(args: argparse.Namespace) -> Request:
     """Return the request that the command line makes. UsageError for what cannot be."""
     for name, most in MOST.items():
-        if getattr(args, name) > most:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at most {most}")
+        given = getattr(args, name)
+        if given is not None and given > most:
+            raise UsageError(f"--{name.replace('_', '-')} {given}: at most {most}")
     if args.pp == 1 and args.schedule is not None:
         raise UsageError(f"--schedule {args.schedule} is a pipeline's, but --pp 1 is none")
     if args.tp == 1 and args.sequence_parallel == "on":
         raise UsageError("--sequence-parallel on divides the sequence over tensor-parallel ranks, but --tp is 1")
-    model = find_model(args.model)
+    if None not in (args.dp, args.tp, args.pp) and args.dp * args.tp * args.pp != args.gpus:
+        product = f"--dp {args.dp} * --tp {args.tp} * --pp {args.pp} = {args.dp * args.tp * args.pp}"
+        raise UsageError(f"{product}, but --gpus {args.gpus}")
+    if args.dp is not None and args.global_batch % args.dp:
+        raise UsageError(f"--dp {args.dp} does not divide --global-batch {args.global_batch}")
+    model, program = find_model(args.model), find_program(args.program)
     if 0 < model.positions < args.seq_len:
         if args.model.lower() not in MODELS:
             raise UsageError(f"--seq-len {args.seq_len}: {args.model} has {model.positions} learned positions")
@@ -92,10 +110,19 @@ def read_request(args: argparse.Namespace) -> Request:
         name=printable(args.model),
         model=model,
         gpu=printable(args.gpu),
-        cluster=Cluster(gpu=find_gpu(args.gpu), gpus=args.gpus, per_host=args.gpus_per_node),
+        program=printable(args.program),
+        evidence=program.evidence,
+        cluster=Cluster(
+            gpu=find_gpu(args.gpu),
+            gpus=args.gpus,
+            per_host=args.gpus_per_node,
+            assumptions=program.assumptions,
+            framework=program.framework,
+        ),
         global_batch=args.global_batch,
         length=args.seq_len,
         space=SearchSpace(
+            dp=args.dp,
             tp=args.tp,
             pp=args.pp,
             zero=args.zero_stage,

@@ -6,14 +6,15 @@ Every constant is here, with its source or marked as an assumption.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from minipar.errors import UsageError
 from minipar.nn.pretrained import read_json
-from minipar.plan.layout import MEGATRON, MINIPAR, Framework, Layout
+from minipar.plan.layout import MEGATRON, MINIPAR, NANOTRON, Framework, Layout
 from minipar.plan.model import ModelShape, did_you_mean
 
 GB = 1e9
@@ -47,6 +48,7 @@ class Gpu:
 # Vendors' data sheets: V100 SXM2 32 GB (125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways), A100 SXM 80 GB (312, 2039,
 # 600), H100 SXM (989, 3350, 900), H200 SXM (989, 4800, 900). Between hosts one network card per GPU: 200 Gb/s on DGX
 # A100 (as in Narayanan et al. 2021), 400 Gb/s on DGX H100 and H200; DGX-1V's four 100 Gb/s cards serve eight GPUs.
+# Memory is the data sheet's. nvidia-smi shows 81,559 MiB of an H100: `{"like": "h100", "memory": 85.5e9}`.
 GPUS = {
     "v100": Gpu(peak=125e12, memory=32 * GB, memory_bandwidth=900 * GB, inside=150 * GB, between=6.25 * GB),
     "a100": Gpu(peak=312e12, memory=80 * GB, memory_bandwidth=2039 * GB, inside=300 * GB, between=25 * GB),
@@ -54,13 +56,15 @@ GPUS = {
     "h200": Gpu(peak=989e12, memory=141 * GB, memory_bandwidth=4800 * GB, inside=450 * GB, between=50 * GB),
 }
 GPU_RANGE = (1.0, 1e24)  # of each value in a user's file
+PROGRAM_RANGE = (0.0, 1e12)  # of each value in a user's file that is not a fraction
+PROGRAM_RANGES = dict.fromkeys(("products", "copies", "links", "cards", "memory_used"), (1e-6, 1.0))
 
 
 @dataclass(frozen=True)
 class Assumptions:
     """Fractions of the data sheet's values that a program achieves, one set for all GPUs and models.
 
-    No value is fitted to a single run.
+    The defaults are Megatron-LM's, and none of them is fitted to a run. PROGRAMS has the other programs'.
     """
 
     # Fraction of the peak in large 16-bit products. An assumption: what the vendors' own libraries reach on an A100.
@@ -78,6 +82,14 @@ class Assumptions:
     backward_traffic: float = 4.0
     # Bytes that the optimizer moves for each parameter: AdamW in mixed precision reads 16 and writes 14.
     update_traffic: float = 30.0
+    # Of `links`, what is left between hosts.
+    cards: float = 1.0
+    # An all-reduce takes as long as this many reduce-scatters: 2 as a ring, fewer as a tree.
+    all_reduce: float = 2.0
+    # Seconds that the host needs to launch a layer's kernels, forward and backward, and those of a microbatch outside
+    # the layers. A GPU with less work waits for the host. In Megatron 2021 nothing shows it.
+    host_layer: float = 0.0
+    host_ends: float = 0.0
     # Seconds per message of a ring over NVLink and over the network: NCCL's own tuning table (src/graph/tuning.cc,
     # ring, protocol "Simple").
     alpha_inside: float = 3.4e-6
@@ -88,6 +100,54 @@ class Assumptions:
     # Fraction of a GPU's memory that can be used: the rest is the context's, the libraries' and fragmentation's. An
     # assumption.
     memory_used: float = 0.92
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How far from measured seconds a program's predictions came out: `text` says in which runs within `spread`."""
+
+    spread: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that trains: its framework's habits, and what it achieves of a data sheet's values."""
+
+    framework: Framework
+    assumptions: Assumptions
+    evidence: Evidence
+
+
+# nanotron: the values that are not Megatron's were fitted to the Ultra-Scale Playbook's runs, with its 1B model and
+# without a pipeline, on at most 32 hosts of 8 H100 (tests/plan/fit_nanotron.py), and to nothing else.
+PROGRAMS = {
+    "megatron": Program(  # tests/plan/test_published.py; the other three are LLaMA's, 17 to 30 % too fast
+        MEGATRON, Assumptions(), Evidence(0.15, "seconds are within 15 % of the printed ones in 18 of 21 runs")
+    ),
+    "nanotron": Program(
+        NANOTRON,
+        Assumptions(
+            products=0.53,
+            half_work=7.8e9,
+            forward_traffic=2.16,
+            backward_traffic=4.32,
+            links=0.70,
+            cards=0.73,
+            all_reduce=1.2,
+            alpha_between=55e-6,
+            host_layer=4.2e-3,
+            host_ends=7.5e-3,
+            memory_used=0.98,  # Framework.overhead is counted by itself
+        ),
+        Evidence(0.20, "without a pipeline seconds are within 20 % in 8 of 10 runs; with one nothing is known"),
+    ),
+    "minipar": Program(
+        MINIPAR,
+        Assumptions(),
+        Evidence(0.20, "on two CPU cores, with constants measured on them, seconds are within 20 % in 28 of 28 runs"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +204,8 @@ class Cluster:
 
     @property
     def between(self) -> AlphaBeta:
-        return AlphaBeta(alpha=self.assumptions.alpha_between, beta=1 / (self.gpu.between * self.assumptions.links))
+        a = self.assumptions
+        return AlphaBeta(alpha=a.alpha_between, beta=1 / (self.gpu.between * a.links * a.cards))
 
     # A group of ranks is given by (stride, size): the ranks 0, stride, 2 stride, ..., `size` of them.
 
@@ -175,7 +236,8 @@ def gather_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> f
     inside, between = cluster.inside, cluster.between
     if hosts == 1 or not cluster.framework.ring_per_card:
         return (size - 1) * cluster.link(stride, size).seconds(nbytes / size)
-    latency = (size - hosts) * inside.alpha + (hosts - 1) * between.alpha
+    slow = size - 1 if cluster.framework.lockstep else hosts - 1
+    latency = (size - 1 - slow) * inside.alpha + slow * between.alpha
     beta = max(inside.beta, between.beta / k) if k > 1 else between.beta
     return latency + nbytes * (size - 1) / size * beta
 
@@ -223,6 +285,56 @@ def model_clock_cluster(
     return Cluster(gpu=gpu, gpus=ranks, per_host=per_host, assumptions=exact, framework=MINIPAR)
 
 
+def find_program(name: str) -> Program:
+    """Return a program by its name, or from a JSON file with values of the user's own.
+
+    The file holds fields of Assumptions, Framework and Activations, and "like", the name of the program that gives the
+    rest (Megatron's without it). UsageError for an unknown name and for a file that describes no program.
+    """
+    if name.lower() in PROGRAMS:
+        return PROGRAMS[name.lower()]
+    values = _own_values(name, "--program", PROGRAMS)
+    base = (values.pop("like", None) or "megatron").lower()
+    like = PROGRAMS[base]
+    parts: list[dict[str, Any]] = [vars(like.assumptions), vars(like.framework), vars(like.framework.kept)]
+    known = {key: value for part in parts for key, value in part.items() if key != "kept"}
+    for key, value in values.items():
+        if key not in known:
+            raise UsageError(f"{name}: no program has {key[:40]!r}{did_you_mean(key, known) or '; see cluster.py'}")
+        if isinstance(known[key], bool) and not isinstance(value, bool):
+            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected true or false")
+        if not isinstance(known[key], bool):
+            low, high = PROGRAM_RANGES.get(key, PROGRAM_RANGE)
+            values[key] = _number(name, key, value, low, high)
+    assumptions, framework, kept = ({key: values[key] for key in values if key in part} for part in parts)
+    evidence = like.evidence
+    if values:
+        evidence = replace(evidence, text=f"no run was compared with these values; of {base}: {evidence.text}")
+    return Program(
+        framework=replace(like.framework, **framework, kept=replace(like.framework.kept, **kept)),
+        assumptions=replace(like.assumptions, **assumptions),
+        evidence=evidence,
+    )
+
+
+def _own_values(name: str, flag: str, known: Mapping[str, object]) -> dict[str, Any]:
+    """Return the values in a user's JSON file, of which "like" is a known name if it is there."""
+    if not os.path.exists(name):  # False, too, for a name that is too long
+        raise UsageError(f"{flag} {name}: neither a JSON file nor one of {', '.join(known)}{did_you_mean(name, known)}")
+    values: dict[str, Any] = read_json(Path(name))
+    like = values.get("like")
+    if like is not None and (not isinstance(like, str) or like.lower() not in known):
+        raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(known)}')
+    return values
+
+
+def _number(name: str, key: str, value: object, low: float, high: float) -> float:
+    """Return a value of a user's file as a float. UsageError unless it is a number from `low` to `high`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected a value from {low:g} to {high:g}")
+    return float(value)
+
+
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by its name, or from a JSON file with values of the user's own.
 
@@ -231,18 +343,10 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    if not os.path.exists(name):  # False, too, for a name that is too long
-        raise UsageError(f"--gpu {name}: neither a JSON file nor one of {', '.join(GPUS)}{did_you_mean(name, GPUS)}")
-    values = read_json(Path(name))
+    values = _own_values(name, "--gpu", GPUS)
     like = values.pop("like", None)
-    if like is not None and (not isinstance(like, str) or like.lower() not in GPUS):
-        raise UsageError(f'{name}: "like" is {str(like)[:40]!r}, expected one of {", ".join(GPUS)}')
     fields = asdict(GPUS["a100"])
     if values.keys() - fields or (like is None and fields.keys() - values):
         raise UsageError(f'{name}: expected {", ".join(sorted(fields))}, or some of them and "like": a known GPU')
-    low, high = GPU_RANGE
-    for key, value in values.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected a value from {low:g} to {high:g}")
-    numbers = {key: float(value) for key, value in values.items()}
+    numbers = {key: _number(name, key, value, *GPU_RANGE) for key, value in values.items()}
     return Gpu(**numbers) if like is None else replace(GPUS[like.lower()], **numbers)

@@ -85,6 +85,18 @@ class UnitTime(StageTime):
     reduce: float
     partial: float
 
+    def launched_in(self, seconds: float) -> UnitTime:
+        """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer than the GPU."""
+        if seconds <= self.seconds:
+            return self
+        stretch = seconds / self.seconds
+        return replace(
+            self,
+            forward=self.forward * stretch,
+            backward_input=self.backward_input * stretch,
+            backward_weight=self.backward_weight * stretch,
+        )
+
 
 @dataclass(frozen=True)
 class UnitTimes:
@@ -115,13 +127,14 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
     recomputed_sums = layer_sums if full_recompute else 0.0
     waiting, slowdown = tp.backward([compute.backward_weight * share for share in model.column_shares], rows=2)
+    launches = cluster.assumptions.host_layer * (4 / 3 if full_recompute else 1)
     layer = UnitTime(
         forward=compute.forward + layer_sums,
         backward_input=compute.backward_input + compute.recompute + recomputed_sums + waiting + slowdown,
         backward_weight=compute.backward_weight,
         tp=layer_sums + recomputed_sums + waiting + slowdown,
         **_over_dp(cluster, layout, layer_state(model, layout.tp), replicated_parameters(model)),
-    )
+    ).launched_in(launches)
 
     # Parameters of the two ends. Without a pipeline their gradients travel together, with the embedding's.
     table, positions = embedding_rows(model, layout.tp), model.positions * model.hidden
@@ -146,7 +159,7 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
         backward_weight=compute.head_backward_weight,
         tp=tp.enter + tp.loss + waiting + slowdown,
         **head_dp,
-    )
+    ).launched_in(cluster.assumptions.host_ends)
     return UnitTimes(embedding=embedding, layer=layer, head=head, update=compute.update)
 
 
@@ -160,6 +173,7 @@ class _TensorParallel:
 
     layout: Layout
     contention: float
+    hidden_sums: bool
     gather: float
     loss: float
 
@@ -169,7 +183,8 @@ class _TensorParallel:
         tokens, t, width = layout.microbatch * length, layout.tp, layout.precision.parameters
         sums = [2 * gather_seconds(cluster, values * tokens * max(4, width), 1, t) for values in (1, 2)]
         gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
-        return cls(layout=layout, contention=cluster.assumptions.contention, gather=gather, loss=sum(sums))
+        contention, hidden_sums = cluster.assumptions.contention, cluster.framework.hidden_sums
+        return cls(layout=layout, contention=contention, hidden_sums=hidden_sums, gather=gather, loss=sum(sums))
 
     @property
     def enter(self) -> float:
@@ -185,10 +200,11 @@ class _TensorParallel:
         """Return (seconds that backward waits, seconds that hidden collectives cost the computation).
 
         `columns` has the seconds of each column-parallel layer's weight gradient. The sum of such a layer's input
-        gradient hides behind it, unless the schedule splits I from W. Each of the `rows` row-parallel layers gathers
-        its gradient under sequence parallelism, and nothing hides that.
+        gradient hides behind it, unless the schedule splits I from W or the framework waits (Framework.hidden_sums).
+        Each of the `rows` row-parallel layers gathers its gradient under sequence parallelism, and nothing hides that.
         """
-        hidden = sum(0.0 if self.layout.splits_backward else min(self.leave, seconds) for seconds in columns)
+        hides = self.hidden_sums and not self.layout.splits_backward
+        hidden = sum(min(self.leave, seconds) if hides else 0.0 for seconds in columns)
         row_gathers = rows * self.gather if self.layout.sequence_parallel else 0.0
         return len(columns) * self.leave - hidden + row_gathers, self.contention * hidden
 
@@ -203,6 +219,6 @@ def _over_dp(cluster: Cluster, layout: Layout, parameters: int, replicated: int)
     partial = 2 * gather_seconds(cluster, replicated * precision.gradients, 1, t) if layout.sequence_parallel else 0.0
     return {
         "gather": fetch_seconds(cluster, parameters * precision.parameters, t, layout.dp),
-        "reduce": reduce if layout.zero else 2 * reduce,
+        "reduce": reduce if layout.zero else cluster.assumptions.all_reduce * reduce,
         "partial": partial,
     }

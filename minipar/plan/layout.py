@@ -1,7 +1,8 @@
 """A layout and a framework: how a training step is divided over GPUs, and how the program runs it.
 
 The planner chooses the layout. It cannot choose the framework: `MEGATRON` is what the published figures were measured
-with, `MINIPAR` is this repository's own program, so that predictions can be compared with runs.
+with, `NANOTRON` is what the Ultra-Scale Playbook's runs were measured with, `MINIPAR` is this repository's own program,
+so that predictions can be compared with runs. `PROGRAMS` in cluster.py pairs each with the speeds that it reaches.
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ class Framework:
     pairwise           Parameters are gathered, and scalars summed, by messages from each rank to each other rank.
     gathers_ahead      ZeRO stages 1 and 2 gather updated parameters during the next step's first forward.
     embedding_returns  The first stage sends the updated token embedding to the last. Otherwise both update it.
+    lockstep           In a ring over hosts every message waits for one between hosts. Otherwise one per host does.
+    hidden_sums        Backward's sums over tp hide behind weight gradients. Otherwise the rank waits for them.
+    gradient_copy      Bytes per parameter of 16-bit gradients next to those that are accumulated in 32 bits.
+    overhead           Bytes of the libraries' own buffers on each GPU.
     kept               What is kept for backward.
     """
 
@@ -144,6 +149,10 @@ class Framework:
     gathers_ahead: bool
     embedding_returns: bool
     kept: Activations
+    lockstep: bool = False
+    hidden_sums: bool = True
+    gradient_copy: float = 0
+    overhead: float = 0.0
 
 
 # Megatron-LM on NCCL, with ZeRO as DeepSpeed does it. Activations: Korthikanti et al. 2022, section 4.1, s b h (34 +
@@ -178,5 +187,27 @@ MINIPAR = Framework(
     kept=Activations(
         sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=0, scores=1,
         logits=2, head=2, boundary=1, moving=2, moving_whole=1,
+    ),
+)  # fmt: skip
+
+# nanotron, as in the Ultra-Scale Playbook's benchmark: bf16 with gradients accumulated in fp32 (20 bytes per parameter,
+# `PRECISIONS["bf16"]` and the copy), flash attention, sequence parallelism with a column-parallel layer's whole input
+# kept, blocks divided with the head in mind. Multiples of the logits and overhead: fitted (tests/plan/fit_nanotron.py).
+NANOTRON = Framework(
+    ring_per_card=True,
+    blocking_hops=True,
+    scattered_hops=False,
+    balanced_stages=True,
+    every_microbatch=False,
+    pairwise=False,
+    gathers_ahead=False,
+    embedding_returns=False,
+    lockstep=True,
+    hidden_sums=False,
+    gradient_copy=2,
+    overhead=0.38e9,
+    kept=Activations(
+        sliced=5, gathered=2, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5,
+        logits=5.7, head=2, boundary=0, moving=0, moving_whole=0,
     ),
 )  # fmt: skip

@@ -107,6 +107,7 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     precision, kept = layout.precision, framework.kept
     psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp)
     accumulating = layout.microbatches > 1 and not framework.every_microbatch
+    copy = framework.gradient_copy * psi
     state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision, accumulating)
 
     layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)
@@ -124,7 +125,7 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
         activations = flying * layers * layer_bytes + kept.boundary * hidden * (flying * ends)
         peak = max(activations, layers * layer_bytes + logits)
 
-    buffers = peak - activations + kept.moving * hidden + kept.moving_whole * tokens * model.hidden
+    buffers = framework.overhead + peak - activations + kept.moving * hidden + kept.moving_whole * tokens * model.hidden
     if layout.recompute == "full":
         buffers += layer_activations(model, replace(layout, recompute="none"), length, kept)
     if layout.zero == 3:  # the parameters of the unit that computes, and of the next one
@@ -133,7 +134,7 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
         buffers += 2 * precision.gradients * layer
     return Memory(
         parameters=float(state.parameters),
-        gradients=float(state.gradients),
+        gradients=float(state.gradients + copy),
         optimizer=float(state.optimizer),
         activations=activations,
         buffers=buffers,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minipar.plan.cluster import Cluster
+from minipar.plan.cluster import Cluster, Evidence
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
-from minipar.plan.search import Plan, SearchResult, SearchSpace, why
+from minipar.plan.search import Plan, SearchResult, SearchSpace, tied, why
 
 SHOWN_MESHES = 200  # in the JSON
 SETTINGS = "dp tp pp ZeRO microbatch schedule recompute SP".split()
@@ -19,11 +19,13 @@ SECONDS = [*"compute tp pp dp bubble update total TFLOP/s/GPU HFU MFU".split(), 
 
 @dataclass(frozen=True)
 class Request:
-    """The question that a user asked; `name` and `gpu` are the names as the user wrote them."""
+    """The question that a user asked; `name`, `gpu` and `program` are the names as the user wrote them."""
 
     name: str
     model: ModelShape
     gpu: str
+    program: str
+    evidence: Evidence
     cluster: Cluster
     global_batch: int
     length: int
@@ -53,6 +55,9 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.per_host,
         "gpu": {"name": request.gpu, **asdict(cluster.gpu)},
+        "program": request.program,
+        "spread": request.evidence.spread,
+        "tied": [1 + result.plans.index(plan) for plan in tied(result.plans, request.evidence.spread)],
         "global_batch": request.global_batch,
         "seq_len": length,
         "tokens_per_step": request.tokens,
@@ -85,6 +90,7 @@ def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[st
         **_settings_json(plan.layout),
         "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
         "seconds": {**seconds, "total": plan.time.total},
+        "seconds_from_to": [(1 + sign * request.evidence.spread) * plan.time.total for sign in (-1, 1)],
         "simulated": exact,
         "communication_bytes": {axis: float(nbytes) for axis, nbytes in vars(plan.volume).items()},
         "mfu": plan.mfu,
@@ -98,21 +104,31 @@ def _plan_json(request: Request, rank: int, plan: Plan, winner: Plan) -> dict[st
 def assumptions(request: Request) -> list[str]:
     """Return the assumptions of the predictions in sentences."""
     a, gpu, widths = request.cluster.assumptions, request.cluster.gpu, request.space.precision
+    framework = request.cluster.framework
+    copy = f" + {framework.gradient_copy:g}" if framework.gradient_copy else ""
+    hidden = (
+        "backward's hide behind weight gradients (not in zb schedules)" if framework.hidden_sums else "backward too"
+    )
+    waited = "every message is waited for" if framework.blocking_hops else "messages travel next to computation"
+    updated = "updated parameters of stages 1 and 2 behind the next forward, " if framework.gathers_ahead else ""
+    often = "for every microbatch" if framework.every_microbatch else "once"
+    host = [f"the host launches a layer's kernels, forward and backward, in {a.host_layer * 1e3:.1f} ms per microbatch"]
     return [
         f"{request.gpu}: {gpu.peak / 1e12:.0f} TFLOP/s dense 16-bit, {gpu.memory / 1e9:.0f} GB at "
         f"{gpu.memory_bandwidth / 1e9:.0f} GB/s; to each GPU {gpu.inside / 1e9:.0f} GB/s inside a host and "
         f"{gpu.between / 1e9:.4g} GB/s between hosts (one direction)",
-        f"of these a program gets {a.products:.0%} in large products, {a.copies:.0%} in elementwise kernels, "
-        f"{a.links:.0%} on links; a message starts in {a.alpha_inside * 1e6:.1f} us inside and "
-        f"{a.alpha_between * 1e6:.0f} us between hosts; {a.memory_used:.0%} of memory can be used",
-        f"{request.precision}: {widths.parameters} + {widths.gradients} + {widths.optimizer} bytes per parameter "
+        f"of these {request.program} gets {a.products:.0%} in large products, {a.copies:.0%} in elementwise kernels, "
+        f"{a.links:.0%} on links inside a host and {a.links * a.cards:.0%} between; a message starts in "
+        f"{a.alpha_inside * 1e6:.1f} us inside and {a.alpha_between * 1e6:.0f} us between hosts; {a.memory_used:.0%} "
+        "of memory can be used",
+        f"{request.precision}: {widths.parameters} + {widths.gradients}{copy} + {widths.optimizer} bytes per parameter "
         "(weights, gradients, AdamW), 16-bit activations; "
         + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention"),
-        "tp: forward waits for its sums, backward's hide behind weight gradients (not in zb schedules); pp: every "
-        "message is waited for",
-        "dp: gradients hide behind backward, stage 3's gathers behind all computation, updated parameters of stages 1 "
-        f"and 2 behind the next forward, and take {a.contention:.0%} of the hidden time from it; from stage 2 on "
-        "gradients travel for every microbatch",
+        f"tp: forward waits for its sums, {hidden}; pp: {waited}",
+        f"dp: gradients hide behind backward, stage 3's gathers behind all computation, {updated}and take "
+        f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
+        *(host if a.host_layer else []),
+        request.evidence.text,
         "attention counts all pairs of tokens; data loading, checkpoints, stragglers, failures: not counted",
     ]
 
@@ -139,8 +155,9 @@ def as_text(request: Request, result: SearchResult) -> str:
         "",
         "Time of a step, seconds (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
         "count what is recomputed, MFU does not):",
-        *_numbered(SECONDS, [_seconds(plan) for plan in plans]),
+        *_numbered(SECONDS, [_seconds(plan, request.evidence.spread) for plan in plans]),
         "",
+        _ties(plans, request.evidence.spread),
     ]
     lines += [f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1]
     if _simulated(result) < len(plans):
@@ -164,11 +181,19 @@ def _memory(plan: Plan) -> list[str]:
     return [f"{nbytes / 1e9:.1f}" for nbytes in (*asdict(plan.memory).values(), plan.memory.total)]
 
 
-def _seconds(plan: Plan) -> list[str]:
+def _ties(plans: Sequence[Plan], spread: float) -> str:
+    near = tied(plans, spread)
+    if len(near) == 1:
+        return f"Only 1. is within {spread:.0%} of the fastest; what is closer than that is tied."
+    numbers = ", ".join(f"{1 + plans.index(plan)}." for plan in near)
+    return f"Tied, within {spread:.0%} of the fastest, the simplest (no pipeline, fewer axes) first: {numbers}"
+
+
+def _seconds(plan: Plan, spread: float) -> list[str]:
     time, sent = plan.time, plan.volume
     return [
         *(f"{part:.3f}" for part in (time.compute, time.tp, time.pp, time.dp, time.bubble, time.optimizer)),
-        f"{'' if time.exact else '~'}{time.total:.4g}",
+        f"{'' if time.exact else '~'}{time.total:.4g} +-{spread * time.total:.2g}",
         f"{plan.tflops:.0f}",
         f"{plan.hfu:.1%}",
         f"{plan.mfu:.1%}",

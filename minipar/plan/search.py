@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import isqrt
@@ -34,11 +34,12 @@ PARTS = {
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices that the user has fixed; `None` leaves one to the planner."""
+    """The choices that the user has fixed; `None` leaves one to the planner. `zero` is a stage, or those to try."""
 
+    dp: int | None = None
     tp: int | None = None
     pp: int | None = None
-    zero: int | None = None
+    zero: int | tuple[int, ...] | None = None
     recompute: str | None = None
     schedule: str | None = None
     microbatch: int | None = None
@@ -48,7 +49,11 @@ class SearchSpace:
 
     def zero_stages(self, dp: int) -> list[int]:
         """Return the ZeRO stages to try. With one replica there is nothing to shard."""
-        return [zero for zero in range(4) if self.zero in (None, zero)] if dp > 1 else [0]
+        if dp == 1:
+            return [0]
+        if self.zero is None:
+            return [0, 1, 2, 3]
+        return [self.zero] if isinstance(self.zero, int) else sorted(set(self.zero))
 
     def recomputations(self, schedule: str) -> list[str]:
         """Return the kinds of recomputation to try.
@@ -110,16 +115,25 @@ def meshes(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (tp, pp, dp): tp divides a host and the heads, pp is at most the number of layers, dp divides the batch.
 
-    tp also divides the heads of keys and values, or is a multiple of them: then ranks hold copies.
+    tp also divides the heads of keys and values, or is a multiple of them: then ranks hold copies. Only a tp that the
+    user has fixed goes over hosts: a multiple of a host's GPUs.
     """
-    for tp in divisors(min(cluster.per_host, cluster.gpus)):
-        divides = cluster.gpus % tp == 0 and model.heads % tp == 0
-        if not divides or (model.groups % tp and tp % model.groups) or space.tp not in (None, tp):
+    sizes = divisors(min(cluster.per_host, cluster.gpus))
+    if space.tp is not None:
+        sizes = [space.tp] if space.tp in sizes or space.tp % cluster.per_host == 0 else []
+    for tp in sizes:
+        if cluster.gpus % tp or not tp_divides(model, tp):
             continue
         for pp in divisors(cluster.gpus // tp):
             dp = cluster.gpus // tp // pp
-            if pp <= model.layers and global_batch % dp == 0 and space.pp in (None, pp):
+            fits = space.pp in (None, pp) and space.dp in (None, dp)
+            if pp <= model.layers and global_batch % dp == 0 and fits:
                 yield tp, pp, dp
+
+
+def tp_divides(model: ModelShape, tp: int) -> bool:
+    """Return whether tp divides the heads, and divides those of keys and values or is a multiple of them."""
+    return model.heads % tp == 0 and (model.groups % tp == 0 or tp % model.groups == 0)
 
 
 def microbatch_sizes(samples: int, space: SearchSpace) -> list[int]:
@@ -213,7 +227,7 @@ def plan(
     examined = list(islice(layouts(model, cluster, global_batch, space), MOST_LAYOUTS + 1))
     if len(examined) > MOST_LAYOUTS:
         raise UsageError(
-            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --pp, --microbatch, --zero-stage, "
+            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --pp, --dp, --microbatch, --zero-stage, "
             "--schedule, --recompute or --sequence-parallel"
         )
     fitting = 0
@@ -240,7 +254,11 @@ def plan(
 def judge(
     model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int, length: int, exact: bool = True
 ) -> Plan:
-    """Predict one layout, its pipeline simulated if `exact` and if its schedule is not too long for that."""
+    """Predict one layout, its pipeline simulated if `exact` and if its schedule is not too long for that.
+
+    UsageError for a layout that contradicts the model, the batch or the number of GPUs.
+    """
+    check_layout(model, layout, cluster, global_batch)
     time = step_time(model, layout, cluster, length, exact)
     flops = global_batch * model.model_flops(length)
     hardware_flops = global_batch * model.hardware_flops(length, layout.recompute)
@@ -253,6 +271,42 @@ def judge(
         hfu=utilization(hardware_flops, time.total, cluster.gpus, cluster.gpu.peak),
         tflops=hardware_flops / time.total / cluster.gpus / 1e12,
     )
+
+
+def check_layout(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int) -> None:
+    """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is asked to run."""
+    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "microbatch", "microbatches")}
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"{name} {size}: expected at least 1")
+    dp, tp, pp, microbatch, m = sizes.values()
+    if layout.gpus != cluster.gpus:
+        raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {layout.gpus}, but the cluster has {cluster.gpus} GPUs")
+    if dp * microbatch * m != global_batch:
+        product = f"dp*microbatch*microbatches = {dp}*{microbatch}*{m} = {dp * microbatch * m}"
+        raise UsageError(f"{product}, but the global batch is {global_batch}")
+    if not tp_divides(model, tp):
+        raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
+    if pp > model.layers:
+        raise UsageError(f"pp {pp}, but the model has {model.layers} layers")
+
+
+def tied(plans: Sequence[Plan], spread: float) -> list[Plan]:
+    """Return the plans that take at most `spread` longer than the fastest, the simplest first.
+
+    A comparison with measured runs cannot tell them apart.
+    """
+    fastest = min(plan.time.total for plan in plans)
+    near = [plan for plan in plans if plan.time.total <= (1 + spread) * fastest]
+    return sorted(near, key=lambda plan: (*complexity(plan.layout), plan.time.total))
+
+
+def complexity(layout: Layout) -> tuple[bool, int]:
+    """Return what makes a layout less simple: whether it has a pipeline, and how many axes are longer than 1.
+
+    NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower than its ties.
+    """
+    return layout.pp > 1, sum(size > 1 for size in layout.mesh)
 
 
 def why(winner: Plan, loser: Plan) -> str:
@@ -284,7 +338,8 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
         return _nothing_divides(model, cluster, global_batch, space)
     nbytes, layout = least
     usable, used = cluster.usable_memory, cluster.assumptions.memory_used
-    ways = [f"{name} ({gpu.memory / 1e9:.0f} GB)" for name, gpu in GPUS.items() if gpu.memory * used >= nbytes]
+    ways = list(_wider_choices(model, cluster, global_batch, length, space))
+    ways += [f"{name} ({gpu.memory / 1e9:.0f} GB)" for name, gpu in GPUS.items() if gpu.memory * used >= nbytes]
     for gpus in (cluster.gpus * times for times in (2, 4, 8, 16, 32, 64)):
         if gpus > cluster.per_host and gpus % cluster.per_host:
             continue  # hosts that would not be full
@@ -298,13 +353,34 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
     )
 
 
+def _wider_choices(
+    model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace
+) -> Iterator[str]:
+    """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation, the number of stages.
+
+    Each is the least change of its kind.
+    """
+    choices: dict[str, tuple[object, list[tuple[int | str, SearchSpace]]]] = {
+        "--zero-stage": (space.zero, [(stage, replace(space, zero=stage)) for stage in range(4)]),
+        "--recompute": (space.recompute, [(kind, replace(space, recompute=kind)) for kind in RECOMPUTE]),
+        "--pp": (space.pp, [(pp, replace(space, pp=pp)) for pp in divisors(cluster.gpus)]),
+    }
+    for flag, (fixed, wider) in choices.items():
+        for value, other in wider if fixed is not None else ():
+            least = _least(model, cluster, global_batch, length, other)
+            if least is not None and least[0] <= cluster.usable_memory:
+                yield f"{flag} {value} ({least[1]})"
+                break
+
+
 def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace) -> str:
     if (space.attention, space.recompute) == ("flash", "selective"):
         return "flash attention keeps no scores, so there is nothing for selective recomputation: none or full"
-    fixed = [f"{n} {getattr(space, n)}" for n in ("tp", "pp", "schedule", "microbatch") if getattr(space, n)]
+    fixed = [f"{n} {getattr(space, n)}" for n in ("dp", "tp", "pp", "schedule", "microbatch") if getattr(space, n)]
     only = f" with {', '.join(fixed)}" if fixed else ""
     return (
         f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of {cluster.per_host}, "
         f"{model.layers} layers, {model.heads} heads; dp*tp*pp = GPUs, dp*microbatch divides the batch, tp divides the "
-        "heads and a host, interleaved-1f1b needs pp to divide the microbatches, zbv 2*pp the layers"
+        "heads and a host (or, with --tp, is a multiple of one), interleaved-1f1b needs pp to divide the microbatches, "
+        "zbv 2*pp the layers"
     )

@@ -25,7 +25,7 @@ STEADY = 3  # microbatches that are followed; each further one takes as long as 
 class StepTime:
     """Seconds of a step on the busiest rank, by what they are spent on.
 
-    compute      products and elementwise work
+    compute      products and elementwise work, and waiting for the host that launches them
     tp, pp, dp   communication that nothing hides; tp and dp include what hidden collectives cost the computation
     bubble       waiting in the pipeline
     optimizer    the update

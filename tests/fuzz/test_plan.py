@@ -24,6 +24,19 @@ def test_a_gpu_file_plans_or_is_refused(fuzzed):
     assert 0 < count.succeeded < count.cases
 
 
+PROGRAM = {"like": "nanotron", "products": 0.5, "host_layer": 1e-3, "pairwise": False, "logits": 3}
+
+
+def program_case(name: str, content: bytes | str) -> Case:
+    return Case(("--model", "gpt2", "--gpu", "a100", "--program", name, *SMALL), {name: content})
+
+
+def test_a_programs_file_plans_or_is_refused(fuzzed):
+    contents = or_no_file(json_files(PROGRAM))
+    count = fuzzed(PLAN, cases(program_case, name=names(".json"), content=contents), share=0.12, warm=WARM)
+    assert 0 < count.succeeded < count.cases
+
+
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 64, "n_positions": 16}
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 64,
@@ -50,10 +63,12 @@ FLAGS = {
     "--seq-len": ["1", "64", "1024", "4096"],
     "--precision": ["fp16", "bf16"],
     "--attention": ["stored", "flash"],
-    "--tp": ["1", "2", "8"],
+    "--program": ["megatron", "nanotron", "Minipar"],
+    "--dp": ["1", "2", "8"],
+    "--tp": ["1", "2", "8", "16"],
     "--pp": ["1", "2", "8"],
     "--microbatch": ["1", "2"],
-    "--zero-stage": ["0", "1", "2", "3"],
+    "--zero-stage": ["0", "1", "2", "3", "0,1,3"],
     "--schedule": ["1f1b", "gpipe", "naive", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"],
     "--recompute": ["none", "selective", "full"],
     "--sequence-parallel": ["on", "off"],

@@ -29,7 +29,11 @@ MUTANTS = [
         ),
         ("compute: full recomputation is free", '"full": forward}', '"full": 0.0}'),
         ("compute: a layer's sums in one direction", "layer_sums = 4 * tp.gather", "layer_sums = 2 * tp.gather"),
-        ("compute: ZeRO all-reduces its gradients", "reduce if layout.zero else 2 * reduce", "2 * reduce"),
+        (
+            "compute: ZeRO all-reduces its gradients",
+            "reduce if layout.zero else cluster.assumptions.all_reduce * reduce",
+            "cluster.assumptions.all_reduce * reduce",
+        ),
     ),
     *mistakes(
         "minipar/plan/model.py",

@@ -10,10 +10,12 @@ from minipar.errors import UsageError
 from minipar.plan.cluster import (
     GB,
     GPUS,
+    PROGRAMS,
     AlphaBeta,
     Cluster,
     fetch_seconds,
     find_gpu,
+    find_program,
     gather_seconds,
     scalar_seconds,
 )  # fmt: skip
@@ -76,6 +78,42 @@ def test_a_users_own_gpu(tmp_path):
         path.write_text(text)
         with pytest.raises(UsageError):
             find_gpu(str(path))
+
+
+def test_a_users_own_program(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"like": "nanotron", "links": 0.5, "pairwise": true, "logits": 3, "overhead": 0}')
+    mine, like = find_program(str(path)), PROGRAMS["nanotron"]
+    assert mine.assumptions == replace(like.assumptions, links=0.5)
+    kept = replace(like.framework.kept, logits=3)
+    assert mine.framework == replace(like.framework, pairwise=True, overhead=0, kept=kept)
+    assert mine.evidence.text.startswith("no run was compared with these values; of nanotron: without a pipeline")
+    path.write_text("{}")
+    assert find_program(str(path)) == PROGRAMS["megatron"] == find_program("Megatron")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"like": "pytorch"}', "\"like\" is 'pytorch', expected one of megatron, nanotron, minipar"),
+        ('{"like": ["nanotron"]}', '"like" is'),
+        ('{"link": 1}', "no program has 'link'; did you mean links?"),
+        ('{"kept": {}}', "no program has 'kept'"),
+        ('{"pairwise": 1}', "pairwise is 1, expected true or false"),
+        ('{"links": true}', "links is True, expected a value from 1e-06 to 1"),
+        ('{"links": 0}', "links is 0, expected"),
+        ('{"products": 1.5}', "products is 1.5, expected a value from 1e-06 to 1"),
+        ('{"host_layer": -1}', "host_layer is -1, expected a value from 0 to 1e"),
+        ('{"half_work": NaN}', "half_work is nan"),
+        ("[]", "mine.json"),
+    ],
+)
+def test_a_file_that_describes_no_program(tmp_path, text, words):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        find_program(str(path))
+    assert words in str(caught.value)
 
 
 def test_a_gpu_file_that_is_a_pipe_or_a_device_is_refused(tmp_path):

@@ -46,6 +46,10 @@ def test_json_alone_on_standard_output():
         )
         assert one["tokens_per_second"] == pytest.approx(1536 * 2048 / one["seconds"]["total"])
         assert set(one["communication_bytes"]) == {"tp", "pp", "dp"} and one["why"] and one["simulated"]
+        assert one["seconds_from_to"] == pytest.approx([one["seconds"]["total"] * part for part in (0.85, 1.15)])
+    fastest = found["plans"][0]["seconds"]["total"]
+    near = {one["rank"] for one in found["plans"] if one["seconds"]["total"] <= 1.15 * fastest}
+    assert set(found["tied"]) == near and found["spread"] == 0.15
     assert found["search"]["layouts"] >= found["search"]["fitting"] > 100
     assert found["assumptions"]["text"] and found["assumptions"]["products"] == 0.75
 
@@ -105,6 +109,55 @@ def test_flags_narrow_the_search(capsys):
     assert one["memory_bytes"]["gradients"] == 2 * one["memory_bytes"]["parameters"]
 
 
+def found_plans(capsys, **given):
+    assert main([*changed(**given), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)["plans"]
+
+
+def test_replicas_and_several_zero_stages_narrow_the_search(capsys):
+    plans = found_plans(capsys, dp="16", zero_stage="0,1,3", top="50")
+    assert {one["dp"] for one in plans} == {16} and len(plans) > 2
+    assert {one["zero_stage"] for one in plans} <= {0, 1, 3}
+    assert {one["zero_stage"] for one in found_plans(capsys, dp="16", zero_stage="0", top="50")} == {0}
+
+
+def test_tp_goes_over_hosts_only_where_it_is_asked_for(capsys):
+    assert max(one["tp"] for one in found_plans(capsys, top="50")) == 8
+    asked = found_plans(capsys, tp="16", top="50")
+    assert {one["tp"] for one in asked} == {16}
+    inside = found_plans(capsys, tp="8", pp=str(asked[0]["pp"]))
+    assert asked[0]["seconds"]["tp"] > 2 * inside[0]["seconds"]["tp"]
+
+
+def test_a_program_is_named_or_read_from_a_file(tmp_path, capsys):
+    path = tmp_path / "mine.json"
+    small = {"model": "gpt2", "gpus": "16", "gpu": "h100", "global_batch": "64", "seq_len": "1024", "precision": "bf16"}
+    seconds = {}
+    for text in ("{}", '{"like": "nanotron"}', '{"like": "nanotron", "host_layer": 1.0}'):
+        path.write_text(text)
+        seconds[text] = found_plans(capsys, program=str(path), **small)[0]["seconds"]["total"]
+    own, nanotron, slow = seconds.values()
+    assert own == found_plans(capsys, **small)[0]["seconds"]["total"]
+    assert nanotron == found_plans(capsys, program="nanotron", **small)[0]["seconds"]["total"] > own
+    assert slow > 12
+    assert main(changed(program="nanotron", **small)) == 0
+    printed = capsys.readouterr().out
+    assert "of these nanotron gets 53% in large products" in printed and "2 + 4 + 2 + 12 bytes" in printed
+    assert "the host launches a layer's kernels, forward and backward, in 4.2 ms" in printed
+
+
+def test_seconds_come_with_their_spread_and_ties_are_named(capsys):
+    assert main(GIVEN) == 0
+    printed = capsys.readouterr().out
+    assert "seconds are within 15 % of the printed ones in 18 of 21 runs" in printed
+    assert (
+        " +-" in printed
+        and "Tied, within 15% of the fastest, the simplest (no pipeline, fewer axes) first: " in printed
+    )
+    assert main([*GIVEN, "--top", "1"]) == 0
+    assert "Only 1. is within 15% of the fastest" in capsys.readouterr().out
+
+
 def test_the_picture_is_drawn_from_the_file(tmp_path, capsys):
     assert main([*GIVEN, "--json", str(tmp_path / "plan.json")]) == 0
     assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
@@ -138,7 +191,16 @@ def changed(**given):
         ({"global_batch": "-1"}, "--global-batch"),
         ({"global_batch": "7", "tp": "1", "pp": "1"}, "no layout divides"),
         ({"gpus": "8"}, "nothing fits"),
-        ({"tp": "16"}, "no layout divides with tp 16"),
+        ({"tp": "12"}, "no layout divides with tp 12"),
+        ({"tp": "64"}, "no layout divides with tp 64"),
+        ({"dp": "5", "global_batch": "1000"}, "no layout divides with dp 5"),
+        ({"dp": "5"}, "--dp 5 does not divide --global-batch 1536"),
+        ({"dp": "2", "tp": "8", "pp": "8"}, "--dp 2 * --tp 8 * --pp 8 = 128, but --gpus 1024"),
+        ({"dp": "9" * 4000}, "at most 1048576"),
+        ({"zero_stage": "0,4"}, "--zero-stage"),
+        ({"zero_stage": "0,,1"}, "--zero-stage"),
+        ({"program": "nanotrom"}, "did you mean nanotron?"),
+        ({"program": "x" * 5000}, "neither a JSON file nor one of megatron, nanotron, minipar"),
         ({"pp": "1", "schedule": "1f1b"}, "--schedule 1f1b is a pipeline's, but --pp 1 is none"),
         ({"tp": "1", "sequence_parallel": "on"}, "--tp is 1"),
         ({"top": "51"}, "--top 51: at most 50"),

@@ -11,7 +11,7 @@ from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import memory, volume
-from minipar.plan.search import SearchSpace, judge, layouts, plan, why
+from minipar.plan.search import SearchSpace, judge, layouts, plan, tied, why
 from minipar.plan.step_time import StepTime, step_time
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")
@@ -141,6 +141,56 @@ def test_recomputation_counts_as_hardware_flops_and_as_time():
     assert "more of computation" in why(kept, recomputed)
 
 
+def test_plans_within_the_spread_are_tied_the_simplest_first():
+    base = judge(GPT2, EIGHT, a100s(8), 64, 1024)
+
+    def takes(seconds, **sizes):
+        return replace(base, layout=layout(**sizes), time=StepTime(seconds, 0, 0, 0, 0, 0, True))
+
+    pipeline, mixed, slow = takes(1.0, pp=8), takes(1.1, dp=4, tp=2), takes(1.2, dp=8)
+    plain, other = takes(1.14, dp=8), takes(1.12, tp=8)
+    assert tied([pipeline, mixed, other, plain, slow], 0.15) == [other, plain, mixed, pipeline]
+    assert tied([pipeline, mixed, slow], 0.05) == [pipeline]
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "words"),
+    [
+        ({"dp": 4}, 64, "dp*tp*pp = 4*1*1 = 4, but the cluster has 8 GPUs"),
+        ({"dp": 16}, 64, "dp*tp*pp = 16*1*1 = 16, but the cluster has 8 GPUs"),
+        ({}, 65, "dp*microbatch*microbatches = 8*1*8 = 64, but the global batch is 65"),
+        ({"microbatch": 2}, 64, "dp*microbatch*microbatches = 8*2*8 = 128, but the global batch is 64"),
+        ({"dp": 1, "tp": 8}, 8, "tp 8 does not divide 12 heads"),
+        ({"microbatches": 0}, 64, "microbatches 0: expected at least 1"),
+    ],
+)
+def test_a_layout_that_contradicts_the_question_is_refused(given, batch, words):
+    with pytest.raises(UsageError) as caught:
+        judge(GPT2, replace(EIGHT, **given), a100s(8), batch, 1024)
+    assert words in str(caught.value)
+    assert judge(GPT2, EIGHT, a100s(8), 64, 1024).mfu < 1
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(UsageError, match="pp 16, but the model has 12 layers"):
+        judge(GPT2, layout(pp=16, microbatches=16), a100s(16), 16, 1024)
+
+
+def test_the_users_replicas_and_zero_stages():
+    every = list(layouts(GPT2, a100s(16), 64, SearchSpace(dp=4, zero=(3, 0))))
+    assert {one.dp for one in every} == {4} and {one.zero for one in every} == {0, 3}
+    assert not list(layouts(GPT2, a100s(16), 64, SearchSpace(dp=3)))
+    alone = list(layouts(GPT2, a100s(16), 64, SearchSpace(dp=1, zero=(3, 1))))
+    assert {one.zero for one in alone} == {0}
+
+
+def test_a_tp_over_hosts_is_a_multiple_of_a_host():
+    """96 heads: 16 and 48 are two and six hosts, 12 is none, and 64 does not divide the heads."""
+    found = {tp: list(layouts(GPT3, a100s(192), 192, SearchSpace(tp=tp))) for tp in (16, 48, 12, 64)}
+    assert [bool(every) for every in found.values()] == [True, True, False, False]
+    assert {one.tp for one in layouts(GPT3, a100s(192), 192)} == {1, 2, 4, 8}
+
+
 def test_a_plan_is_of_the_clusters_framework():
     one, cluster = layout(dp=4, pp=2, microbatches=4, zero=2), replace(a100s(8), framework=MINIPAR)
     judged = judge(GPT2, one, cluster, 16, 1024)
@@ -163,6 +213,20 @@ def test_no_layout_divides(gpus, batch, space, words):
     with pytest.raises(UsageError) as caught:
         plan(GPT3, a100s(gpus), batch, 2048, space)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_what_would_fit_gives_up_one_choice_at_a_time():
+    """The least ZeRO stage, recomputation and number of stages that fit, in this order, then more GPUs."""
+    model, fixed = find_model("megatron-7.5b"), SearchSpace(tp=1, pp=1, zero=1, recompute="none", microbatch=1)
+    with pytest.raises(UsageError, match="nothing fits") as caught:
+        plan(model, a100s(8), 64, 2048, fixed)
+    ways = str(caught.value).partition("What would fit: ")[2].split("; ")
+    starts = ["--zero-stage 2 (", "--recompute selective (", "--pp 2 (", "h200 (", "16 such GPUs ("]
+    assert len(ways) == 5 and all(way.startswith(start) for way, start in zip(ways, starts, strict=True))
+    for given in ({"zero": 2}, {"recompute": "selective"}, {"pp": 2}):
+        assert plan(model, a100s(8), 64, 2048, replace(fixed, **given)).plans
+    with pytest.raises(UsageError, match="What would fit: --zero-stage 1 .*; --pp 2 "):  # recomputation is free
+        plan(model, a100s(8), 64, 2048, replace(fixed, zero=0, recompute=None))
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 64), (3, 48)])

@@ -1,0 +1,175 @@
+"""nanotron's runs in the Ultra-Scale Playbook: constants fitted to the 1B model, judged by the 8B model.
+
+Without a pipeline, on at most 32 hosts. Nothing is claimed about pipelines, whose measured times differ by factors from
+one run to the next.
+"""
+
+from dataclasses import replace
+from math import exp, log
+from statistics import median
+
+import pytest
+from plan.fit_nanotron import MEMORY, TIME, memory_loss, time_loss
+from plan.playbook import (
+    LENGTH,
+    MODELS,
+    choice,
+    cluster_of,
+    groups,
+    nbytes,
+    runs,
+    seconds,
+    spearman,
+    within,
+    without_pipeline,
+)  # fmt: skip
+
+from minipar.plan.cluster import GPUS, PROGRAMS, Assumptions, Cluster, gather_seconds
+from minipar.plan.layout import MEGATRON, NANOTRON
+from minipar.plan.rank_bytes import memory
+from minipar.plan.step_time import step_time
+
+NANO = PROGRAMS["nanotron"]
+
+
+def frozen(names):
+    values = vars(NANO.assumptions) | vars(NANO.framework) | vars(NANO.framework.kept)
+    values |= {"elementwise": NANO.assumptions.forward_traffic / 2}
+    return {name: values[name] for name in names}
+
+
+@pytest.mark.parametrize(("loss", "names"), [(time_loss, TIME), (memory_loss, MEMORY)])
+def test_no_other_constant_fits_the_1b_runs_better(loss, names):
+    """The constants in the source are those of the fit, in two or three digits."""
+    values = frozen(names)
+    least = loss(values)
+    for name in names:
+        assert min(loss(values | {name: values[name] * exp(step)}) for step in (-0.05, 0.05)) > 0.99 * least
+
+
+def shares(model, program=NANO):
+    chosen = without_pipeline(model)
+    time, held = [seconds(run, program) for run in chosen], [nbytes(run, program) for run in chosen]
+    return within(time, [run.seconds for run in chosen]), within(held, [run.nbytes for run in chosen])
+
+
+def test_fitted_1b_within_20_percent_in_nine_of_ten():
+    time, held = shares("1B")
+    assert len(without_pipeline("1B")) == 149 and time > 0.90 and held > 0.90
+
+
+def test_8b_seconds_and_memory_within_20_percent():
+    """Held out: 83 of 100 runs in time, 90 of 100 in memory."""
+    time, held = shares("8B")
+    assert len(without_pipeline("8B")) == 105 and time > 0.83 and held > 0.90
+
+
+def test_with_megatrons_constants_they_are_not():
+    """The claim above can fail: the program decides, not the formulas."""
+    time, held = shares("8B", PROGRAMS["megatron"])
+    assert time < 0.05 and held < 0.30
+
+
+def test_8b_runs_are_ranked_on_every_number_of_hosts():
+    found = [
+        spearman([seconds(run) for run in group], [run.seconds for run in group])
+        for group in groups(without_pipeline("8B")).values()
+    ]
+    assert len(found) == 6 and median(found) > 0.94 and min(found) > 0.89
+
+
+def test_the_best_8b_mesh_is_in_the_first_three():
+    """And the planner's first choice reaches nine tenths of the fastest run, on every number of hosts."""
+    choices = [choice(group) for group in groups(without_pipeline("8B")).values()]
+    assert max(one.best_mesh for one in choices) <= 3 and min(one.first for one in choices) > 0.9
+
+
+def test_the_simplest_of_the_tied_is_the_better_choice():
+    """Pipelines and 64 hosts included, in both models: 12 and 10 of 14 groups instead of 11 and 8."""
+    counts = []
+    for spread in (0.0, NANO.evidence.spread):
+        choices = [choice(group, spread=spread) for group in groups(runs()).values()]
+        counts.append((sum(one.best_mesh <= 5 for one in choices), sum(one.first >= 0.9 for one in choices)))
+    assert len(groups(runs())) == 14 and counts == [(11, 8), (12, 10)]
+
+
+def test_the_least_memory_of_the_tied_is_not():
+    for group in groups(without_pipeline("8B")).values():
+        tied = 1.2 * min(seconds(run) for run in group)
+        least = min((run for run in group if seconds(run) <= tied), key=nbytes)
+        assert min(run.seconds for run in group) / least.seconds < 0.9 < choice(group, spread=0.2).first
+
+
+def test_the_spread_is_what_the_held_out_runs_support():
+    time, _ = shares("8B")
+    assert (NANO.evidence.spread, int(10 * time)) == (0.20, 8) and "in 8 of 10 runs" in NANO.evidence.text
+
+
+def test_one_1b_choice_is_a_run_that_took_twice_its_twins_time():
+    choices = [choice(group) for group in groups(without_pipeline("1B")).values()]
+    assert max(one.best_mesh for one in choices) == 1 and sorted(one.first for one in choices)[1] > 0.9
+    assert min(one.first for one in choices) == pytest.approx(0.51, abs=0.01)
+
+
+def test_five_runs_of_254_are_said_not_to_fit():
+    """A miss: microbatches of 16 samples and more. They report half of what smaller ones in the same layout suggest."""
+    ran = [run for model in MODELS for run in without_pipeline(model)]
+    refused = [run for run in ran if nbytes(run) > cluster_of(run).usable_memory]
+    assert len(ran) == 254 and len(refused) == 5
+    assert min(run.layout.microbatch for run in refused) == 16
+    assert max(run.nbytes / nbytes(run) for run in refused) < 0.6
+
+
+def twins(pipelined):
+    """Return by what factors the seconds of a layout at ZeRO 0 and at ZeRO 1 differ, as measured."""
+    seconds_of = {(run.model, run.hosts, run.layout): run.seconds for run in runs() if run.hosts <= 32}
+    pairs = [
+        (took, seconds_of.get((model, hosts, replace(layout, zero=1))))
+        for (model, hosts, layout), took in seconds_of.items()
+        if layout.zero == 0 and (layout.pp > 1) == pipelined
+    ]
+    return [exp(abs(log(took / other))) for took, other in pairs if other is not None]
+
+
+def test_pipelined_runs_differ_from_their_twins_by_factors():
+    """Why nothing is claimed about them."""
+    assert len(twins(False)) == 97 and median(twins(False)) < 1.05
+    assert len(twins(True)) == 55 and median(twins(True)) > 3
+
+
+# ---- the mechanisms --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_small_microbatches_wait_for_the_host(model):
+    """At tp 8 a layer of one sample takes 4.4 to 4.8 ms, in the 1B as in the 8B model."""
+    for run in without_pipeline(model):
+        layout = run.layout
+        if (layout.tp, layout.microbatch, layout.zero) == (8, 1, 0) and run.hosts <= 4:
+            each = MODELS[model].layers * layout.microbatches
+            assert 4.2e-3 < run.seconds / each < 4.8e-3 and 4.2e-3 < seconds(run) / each < 4.8e-3
+
+
+def test_the_host_costs_megatron_nothing():
+    assert (MEGATRON.lockstep, MEGATRON.hidden_sums, MEGATRON.gradient_copy, MEGATRON.overhead) == (False, True, 0, 0)
+    base = Assumptions()
+    assert (base.host_layer, base.host_ends, base.cards, base.all_reduce) == (0, 0, 1, 2)
+    run = without_pipeline("8B")[0]
+    one = step_time(MODELS["8B"], run.layout, Cluster(GPUS["h100"], 8), LENGTH)
+    waits = replace(base, host_layer=1.0)
+    slow = step_time(MODELS["8B"], run.layout, Cluster(GPUS["h100"], 8, assumptions=waits), LENGTH)
+    assert one.total < 20 and slow.compute > 32 * run.layout.microbatches
+
+
+def test_rings_over_hosts_keep_the_slowest_messages_pace():
+    cluster = Cluster(GPUS["h100"], 16, framework=NANOTRON, assumptions=replace(NANO.assumptions, alpha_between=1.0))
+    assert gather_seconds(cluster, 0, 1, 16) == 15
+    assert gather_seconds(replace(cluster, framework=MEGATRON), 0, 1, 16) == pytest.approx(1 + 14 * 3.4e-6)
+
+
+def test_twenty_bytes_per_parameter():
+    """bf16 weights and gradients; gradients, weights and two moments in fp32."""
+    run = without_pipeline("8B")[0]
+    one = replace(run.layout, zero=0, dp=8, tp=1, sequence_parallel=False)
+    held = memory(MODELS["8B"], one, LENGTH, NANOTRON)
+    assert held.parameters + held.gradients + held.optimizer == 20 * MODELS["8B"].parameters
