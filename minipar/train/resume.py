@@ -71,10 +71,10 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
 def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     """Return whether a value from a manifest has the type of the flag's values."""
-    types = (int, float) if field.metadata["kind"] is float else (field.metadata["kind"],)
+    kind = field.metadata["kind"]  # type(), since JSON's true is no 1, and an integer of 400 digits no float
     if isinstance(field.default, tuple):
-        return isinstance(value, list) and len(value) == len(field.default) and all(type(x) in types for x in value)
-    return type(value) in types or (value is None and field.default is None)  # type(), since JSON's true is no 1
+        return isinstance(value, list) and len(value) == len(field.default) and all(type(x) is kind for x in value)
+    return type(value) is kind or (value is None and field.default is None)
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens, comm: Communicator) -> None:

@@ -18,6 +18,7 @@ from minipar.nn.pretrained import export_gpt2
 from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
+from minipar.train.resume import continued, find_checkpoint
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
 TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
@@ -186,6 +187,16 @@ def test_a_manifest_that_does_not_fit_is_refused(change, copy):
     path = rewrite(copy, spoil)
     refusal = refused(copy)
     assert refusal.startswith(f"{path}: ") and message in refusal
+
+
+def test_sizes_and_values_beyond_all_reason_are_refused(copy):
+    rewrite(copy, lambda m: m["model"].update(n_positions=10**18))
+    assert ", 1000000000000000000 positions, " in refused(copy)
+    saved = "/step-00000002/manifest.json: --weight-decay "
+    rewrite(copy, lambda m: m["history"][-1]["flags"].update({"--weight-decay": 10**400}))
+    with pytest.raises(UsageError, match=f"{saved}1000.* is not a value of that flag"):
+        config = parse(["--resume", str(copy)])
+        continued(config, find_checkpoint(config, serial()))
 
 
 def test_a_file_with_other_pieces_than_its_manifest_is_refused(copy):
