@@ -138,6 +138,7 @@ FLAGS = {
     "--trace": ["o.json", "new/t.json", "directory", "/dev/full"],
     "--clock": ["wall", "cpu", "model"],
     "--memory": ["o.json", "m.json", "/dev/full"],
+    "--record": ["r", "directory", "/dev/full"],
     "--network": ["1e-6 1e-9", "0 0", "1e300 1e300"],
     "--save": ["s", "new/s", "d.bin", "directory"],
     "--save-every": ["1", "2"],
@@ -149,7 +150,7 @@ VALID = {
     "--layers": ["1"], "--hidden": ["4"], "--heads": ["1"], "--vocab-size": ["16"], "--seq-len": ["4"],
     "--global-batch": ["1"], "--steps": ["1"], "--data": ["d.bin"],
 }  # fmt: skip
-OUTPUTS = ("--metrics", "--trace", "--memory", "--save", "--export")
+OUTPUTS = ("--metrics", "--trace", "--memory", "--record", "--save", "--export")
 
 
 def flags_case(argv: tuple[str, ...]) -> Case:
