@@ -61,7 +61,7 @@ class UsageParser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if self.prints:
-            write_out(message)  # argparse would ignore a full disk, or show a traceback, as its version is
+            write_out(message)  # argparse would ignore a full disk or show a traceback, depending on its version
 
 
 def write_json(path: str, value: Any) -> None:

@@ -61,7 +61,7 @@ def choose(op: str, algorithm: str, nbytes: int) -> str:
     rank order, at no cost.) Any other name is obeyed at any size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        small, large = AUTO.get(op) or 2 * ALGORITHMS[op][:1]  # one algorithm serves both
+        small, large = AUTO.get(op, (ALGORITHMS[op][0], ALGORITHMS[op][0]))
         return small if nbytes < FEW_STEPS_BELOW else large
     if algorithm not in ALGORITHMS[op]:
         raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')

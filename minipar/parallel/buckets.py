@@ -57,7 +57,7 @@ class Bucket:
 
 
 def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
-    """Group parameters, in the model's order, into buckets of at least so many bytes, filled from the last one on."""
+    """Group parameters, in the model's order, into buckets of `bucket_bytes` or more, filled from the last one on."""
     groups: list[list[Parameter]] = []
     held = 0
     for p in reversed(parameters):

@@ -104,7 +104,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Evidence:
-    """How far from measured seconds a program's predictions came out: `text` says in which runs within `spread`."""
+    """The distance of predictions from measured seconds; `text` says in which runs it is within `spread`."""
 
     spread: float
     text: str

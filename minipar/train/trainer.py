@@ -93,7 +93,7 @@ def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout
 
 
 class Trainer:
-    """The training of `config` on `mesh`, whose axes have its sizes, from step 0 or from a checkpoint of any layout.
+    """The training of `config` on a mesh of config.mesh's sizes, from step 0 or from a checkpoint of any layout.
 
     A step sends what parallel/traffic.py says. UsageError if the model state does not fit `--memory-limit`.
     """
@@ -283,7 +283,7 @@ class PipelinedStep:
         self.executor = PipelineExecutor(schedule, pipeline.comm, pipeline.stages, shape, np.dtype(config.run.dtype))
 
     def run(self, step: int, samples: Sequence[range], data: Batches, scale: float) -> float:
-        """Run forward and backward of `scale` * loss of microbatches m, of samples[m]; return the summed loss."""
+        """Run forward and backward of `scale` * loss of each microbatch m, samples[m]; return the summed loss."""
         pipeline = self.pipeline
         losses = np.zeros(1)
         # All batches are read before the first action; between two actions, the other ranks would wait for it.

@@ -80,14 +80,7 @@ class Recording(Trainer):
         self.states: list[dict] = []
 
     def _clip_grad_norm(self, max_norm):
-        parameters = self.ddp.parameters()
-        values = [p.data for p in parameters]
-        for p in parameters:
-            p.fold_tied_gradients()
-            p.data = p.grad  # the gradients are placed as the parameters are, so one function collects both
-        self.gradients.append(gather_state(self.model, parameters, self.mesh.world))
-        for p, value in zip(parameters, values, strict=True):
-            p.data = value
+        self.gradients.append(gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients=True))
         return super()._clip_grad_norm(max_norm)
 
     def step(self, step):
