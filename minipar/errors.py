@@ -5,7 +5,8 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,16 +65,32 @@ class UsageParser(argparse.ArgumentParser):
             write_out(message)  # argparse would ignore a full disk or show a traceback, depending on its version
 
 
+@contextmanager
+def writing(what: str, *files: Path) -> Iterator[None]:
+    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause.
+
+    A block that fails leaves none of `files`. Devices and pipes stay.
+    """
+    try:
+        yield
+    except (OSError, UsageError) as error:
+        for file in files:
+            with suppress(OSError):
+                if file.is_file():
+                    file.unlink()
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
+
+
 def write_json(path: str, value: Any) -> None:
     """Write the value of --json; "-" is standard output, which then gets nothing else. UsageError if not possible."""
     text = json.dumps(value, indent=1) + "\n"
     if path == "-":
         write_out(text)
         return
-    try:
+    with writing(f"--json {path}"):
         Path(path).write_text(text)
-    except OSError as error:
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from None
 
 
 def write_out(text: str) -> None:

@@ -15,11 +15,11 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import save_chrome_trace, start_trace
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError, printable, writing
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train import progress
-from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory, writing
+from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.evaluate import Evaluation, hold_out

@@ -14,13 +14,13 @@ from typing import TextIO
 import numpy as np
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, printable
+from minipar.errors import UsageError, printable, writing
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2, read_json
 from minipar.parallel.pipeline import simulate
 from minipar.parallel.traffic import buckets
-from minipar.train.checkpoint import agreeing, writing
+from minipar.train.checkpoint import agreeing
 from minipar.train.config import TrainConfig
 from minipar.train.trainer import StepResult, step_layout
 

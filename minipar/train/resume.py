@@ -1,6 +1,7 @@
 """Resuming from a checkpoint: read its manifest, take the run's values from it, then check every file."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
-from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular, run_flags
+from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular
 from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 
@@ -21,6 +22,13 @@ UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --cli
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
 SUMS = "--dp --microbatches --tp --reduction --sync-every-microbatch --device".split()
+
+
+def run_flags(config: TrainConfig) -> dict[str, Any]:
+    """Return the flags that decide the values of a run, as JSON gives them back."""
+    chosen = {"--dtype", "--seed", "--reduction", "--device"}
+    values = {flag: value for section, _, flag, value in flags(config) if section != "run" or flag in chosen}
+    return dict(json.loads(json.dumps(values)))
 
 
 def _find(run: RunConfig) -> Path | None:

@@ -19,6 +19,7 @@ from minipar.autograd import Tensor, flop_counter
 from minipar.backend import from_host, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
+from minipar.errors import writing
 from minipar.memory import enter
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.layers import DropoutKeys, dropping
@@ -37,9 +38,10 @@ from minipar.parallel.tensor import tensor_parallel
 from minipar.parallel.traffic import StepLayout
 from minipar.parallel.wrapper import Wrapper
 from minipar.record import Record
-from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save, writing
+from minipar.train.checkpoint import Checkpoint, restore_optimizer, save
 from minipar.train.config import TrainConfig, schedule_of
 from minipar.train.data import Batches, Tokens
+from minipar.train.resume import run_flags
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mistakes in minipar/train/checkpoint and minipar/train/resume.py: what is saved is lost, or not what is loaded."""
+"""Mistakes in minipar/train/checkpoint.py and minipar/train/resume.py: what is saved is lost, or not what is loaded."""
 
 from mutants.mutant import mistakes
 
@@ -17,7 +17,7 @@ MUTANTS = [
         ("resume: another dp adds in the same order", 'SUMS = "--dp --microbatches', 'SUMS = "--microbatches'),
     ),
     *mistakes(
-        "minipar/train/checkpoint/load.py",
+        "minipar/train/checkpoint.py",
         "train/test_checkpoint_files.py train/test_checkpoint.py",
         ("load: a corrupted file is accepted", 'if digest != file["sha256"]:', "if False:"),
         (
@@ -30,7 +30,7 @@ MUTANTS = [
         ("load: a manifest may be a link", "status = os.lstat(path)", "status = os.stat(path)"),
     ),
     *mistakes(
-        "minipar/train/checkpoint/save.py",
+        "minipar/train/checkpoint.py",
         "train/test_unseen_by_verify.py train/test_checkpoint.py train/test_checkpoint_files.py",
         ("save: os.fsync is removed", "os.fsync(descriptor)", "pass"),
         ("save: the new name is not flushed", "_sync(root)", "pass"),

@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 def killed_at_line(number, function, *args):
-    """Call the function and stop before the number-th line that runs in checkpoint/save.py; False if it has fewer."""
+    """Call the function and stop before the number-th line that runs in checkpoint.py; False if it has fewer."""
     left = [number]
 
     def trace(frame, event, _):

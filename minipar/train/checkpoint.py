@@ -1,5 +1,26 @@
-"""Loading a checkpoint: its files are checked, then the serial model's arrays are joined from their pieces."""
+"""Checkpoints: saved under any layout, resumed under any other.
 
+    DIR/step-00000020/
+        manifest.json                the step, the run's flags, and for each file its size, SHA-256 and pieces
+        rank-00000.safetensors       tensors "parameter/NAME", "exp_avg/NAME", "exp_avg_sq/NAME", each 1-D
+        rank-00001.safetensors       ...
+
+A piece is the elements start:stop, in row-major order, of one tensor-parallel rank's part of a parameter, or of the
+whole parameter if it is not split. Each rank writes the elements that its optimizer owns, in every ZeRO stage. Nothing
+is written twice, and no parameter is sent. A run that resumes joins each parameter from its pieces and takes its own
+part, in whatever layout. Several hosts must share DIR's file system. NB: PyTorch's distributed checkpoints have the
+same form: a `.metadata` file lists which chunk of which tensor is in which rank's file.
+
+The state consists of the parameters, AdamW's two means and its step count, and the number of steps done. No random
+state is needed: samples and dropout masks are counter-based random values (Philox) keyed by (seed, step, sample, name),
+so the seed, which must agree, and the step are the position in every stream of every rank in any layout.
+
+A run may be killed at any moment. Files are written into step-N.partial and synced, the manifest last. Then the
+directory is renamed to step-N, which a file system does completely or not at all. After that, all but the last two
+checkpoints are removed. `Checkpoint` needs no communicator: one process can read what many have written.
+"""
+
+import dataclasses
 import hashlib
 import json
 import math
@@ -7,28 +28,35 @@ import os
 import re
 import stat
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as serialize
 
 from minipar.backend import Array, from_host, to_host
-from minipar.errors import UsageError
+from minipar.comm.communicator import Communicator
+from minipar.errors import UsageError, writing
+from minipar.nn.gpt import GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.placement import Shard, elements_of, placement_of
-from minipar.parallel.state import join, local_part
+from minipar.parallel.state import join, local_part, owned_pieces
 
 FORMAT, VERSION = "minipar checkpoint", 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
 MANIFEST = "manifest.json"
+KEPT = 2  # checkpoints in the directory; older ones are removed
 STEP = re.compile(r"step-(\d{8,})")
+PARTIAL = re.compile(STEP.pattern + r"\.partial")
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _DTYPES = {"float32": "F32", "float64": "F64"}  # safetensors' names
 
 # The content of a manifest: a dict has exactly these keys, and every item of a list looks like the one item here. A
 # piece's `cut` is None or the _CUT of a tensor-parallel rank's part. `parameters` are shapes by name.
-_CUT = {"dim": int, "groups": int, "rank": int, "ranks": int}
+_CUT, _WHOLE = dict.fromkeys(("dim", "groups", "rank", "ranks"), int), {"dim": 0, "groups": 1, "rank": 0, "ranks": 1}
 _PIECE = {"name": str, "start": int, "stop": int, "cut": object}
 _ENTRY = {"name": str, "bytes": int, "sha256": str, "pieces": [_PIECE]}
 _CONTENT: dict[str, Any] = {
@@ -38,15 +66,34 @@ _CONTENT: dict[str, Any] = {
     "optimizer_steps": int,
     "dtype": str,
     "data": str,
-    "model": {
-        **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), int),
-        **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), float),
-    },
+    "model": get_type_hints(GPTConfig),
     "parameters": dict,
     "history": [{"step": int, "flags": dict}],
     "files": [_ENTRY],
     "checksum": str,
 }
+
+
+@contextmanager
+def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
+    """Turn a file error inside the block on any rank into a UsageError on every rank. Collective."""
+    message = None
+    try:
+        yield
+    except UsageError as error:
+        message = str(error)
+    except (OSError, SafetensorError) as error:
+        message = f"{flag}: rank {comm.rank}: {error}"
+    comm.agree(message and message.encode(errors="backslashreplace").decode())
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error of a file inside the block into a UsageError: its path, and the cause."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def checksum(manifest: dict[str, Any]) -> str:
@@ -77,10 +124,8 @@ def check_content(value: Any, expected: Any, where: str = "") -> None:
 def read_regular(path: Path) -> bytes:
     """Read a regular file. UsageError, which names it, for anything else: a link could lead anywhere."""
     _check_regular(path)
-    try:
+    with reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _check_regular(path: Path) -> os.stat_result:
@@ -91,6 +136,9 @@ def _check_regular(path: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{path} is {'a link' if stat.S_ISLNK(status.st_mode) else 'not a file'}; expected a file")
     return status
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 class Checkpoint:
@@ -124,10 +172,8 @@ class Checkpoint:
     def check_listing(self) -> None:
         """Raise UsageError if the directory holds a file that the manifest does not name, or lacks one that it does."""
         expected = {MANIFEST, *(file["name"] for file in self.files)}
-        try:
+        with reading(self.directory):
             names = set(os.listdir(self.directory))
-        except OSError as error:
-            raise UsageError(f"{self.directory} cannot be read: {error.strerror}") from None
         for name in sorted(names ^ expected):
             problem = "is not a file of this checkpoint" if name in names else "is missing"
             raise UsageError(f"{self.directory / name} {problem}")
@@ -138,7 +184,7 @@ class Checkpoint:
         status = _check_regular(path)
         if status.st_size != file["bytes"]:
             raise UsageError(f"{path} has {status.st_size:,} bytes, but {file['bytes']:,} were written")
-        try:
+        with reading(path):
             with open(path, "rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != file["sha256"]:
@@ -146,8 +192,6 @@ class Checkpoint:
             with safe_open(path, "np") as opened:
                 slices = {key: opened.get_slice(key) for key in opened.keys()}
                 tensors = {key: (each.get_dtype(), each.get_shape()) for key, each in slices.items()}
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from None
         dtype = _DTYPES[self.manifest["dtype"]]
         expected = {f"{k}/{p['name']}": (dtype, [p["stop"] - p["start"]]) for p in file["pieces"] for k in KINDS}
         for key in sorted(tensors.keys() | expected.keys()):
@@ -163,11 +207,8 @@ class Checkpoint:
         return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces))))
 
     def _tensor(self, file: str, key: str) -> np.ndarray:
-        try:
-            with safe_open(self.directory / file, "np") as opened:
-                return np.asarray(opened.get_tensor(key))
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{self.directory / file} cannot be read: {error}") from None
+        with reading(self.directory / file), safe_open(self.directory / file, "np") as opened:
+            return np.asarray(opened.get_tensor(key))
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -192,9 +233,8 @@ def _parse(text: bytes) -> dict[str, Any]:
     names = [file["name"] for file in manifest["files"]]
     for name in names:
         if not FILE.fullmatch(name):  # any other name could lead out of the directory
-            raise ValueError(
-                f"file name {name!r}: a checkpoint's files lie beside its manifest, as rank-NNNNN.safetensors"
-            )
+            beside = "a checkpoint's files lie beside its manifest, as rank-NNNNN.safetensors"
+            raise ValueError(f"file name {name!r}: {beside}")
         if names.count(name) > 1:
             raise ValueError(f"file {name} is listed twice")
     return manifest
@@ -205,20 +245,16 @@ def _check_pieces(name: str, shape: tuple[int, ...], pieces: list[dict[str, Any]
     by_part: dict[int, list[dict[str, Any]]] = defaultdict(list)
     cuts = set()
     for piece in pieces:
-        cut = piece["cut"]
-        if cut is not None:
-            check_content(cut, _CUT, f"{name}: cut")
-        cuts.add(None if cut is None else (cut["dim"], cut["groups"], cut["ranks"]))
-        by_part[0 if cut is None else cut["rank"]].append(piece)
+        cut = _WHOLE if piece["cut"] is None else piece["cut"]
+        check_content(cut, _CUT, f"{name}: cut")
+        cuts.add((cut["dim"], cut["groups"], cut["ranks"]))
+        by_part[cut["rank"]].append(piece)
     if len(cuts) != 1:
         raise ValueError(f"{name} is {'cut in several ways' if cuts else 'in no file'}")
-    (cut,) = cuts
-    parts, size = 1, math.prod(shape)
-    if cut is not None:
-        dim, groups, parts = cut
-        if dim >= len(shape) or 0 in (groups, parts):
-            raise ValueError(f"{name} of shape {shape} cannot be cut along dim {dim} into {groups}*{parts}")
-        size = math.prod(Shard(0, parts, dim, shape[dim], groups).local_shape(shape))
+    ((dim, groups, parts),) = cuts
+    if dim >= len(shape) or 0 in (groups, parts):
+        raise ValueError(f"{name} of shape {shape} cannot be cut along dim {dim} into {groups}*{parts}")
+    size = math.prod(Shard(0, parts, dim, shape[dim], groups).local_shape(shape))
     if len(by_part) != parts or max(by_part) >= parts:
         raise ValueError(f"{name} is cut into {parts} parts, but there are pieces of {sorted(by_part)}")
     for part, listed in by_part.items():
@@ -238,3 +274,115 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
             placement = placement_of(p)
             whole = checkpoint.array(kind, placement.name)
             mean.reshape(-1)[...] = local_part(placement.tp, whole, elements_of(p))
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
+    """Write DIR/step-N after `step` optimizer steps. Collective; UsageError on every rank if one of them cannot.
+
+    `comm` is all ranks of the mesh, `optimizer` this rank's, and `header` the manifest's entries about the run. Each
+    rank's list of pieces is sent to rank 0 as control data; no parameter is sent.
+    """
+    root, flag = Path(directory), f"--save {directory}"
+    complete, partial = root / f"step-{step:08d}", root / f"step-{step:08d}.partial"
+    with agreeing(comm, flag):
+        if comm.rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(root)
+            if partial.exists():
+                raise UsageError(f"{flag}: {partial} holds files that are not a checkpoint's; move them away")
+            partial.mkdir()
+    path = partial / f"rank-{comm.rank:05d}.safetensors"
+    with agreeing(comm, flag):
+        pieces, tensors = _owned_tensors(optimizer)
+        # `save_file` would write under a temporary name first, which nothing removes after a kill.
+        data = serialize(tensors)
+        path.write_bytes(data)
+        _sync(path)
+        digest = hashlib.sha256(data).hexdigest()
+        file = {"name": path.name, "bytes": len(data), "sha256": digest, "pieces": pieces}
+    files = comm.gather_bytes(json.dumps(file).encode())
+    with agreeing(comm, flag):
+        if files is not None:
+            manifest = {"format": FORMAT, "version": VERSION, "step": step, "optimizer_steps": optimizer.steps}
+            manifest |= {**header, "files": [json.loads(text) for text in files]}
+            manifest |= {"checksum": checksum(manifest)}
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            _sync(partial / MANIFEST)
+            _sync(partial)
+            os.rename(partial, complete)
+            _sync(root)
+            for _, old in checkpoints(root)[:-KEPT]:
+                os.rename(old, old.with_name(f"{old.name}.partial"))  # from here on it does not count as a checkpoint
+            _remove_leftovers(root)
+
+
+def _owned_tensors(optimizer: AdamW) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return the content of this rank's file, of the elements that it owns: (pieces, tensors by "kind/name")."""
+    pieces, tensors = [], {}
+    for i, piece, elements in owned_pieces(optimizer.parameters):
+        pieces.append(dataclasses.asdict(piece))
+        values = (optimizer.parameters[i].data, optimizer.exp_avg[i], optimizer.exp_avg_sq[i])
+        for kind, array in zip(KINDS, values, strict=True):
+            tensors[f"{kind}/{piece.name}"] = to_host(array.reshape(-1)[elements])
+    return pieces, tensors
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or directory to the disk, so that a rename is not on it earlier than the files it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# ---- the directory ---------------------------------------------------------------------------------------------------
+
+
+def checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """List (step, directory) of the checkpoints in `root`, oldest first. UsageError if one is a link or a file."""
+    complete = []
+    for entry in os.scandir(root):
+        if match := STEP.fullmatch(entry.name):
+            if not entry.is_dir(follow_symlinks=False):
+                kind = "a link" if entry.is_symlink() else "a file"
+                raise UsageError(f"{entry.path} is {kind}; expected a directory")
+            complete.append((int(match[1]), Path(entry.path)))
+    return sorted(complete)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove the partial directories of killed runs and of old checkpoints.
+
+    A directory with any other file stays. So does one that cannot be removed, because a training need not end for it.
+    """
+    for entry in list(os.scandir(root)):
+        if not (PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
+            continue
+        names = os.listdir(entry.path)
+        if all(name == MANIFEST or FILE.fullmatch(name) for name in names):
+            with suppress(OSError):
+                for name in names:
+                    os.unlink(os.path.join(entry.path, name))
+                os.rmdir(entry.path)
+
+
+def prepare_directory(directory: str, first_step: int) -> None:
+    """Make `--save DIR`, on rank 0. UsageError if it cannot be written, is a checkpoint or has one of a later step."""
+    root = Path(directory)
+    for place in (root.resolve(), *root.resolve().parents):
+        if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():
+            raise UsageError(f"--save {directory}: {place} is a checkpoint; save to the directory that holds it")
+    with writing(f"--save {directory}"):
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(root)
+        probe = root / "step-00000000.partial"  # if a kill leaves it, the next save removes it
+        probe.mkdir()
+        probe.rmdir()
+        newest = max((step for step, _ in checkpoints(root)), default=0)
+    if newest > first_step:
+        raise UsageError(
+            f"--save {directory} holds a checkpoint of step {newest}, but this run starts at step {first_step}: "
+            "--resume that one, or save to another directory"
+        )
