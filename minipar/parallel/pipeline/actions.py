@@ -8,7 +8,7 @@
     SEND_F, RECV_F    the message with an activation
     SEND_B, RECV_B    the message with an activation's gradient
 
-`lower.lower` adds the messages to a schedule that has none.
+`check.lower` adds the messages to a schedule that has none.
 """
 
 import re
@@ -37,6 +37,13 @@ class Action:
     @property
     def computes(self) -> bool:
         return self.kind in COMPUTE
+
+    @property
+    def other_end(self) -> "Action":
+        """The RECV of a SEND, or the SEND of a RECV: the same message on the neighbouring stage."""
+        verb, direction = self.kind.split("_")
+        step = 1 if (verb == "SEND") == (direction == "F") else -1
+        return Action(self.stage + step, f"{'RECV' if verb == 'SEND' else 'SEND'}_{direction}", self.microbatch)
 
 
 def parse_action(text: str, where: str = "") -> Action:

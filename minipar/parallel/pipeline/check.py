@@ -1,7 +1,11 @@
-"""The checker of schedules: it refuses, before anything runs, a schedule that cannot run.
+"""The messages of a schedule, and the checker, which refuses, before anything runs, a schedule that cannot run.
 
-It finds the mistakes of handwritten pipelines: an action that is missing or done twice, a backward before its forward,
-a result that is never sent, a message that is never received, and ranks that wait for one another.
+`lower` adds a SEND and a RECV for each result that another rank needs. It takes them in the order of a simulation, the
+SEND and its RECV at the same moment. Such lists cannot deadlock even if sends block: both ranks of the earliest message
+that is not sent yet come to it.
+
+`check` finds the mistakes of handwritten pipelines: an action that is missing or done twice, a backward before its
+forward, a result that is never sent, a message that is never received, and ranks that wait for one another.
 """
 
 from collections import Counter, deque
@@ -9,8 +13,41 @@ from dataclasses import dataclass
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
-from minipar.parallel.pipeline.lower import lower, message_of
 from minipar.parallel.pipeline.simulate import peak_live, simulate
+
+
+def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, Action] | None:
+    """Return the (SEND, RECV) that carries the result of `need` to `user`, or None if both are on one rank."""
+    if schedule.home[need.stage] == schedule.home[user.stage]:
+        return None
+    direction = "F" if user.kind == "F" else "B"
+    send = Action(need.stage, f"SEND_{direction}", need.microbatch)
+    return send, Action(user.stage, f"RECV_{direction}", user.microbatch)
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Return the schedule with its messages; one that has messages already is returned as it is."""
+    if any(not action.computes for _, action in schedule):
+        return schedule
+    users: dict[Action, list[Action]] = {}
+    for _, action in schedule:
+        for need in schedule.needs(action):
+            users.setdefault(need, []).append(action)
+    # (time, is_start, rank, action): at one time the messages of what has ended come before what starts.
+    slots = [(rank, slot) for rank, row in enumerate(simulate(schedule).ranks) for slot in row]
+    events = [(slot.start, 1, rank, slot.action) for rank, slot in slots]
+    events += [(slot.end, 0, rank, slot.action) for rank, slot in slots]
+    lists: list[list[Action]] = [[] for _ in schedule.ranks]
+    for _, is_start, rank, action in sorted(events):
+        if is_start:
+            lists[rank].append(action)
+            continue
+        for user in users.get(action, []):
+            message = message_of(schedule, action, user)
+            if message is not None:
+                lists[rank].append(message[0])
+                lists[schedule.home[user.stage]].append(message[1])
+    return Schedule.of(schedule.name, lists)
 
 
 @dataclass(frozen=True)
@@ -112,10 +149,8 @@ def _check_blocking_sends(schedule: Schedule) -> None:
         action = left[rank][0]
         if action.computes:  # what it needs comes before it in the lists: the checks above have seen that
             return [rank]
-        step = 1 if action.kind == "SEND_F" else -1
-        receive = Action(action.stage + step, action.kind.replace("SEND", "RECV"), action.microbatch)
-        receiver = schedule.home[receive.stage]
-        return [rank, receiver] if left[receiver] and left[receiver][0] == receive else []
+        receiver = schedule.home[action.other_end.stage]
+        return [rank, receiver] if left[receiver] and left[receiver][0] == action.other_end else []
 
     progress = True
     while progress:

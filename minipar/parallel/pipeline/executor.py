@@ -15,11 +15,11 @@ from minipar.comm.transport import USER_TAGS
 from minipar.comm.work import Message
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.lower import lower
+from minipar.parallel.pipeline.check import lower
 from minipar.parallel.pipeline.stage import PipelineStage
 
 FIRST_TAG = 2  # the tags below are those of the tied embedding (stage.py)
-Key = tuple[int, str, int]  # stage, direction (F or B), microbatch
+Key = tuple[int, str, int]  # of a result: the stage that uses it, direction (F or B), microbatch
 
 
 class PipelineExecutor:
@@ -46,8 +46,7 @@ class PipelineExecutor:
         self.actions = lower(schedule).ranks[comm.rank]
         self.shape, self.dtype = shape, dtype
         self.peak_alive = 0
-        self._arrived: dict[Key, Array | Message] = {}  # results that a stage of this rank uses next
-        self._leaving: dict[Key, Array] = {}  # results of a stage of this rank that are not sent yet
+        self._results: dict[Key, Any] = {}  # not used yet: an array, or a function that waits for it
         self._sent: list[Message] = []
 
     def run(
@@ -81,9 +80,9 @@ class PipelineExecutor:
             with around(action):
                 y = stage.forward(m, x, (lambda logits: loss(m, logits)) if is_last else None)
             if is_last:
-                self._arrived[s, "B", m] = xp.full_like(y, scale)
+                self._results[s, "B", m] = xp.full_like(y, scale)
             else:
-                self._give(s, s + 1, "F", m, y)
+                self._results[s + 1, "F", m] = y
         elif action.kind == "W":
             with around(action):
                 stage.backward_weight(m)
@@ -92,38 +91,30 @@ class PipelineExecutor:
             with around(action):
                 dx = stage.backward(m, gradient) if action.kind == "B" else stage.backward_input(m, gradient)
             if s > 0:
-                self._give(s, s - 1, "B", m, dx)
+                self._results[s - 1, "B", m] = dx
 
     def _take(self, stage: int, direction: str, m: int) -> Array:
         """Return the result that `stage` uses, once it has arrived."""
-        arrived = self._arrived.pop((stage, direction, m))
-        return arrived.wait() if isinstance(arrived, Message) else arrived
-
-    def _give(self, stage: int, user: int, direction: str, m: int, result: Array) -> None:
-        """Keep a result of `stage` for the stage that uses it, or for the send to its rank."""
-        if self.schedule.home[user] == self.comm.rank:
-            self._arrived[user, direction, m] = result
-        else:
-            self._leaving[stage, direction, m] = result
+        result = self._results.pop((stage, direction, m))
+        return result() if callable(result) else result
 
     def _message(self, action: Action) -> None:
         """Post a send or a receive."""
         verb, direction = action.kind.split("_")
-        neighbour = action.stage + (1 if (verb == "SEND") == (direction == "F") else -1)
-        peer = self.schedule.home[neighbour]
+        peer = self.schedule.home[action.other_end.stage]
+        receiver = action.stage if verb == "RECV" else action.other_end.stage
         # One tag for each message of a step: the receiving stage, the direction, the microbatch.
-        receiver = action.stage if verb == "RECV" else neighbour
         tag = FIRST_TAG + (receiver * 2 + (direction == "B")) * self.schedule.microbatches + action.microbatch
-        key = action.stage, direction, action.microbatch
+        key = receiver, direction, action.microbatch
         if verb == "RECV":
-            self._arrived[key] = self._receive(key, peer, tag)
+            self._results[key] = self._receive(key, peer, tag)
         else:
             self._sent = [message for message in self._sent if not message.test()]  # frees what has been delivered
-            self._send(key, xp.ascontiguousarray(self._leaving.pop(key)), peer, tag)
+            self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
 
-    def _receive(self, key: Key, peer: int, tag: int) -> Message:
-        """Post the receive of an activation or its gradient."""
-        return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag)
+    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
+        """Post the receive of an activation or its gradient; return the function that waits for it."""
+        return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag).wait
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
         """Start to send an activation or its gradient."""

@@ -10,7 +10,6 @@ from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
-from minipar.comm.work import Message
 from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter, Part
 from minipar.parallel.pipeline.executor import Key, PipelineExecutor
@@ -105,33 +104,30 @@ class _HeadedExecutor(PipelineExecutor):
     def __init__(self, schedule: Any, comm: Communicator, stages: dict[int, PipelineStage]) -> None:
         super().__init__(schedule, comm, stages, (), np.float32)
         self._sent_like: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}  # by stage and microbatch
-        self._announced: dict[tuple[int, int], tuple[np.ndarray, int, int]] = {}  # header, peer, tag
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
         stage, direction, m = key
         if direction == "F":
-            self._sent_like[stage, m] = array.shape, array.dtype
+            self._sent_like[stage - 1, m] = array.shape, array.dtype
             header = np.zeros(HEADER, np.int64)
             header[: 2 + array.ndim] = DTYPES.index(str(array.dtype)), array.ndim, *array.shape
             self._sent.append(self.comm.isend(header, peer, tag))
         super()._send(key, array, peer, tag)
 
-    def _receive(self, key: Key, peer: int, tag: int) -> Message:
+    def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
         stage, direction, m = key
-        if direction == "F":
-            header = np.empty(HEADER, np.int64)
-            self._announced[stage, m] = header, peer, tag
-            return self.comm.irecv(header, peer, tag)
-        shape, dtype = self._sent_like.pop((stage, m))  # a gradient has its activation's shape and dtype
-        return self.comm.irecv(xp.empty(shape, dtype=dtype), peer, tag)
+        if direction == "B":  # a gradient has its activation's shape and dtype
+            shape, dtype = self._sent_like.pop((stage, m))
+            return self.comm.irecv(xp.empty(shape, dtype=dtype), peer, tag).wait
+        header = np.empty(HEADER, np.int64)
+        message = self.comm.irecv(header, peer, tag)
 
-    def _take(self, stage: int, direction: str, m: int) -> Array:
-        array = super()._take(stage, direction, m)
-        if (stage, m) not in self._announced or direction == "B":
-            return array
-        header, peer, tag = self._announced.pop((stage, m))
-        kind, ndim, *dims = header.tolist()
-        return self.comm.irecv(xp.empty(dims[:ndim], dtype=DTYPES[kind]), peer, tag).wait()
+        def announced() -> Any:
+            message.wait()
+            kind, ndim, *dims = header.tolist()
+            return self.comm.irecv(xp.empty(dims[:ndim], dtype=DTYPES[kind]), peer, tag).wait()
+
+        return announced
 
 
 class _OneReplicasGradients(Owner):

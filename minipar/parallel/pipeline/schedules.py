@@ -1,4 +1,4 @@
-"""Pipeline schedules, each a pure function of p ranks and m microbatches (and v stages per rank).
+"""Pipeline schedules, each a pure function of p ranks and m microbatches (and v stages per rank), or read from a file.
 
 A stage is a run of layers. Each rank gets a list of actions: F is a stage's forward of one microbatch, B its backward,
 I and W the two halves of B (the gradient of the input, the gradients of the weights). A rank runs its list in order and
@@ -13,11 +13,17 @@ waits where a result of another rank is missing. Bubbles are idle / total time, 
     zbv                two stages per rank, in the shape of a V (Qi et al. 2024)              none if F = I = W
 """
 
+import csv
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
+from minipar.parallel.pipeline.simulate import Durations, simulate
+
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -203,3 +209,48 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     if v not in (None, own):
         raise UsageError(f"schedule {name} has {own} stage{'s' if own > 1 else ''} per rank, not {v}")
     return SCHEDULES[name](p, m)
+
+
+# ---- schedules in files ----------------------------------------------------------------------------------------------
+
+
+def save_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write PyTorch's format: a row for each rank, a cell for each time step, an empty cell where the rank is idle.
+
+    Computations take one step each. Messages take none; a schedule that has them is written without empty cells.
+    """
+    if any(not action.computes for _, action in schedule):
+        rows = [[str(action) for action in actions] for actions in schedule.ranks]
+    else:
+        # An action is one cell, also B where no backward is split: F and B then take two units of time each.
+        unit = 1 if schedule.splits_backward else 2
+        rows = []
+        for row in simulate(schedule, Durations(unit, 1, 1)).ranks:
+            cells: list[str] = []
+            for slot in row:
+                cells += [""] * (int(slot.start) // unit - len(cells)) + [str(slot.action)]
+            rows.append(cells)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def load_csv(path: str | Path) -> Schedule:
+    """Read PyTorch's format, but not FSDP's actions in it. UsageError names the file, or rank and cell."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # -sig: as spreadsheets save it
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"schedule {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    while rows and not rows[-1]:
+        rows.pop()  # blank lines at the end
+    lists = [
+        [
+            parse_action(cell, f"schedule {path}, rank {rank}, cell {i + 1}: ")
+            for i, cell in enumerate(row)
+            if cell.strip() and not _FSDP.fullmatch(cell.strip())
+        ]
+        for rank, row in enumerate(rows)
+    ]
+    if not any(lists):
+        raise UsageError(f"schedule {path} holds no actions")
+    return Schedule.of(Path(path).stem, lists)
