@@ -219,7 +219,7 @@ say(f"each rank sent {sent_forward:,} bytes in forward and as many in backward: 
 
 # %%
 if rank == 0:
-    show_source(mappings._CopyTo.backward, mappings._ReduceFrom.forward)
+    show_source(mappings._Mapping, mappings.copy_to, mappings.reduce_from)
     show_source(ColumnParallelLinear.forward, RowParallelLinear.forward)
 
 up = ColumnParallelLinear(h, 4 * h, comm, name="up", dtype="float64")
@@ -618,7 +618,7 @@ norm = np.sqrt(all_reduce(np.array([squares(dA_r, dbias_r, dD_r)]))[0] + squares
 one_norm = np.sqrt(squares(X.T @ dXA, dXA.sum(axis=0), Y.T @ dZ, dZ.sum(axis=0)))
 assert abs(norm / one_norm - 1) < 1e-13
 if rank == 0:
-    show_source(grad_norm._squared_norm)
+    show_source(grad_norm.clip_grad_norm)
 
 # %% [markdown]
 # `verify` trains the same steps on one device and compares. About `--eps 1e-6`: the bias of the keys has the gradient

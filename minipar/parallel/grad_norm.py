@@ -5,11 +5,10 @@ chunk, squares are added parameter by parameter into their unit, then unit by un
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.nn import optim
 from minipar.nn.module import Parameter
@@ -34,42 +33,23 @@ def clip_grad_norm(
 
     Sends float64 values: over dp one (ZeRO stages 1 to 3), over tp one per chunk, over pp two per unit and chunk.
     """
-    norm = math.sqrt(_squared_norm(parameters, units, dp, tp, pp, chunks))
-    return optim.clip_grad_norm(parameters, max_norm, norm=norm)
-
-
-def _squared_norm(
-    parameters: Sequence[Parameter],
-    units: int,
-    dp: Communicator,
-    tp: Communicator | None,
-    pp: Communicator | None,
-    chunks: int | None,
-) -> float:
     sharded = isinstance(parameters[0], ParameterShard) if parameters else True
     rows = 1 if sharded else dp.size if chunks is None else chunks
     # Per chunk and unit: squares of the parameters that every tp rank holds whole, and of those that are split.
     squares = np.zeros((rows, units, 2))
     for p in parameters:
-        placement = placement_of(p)
-        for row, gradient in _gradients(p, rows):
-            squares[row, placement.unit, int(isinstance(placement.tp, Shard))] += squared_norm([gradient])
+        assert p.grad is not None, "gradients are summed over dp first"
+        placement, gradient = placement_of(p), p.grad.reshape(-1)
+        for row in range(rows):  # a shard lies in one chunk; a whole parameter may lie in several
+            elements = range(p.size) if isinstance(p, ParameterShard) else bucket_slice(p).elements(row, rows)
+            if elements:
+                square = squared_norm([gradient[elements.start : elements.stop]])
+                squares[row, placement.unit, int(isinstance(placement.tp, Shard))] += square
     if pp is not None and pp.size > 1:  # each unit is one pipeline rank's, so this adds zeros and rounds nothing
         pp.all_reduce(squares, algorithm="ordered")
     replicated, split = np.cumsum(squares, axis=1)[:, -1].T  # cumsum adds from left to right; sum would add in pairs
     if tp is not None and tp.size > 1:
         split = tp.all_reduce(split.copy(), algorithm="ordered")
     totals = replicated + split  # one for each chunk
-    if sharded:
-        return float(dp.all_reduce(totals, algorithm="ordered")[0])
-    return float(np.cumsum(totals)[-1])
-
-
-def _gradients(p: Parameter, rows: int) -> Iterator[tuple[int, Array]]:
-    """Yield (chunk, the gradient's elements in it): every chunk of a whole parameter, the only one of a shard."""
-    assert p.grad is not None, "gradients are summed over dp first"
-    gradient = p.grad.reshape(-1)
-    for row in range(rows):
-        elements = range(p.size) if isinstance(p, ParameterShard) else bucket_slice(p).elements(row, rows)
-        if elements:
-            yield row, gradient[elements.start : elements.stop]
+    total = float(dp.all_reduce(totals, algorithm="ordered")[0]) if sharded else float(np.cumsum(totals)[-1])
+    return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))

@@ -17,6 +17,7 @@ send the same bytes. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthika
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from minipar.autograd import Function, Tensor
@@ -73,56 +74,36 @@ class TensorGroup:
         return lambda: work.wait().reshape(parts.shape[1:])
 
 
-class _CopyTo(Function):
-    def forward(self, x: Array, group: TensorGroup) -> Array:
-        self.group = group
-        return x
+class _Mapping(Function):
+    """A function between what ranks share and what each rank has; `adjoint` is its backward."""
+
+    def forward(self, x: Array, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Array:
+        self.adjoint = adjoint
+        return function(x)
 
     def backward(self, grad: Array) -> Any:
-        return self.group.sum(grad), None
+        return self.adjoint(grad), None, None
 
 
-class _ReduceFrom(Function):
-    def forward(self, x: Array, group: TensorGroup) -> Array:
-        return group.sum(x)
-
-    def backward(self, grad: Array) -> Any:
-        return grad, None
-
-
-class _AllGather(Function):
-    def forward(self, x: Array, group: TensorGroup, dim: int) -> Array:
-        self.group, self.dim = group, dim
-        return group.gather(x, dim)
-
-    def backward(self, grad: Array) -> Any:
-        return self.group.sum_part(grad, self.dim), None, None
-
-
-class _ReduceScatter(Function):
-    def forward(self, x: Array, group: TensorGroup, dim: int) -> Array:
-        self.group, self.dim = group, dim
-        return group.sum_part(x, dim)
-
-    def backward(self, grad: Array) -> Any:
-        return self.group.gather(grad, self.dim), None, None
+def _same(x: Array) -> Array:
+    return x
 
 
 def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
     """Pass on x, which each rank will use differently, so that its gradient is the sum of the ranks'."""
-    return _CopyTo.apply(x, group)
+    return _Mapping.apply(x, _same, group.sum)
 
 
 def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
     """Sum the ranks' partial results; every rank gets the sum, and passes its whole gradient back."""
-    return _ReduceFrom.apply(x, group)
+    return _Mapping.apply(x, group.sum, _same)
 
 
 def all_gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the ranks' parts along `dim`; each rank will use the whole differently, so backward sums as in `copy_to`."""
-    return _AllGather.apply(x, group, dim)
+    return _Mapping.apply(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
 
 
 def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Sum the ranks' partial results and keep this rank's part along `dim`."""
-    return _ReduceScatter.apply(x, group, dim)
+    return _Mapping.apply(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))
