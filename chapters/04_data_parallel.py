@@ -319,7 +319,8 @@ for number, (completed, size) in enumerate(log):
 # serves many steps: `synchronize` sets every bucket's count of missing gradients back to its start, and sends zeros for
 # what the loss did not use. And each hook calls `progress`, which moves the messages under way while backward goes on.
 #
-# The hook is `_on_gradient`. Instead of a count, `_waiting` has for each bucket the set of leaves that are missing:
+# The hook is `_on_gradient`, which the ZeRO stages share (chapter 5). Instead of a count, `_waiting` has for each
+# bucket the set of leaves that are missing:
 
 # %%
 if rank == 0:
@@ -327,12 +328,13 @@ if rank == 0:
 
 # %% [markdown]
 # `_start` is where a bucket leaves. `bucket.complete()` folds the ties and writes the zeros. `before_reduce` is for
-# chapter 6: sequence parallelism sums some gradients over another axis first. The slice of the flat gradients is what
-# the all-reduce sums, in place, and `synchronize` waits for it:
+# chapter 6: sequence parallelism sums some gradients over another axis first. `_reduce` is the strategy's own part: the
+# slice of the flat gradients is what the all-reduce sums, in place. `synchronize` waits for it:
 
 # %%
 if rank == 0:
-    show_source(DistributedDataParallel._start, DistributedDataParallel.synchronize, FlatBuffers.__init__)
+    show_source(DistributedDataParallel._start, DistributedDataParallel._reduce)
+    show_source(DistributedDataParallel.synchronize, FlatBuffers.__init__)
 
 # %% [markdown]
 # (With other numbers of ranks the bytes of rank 0 vary by a few elements with the size of the buckets, because the

@@ -210,7 +210,7 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    show_source(ZeroStage1._reduce_scatter, ZeroStage1.after_step, gather_parameters)
+    show_source(ZeroStage1._reduce, ZeroStage1.after_step, gather_parameters)
 
 # %% [markdown]
 # **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
@@ -345,7 +345,7 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 
 # %%
 if rank == 0:
-    show_source(ZeroStage2._around, ZeroStage2._prepare, ZeroStage2._reduce_scatter)
+    show_source(ZeroStage2._around, ZeroStage2._prepare, ZeroStage2._reduce)
 
 # %% [markdown]
 # The same bytes on the wire again. Stage 2 sends nothing that stage 1 does not send, as long as every step has a single

@@ -1,18 +1,18 @@
 """Data parallelism: every rank holds the whole model, takes a share of the batch, and all ranks sum their gradients.
 
-First the naive form, one all-reduce after backward. Then DistributedDataParallel, which starts reducing while backward
-still runs. Both give each rank the gradient of the whole batch: the loss is a sum over targets divided by the *global*
-count, so the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
+First the naive form, one all-reduce after backward. Then DistributedDataParallel, which starts to reduce a bucket as
+soon as backward has completed it (wrapper.py finds out when, and calls `_reduce`). Both give each rank the gradient of
+the whole batch: the loss is a sum over targets divided by the *global* count, so the ranks' gradients add up to the
+gradient of the global mean, whatever share each rank holds.
 """
 
 from collections.abc import Sequence
 
-from minipar.autograd import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module, Parameter
-from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, by_size, make_buckets
+from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, by_size
 from minipar.parallel.wrapper import Wrapper
 
 
@@ -67,52 +67,12 @@ class DistributedDataParallel(Wrapper):
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     ) -> None:
-        super().__init__(model, comm, algorithm)
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
-        self.buckets = make_buckets(groups, comm)  # in reverse parameter order, as backward completes them
+        super().__init__(model, comm, algorithm, groups)
         self.buffers = FlatBuffers(self.buckets)
-        self._bucket_of: dict[Tensor, int] = {}
-        for i, bucket in enumerate(self.buckets):
-            for leaf in bucket.leaves():
-                self._bucket_of[leaf] = i
-                leaf.register_post_accumulate_grad_hook(self._on_gradient)
-        self._reset()
 
-    def parameters(self) -> list[Parameter]:
-        """Return what this rank's optimizer must receive: all parameters."""
-        return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
-
-    def _reset(self) -> None:
-        self._works: list[Work] = []  # the all-reduces under way, one per bucket that has started
-        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
-
-    def _on_gradient(self, leaf: Tensor) -> None:
-        """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""
-        self.gradient_arrived()
-        if not self.syncing:
-            return
-        self._waiting[self._bucket_of[leaf]].discard(leaf)
-        # Buckets start strictly in order, so that all ranks issue the same collectives in the same order.
-        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
-            self._start(self.buckets[len(self._works)])
-        self.comm.progress()  # moves the buckets under way while backward goes on computing
-
-    def _start(self, bucket: Bucket) -> None:
-        bucket.complete()
-        if self.before_reduce is not None:
-            self.before_reduce(bucket.parameters)
+    def _reduce(self, bucket: Bucket) -> Work:
+        """Start to sum a bucket's gradient over the ranks, in place."""
         gradients = self.buffers.gradients[bucket.start : bucket.stop]
-        self._works.append(self.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True))
-
-    def synchronize(self) -> None:
-        """Start the buckets that backward has not completed, then wait for all of them.
-
-        A parameter that the loss did not use counts as zero. `loss.backward()` calls this at its end.
-        """
-        for bucket in self.buckets[len(self._works) :]:
-            self._start(bucket)
-        for work in self._works:
-            work.wait()
-        self._reset()
-        self._state = "summed"
+        return self.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True)

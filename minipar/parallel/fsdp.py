@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minipar.autograd import grad_enabled, queue_callback
-from minipar.backend import Array, to_host, xp
+from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import hold
@@ -43,17 +43,15 @@ class FullyShardedDataParallel(ShardedGradients):
 
     def _make_chunk(self, bucket: Bucket) -> Chunk:
         """Compute a unit's deferred values, and keep this rank's chunk of them."""
-        full = xp.empty(bucket.size, dtype=self.dtype)
-        hold("buffers", full)
+        full = self._allocate("buffers", bucket.size)
         for p, view in bucket.views(full):
             p.move_to(view)
         self._checksum = zlib.crc32(to_host(full).data, self._checksum)
         start, stop = bucket.chunk(self.comm.rank, self.comm.size)
-        data, gradient = full[start:stop].copy(), xp.empty(stop - start, dtype=self.dtype)
+        data = full[start:stop].copy()
         self._free(bucket)
         hold("parameters", data)
-        hold("gradients", gradient)
-        return Chunk(bucket, data, gradient, self)
+        return Chunk(bucket, data, self._allocate("gradients", stop - start), self)
 
     def checksum(self) -> int:
         """Return the CRC-32 of the whole parameters, taken while the wrapper was made."""
@@ -62,8 +60,7 @@ class FullyShardedDataParallel(ShardedGradients):
     def _fetch(self, bucket: Bucket) -> None:
         """Start to gather a bucket's parameters, unless that has started."""
         if bucket not in self._gathered:
-            full = xp.empty(bucket.size, dtype=self.dtype)
-            hold("buffers", full)
+            full = self._allocate("buffers", bucket.size)
             chunk = self.chunks[bucket].data
             self._gathered[bucket] = full, self.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
 
@@ -117,7 +114,6 @@ class FullyShardedDataParallel(ShardedGradients):
     def gather_parameter(self, parameter: Parameter) -> Array:
         """Gather one parameter, whole, on every rank; all ranks call it. Sends the bucket that holds it."""
         (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
-        full = xp.empty(bucket.size, dtype=self.dtype)
-        hold("buffers", full)
+        full = self._allocate("buffers", bucket.size)
         self.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
         return dict(bucket.views(full))[parameter]

@@ -1,10 +1,9 @@
-"""The ground that the three ZeRO stages share: chunks, the pass of backward through buckets, and brief full gradients.
+"""The ground that the three ZeRO stages share: chunks, and full gradients that exist briefly.
 
 A bucket is a unit of the model (`buckets.by_unit`) in every stage, and chunk r of each bucket belongs to rank r. So all
 stages, and the all-reduce of plain data parallelism, add the same values in the same order.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, Part
-from minipar.parallel.buckets import Bucket, by_unit, make_buckets, parts_of
+from minipar.parallel.buckets import Bucket, by_unit, parts_of
 from minipar.parallel.placement import ParameterShard, bucket_slice
 from minipar.parallel.wrapper import Wrapper
 
@@ -44,8 +43,8 @@ class Chunk:
 class ShardedDataParallel(Wrapper):
     """A model whose optimizer state is sharded over `comm`; the base class of the ZeRO stages.
 
-    A stage makes its storage in its constructor, one Chunk per bucket, and says in `_reduce_scatter(bucket)` how a
-    complete gradient leaves. `groups` are the units, in the model's order, where they are not `by_unit(model)`.
+    A stage makes its storage in its constructor, one Chunk per bucket. `groups` are the units, in the model's order,
+    where they are not `by_unit(model)`.
     """
 
     sharded = True
@@ -53,65 +52,25 @@ class ShardedDataParallel(Wrapper):
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str, groups: Sequence[Sequence[Parameter]] | None = None
     ) -> None:
-        super().__init__(model, comm, algorithm)
-        self.buckets = make_buckets(by_unit(model) if groups is None else groups, comm)
-        self.dtype = self.buckets[0].parameters[0].dtype
+        super().__init__(model, comm, algorithm, by_unit(model) if groups is None else groups)
+        p = self.buckets[-1].parameters[0]
+        self.dtype = p.dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
-        self._shards: list[Parameter] = []
-        self._bucket_of: dict[Tensor, int] = {}
-        for i, bucket in enumerate(self.buckets):
-            for leaf in bucket.leaves():
-                self._bucket_of[leaf] = i
-                leaf.register_post_accumulate_grad_hook(self._on_gradient)
-        self._reset()
+        self._empty_shard = ParameterShard(p, xp.empty(0, dtype=p.dtype), range(0))
+        self._empty_shard.owner = self
 
     def parameters(self) -> list[Parameter]:
-        """Return what this rank's optimizer must receive: its shards, in the model's order."""
-        if not self._shards:
-            self._shards = [shard for chunk in self.chunks.values() for shard in chunk.shards]
-        if not self._shards:  # more ranks than elements: an empty shard, so that the optimizer knows this wrapper
-            chunk, p = next(iter(self.chunks.values())), self.buckets[-1].parameters[0]
-            self._shards = [ParameterShard(p, chunk.data, range(0))]
-            self._shards[0].owner = self
-        return self._shards
+        shards = [shard for chunk in self.chunks.values() for shard in chunk.shards]
+        return shards or [self._empty_shard]  # more ranks than elements: the optimizer knows this wrapper all the same
 
-    @abstractmethod
-    def _reduce_scatter(self, bucket: Bucket) -> None:
-        """Start to sum a bucket's gradient over the ranks; this rank receives its chunk of the sum."""
-
-    # ---- backward goes through the buckets (as in ddp.py) ------------------------------------------------------------
-
-    def _reset(self) -> None:
-        self._works: list[Work] = []  # the reduce-scatters under way, one per bucket that has started
-        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
-
-    def _on_gradient(self, leaf: Tensor) -> None:
-        self.gradient_arrived()
-        if not self.syncing:
-            return
-        self._waiting[self._bucket_of[leaf]].discard(leaf)
-        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
-            self._start(self.buckets[len(self._works)])
-        self.comm.progress()
-
-    def _start(self, bucket: Bucket) -> None:
-        self._prepare(bucket)
-        bucket.complete()
-        if self.before_reduce is not None:
-            self.before_reduce(bucket.parameters)
-        self._reduce_scatter(bucket)
-
-    def _prepare(self, bucket: Bucket) -> None:
-        """Make sure that the bucket's full gradient has storage."""
+    def _allocate(self, kind: str, size: int) -> Array:
+        """Make a flat array that counts as memory of this kind."""
+        array = xp.empty(size, dtype=self.dtype)
+        hold(kind, array)
+        return array
 
     def synchronize(self) -> None:
-        """Start what backward has not completed, then wait: every shard's gradient is now the sum over the ranks."""
-        for bucket in self.buckets[len(self._works) :]:
-            self._start(bucket)
-        for work in self._works:
-            work.wait()
-        self._reset()
-        self._state = "summed"
+        super().synchronize()
         for chunk in self.chunks.values():
             chunk.summed = True
             for shard in chunk.shards:
@@ -197,19 +156,16 @@ class ShardedGradients(ShardedDataParallel):
             setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
 
     def _around_whole(self, unit: UnitPass, run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        """Run a function of the module; the outermost one that runs calls the hooks."""
+        """Run a function of the module; the outermost one that runs is a pass through the unit."""
         if self._inside:
             return run(*inputs, **options)
         self._inside = True
         try:
-            self._before_forward(unit)
-            y = run(*inputs, **options)
-            self._after_forward(unit)
+            return self._around(unit, lambda _: run(*inputs, **options), None)
         finally:
             self._inside = False
-        return _OnBackward.apply(y, partial(self._before_backward, unit, False)) if isinstance(y, Tensor) else y
 
-    def _around(self, unit: UnitPass, run: Callable[[Any], Tensor], x: Any) -> Tensor:
+    def _around(self, unit: UnitPass, run: Callable[[Any], Any], x: Any) -> Any:
         """Run a part, with the hooks below before and after its forward and its backward.
 
         Backward goes through an operation's output first and its input last, so identities at these two places call.
@@ -218,7 +174,7 @@ class ShardedGradients(ShardedDataParallel):
         closed = isinstance(x, Tensor) and x.requires_grad
         y = run(_OnBackward.apply(x, partial(self._after_backward, unit)) if closed else x)
         self._after_forward(unit)
-        return _OnBackward.apply(y, partial(self._before_backward, unit, closed))
+        return _OnBackward.apply(y, partial(self._before_backward, unit, closed)) if isinstance(y, Tensor) else y
 
     def _before_forward(self, unit: UnitPass) -> None:
         """Forward is about to run the part."""
@@ -241,25 +197,26 @@ class ShardedGradients(ShardedDataParallel):
         if self.syncing:
             for work in self._works[:-1]:  # one may still travel; the others' gradients are freed
                 work.wait()
-        full = self._full[bucket] = xp.empty(bucket.size, dtype=self.dtype)
-        hold("buffers" if self.syncing else "gradients", full)
+        full = self._full[bucket] = self._allocate("buffers" if self.syncing else "gradients", bucket.size)
         for p, view in bucket.views(full):
             if p.grad is not None:
                 view[...] = p.grad
                 p.grad = view
             p.grad_buffer = view
 
-    def _reduce_scatter(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
+        self._prepare(bucket)
+        super()._start(bucket)
+
+    def _reduce(self, bucket: Bucket) -> Work:
         chunk = self.chunks[bucket]
         out = chunk.gradient
         if chunk.summed:
-            out = xp.empty_like(out)
-            hold("buffers", out)
+            out = self._allocate("buffers", out.size)
             self._late.append((chunk, out))
-        full = self._full.pop(bucket)
-        self._works.append(self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True))
         for p in bucket.parameters:
             p.grad = p.grad_buffer = None  # the message alone holds the full gradient now, and frees it
+        return self.comm.reduce_scatter(self._full.pop(bucket), out=out, algorithm=self.algorithm, async_op=True)
 
     def synchronize(self) -> None:
         super().synchronize()

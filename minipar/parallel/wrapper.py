@@ -1,7 +1,9 @@
-"""The contract that data parallelism and every ZeRO stage share: the loss, and the checks that reject a wrong script.
+"""What data parallelism and every ZeRO stage share: the loss, the pass of backward through buckets, checks of a script.
 
-A wrapper owns its model's gradients. Optimizers ask it before and after each update (`Parameter.owner`), so that a step
-before the gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
+A wrapper owns its model's gradients. While backward runs, it starts to reduce each bucket as soon as the bucket is
+complete; a strategy says in `_reduce(bucket)` what that sends. Optimizers ask the wrapper before and after each update
+(`Parameter.owner`), so that a step before the gradients have arrived, or an optimizer that holds the wrong parameters,
+is an error with a remedy.
 """
 
 import zlib
@@ -15,8 +17,9 @@ import numpy as np
 from minipar.autograd import Function, Tensor, queue_callback
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
 from minipar.nn.module import Module, Owner, Parameter, owners_of
-from minipar.parallel.buckets import Bucket
+from minipar.parallel.buckets import Bucket, make_buckets
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import place
 from minipar.parallel.state import gather_state
@@ -51,9 +54,10 @@ class Wrapper(Owner, ABC):
     """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies."""
 
     stage = 0  # of ZeRO
-    buckets: list[Bucket]  # in the order in which they travel
 
-    def __init__(self, model: Module, comm: Communicator, algorithm: str) -> None:
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str, groups: Sequence[Sequence[Parameter]]
+    ) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
@@ -67,17 +71,59 @@ class Wrapper(Owner, ABC):
         for p in model.parameters():
             p.owner = self
         place(model)
+        self.buckets = make_buckets(groups, comm)  # in reverse parameter order, as backward completes them
+        self._bucket_of: dict[Tensor, int] = {}
+        for i, bucket in enumerate(self.buckets):
+            for leaf in bucket.leaves():
+                self._bucket_of[leaf] = i
+                leaf.register_post_accumulate_grad_hook(self._on_gradient)
+        self._reset()
 
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    @abstractmethod
     def parameters(self) -> list[Parameter]:
-        """Return what this rank's optimizer must receive."""
+        """Return what this rank's optimizer must receive, in the model's order: all parameters, or its shards."""
+        return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
 
     @abstractmethod
+    def _reduce(self, bucket: Bucket) -> Work:
+        """Start to sum a bucket's gradient over the ranks."""
+
+    # ---- backward goes through the buckets ---------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._works: list[Work] = []  # the reductions under way, one per bucket that has started
+        self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
+
+    def _on_gradient(self, leaf: Tensor) -> None:
+        """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""
+        self.gradient_arrived()
+        if not self.syncing:
+            return
+        self._waiting[self._bucket_of[leaf]].discard(leaf)
+        # Buckets start strictly in order, so that all ranks issue the same collectives in the same order.
+        while len(self._works) < len(self.buckets) and not self._waiting[len(self._works)]:
+            self._start(self.buckets[len(self._works)])
+        self.comm.progress()  # moves the buckets under way while backward goes on computing
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        self._works.append(self._reduce(bucket))
+
     def synchronize(self) -> None:
-        """Wait until every gradient is the sum over all ranks."""
+        """Start the buckets that backward has not completed, then wait until every gradient is the sum over all ranks.
+
+        A parameter that the loss did not use counts as zero. `loss.backward()` calls this at its end.
+        """
+        for bucket in self.buckets[len(self._works) :]:
+            self._start(bucket)
+        for work in self._works:
+            work.wait()
+        self._reset()
+        self._state = "summed"
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.backend import Array, xp
+from minipar.backend import Array
 from minipar.comm.communicator import Communicator
-from minipar.memory import hold
+from minipar.comm.work import Work
 from minipar.nn.module import Module, Parameter
 from minipar.nn.optim import Optimizer
 from minipar.parallel.buckets import Bucket, FlatBuffers, make_buckets
@@ -50,10 +50,10 @@ class ZeroStage1(ShardedDataParallel):
             own = slice(bucket.start + start, bucket.start + stop)
             self.chunks[bucket] = Chunk(bucket, self.buffers.parameters[own], self.buffers.gradients[own], self)
 
-    def _reduce_scatter(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: Bucket) -> Work:
         # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
         full, out = self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient
-        self._works.append(self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True))
+        return self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True)
 
     def after_step(self) -> None:
         """Gather what every rank's optimizer made of its chunks."""
@@ -70,8 +70,7 @@ class ZeroStage2(ShardedGradients):
         self.buffers = FlatBuffers(self.buckets, gradients=False)
         for bucket in reversed(self.buckets):
             start, stop = bucket.chunk(comm.rank, comm.size)
-            gradient = xp.empty(stop - start, dtype=self.dtype)
-            hold("gradients", gradient)
+            gradient = self._allocate("gradients", stop - start)
             data = self.buffers.parameters[bucket.start + start : bucket.start + stop]
             self.chunks[bucket] = Chunk(bucket, data, gradient, self)
 
