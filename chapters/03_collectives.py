@@ -51,9 +51,13 @@ import numpy as np
 from chapters.support.caught import catcher
 from chapters.support.watch_collectives import count_calls, measure_all_reduce, timeline, watch_blocks
 from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes
+from minipar.comm.algorithms import (
+    ordered_reduce_scatter,
+    recursive_doubling_all_reduce,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
 from minipar.comm.communicator import FEW_STEPS_BELOW
-from minipar.comm.gathers import ring_all_gather
-from minipar.comm.reductions import ordered_reduce_scatter, recursive_doubling_all_reduce, ring_reduce_scatter
 from minipar.errors import CommunicationError
 
 p, rank = comm.size, comm.rank

@@ -17,7 +17,7 @@ from minipar.errors import UsageError
 from visualize.style import BLUE, INK, ORANGE, PAPER, PURPLE, Picture, at_lightness, byte_label, byte_unit, picture
 from visualize.timeline import Trace, coordinates
 
-AXES = ("tp", "dp", "pp")  # fastest first, as in minipar.comm.mesh
+AXES = ("tp", "dp", "pp")  # fastest first, as in minipar.comm.communicator
 # Lightness 46, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
 LOOKS: dict[str, tuple[str, Any]] = {
     "tp": (BLUE, "-"),

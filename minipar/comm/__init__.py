@@ -2,9 +2,9 @@
 
 Reading order. One call goes through three files:
 
-    communicator    `Communicator.all_reduce` and the other operations: check the arrays, choose an algorithm, run it
-    reductions      all_reduce and reduce_scatter, each algorithm a generator of messages
-    gathers         chunks of an array; all_gather, broadcast, all_to_all and barrier
+    communicator    `Communicator.all_reduce` and the other operations: check the arrays, choose an algorithm, run it.
+                    DeviceMesh: one communicator per axis
+    algorithms      chunks of an array, and each algorithm of an operation as a generator of messages
     transport       isend and irecv, the interface. mpi and threads implement it
 
 Around them:
@@ -13,7 +13,6 @@ Around them:
     traffic         counts messages and bytes; closed forms of what each algorithm sends
     clock           wall time or logical time, the network's prices, and the recorder of a rank's work
     trace           operations that take time and are drawn, and the Chrome trace of all ranks
-    mesh            DeviceMesh: one communicator per axis
     launch          the beginning and the end of a program under mpirun or as threads
 """
 
@@ -22,11 +21,10 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "algorithms": ["chunk_bounds"],
         "clock": ["CpuClock", "ModelClock", "Network", "Tracer", "WallClock"],
-        "communicator": ["ALGORITHMS", "Communicator"],
-        "gathers": ["chunk_bounds"],
+        "communicator": ["ALGORITHMS", "Communicator", "DeviceMesh"],
         "launch": ["main", "world"],
-        "mesh": ["DeviceMesh"],
         "threads": ["run_local", "serial"],
         "trace": ["save_chrome_trace", "start_trace"],
         "traffic": ["Traffic", "messages", "wire_bytes"],

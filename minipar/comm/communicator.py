@@ -1,17 +1,17 @@
-"""Communicator: the operations of the ranks of a group."""
+"""Communicator: the operations of the ranks of a group. DeviceMesh: one communicator per axis."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from minipar import backend
 from minipar.backend import Array
-from minipar.comm import gathers, reductions
+from minipar.comm.algorithms import GENERATORS, Bounds, chunks, gather, ring_all_gather
 from minipar.comm.clock import Clock, Network
-from minipar.comm.gathers import chunk_bounds
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps, Transport
 from minipar.comm.work import Engine, Finished, Message, Stream, Work
@@ -19,27 +19,6 @@ from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
 
-GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
-    "all_reduce": {
-        "ring": reductions.ring_all_reduce,
-        "recursive_doubling": reductions.recursive_doubling_all_reduce,
-        "recursive_halving": reductions.recursive_halving_all_reduce,
-        "ordered": reductions.ordered_all_reduce,
-    },
-    "reduce_scatter": {
-        "ring": reductions.ring_reduce_scatter,
-        "recursive_halving": reductions.recursive_halving_reduce_scatter,
-        "ordered": reductions.ordered_reduce_scatter,
-    },
-    "all_gather": {
-        "ring": gathers.ring_all_gather,
-        "recursive_doubling": gathers.recursive_doubling_all_gather,
-        "pairwise": gathers.pairwise_all_gather,
-    },
-    "all_to_all": {"pairwise": gathers.pairwise_all_to_all},
-    "broadcast": {"binomial": gathers.binomial_broadcast},
-    "barrier": {"dissemination": gathers.dissemination_barrier},
-}
 ALGORITHMS = {op: (*algorithms, "mpi") for op, algorithms in GENERATORS.items()}
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
@@ -149,8 +128,7 @@ class Communicator:
         """
         algorithm, combine = choose("reduce_scatter", algorithm, x.nbytes), _combine(op)
         flat = self._flat(x, "reduce_scatter")
-        start, stop = chunk_bounds(flat.size, self.size)[self.rank]
-        out, host = self._output("reduce_scatter", x, out, stop - start)
+        out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
         return self._run("reduce_scatter", algorithm, out, host, async_op, flat, host, combine)
 
     def all_gather(
@@ -164,13 +142,12 @@ class Communicator:
         flat = self._flat(chunk, "all_gather")
         out, host = self._output("all_gather", chunk, out, flat.size * self.size if out is None else out.size)
         algorithm = choose("all_gather", algorithm, host.nbytes)
-        start, stop = chunk_bounds(host.size, self.size)[self.rank]
-        if flat.size != stop - start:
+        own = chunks(host, self.size)[self.rank]
+        if flat.size != own.size:
             raise CommunicationError(
                 f"{self.label}, all_gather: {host.size} elements over {self.size} ranks give this rank "
-                f"{stop - start}, but its chunk has {flat.size}"
+                f"{own.size}, but its chunk has {flat.size}"
             )
-        own = host[start:stop]
         if not np.may_share_memory(own, flat) or own.ctypes.data != flat.ctypes.data:
             own[...] = flat
         return self._run("all_gather", algorithm, out, host, async_op, host)
@@ -182,8 +159,7 @@ class Communicator:
         """
         algorithm = choose("all_to_all", algorithm, x.nbytes)
         flat = self._flat(x, "all_to_all")
-        start, stop = chunk_bounds(flat.size, self.size)[self.rank]
-        out, host = self._output("all_to_all", x, out, self.size * (stop - start))
+        out, host = self._output("all_to_all", x, out, self.size * chunks(flat, self.size)[self.rank].size)
         return self._run("all_to_all", algorithm, out, host, async_op, flat, host)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
@@ -211,20 +187,21 @@ class Communicator:
         """Return every rank's bytes, in rank order, on every rank. Counted as operation "control"."""
         everything, bounds = self._place(data)
         if everything.size:
-            self._control(gathers.ring_all_gather, everything, bounds)
-        return [everything[start:stop].tobytes() for start, stop in bounds]
+            self._control(ring_all_gather, everything, bounds)
+        return [part.tobytes() for part in chunks(everything, self.size, bounds)]
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
         """Return every rank's bytes on `root`, in rank order, and None elsewhere. Counted as operation "control"."""
         everything, bounds = self._place(data)
-        self._control(gathers.gather, everything, bounds, root)
-        return [everything[start:stop].tobytes() for start, stop in bounds] if self.rank == root else None
+        self._control(gather, everything, bounds, root)
+        parts = chunks(everything, self.size, bounds)
+        return [part.tobytes() for part in parts] if self.rank == root else None
 
-    def _place(self, data: bytes) -> tuple[np.ndarray, gathers.Bounds]:
+    def _place(self, data: bytes) -> tuple[np.ndarray, Bounds]:
         """Return an array with room for every rank's bytes and this rank's own in it, and each rank's place there."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
-        self._control(gathers.ring_all_gather, lengths)
+        self._control(ring_all_gather, lengths)
         bounds = list(pairwise([0, *np.cumsum(lengths).tolist()]))
         everything = np.empty(bounds[-1][1], np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
@@ -343,3 +320,53 @@ def _alone(flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
     if out is not None:
         out[...] = flat
     yield ()
+
+
+class DeviceMesh:
+    """The ranks as a grid: world = pp x dp x tp, rank = (pp*DP + dp)*TP + tp.
+
+    tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.tp` and `mesh.pp` are the
+    Communicators of this rank's row along each axis, and `mesh.coordinates` is its place. With dp=None the data axis
+    takes what tp*pp leaves. UsageError with the product for sizes that do not fit.
+    NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree with this one on these three axes.
+    """
+
+    AXES: tuple[str, ...] = ("tp", "dp", "pp")  # fastest first
+
+    def __init__(self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1) -> None:
+        self.world = comm
+        self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp)
+        self.coordinates: dict[str, int] = {}
+        rest = comm.rank
+        for axis in self.AXES:
+            rest, self.coordinates[axis] = divmod(rest, self.shape[axis])
+        self.tp = self._along("tp")
+        self.dp = self._along("dp")
+        self.pp = self._along("pp")
+
+    def rank_at(self, **coordinates: int) -> int:
+        """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""
+        place = self.coordinates | coordinates
+        return (place["pp"] * self.shape["dp"] + place["dp"]) * self.shape["tp"] + place["tp"]
+
+    def _along(self, axis: str) -> Communicator:
+        return self.world.row([self.rank_at(**{axis: place}) for place in range(self.shape[axis])], axis)
+
+
+def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int) -> dict[str, int]:
+    """Return the size of each axis; dp=None takes what tp*pp leaves. UsageError if the sizes do not fit the ranks."""
+    given = {} if dp is None else {"dp": dp}  # shown in errors
+    given |= {axis: size for axis, size in (("tp", tp), ("pp", pp)) if size != 1}
+    for axis, size in given.items():
+        if size < 1:
+            raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")
+    product = prod(given.values())
+    if ranks != product if dp is not None else ranks % product:
+        equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}" + (f" = {product}" * (len(given) > 1))
+        if ranks == 1:
+            start = f"start {product} with mpirun -n {product} python ..."
+            raise UsageError(f"{equation}, but this process is one rank; {start}")
+        if dp is None and product < ranks:
+            raise UsageError(f"{equation} does not divide the {ranks} ranks that {launcher} started")
+        raise UsageError(f"{equation}, but {launcher} started {ranks} ranks")
+    return {"tp": tp, "dp": dp or ranks // product, "pp": pp}

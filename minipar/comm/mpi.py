@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from minipar.comm.gathers import chunk_bounds
+from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.transport import USER_TAGS, Half, Link, Request, meaning
 from minipar.errors import CommunicationError, UsageError
 
@@ -198,7 +198,7 @@ class MPITransport:
             raise UsageError(f'algorithm="mpi": MPI has no {op} of {kind}; choose another algorithm') from None
 
     def _start(self, op: str, *arguments: Any) -> MPI.Request:
-        """Start MPI's collective with the arguments of the algorithms in reductions.py and gathers.py."""
+        """Start MPI's collective with the arguments of the algorithms in algorithms.py."""
         match op, arguments:
             case "all_reduce", (x, combine):
                 return self.comm.Iallreduce(MPI.IN_PLACE, _typed(x), REDUCTIONS[combine])

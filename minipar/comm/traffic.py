@@ -1,6 +1,6 @@
 """Traffic: the messages and bytes that a rank sends, counted, and the closed forms that the tests compare with ==."""
 
-from minipar.comm.gathers import chunk_bounds, fold, place_bounds
+from minipar.comm.algorithms import chunk_bounds, fold, place_bounds
 
 
 class Traffic:
@@ -40,7 +40,7 @@ class Traffic:
 
 
 # Closed forms for n elements over p ranks. In an algorithm that needs a power of two, q is the largest one not above p,
-# and the first 2(p - q) ranks form pairs of a resting rank and a rank with a place (`gathers.fold`).
+# and the first 2(p - q) ranks form pairs of a resting rank and a rank with a place (`algorithms.fold`).
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
+from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.communicator import Communicator
-from minipar.comm.gathers import chunk_bounds
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.placement import BucketSlice, placement_of, update

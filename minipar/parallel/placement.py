@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minipar.backend import Array, xp
-from minipar.comm.gathers import chunk_bounds
+from minipar.comm.algorithms import chunk_bounds
 from minipar.nn.module import Module, Parameter
 
 

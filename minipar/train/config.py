@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from minipar.comm.mesh import mesh_shape
+from minipar.comm.communicator import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
 from minipar.parallel import pipeline

@@ -18,7 +18,7 @@ from minipar import backend
 from minipar.autograd import Tensor, flop_counter
 from minipar.backend import from_host, xp
 from minipar.comm.clock import ModelClock
-from minipar.comm.mesh import DeviceMesh
+from minipar.comm.communicator import DeviceMesh
 from minipar.errors import writing
 from minipar.memory import enter
 from minipar.nn.gpt import GPT, GPTConfig

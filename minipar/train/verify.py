@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar.backend import Array, to_host
-from minipar.comm.mesh import DeviceMesh
+from minipar.comm.communicator import DeviceMesh
 from minipar.comm.threads import serial
 from minipar.memory import hold
 from minipar.parallel.ddp import DistributedDataParallel

@@ -1,0 +1,347 @@
+"""The collectives' algorithms, each a generator of messages, and the chunks of an array that they exchange.
+
+A generator posts messages with `link.isend(array, dest)` and `link.irecv(array, source)` and yields the requests that
+must be done before it continues. Messages from one rank to another arrive in the order in which they were sent. Who
+drives the generator (work.py) decides how to wait, so the same lines serve the blocking call and the asynchronous one.
+
+Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs alpha, a byte beta,
+and adding a byte gamma. Algorithms for a power of two *fold* the extra ranks first. Each of the q places then belongs
+to one rank. A rank without a place (place < 0) gives its data to a neighbour and gets the result back.
+
+NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from minipar.comm.transport import Link, Request, Steps
+
+Bounds = Sequence[tuple[int, int]]
+Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b, out=c)
+
+
+@lru_cache(maxsize=4096)
+def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each of the p chunks of n elements, as np.array_split cuts: the first n % p are longer.
+
+    Chunk r belongs to rank r in reduce_scatter, all_gather and all_to_all.
+    """
+    size, longer = divmod(n, p)
+    starts = [r * size + min(r, longer) for r in range(p + 1)]
+    return tuple(zip(starts[:-1], starts[1:], strict=True))
+
+
+def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarray]:
+    """Return views of the p chunks of x."""
+    return [x[start:stop] for start, stop in bounds or chunk_bounds(x.size, p)]
+
+
+@lru_cache(maxsize=1024)
+def fold(p: int, rank: int) -> tuple[int, int, int]:
+    """Return the part of `rank` in an algorithm that needs a power of two: (q, extras, place).
+
+    q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form pairs. Each even rank
+    gives its data to the odd rank above and rests (place -1) until the result is back. The others have places 0..q-1.
+    NB: this is MPICH's way (Thakur, Rabenseifner and Gropp 2005, section 4.5).
+    """
+    q = 1 << (p.bit_length() - 1)
+    extras = p - q
+    if rank >= 2 * extras:
+        return q, extras, rank - extras
+    return q, extras, rank // 2 if rank % 2 else -1
+
+
+def at_place(place: int, extras: int) -> int:
+    """Return the rank that has this place after folding: the inverse of `fold`."""
+    return 2 * place + 1 if place < extras else place + extras
+
+
+@lru_cache(maxsize=4096)
+def place_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each place: the chunk of its rank, joined with the chunk of a rank folded into it."""
+    bounds = chunk_bounds(n, p)
+    q, extras, _ = fold(p, 0)
+    return tuple(
+        (bounds[2 * place][0], bounds[2 * place + 1][1]) if place < extras else bounds[place + extras]
+        for place in range(q)
+    )
+
+
+def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None) -> Steps:
+    """Gather all of x on every rank, in place: at first each rank r has chunk r of x.
+
+    (p-1) alpha + n(p-1)/p beta. Each rank sends to its right the chunk that it has just received from its left.
+    """
+    p, r = link.size, link.rank
+    parts = chunks(x, p, bounds)
+    for step in range(p - 1):
+        yield link.isend(parts[(r - step) % p], (r + 1) % p), link.irecv(parts[(r - step - 1) % p], (r - 1) % p)
+
+
+def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:
+    """Gather as the ring does, but send the own chunk to all others at once: (p-1) alpha + n(p-1)/p beta, one wait."""
+    p, r = link.size, link.rank
+    parts = chunks(x, p)
+    requests: list[Request] = []
+    for step in range(p - 1):
+        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        requests += link.irecv(parts[source], source), link.isend(parts[r], dest)
+    yield requests
+
+
+def gather_places(link: Link, x: np.ndarray) -> Steps:
+    """Gather x among the places of `fold`, in place, by recursive doubling: each step doubles what a pair has."""
+    q, extras, place = fold(link.size, link.rank)
+    bounds = place_bounds(x.size, link.size)
+    distance = 1
+    while place >= 0 and distance < q:
+        partner = at_place(place ^ distance, extras)
+        first = place & -distance  # the aligned block of `distance` places that this rank has in full
+        other = first ^ distance
+        sent = x[bounds[first][0] : bounds[first + distance - 1][1]]
+        received = x[bounds[other][0] : bounds[other + distance - 1][1]]
+        yield link.isend(sent, partner), link.irecv(received, partner)
+        distance *= 2
+
+
+def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
+    """Return x to the rank that was folded into this one, which waits for it in its `out`."""
+    _, extras, place = fold(link.size, link.rank)
+    if place < 0:
+        yield (link.irecv(out, link.rank + 1),)
+    elif place < extras:
+        yield (link.isend(x, link.rank - 1),)
+
+
+def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
+    """Gather as `ring_all_gather` does, in lg p alpha + n(p-1)/p beta when p is a power of two."""
+    _, extras, place = fold(link.size, link.rank)
+    parts = chunks(x, link.size)
+    if place < 0:
+        yield (link.isend(parts[link.rank], link.rank + 1),)
+    elif place < extras:
+        yield (link.irecv(parts[link.rank - 1], link.rank - 1),)
+    yield from gather_places(link, x)
+    if extras:
+        yield from unfold(link, x, x)
+
+
+def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
+    """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
+    p = link.size
+    place = (link.rank - root) % p
+    distance = 1
+    while distance < p:
+        if place & distance:
+            yield (link.irecv(x, (link.rank - distance) % p),)
+            break
+        distance *= 2
+    # Here `distance` is the lowest set bit of the place (for the root: the first power of two not below p).
+    while distance > 1:
+        distance //= 2
+        if place + distance < p:
+            yield (link.isend(x, (link.rank + distance) % p),)
+
+
+def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
+    """Send chunk j of x to rank j. `out` receives, in rank order, the chunks that the ranks sent to this one.
+
+    (p-1) alpha + n(p-1)/p beta. In step s every rank sends to the rank s+1 places to its right.
+    """
+    p, r = link.size, link.rank
+    sent, received = chunks(x, p), out.reshape(p, -1)
+    received[r] = sent[r]
+    for step in range(p - 1):
+        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        yield link.isend(sent[dest], dest), link.irecv(received[source], source)
+
+
+def dissemination_barrier(link: Link) -> Steps:
+    """Return when every rank has called. In step s each rank sends to the rank 2**s to its right. ceil(lg p) alpha."""
+    p, r = link.size, link.rank
+    nothing = link.scratch(0, np.dtype(np.uint8))
+    distance = 1
+    while distance < p:
+        yield link.isend(nothing, (r + distance) % p), link.irecv(nothing, (r - distance) % p)
+        distance *= 2
+
+
+def gather(link: Link, x: np.ndarray, bounds: Bounds, root: int) -> Steps:
+    """Gather all of x on `root`, in place: at first each rank r has x from bounds[r]."""
+    parts = chunks(x, link.size, bounds)
+    if link.rank == root:
+        yield [link.irecv(part, source) for source, part in enumerate(parts) if source != root]
+    else:
+        yield [link.isend(parts[link.rank], root)]
+
+
+def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+    """Set out = chunk r of the sum: each partial sum goes once round the ring, and every rank adds its part to it.
+
+    (p-1) alpha + n(p-1)/p (beta + gamma): the fewest bytes possible (Patarasuk and Yuan 2009, section 4).
+    Chunk j is summed in the order j+1, j+2, ..., j: fixed, but not the rank order. `x` is not changed.
+    """
+    p, r = link.size, link.rank
+    own = chunks(x, p)
+    incoming, outgoing = link.scratch(2 * own[0].size, x.dtype).reshape(2, -1)
+    partial = own[r - 1]  # the sum so far, first this rank's own contribution to its left chunk
+    for step in range(p - 1):
+        mine = own[(r - step - 2) % p]
+        received = incoming[: mine.size]
+        yield link.isend(partial, (r + 1) % p), link.irecv(received, (r - 1) % p)
+        partial = out if step == p - 2 else received
+        combine(received, mine, out=partial)
+        incoming, outgoing = outgoing, incoming
+
+
+def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Set x = the sum: a ring reduce-scatter, then a ring all-gather, with the same bits as calling the two.
+
+    2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
+    """
+    # The result may overwrite this rank's own chunk: the reduce-scatter reads that chunk last, when it writes it.
+    yield from ring_reduce_scatter(link, x, chunks(x, link.size)[link.rank], combine)
+    yield from ring_all_gather(link, x)
+
+
+def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Send x of each rank without a place to its neighbour, which adds it to its own. `unfold` is the way back."""
+    _, extras, place = fold(link.size, link.rank)
+    if place < 0:
+        yield (link.isend(x, link.rank + 1),)
+    elif place < extras:
+        received = link.scratch(x.size, x.dtype)
+        yield (link.irecv(received, link.rank - 1),)
+        combine(x, received, out=x)
+
+
+def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Set x = the sum: at distance 1, 2, 4, ... pairs exchange all they have, and both add.
+
+    lg p (alpha + n beta + n gamma): the fewest steps, for small arrays. Both ranks of a pair add the same two values,
+    so all ranks end with the same bits.
+    """
+    q, extras, place = fold(link.size, link.rank)
+    if extras:
+        yield from _fold(link, x, combine)
+    received = link.scratch(x.size, x.dtype)
+    distance = 1
+    while place >= 0 and distance < q:
+        partner = at_place(place ^ distance, extras)
+        yield link.isend(x, partner), link.irecv(received, partner)
+        combine(x, received, out=x)
+        distance *= 2
+    if extras:
+        yield from unfold(link, x, x)
+
+
+def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Set x[place_bounds[place]] = the sum: the reduce-scatter half of Rabenseifner's algorithm, in place.
+
+    At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one half and adds up the
+    other. The rest of x has no meaning afterwards.
+    """
+    q, extras, place = fold(link.size, link.rank)
+    if extras:
+        yield from _fold(link, x, combine)
+    bounds = place_bounds(x.size, link.size)
+    first, last = 0, q  # the places whose sum this rank still shares
+    while place >= 0 and last - first > 1:
+        middle = (first + last) // 2
+        partner = at_place(place ^ (middle - first), extras)
+        start, cut, stop = bounds[first][0], bounds[middle][0], bounds[last - 1][1]
+        if place < middle:
+            kept, sent, last = x[start:cut], x[cut:stop], middle
+        else:
+            kept, sent, first = x[cut:stop], x[start:cut], middle
+        received = link.scratch(x.size, x.dtype)[: kept.size]
+        yield link.isend(sent, partner), link.irecv(received, partner)
+        combine(kept, received, out=kept)
+
+
+def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Set x = the sum: recursive halving, then an all-gather by recursive doubling (Rabenseifner 2004).
+
+    2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds 2 messages of n.
+    """
+    yield from _halve(link, x, combine)
+    yield from gather_places(link, x)
+    yield from unfold(link, x, x)
+
+
+def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+    """Set out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two.
+
+    The sum is made in a copy, because halving overwrites its input. A folded neighbour gets its chunk back.
+    """
+    total = x.copy()
+    yield from _halve(link, total, combine)
+    parts = chunks(total, link.size)
+    _, extras, place = fold(link.size, link.rank)
+    if extras:
+        yield from unfold(link, parts[link.rank - 1], out)
+    if place >= 0:
+        out[...] = parts[link.rank]
+
+
+def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
+    """Set out = chunk r of x_0 + x_1 + ... + x_{p-1}, added from left to right: the bits of one device accumulating.
+
+    (p-1) alpha + n(p-1)/p (beta + gamma), as the ring, but with scratch for n elements: all messages are posted at
+    once, pairwise, and each contribution is added in its turn. Ranks wait for one another once instead of p-1 times,
+    which saves the most time when they share cores.
+    """
+    p, r = link.size, link.rank
+    parts = chunks(x, p)
+    rows = link.scratch(p * parts[r].size, x.dtype).reshape(p, parts[r].size)
+    contributions = list(rows)
+    contributions[r] = parts[r]
+    receives: dict[int, Request] = {}
+    sends = []
+    for step in range(p - 1):
+        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        receives[source] = link.irecv(contributions[source], source)
+        sends.append(link.isend(parts[dest], dest))
+    total = contributions[0]
+    for source in range(p):
+        if source != r:
+            yield (receives[source],)
+        if source > 0:
+            partial = out if source == p - 1 else rows[r]  # row r is free: this rank's own part is in x
+            combine(total, contributions[source], out=partial)
+            total = partial
+    yield sends
+
+
+def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
+    """Set x = x_0 + x_1 + ... + x_{p-1}, added from left to right. Then each rank sends its chunk to all others.
+
+    2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma, in two rounds of messages.
+    """
+    yield from ordered_reduce_scatter(link, x, chunks(x, link.size)[link.rank], combine)
+    yield from pairwise_all_gather(link, x)
+
+
+GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
+    "all_reduce": {
+        "ring": ring_all_reduce,
+        "recursive_doubling": recursive_doubling_all_reduce,
+        "recursive_halving": recursive_halving_all_reduce,
+        "ordered": ordered_all_reduce,
+    },
+    "reduce_scatter": {
+        "ring": ring_reduce_scatter,
+        "recursive_halving": recursive_halving_reduce_scatter,
+        "ordered": ordered_reduce_scatter,
+    },
+    "all_gather": {
+        "ring": ring_all_gather,
+        "recursive_doubling": recursive_doubling_all_gather,
+        "pairwise": pairwise_all_gather,
+    },
+    "all_to_all": {"pairwise": pairwise_all_to_all},
+    "broadcast": {"binomial": binomial_broadcast},
+    "barrier": {"dissemination": dissemination_barrier},
+}
