@@ -64,7 +64,7 @@ from minipar.nn import AdamW, Parameter
 from minipar.parallel.fsdp import FullyShardedDataParallel as FSDP
 from minipar.parallel.memory import FLOAT64, MIXED, elements_held, model_state
 from minipar.parallel.sharding import Chunk
-from minipar.parallel.zero import ZeroStage1, ZeroStage2, gather_parameters
+from minipar.parallel.zero import ZeroStage1, ZeroStage2
 from minipar.train.data import Batches, load_tokens
 
 comm = world()
@@ -210,7 +210,7 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    show_source(ZeroStage1._reduce, ZeroStage1.after_step, gather_parameters)
+    show_source(ZeroStage1._reduce, ZeroStage1.after_step)
 
 # %% [markdown]
 # **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are

@@ -57,8 +57,7 @@ from chapters.support.show import printer
 from minipar.autograd import DeferredGradients, defer_weight_gradients
 from minipar.comm import run_local, world
 from minipar.parallel.pipeline import Durations, Schedule, check, lower, make, parse_action, schedules, simulate
-from minipar.parallel.pipeline.executor import PipelineExecutor
-from minipar.parallel.pipeline.stage import PipelineParallel, PipelineStage
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage
 
 comm = world()
 rank, ranks = comm.rank, comm.size

@@ -31,9 +31,8 @@ from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.module import Parameter
 from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline.actions import Action, Schedule
-from minipar.parallel.pipeline.executor import PipelineExecutor
 from minipar.parallel.pipeline.schedules import one_f_one_b
-from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts, cut, part_costs, part_groups
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, part_costs, part_groups
 
 Batch = Callable[[int], tuple[np.ndarray, np.ndarray]]  # microbatch -> tokens and targets, (B, T) each
 MakeOptimizer = Callable[[list[Parameter]], AdamW]

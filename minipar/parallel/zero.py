@@ -12,7 +12,6 @@ An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module, Parameter
@@ -23,17 +22,30 @@ from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradien
 from minipar.parallel.wrapper import Wrapper
 
 
-def gather_parameters(comm: Communicator, chunks: dict[Bucket, Chunk], parameters: Array) -> None:
-    """All-gather every rank's chunks into the flat array `parameters`. Sends Psi (d-1)/d elements per rank."""
-    works = []
-    for bucket, chunk in chunks.items():
-        out = parameters[bucket.start : bucket.stop]
-        works.append(comm.all_gather(chunk.data, out=out, algorithm="pairwise", async_op=True))
-    for work in works:
-        work.wait()
+class WholeParameters(ShardedDataParallel):
+    """Stages 1 and 2: each rank has all parameters. It updates its own chunk of them, then all gather the chunks."""
+
+    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
+        super().__init__(model, comm, algorithm, **options)
+        self.buffers = FlatBuffers(self.buckets, gradients=self.stage == 1)
+        for bucket in reversed(self.buckets):
+            start, stop = bucket.chunk(comm.rank, comm.size)
+            own = slice(bucket.start + start, bucket.start + stop)
+            whole = self.buffers.gradients
+            gradient = self._allocate("gradients", stop - start) if whole is None else whole[own]
+            self.chunks[bucket] = Chunk(bucket, self.buffers.parameters[own], gradient, self)
+
+    def after_step(self) -> None:
+        """Gather what every rank's optimizer made of its chunks. Sends Psi (d-1)/d elements per rank."""
+        works = []
+        for bucket, chunk in self.chunks.items():
+            out = self.buffers.parameters[bucket.start : bucket.stop]
+            works.append(self.comm.all_gather(chunk.data, out=out, algorithm="pairwise", async_op=True))
+        for work in works:
+            work.wait()
 
 
-class ZeroStage1(ShardedDataParallel):
+class ZeroStage1(WholeParameters):
     """Optimizer state sharded; parameters and gradients are whole on every rank.
 
     Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
@@ -42,41 +54,16 @@ class ZeroStage1(ShardedDataParallel):
 
     stage = 1
 
-    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
-        super().__init__(model, comm, algorithm, **options)
-        self.buffers = FlatBuffers(self.buckets)
-        for bucket in reversed(self.buckets):
-            start, stop = bucket.chunk(comm.rank, comm.size)
-            own = slice(bucket.start + start, bucket.start + stop)
-            self.chunks[bucket] = Chunk(bucket, self.buffers.parameters[own], self.buffers.gradients[own], self)
-
     def _reduce(self, bucket: Bucket) -> Work:
         # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
         full, out = self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient
         return self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True)
 
-    def after_step(self) -> None:
-        """Gather what every rank's optimizer made of its chunks."""
-        gather_parameters(self.comm, self.chunks, self.buffers.parameters)
 
-
-class ZeroStage2(ShardedGradients):
+class ZeroStage2(WholeParameters, ShardedGradients):
     """Optimizer state and gradients sharded. Sends what stage 1 sends. `options` are groups and runs (sharding.py)."""
 
     stage = 2
-
-    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
-        super().__init__(model, comm, algorithm, **options)
-        self.buffers = FlatBuffers(self.buckets, gradients=False)
-        for bucket in reversed(self.buckets):
-            start, stop = bucket.chunk(comm.rank, comm.size)
-            gradient = self._allocate("gradients", stop - start)
-            data = self.buffers.parameters[bucket.start + start : bucket.start + stop]
-            self.chunks[bucket] = Chunk(bucket, data, gradient, self)
-
-    def after_step(self) -> None:
-        """Gather what every rank's optimizer made of its chunks."""
-        gather_parameters(self.comm, self.chunks, self.buffers.parameters)
 
 
 class ZeroOptimizer:

@@ -44,7 +44,7 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/parallel/pipeline/executor.py",
+        "minipar/parallel/pipeline/stage.py",
         "parallel/pipeline/test_sent_arrays.py parallel/pipeline/test_executor.py",
         (
             "executor: never frees what it has sent",

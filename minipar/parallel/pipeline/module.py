@@ -11,9 +11,8 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator, DeviceMesh
 from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter, Part
-from minipar.parallel.pipeline.executor import Key, PipelineExecutor
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.stage import PipelineStage
+from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
