@@ -1,15 +1,8 @@
 """minipar: how large Transformers are trained across many machines, in Python one can read.
 
 The public names, in one place. Each is imported from its file when it is first used, so `import minipar` is quick and
-changes nothing in the process. Packages, each of which imports only from those below it:
-
-    bench      benchmarks                                                  compare two recorded runs
-    train      the trainer, its command line, checkpoints, `--verify`      plan    the planner
-    parallel   strategies applied to a serial model: ddp, zero, fsdp, tensor, pipeline
-    comm       isend and irecv, and every collective written from them; knows no model
-    nn         modules, GPT-2, optimizers; knows no rank
-    autograd   Tensor, and operations with forward next to backward
-    backend    NumPy or CuPy
+changes nothing in the process. Each package imports only from those after it: bench, then train and plan, parallel
+(strategies applied to a serial model), nn and comm, which do not know each other, autograd, backend.
 """
 
 import lazy_loader

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,8 +39,6 @@ GROUPS = {
     "the head": r"(^|\.)lm_head\.",
     "the experts": r"expert",
 }
-
-
 EPSILONS = {"float64": 2**-52, "float32": 2**-23}  # any other dtype counts as bfloat16
 
 
@@ -90,9 +88,9 @@ def read_run(directory: str | Path) -> Run:
         shapes = {name: tuple(map(int, shape)) for name, shape in run["shapes"].items()}
         facts: dict[str, Any] = {name: int(run.get(name, 1)) for name in CAUSES}
         facts["eps"] = EPSILONS.get(str(run.get("dtype", "float64")).removeprefix("torch."), 2**-8)
-        files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
     except Exception as error:  # of json or NumPy, whatever a foreign file makes them raise
         raise UsageError(f"{path} is not a record: {error!r:.100}") from None
+    files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
     steps = {int(match[1]): file for match, file in files.items() if match}
     if not steps or not shapes:
         raise UsageError(f"{path} is a record without a step")
@@ -103,7 +101,7 @@ def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np
     """Read loss, grad_norm, gradient/NAME and update/NAME of a step. UsageError if the file is something else."""
     expected: dict[str, tuple[int, ...]] = {"loss": (), "grad_norm": ()}
     for name, shape in shapes.items():
-        expected[f"gradient/{name}"] = expected[f"update/{name}"] = (2, sum(strips(shape)))
+        expected |= dict.fromkeys((f"gradient/{name}", f"update/{name}"), (2, sum(strips(shape))))
     if not path.is_file():
         raise UsageError(f"{path} is not a file")
     try:
@@ -165,10 +163,8 @@ class StepComparison:
     @cached_property
     def noise(self) -> float:
         """The norm below which a strip's gradient is rounding: that of the keys' bias is zero, and is never exactly."""
-        largest = [
-            np.nanmax(np.abs(run[f"gradient/{n}"]), initial=0.0) for n in self.shapes for run in (self.a, self.b)
-        ]
-        return min(64 * self.facts["eps"], 1e-3) * float(max(largest))
+        gradients = [run[f"gradient/{name}"] for name in self.shapes for run in (self.a, self.b)]
+        return min(64 * self.facts["eps"], 1e-3) * max(float(np.nanmax(np.abs(g), initial=0.0)) for g in gradients)
 
     def differences(self) -> list[Difference]:
         """Return what differs: gradients and the loss, or else the norm of the gradients, or else the updates."""
@@ -185,19 +181,15 @@ class StepComparison:
 
     def of_parameters(self, kind: str) -> list[Difference]:
         """Group the parameters whose gradient or update differs by ratio and part, the largest group first."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        ratios: dict[str, float | None] = {}
+        groups: dict[tuple[str, str], tuple[float | None, list[str]]] = {}
         for name in self.shapes:
             ratio, part = self.ratio(kind, name)
             if ratio != 1:
-                groups.setdefault((f"{ratio:.3g}" if ratio is not None else "", part), []).append(name)
-                ratios[name] = ratio
-        found = []
-        for (_, part), names in groups.items():
-            group = part + describe(names, list(self.shapes))
-            found.append(
-                Difference(kind, ratios[names[0]], group, tuple(names), causes(kind, ratios[names[0]], self.facts))
-            )
+                groups.setdefault((f"{ratio:.3g}" if ratio is not None else "", part), (ratio, []))[1].append(name)
+        found = [
+            Difference(kind, ratio, part + describe(names, self.shapes), tuple(names), causes(kind, ratio, self.facts))
+            for (_, part), (ratio, names) in groups.items()
+        ]
         return sorted(found, key=lambda each: (each.ratio is None, -len(each.parameters)))
 
     def ratio(self, kind: str, name: str) -> tuple[float | None, str]:
@@ -256,15 +248,13 @@ def part_of(different: Sequence[bool], dim: int, tp: int) -> str:
     return f"{len(places)} of {count} strips ({places[0]} to {places[-1]}) along dim {dim} of "
 
 
-def describe(names: Sequence[str], every: Sequence[str]) -> str:
+def describe(names: Sequence[str], every: Iterable[str]) -> str:
     """Describe a group of the model's parameters in words."""
-    chosen = set(names)
+    chosen, whole = set(names), set(every)
     for words, pattern in GROUPS.items():
-        members = {name for name in every if re.search(pattern, name)}
-        if members and chosen == members:
-            return words
-        if members and chosen == set(every) - members:
-            return f"all parameters but {words}"
+        members = {name for name in whole if re.search(pattern, name)}
+        if members and chosen in (members, whole - members):
+            return words if chosen == members else f"all parameters but {words}"
     # Of transformer.h.3.ln_1.weight: block 3, parameter ln_1.weight.
     blocks = {name: (int(match[1]), match[2]) for name in every if (match := re.search(r"\.(\d+)\.(.*)", name))}
     numbers = sorted({blocks[name][0] for name in names if name in blocks})
@@ -323,12 +313,10 @@ def main(argv: Sequence[str]) -> int:
     parser = UsageParser(prog="python -m minipar.compare", description=__doc__, allow_abbrev=False)
     parser.add_argument("a", metavar="A", help="a record, of the run that is right if one is known to be")
     parser.add_argument("b", metavar="B", help="another one")
-    parser.add_argument(
-        "--bound", type=float, metavar="X", help="the relative difference that counts as equal, in every step"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="everything, for `python -m visualize compare`; - is standard output"
-    )
+    bound = "the relative difference that counts as equal, in every step"
+    parser.add_argument("--bound", type=float, metavar="X", help=bound)
+    file = "everything, for `python -m visualize compare`; - is standard output"
+    parser.add_argument("--json", metavar="FILE", help=file)
     try:
         options = parser.parse_args(argv)
         if options.bound is not None and not 0 <= options.bound < 1:

@@ -5,11 +5,12 @@ import difflib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 
 class UsageError(ValueError):
@@ -98,5 +99,10 @@ def write_out(text: str) -> None:
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        discard(sys.stdout)
         raise UsageError(f"standard output cannot be written: {error.strerror}") from None
+
+
+def discard(file: TextIO) -> None:
+    """Discard the buffer of a failed write and all later output: the flush at exit must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

@@ -242,13 +242,13 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _check_pieces(name: str, shape: tuple[int, ...], pieces: list[dict[str, Any]]) -> None:
     """Check that the pieces of a parameter are each of its elements once. ValueError."""
-    by_part: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    by_part: dict[int, list[tuple[int, int]]] = defaultdict(list)
     cuts = set()
     for piece in pieces:
         cut = _WHOLE if piece["cut"] is None else piece["cut"]
         check_content(cut, _CUT, f"{name}: cut")
         cuts.add((cut["dim"], cut["groups"], cut["ranks"]))
-        by_part[cut["rank"]].append(piece)
+        by_part[cut["rank"]].append((piece["start"], piece["stop"]))
     if len(cuts) != 1:
         raise ValueError(f"{name} is {'cut in several ways' if cuts else 'in no file'}")
     ((dim, groups, parts),) = cuts
@@ -257,9 +257,9 @@ def _check_pieces(name: str, shape: tuple[int, ...], pieces: list[dict[str, Any]
     size = math.prod(Shard(0, parts, dim, shape[dim], groups).local_shape(shape))
     if len(by_part) != parts or max(by_part) >= parts:
         raise ValueError(f"{name} is cut into {parts} parts, but there are pieces of {sorted(by_part)}")
-    for part, listed in by_part.items():
+    for part, ranges in by_part.items():
         end = 0
-        for start, stop in [*sorted((piece["start"], piece["stop"]) for piece in listed), (size, size)]:
+        for start, stop in [*sorted(ranges), (size, size)]:
             if start != end or stop < start:
                 problem = "twice" if start < end else "in no file"
                 raise ValueError(f"{name}: elements {min(end, start)}:{max(end, start)} of part {part} are {problem}")

@@ -1,9 +1,5 @@
 """The configuration of a training run: frozen dataclasses whose fields are the flags of the command line.
 
-    config = parse(sys.argv[1:], rank=comm.rank)        every rank parses the same command line
-    config = resolve(config, world_size=comm.size)      fills in dp and checks that mesh, model and batch divide
-    schedule = schedule_of(config)                      the pipeline's
-
 A new flag is a new field. Invalid input raises `UsageError` with the equation and the values, the same on all ranks.
 """
 
@@ -305,20 +301,16 @@ def check(config: TrainConfig) -> None:
     if any(run.network) and run.clock == "wall":
         raise UsageError("--network prices messages on the clocks cpu and model; the wall clock takes what they take")
     if mesh.sync_every_microbatch and mesh.zero_stage < 2:
-        raise UsageError(
-            f"--sync-every-microbatch keeps gradients sharded between microbatches, but with --zero-stage "
-            f"{mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
-        )
+        whole = f"with --zero-stage {mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
+        raise UsageError(f"--sync-every-microbatch keeps gradients sharded between microbatches, but {whole}")
     if mesh.sequence_parallel and mesh.tp == 1:
         raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
     for flag, value in (("--schedule", mesh.schedule), ("--virtual-stages", mesh.virtual_stages)):
         if value is not None and mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
     if mesh.pp > 1 and mesh.sync_every_microbatch:
-        raise UsageError(
-            "--sync-every-microbatch with --pp: a pipeline works on several microbatches at a time, so its gradients "
-            "travel once per step"
-        )
+        several = "a pipeline works on several microbatches at a time, so its gradients travel once per step"
+        raise UsageError(f"--sync-every-microbatch with --pp: {several}")
     if config.data.eval_data is not None and config.data.eval_every is None:
         raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:
@@ -371,9 +363,7 @@ def schedule_of(config: TrainConfig) -> pipeline.Schedule:
         if config.mesh.virtual_stages is not None:
             raise UsageError(f"--virtual-stages is for a named schedule; {name} says which rank has which stages")
         if (len(schedule.ranks), schedule.microbatches) != (pp, microbatches):
-            raise UsageError(
-                f"schedule {name} is for {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches, but "
-                f"pp = {pp} and microbatches = {microbatches}"
-            )
+            its = f"{len(schedule.ranks)} ranks and {schedule.microbatches} microbatches"
+            raise UsageError(f"schedule {name} is for {its}, but pp = {pp} and microbatches = {microbatches}")
     pipeline.check(schedule)
     return schedule

@@ -1,9 +1,5 @@
 """The tokens, and the rule that says which of them sample i of step s is. It is the same in every layout.
 
-    tokens = load_tokens(None, vocab_size=256, seq_len=64)
-    batches = Batches(tokens, seq_len=64, global_batch=32, order="random", seed=0)
-    inputs, targets = batches.batch(step=7, samples=range(8, 12))        # (4, 64) each, int64
-
 Nothing in this file knows about ranks: each asks for the samples that it computes.
 """
 
@@ -57,8 +53,6 @@ class Tokens:
 
     def check(self, start: int, stop: int) -> None:
         """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
-        if self.vocab_size > np.iinfo(self.ids.dtype).max:
-            return  # no value of this dtype is too large
         piece, limit = self.ids[start:stop], self.vocab_size
         if piece.max() >= limit:
             i = int(np.argmax(piece >= limit))
@@ -77,10 +71,8 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = 
         file, name = _open(path, flag), path
         ids = np.frombuffer(file, "<u2" if path.endswith(".bin") else np.uint8)
     if len(ids) < seq_len + 1:
-        raise UsageError(
-            f"{name} holds {len(ids)} tokens, but a sample and its targets take "
-            f"seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
-        )
+        needed = f"a sample and its targets take seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
+        raise UsageError(f"{name} holds {len(ids)} tokens, but {needed}")
     tokens = Tokens(ids, name, vocab_size, file)
     tokens.check(0, min(len(ids), SCAN_LIMIT))
     return tokens
@@ -128,8 +120,7 @@ class Batches:
     sequential  position k of sample i of step s is token ((s*global_batch + i)*seq_len + k) mod (len(tokens) - 1), its
                 target the token after it: the text front to back, again and again.
     random      sample i of step s starts at the i-th 64-bit number of a Philox stream (Salmon et al. 2011) keyed by
-                (seed, "data") and positioned at step s, modulo the number of starts that leave room for a whole
-                sample. (The modulo favours early starts by less than len(tokens) / 2**64.)
+                (seed, "data") and positioned at step s, modulo the number of starts that leave room for a sample
     """
 
     def __init__(self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int) -> None:

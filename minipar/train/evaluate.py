@@ -1,9 +1,8 @@
 """The validation loss: the mean loss on a text that training never sees, the same in every layout.
 
-Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed. An all-reduce of an
-array that is zero elsewhere gathers the losses, and they are added in the order of the samples. Only tensor parallelism
-adds in another order, within its matrix products. The reported loss is therefore rounded to DIGITS; two losses beside a
-rounding boundary can still differ, by one in the last digit.
+Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed, and losses are added
+in the order of the samples. Only tensor parallelism adds in another order, within its matrix products. The loss is
+therefore rounded to DIGITS; two losses beside a rounding boundary can still differ, by one in the last digit.
 """
 
 from dataclasses import dataclass, replace
@@ -76,10 +75,9 @@ def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | 
     else:
         kept = min(SAMPLES * length + 1, len(tokens.ids) // HELD_OUT)
         if kept < length + 1:
-            raise UsageError(
-                f"--eval-every: a tenth of the {len(tokens.ids)} tokens of {tokens.name} is less than a sample, "
-                f"seq-len + 1 = {length + 1}; give --eval-data PATH"
-            )
+            tenth = f"a tenth of the {len(tokens.ids)} tokens of {tokens.name}"
+            less = f"is less than a sample, seq-len + 1 = {length + 1}; give --eval-data PATH"
+            raise UsageError(f"--eval-every: {tenth} {less}")
         text = replace(tokens, ids=tokens.ids[-kept:], name=f"the end of {tokens.name}")
         tokens = replace(tokens, ids=tokens.ids[:-kept])
     text.check(0, len(text.ids))

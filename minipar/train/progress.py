@@ -14,7 +14,7 @@ from typing import TextIO
 import numpy as np
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, printable, writing
+from minipar.errors import UsageError, discard, printable, writing
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2, read_json
@@ -45,11 +45,6 @@ def say(text: str, out: TextIO | None, end: str = "\n") -> None:
         discard(out)
         if not isinstance(error, BrokenPipeError):
             print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def discard(file: TextIO) -> None:
-    """Discard the buffer of a failed write and all later output: the flush at exit must not fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 class Progress:
@@ -95,8 +90,8 @@ def duration(seconds: float) -> str:
 def prepare_outputs(config: TrainConfig) -> None:
     """Make the directories of the output files and prove that each can be written. UsageError names flag and path."""
     run = config.run
-    files = [("--metrics", run.metrics), ("--trace", run.trace), ("--memory", run.memory)]
-    outputs = [(flag, path) for flag, path in files if path is not None and (flag, path) != ("--metrics", "-")]
+    files = {"--metrics": run.metrics if run.metrics != "-" else None, "--trace": run.trace, "--memory": run.memory}
+    outputs = [(flag, path) for flag, path in files.items() if path is not None]
     for (flag, path), (other, same) in itertools.combinations(outputs, 2):
         if Path(path).resolve() == Path(same).resolve():
             raise UsageError(f"{flag} and {other} would both write {path}")
@@ -111,8 +106,7 @@ def prepare_outputs(config: TrainConfig) -> None:
         with writing(f"--export {run.export}"):
             Path(run.export).mkdir(parents=True, exist_ok=True)
             check_export(run.export)
-            with tempfile.TemporaryFile(dir=run.export):
-                pass
+            tempfile.TemporaryFile(dir=run.export).close()
 
 
 def open_to_append(path: str) -> TextIO:
@@ -128,18 +122,15 @@ def check_export(directory: str) -> None:
     An export's config.json has no token ids. Those that transformers writes name its version; OpenAI's have token ids.
     """
     names = set(os.listdir(directory))
-    other = names - {name + end for name in EXPORT_FILES for end in ("", ".partial")}
-    foreign = bool(other) or not all(os.path.isfile(os.path.join(directory, name)) for name in names)
-    if not foreign and "config.json" in names:
+    partial = {f"{name}.partial" for name in EXPORT_FILES}
+    other = {name for name in names if name not in {*EXPORT_FILES, *partial} or not Path(directory, name).is_file()}
+    if not other and "config.json" in names:
         content = read_json(Path(directory, "config.json"))
-        foreign = content.get("bos_token_id", 0) is not None or "transformers_version" in content
-    elif names:
-        foreign = foreign or not all(name.endswith(".partial") for name in names)
-    if foreign:
-        raise UsageError(
-            f"--export {directory} holds {', '.join(sorted(other or names)[:3])}, which no export of minipar wrote; "
-            "export to another directory"
-        )
+        if content.get("bos_token_id", 0) is not None or "transformers_version" in content:
+            other = names
+    if foreign := sorted(other or (names - partial if "config.json" not in names else ())):
+        wrote = "which no export of minipar wrote; export to another directory"
+        raise UsageError(f"--export {directory} holds {', '.join(foreign[:3])}, {wrote}")
 
 
 def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> None:

@@ -141,11 +141,7 @@ def _compare(
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
     current = run_flags(config)
-    for period in [] if checkpoint is None else checkpoint.history:
-        then = period["flags"]
-        if any(then.get(name) != current[name] for name in SUMS):
-            return False
-        # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
-        if config.optimizer.clip_grad and (then.get("--pp") == 1) != (current["--pp"] == 1):
-            return False
-    return True
+    periods = [] if checkpoint is None else [period["flags"] for period in checkpoint.history]
+    # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
+    same_norm = (not config.optimizer.clip_grad or (then.get("--pp") == 1) == (config.mesh.pp == 1) for then in periods)
+    return all(same_norm) and all(then.get(name) == current[name] for then in periods for name in SUMS)

@@ -162,7 +162,7 @@ class Trainer:
             enter("forward", restart=True)
             self.ddp.zero_grad()
             loss = self._forward_backward(step)
-            gradients = self._gather(gradients=True) if self.recording else {}
+            gradients = self.state_dict(gradients=True) if self.recording else {}
             with self._region("optimizer"):
                 grad_norm = self._clip_grad_norm(o.clip_grad or None)
                 self.optimizer.lr = learning_rate(
@@ -216,11 +216,8 @@ class Trainer:
         first = (replica * self.config.data.microbatches + microbatch) * self.samples_per_microbatch
         return range(first, first + self.samples_per_microbatch)
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Collect the serial model's parameters by name, as host arrays, on rank 0; the other ranks get {}."""
-        return self._gather()
-
-    def _gather(self, gradients: bool = False) -> dict[str, np.ndarray]:
+    def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
+        """Collect the serial model's parameters (or gradients) by name, as host arrays, on rank 0; {} elsewhere."""
         return gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients)
 
     def start_record(self, directory: str) -> None:
@@ -230,18 +227,14 @@ class Trainer:
         """
         config, parameters, self.recording = self.config, self.state_dict(), True
         if self.mesh.world.rank == 0:
-            facts = {
-                "dtype": config.run.dtype,
-                "tokens": self.tokens_per_step,
-                "microbatches": config.data.microbatches,
-            }
-            sizes = {axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")}
+            facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")}
+            facts |= {"microbatches": config.data.microbatches, "tokens": self.tokens_per_step}
             with writing(f"--record {directory}"):
-                self.record = Record(directory, parameters, **facts, **sizes)
+                self.record = Record(directory, parameters, dtype=config.run.dtype, **facts)
 
     def save(self, directory: str | Path, step: int) -> None:
         """Write a checkpoint after `step` optimizer steps. Collective; see `minipar.train.checkpoint.save`."""
-        history = [] if self.checkpoint is None else list(self.checkpoint.history)
+        history = [] if self.checkpoint is None else self.checkpoint.history
         header = {
             "dtype": self.config.run.dtype,
             "data": self.batches.tokens.fingerprint().hex(),
@@ -266,12 +259,10 @@ class Trainer:
             return nullcontext()
         return flop_counter(lambda flops: clock.advance(flops / clock.flops_per_second))
 
-    @contextmanager
-    def _region(self, name: str) -> Iterator[None]:
+    def _region(self, name: str) -> AbstractContextManager[None]:
         """Name a phase of the step, for the trace and for the memory ledger."""
         enter(name)
-        with self.mesh.world.tracer.region(name):
-            yield
+        return self.mesh.world.tracer.region(name)
 
 
 class PipelinedStep:
@@ -286,8 +277,7 @@ class PipelinedStep:
 
     def run(self, step: int, samples: Sequence[range], data: Batches, scale: float) -> float:
         """Run forward and backward of `scale` * loss of each microbatch m, samples[m]; return the summed loss."""
-        pipeline = self.pipeline
-        losses = np.zeros(1)
+        pipeline, losses = self.pipeline, np.zeros(1)
         # All batches are read before the first action; between two actions, the other ranks would wait for it.
         is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
         batches = [tuple(map(from_host, data.batch(step, each))) for each in samples] if is_end else []
