@@ -133,7 +133,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
                 trainer.save(config.run.save, done)
             if stop:
                 place, name = printable(config.run.save), signal.Signals(stop).name
-                say("\n" * report.live + f"minipar: {name}: saved step {done} in {place}; --resume it", out)
+                say(f"minipar: {name}: saved step {done} in {place}; --resume it", out)
                 raise SystemExit(128 + stop)
     with agreeing(comm, "--metrics"):
         metrics.close()

@@ -169,15 +169,6 @@ class Checkpoint:
         except ValueError as error:
             raise UsageError(f"{self.path}: {error}") from None
 
-    def check_listing(self) -> None:
-        """Raise UsageError if the directory holds a file that the manifest does not name, or lacks one that it does."""
-        expected = {MANIFEST, *(file["name"] for file in self.files)}
-        with reading(self.directory):
-            names = set(os.listdir(self.directory))
-        for name in sorted(names ^ expected):
-            problem = "is not a file of this checkpoint" if name in names else "is missing"
-            raise UsageError(f"{self.directory / name} {problem}")
-
     def check_file(self, file: dict[str, Any]) -> None:
         """Check one of `files` against its manifest entry: size, SHA-256 and pieces. UsageError."""
         path = self.directory / file["name"]

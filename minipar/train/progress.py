@@ -24,9 +24,7 @@ from minipar.train.checkpoint import agreeing
 from minipar.train.config import TrainConfig
 from minipar.train.trainer import StepResult, step_layout
 
-LINES = 10  # plain lines per run when the output is not a terminal
-REFRESH_SECONDS = 0.1  # of the live line on a terminal
-LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # set in every process that mpirun or srun starts
+LINES = 10  # of progress per run, about
 EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
 
 
@@ -35,12 +33,12 @@ def progress_stream(config: TrainConfig) -> TextIO:
     return sys.stderr if config.run.metrics == "-" else sys.stdout
 
 
-def say(text: str, out: TextIO | None, end: str = "\n") -> None:
+def say(text: str, out: TextIO | None) -> None:
     """Print at once, on the rank that has a stream. If nobody reads it any more, training goes on without a word."""
     if out is None:
         return
     try:
-        print(text, end=end, file=out, flush=True)
+        print(text, file=out, flush=True)
     except OSError as error:
         discard(out)
         if not isinstance(error, BrokenPipeError):
@@ -48,34 +46,23 @@ def say(text: str, out: TextIO | None, end: str = "\n") -> None:
 
 
 class Progress:
-    """One live line on a terminal, about ten plain lines elsewhere; silent on all ranks but 0.
-
-    A process that a launcher started never gets a live line. `isatty` does not tell where its output ends, because
-    Open MPI gives rank 0 a pseudo-terminal even if mpirun's own output is a file.
-    """
+    """About ten lines in a run, and one for each evaluation; silent on all ranks but 0."""
 
     def __init__(self, label: str, steps: int, stream: TextIO | None) -> None:
         self.label, self.steps, self.stream = label, steps, stream
-        launched = any(name in os.environ for name in LAUNCHERS)
-        self.live = stream is not None and stream.isatty() and not launched
-        self._started, self._steps_done, self._shown = time.monotonic(), 0, 0.0
+        self._started, self._steps_done = time.monotonic(), 0
 
     def __call__(self, result: StepResult, validation: float | None = None) -> None:
-        """Report a step, on a line of its own if it was evaluated."""
-        if self.stream is None:
-            return
+        """Report a step, if a line is due."""
         done, now = result.step + 1, time.monotonic()
         self._steps_done += 1
+        if validation is None and done < self.steps and result.step % max(1, self.steps // LINES):
+            return
         text = f"{self.label} {done:>{len(str(self.steps))}}/{self.steps}  loss {result.loss:.4f}"
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
         remaining = (now - self._started) / self._steps_done * (self.steps - done)
         text += f"  {duration(remaining)} left" if remaining >= 1 else ""
-        text += f"  eval loss {validation:g}" if validation is not None else ""
-        stays = validation is not None or done == self.steps  # on a terminal: the next step gets a new line
-        due = now - self._shown > REFRESH_SECONDS if self.live else result.step % max(1, self.steps // LINES) == 0
-        if stays or due:
-            self._shown = now
-            say("\r\x1b[K" * self.live + text, self.stream, end="\n" if stays or not self.live else "")
+        say(text + (f"  eval loss {validation:g}" if validation is not None else ""), self.stream)
 
 
 def duration(seconds: float) -> str:

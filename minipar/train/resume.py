@@ -116,8 +116,6 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
             why = "; --verify starts from step 0 and needs the same there"
             _compare(checkpoint, names, period["flags"], current, why)
     with agreeing(comm, "--resume"):
-        if comm.rank == 0:
-            checkpoint.check_listing()
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
 
