@@ -47,9 +47,8 @@ def one_blas_thread() -> Any:
 def keep_freed_memory() -> None:
     """Make malloc keep freed arrays for the next ones, instead of returning them to the system. Process-wide.
 
-    By default glibc maps each large array by itself, and cuts off its heap's free end. Each training step then gets its
-    activations as new pages, which the kernel must fault in and fill with zeros. The price is that a process keeps its
-    peak memory. NB: PyTorch's caching allocator and CuPy's memory pool do the same on a GPU.
+    By default glibc returns large arrays, and each step gets its activations as new pages, which the kernel fills with
+    zeros. The price is that a process keeps its peak. NB: PyTorch's caching allocator does the same on a GPU.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

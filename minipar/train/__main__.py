@@ -49,8 +49,8 @@ def run(comm: Communicator) -> int:
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
-        with agreeing(comm, "--record"):
-            if config.run.record is not None:
+        if config.run.record is not None:
+            with agreeing(comm, "--record"):
                 trainer.start_record(config.run.record)
         with noting_signals(config.run.save is not None) as signals:
             results = train(trainer, evaluation, metrics, signals)
@@ -62,7 +62,7 @@ def run(comm: Communicator) -> int:
         with agreeing(comm, "--export"):
             if comm.rank == 0:
                 progress.write_export(trainer.model, config.run.export, state)
-    out = progress.progress_stream(config) if comm.rank == 0 else None
+    out = progress.progress_stream(config, comm.rank)
     if files := progress.written(config):
         say(f"minipar: wrote {files}", out)
     if not config.run.verify:
@@ -99,7 +99,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
     """
     config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
-    out = progress.progress_stream(config) if comm.rank == 0 else None
+    out = progress.progress_stream(config, comm.rank)
     if out is not None:
         lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
         lines += progress.notes(config, trainer.model.config.n_positions)

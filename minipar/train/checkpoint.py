@@ -11,13 +11,11 @@ is written twice, and no parameter is sent. A run that resumes joins each parame
 part, in whatever layout. Several hosts must share DIR's file system. NB: PyTorch's distributed checkpoints have the
 same form: a `.metadata` file lists which chunk of which tensor is in which rank's file.
 
-The state consists of the parameters, AdamW's two means and its step count, and the number of steps done. No random
-state is needed: samples and dropout masks are counter-based random values (Philox) keyed by (seed, step, sample, name),
-so the seed, which must agree, and the step are the position in every stream of every rank in any layout.
+The state is the parameters, AdamW's two means and its step count. No random state is needed: samples and dropout masks
+are counter-based random values (Philox) keyed by (seed, step, sample, name).
 
 A run may be killed at any moment. Files are written into step-N.partial and synced, the manifest last. Then the
-directory is renamed to step-N, which a file system does completely or not at all. After that, all but the last two
-checkpoints are removed. `Checkpoint` needs no communicator: one process can read what many have written.
+directory is renamed to step-N, which a file system does completely or not at all. `Checkpoint` needs no communicator.
 """
 
 import dataclasses

@@ -34,18 +34,19 @@ def byte_count(text: str) -> int:
     return int(count)
 
 
-def option(default: Any, kind: Callable[[str], Any], **details: Any) -> Any:
+def option(
+    default: Any, kind: Callable[[str], Any], within: Any = None, metavar: Any = None, help: Any = None, **details: Any
+) -> Any:
     """Declare a dataclass field that is also a flag. A tuple as default takes as many values as it has.
 
-    `kind` is int, float, str, bool (a switch), or a function that converts the text. `details` are argparse's `help`,
-    `choices` and `metavar`; `within`, an interval in mathematical notation such as "[0, 1)"; and `flag`, the flag's
-    name if it is not the field's name with hyphens.
+    `kind` is int, float, str, bool (a switch), or a function that converts the text; `within` an interval in
+    mathematical notation such as "[0, 1)". `details` are `choices`, and `flag` if the field's name is not the flag's.
     """
-    optional = dict.fromkeys(("within", "choices", "metavar", "flag"))
-    return dataclasses.field(default=default, metadata={"kind": kind, **optional, **details})
+    metadata = {"kind": kind, "within": within, "metavar": metavar, "help": help, "choices": None, "flag": None}
+    return dataclasses.field(default=default, metadata=metadata | details)
 
 
-# A table, laid out by hand: one entry per flag, long help on lines of its own.
+# A table, laid out by hand: one entry per flag, its help on lines of its own where it is long.
 # fmt: off
 
 
@@ -53,119 +54,101 @@ def option(default: Any, kind: Callable[[str], Any], **details: Any) -> Any:
 class MeshConfig:
     """mesh: how many ranks each kind of parallelism takes, and what they share"""
 
-    dp: int | None = option(None, int, within=COUNT, metavar="N",
-        help="data-parallel replicas (default: as many as there are ranks)")
-    tp: int = option(1, int, within=COUNT, metavar="T",
-        help="tensor-parallel ranks that share each layer: heads and hidden columns; they must divide the heads")
-    pp: int = option(1, int, within=COUNT, metavar="P",
-        help="pipeline ranks, each with its own layers")
-    schedule: str | None = option(None, str, metavar="NAME",
-        help=f"order of forwards and backwards in the pipeline: {', '.join(pipeline.SCHEDULES)}, or a FILE.csv in "
-             "PyTorch's format (default: 1f1b)")
-    virtual_stages: int | None = option(None, int, within=COUNT, metavar="V",
-        help="stages per rank of interleaved-1f1b (default: 2)")
+    dp: int | None = option(None, int, COUNT, "N", "data-parallel replicas (default: as many as there are ranks)")
+    tp: int = option(1, int, COUNT, "T", "tensor-parallel ranks that share each layer; they must divide the heads")
+    pp: int = option(1, int, COUNT, "P", "pipeline ranks, each with its own layers")
+    schedule: str | None = option(None, str, None, "NAME",
+        f"order of the pipeline: {', '.join(pipeline.SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
+    virtual_stages: int | None = option(None, int, COUNT, "V", "stages per rank of interleaved-1f1b (default: 2)")
     sequence_parallel: bool = option(False, bool,
         help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
-    zero_stage: int = option(0, int, within="[0, 3]", metavar="K",
-        help="what the data-parallel ranks shard instead of each holding a copy: 0 nothing; 1 optimizer state; "
-             "2 gradients too; 3 parameters too")
+    zero_stage: int = option(0, int, "[0, 3]", "K",
+        "what data-parallel ranks shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters too")
     sync_every_microbatch: bool = option(False, bool,
         help="with --zero-stage 2 or 3: reduce-scatter after every microbatch, which keeps gradients sharded and sends "
              "them M times; without it microbatches accumulate in whole gradients, sent once")
-    memory_limit: int | None = option(None, byte_count, metavar="BYTES",
-        help="refuse to start if parameters, gradients and optimizer state take more than this on a rank; KB, MB, GB, "
-             "KiB, MiB, GiB may follow the number")
+    memory_limit: int | None = option(None, byte_count, None, "BYTES",
+        "refuse to start if parameters, gradients and optimizer state take more on a rank; such as 1500000 or 1.5GiB")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """model: GPT-2's architecture"""
 
-    layers: int = option(2, int, within=COUNT, metavar="L", help="Transformer layers")
-    hidden: int = option(128, int, within=COUNT, metavar="H", help="hidden size: elements per token between layers")
-    heads: int = option(4, int, within=COUNT, metavar="A", help="attention heads; they must divide hidden")
-    seq_len: int = option(64, int, within=COUNT, metavar="T",
-        help="sequence length: tokens per sample; without --init-from also the learned positions")
-    vocab_size: int = option(256, int, within=COUNT, metavar="V", help="vocabulary: token ids are 0 to V-1")
-    init_from: str | None = option(None, str, metavar="DIR",
-        help="start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape; nothing is "
-             "downloaded")
+    layers: int = option(2, int, COUNT, "L", "Transformer layers")
+    hidden: int = option(128, int, COUNT, "H", "hidden size: elements per token between layers")
+    heads: int = option(4, int, COUNT, "A", "attention heads; they must divide hidden")
+    seq_len: int = option(64, int, COUNT, "T", "tokens per sample; without --init-from also the learned positions")
+    vocab_size: int = option(256, int, COUNT, "V", "vocabulary: token ids are 0 to V-1")
+    init_from: str | None = option(None, str, None, "DIR",
+        "start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """data: the source of the tokens and their order"""
 
-    path: str | None = option(None, str, flag="--data", metavar="PATH",
-        help="a text file (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: the source text of this "
-             "Python's standard library)")
+    path: str | None = option(None, str, None, "PATH",
+        "a text (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: Python's library)", flag="--data")
     order: str = option("random", str, choices=("random", "sequential"),
         help="random: samples start anywhere; sequential: the text from front to back")
-    global_batch: int = option(32, int, within=COUNT, metavar="B", help="samples per step, over all replicas")
-    microbatches: int = option(1, int, within=COUNT, metavar="M",
-        help="microbatches per replica and step, whose gradients are accumulated")
-    eval_every: int | None = option(None, int, within=COUNT, metavar="K",
-        help="every K steps and at the end: the loss on text that training does not see, the same in every layout")
-    eval_data: str | None = option(None, str, metavar="PATH",
-        help="the text for --eval-every (default: the end of the training text, which is then not trained on)")
+    global_batch: int = option(32, int, COUNT, "B", "samples per step, over all replicas")
+    microbatches: int = option(1, int, COUNT, "M", "microbatches per replica and step, whose gradients are accumulated")
+    eval_every: int | None = option(None, int, COUNT, "K",
+        "every K steps and at the end: the loss on text that training does not see, the same in every layout")
+    eval_data: str | None = option(None, str, None, "PATH",
+        "the text for --eval-every (default: the end of the training text, which is then not trained on)")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """optimizer: AdamW, as torch.optim.AdamW computes it"""
 
-    steps: int = option(300, int, within=COUNT, metavar="S", help="optimizer steps")
-    lr: float = option(1e-3, float, within="(0, inf)", metavar="LR", help="learning rate after warm-up")
+    steps: int = option(300, int, COUNT, "S", "optimizer steps")
+    lr: float = option(1e-3, float, "(0, inf)", "LR", "learning rate after warm-up")
     lr_schedule: str = option("constant", str, choices=("constant", "cosine"),
         help="after warm-up the learning rate stays, or falls along half a cosine to a tenth in the last step")
-    warmup_steps: int = option(0, int, within="[0, inf)", metavar="W",
-        help="steps in which the learning rate rises linearly: LR*(step+1)/(W+1) in step 0, 1, ...")
-    betas: tuple[float, float] = option((0.9, 0.999), float, within="[0, 1)", metavar=("B1", "B2"),
-        help="decay per step of the running means of gradient and squared gradient")
-    eps: float = option(1e-8, float, within="(0, inf)", metavar="E", help="added to the root of the squared mean")
-    weight_decay: float = option(0.01, float, within="[0, inf)", metavar="WD",
-        help="decoupled weight decay of parameters with two or more dimensions")
-    dropout: float = option(0.0, float, within="[0, 1)", metavar="P",
-        help="probability of dropout wherever GPT-2 has it; the masks are the same in every layout")
-    clip_grad: float = option(0.0, float, within="[0, inf)", metavar="NORM",
-        help="scale gradients down to this global L2 norm; 0: no clipping")
+    warmup_steps: int = option(0, int, "[0, inf)", "W", "the learning rate is LR*(step+1)/(W+1) in steps 0 to W-1")
+    betas: tuple[float, float] = option((0.9, 0.999), float, "[0, 1)", ("B1", "B2"),
+        "decay per step of the running means of gradient and squared gradient")
+    eps: float = option(1e-8, float, "(0, inf)", "E", "added to the root of the squared mean")
+    weight_decay: float = option(0.01, float, "[0, inf)", "WD", "decoupled, of parameters with two or more dimensions")
+    dropout: float = option(0.0, float, "[0, 1)", "P", "probability wherever GPT-2 has it; the same in every layout")
+    clip_grad: float = option(0.0, float, "[0, inf)", "NORM", "scale gradients down to this L2 norm; 0: no clipping")
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """run: seed, precision, device, and the files that are written"""
 
-    seed: int = option(0, int, within="[0, 1.8e19]", metavar="N", help="keys every random draw (weights, samples)")
-    dtype: str = option("float32", str, choices=("float32", "float64"),
-        help="of parameters, gradients and activations")
+    seed: int = option(0, int, "[0, 1.8e19]", "N", "keys every random draw (weights, samples)")
+    dtype: str = option("float32", str, choices=("float32", "float64"), help="of parameters, gradients and activations")
     device: str = option("cpu", str, choices=("cpu", "cuda"), help="cpu: NumPy; cuda: CuPy")
     recompute: str = option("none", str, choices=("none", "full"),
         help="full: keep only each layer's input and run its forward again in backward")
     reduction: str = option("ring", str, choices=("ring", "ordered"),
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one device)")
-    metrics: str | None = option(None, str, metavar="FILE.jsonl",
-        help="one JSON line per step: step, loss (nats per token), grad_norm, seconds, tokens_per_second; '-' is "
-             "standard output, and progress then goes to standard error")
-    trace: str | None = option(None, str, metavar="FILE.json",
-        help="Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
+    metrics: str | None = option(None, str, None, "FILE.jsonl",
+        "one JSON line per step: step, loss (nats per token), grad_norm, seconds, tokens_per_second; '-' is standard "
+        "output, and progress then goes to standard error")
+    trace: str | None = option(None, str, None, "FILE.json",
+        "Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
     clock: str = option("wall", str, choices=("wall", "cpu", "model"),
         help="time in the trace: wall; cpu: each rank's own CPU time; model: a cost model")
-    memory: str | None = option(None, str, metavar="FILE.json",
-        help="the memory ledger of every rank: bytes by kind at each moment of the last step, and at the peak; for "
-             "`python -m visualize memory`")
-    record: str | None = option(None, str, metavar="DIR",
-        help="record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new")
-    network: tuple[float, float] = option((0.0, 0.0), float, within="[0, inf)", metavar=("ALPHA", "BETA"),
-        help="what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
-    save: str | None = option(None, str, metavar="DIR",
-        help="write checkpoints into DIR, at the end and with --save-every on the way; the last two are kept")
-    save_every: int | None = option(None, int, within=COUNT, metavar="K", help="write a checkpoint every K steps")
-    resume: str | None = option(None, str, metavar="DIR",
-        help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, "
-             "data, optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from the newest in the "
-             "DIR of --save if there is one, so that one command starts and continues a run, on any number of ranks")
-    export: str | None = option(None, str, metavar="DIR",
-        help="write the trained model as a GPT-2 directory; DIR is new, empty, or an earlier export")
+    memory: str | None = option(None, str, None, "FILE.json",
+        "every rank's bytes by kind at each moment of the last step and at the peak, for `python -m visualize memory`")
+    record: str | None = option(None, str, None, "DIR",
+        "record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new")
+    network: tuple[float, float] = option((0.0, 0.0), float, "[0, inf)", ("ALPHA", "BETA"),
+        "what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
+    save: str | None = option(None, str, None, "DIR",
+        "write checkpoints into DIR, at the end and with --save-every on the way; the last two are kept")
+    save_every: int | None = option(None, int, COUNT, "K", "write a checkpoint every K steps")
+    resume: str | None = option(None, str, None, "DIR",
+        "continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, data, "
+        "optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from --save DIR, if it has one")
+    export: str | None = option(None, str, None, "DIR",
+        "write the trained model as a GPT-2 directory; DIR is new, empty, or an earlier export")
     verify: bool = option(False, bool,
         help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
 

@@ -51,12 +51,13 @@ class Tokens:
                 digest.update(self.ids[start : start + 1024 // self.ids.itemsize].tobytes())
         return digest.digest()
 
-    def check(self, start: int, stop: int) -> None:
-        """Raise UsageError if a token of positions start..stop-1 is outside the vocabulary."""
-        piece, limit = self.ids[start:stop], self.vocab_size
+    def check(self, positions: np.ndarray | None = None) -> None:
+        """Raise UsageError if a token of these positions, or of the first SCAN_LIMIT, is outside the vocabulary."""
+        piece, limit = self.ids[:SCAN_LIMIT] if positions is None else self.ids[positions], self.vocab_size
         if piece.max() >= limit:
             i = int(np.argmax(piece >= limit))
-            raise UsageError(f"{self.name}: token {piece[i]} at position {start + i} is not below vocab-size {limit}")
+            place = i if positions is None else positions.flat[i]
+            raise UsageError(f"{self.name}: token {piece.flat[i]} at position {place} is not below vocab-size {limit}")
 
 
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:
@@ -74,7 +75,7 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = 
         needed = f"a sample and its targets take seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
         raise UsageError(f"{name} holds {len(ids)} tokens, but {needed}")
     tokens = Tokens(ids, name, vocab_size, file)
-    tokens.check(0, min(len(ids), SCAN_LIMIT))
+    tokens.check()
     return tokens
 
 
@@ -147,7 +148,5 @@ class Batches:
         chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
         inputs, targets = self.tokens.read(chosen), self.tokens.read(chosen + 1)
         if len(self.tokens.ids) > SCAN_LIMIT:
-            for row in positions:
-                for run in np.split(row, np.flatnonzero(np.diff(row) != 1) + 1):  # where the text wraps round
-                    self.tokens.check(int(run[0]), int(run[-1]) + 2)
+            self.tokens.check(np.append(positions, positions + 1))
         return inputs, targets

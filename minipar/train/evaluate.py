@@ -80,7 +80,7 @@ def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | 
             raise UsageError(f"--eval-every: {tenth} {less}")
         text = replace(tokens, ids=tokens.ids[-kept:], name=f"the end of {tokens.name}")
         tokens = replace(tokens, ids=tokens.ids[:-kept])
-    text.check(0, len(text.ids))
     count = min(SAMPLES, (len(text.ids) - 1) // length)
     starts = np.linspace(0, len(text.ids) - 1 - length, count).astype(np.int64)
+    text.check(starts[:, None] + np.arange(length + 1))
     return tokens, Evaluation(text, starts)

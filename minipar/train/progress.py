@@ -28,9 +28,9 @@ LINES = 10  # of progress per run, about
 EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
 
 
-def progress_stream(config: TrainConfig) -> TextIO:
+def progress_stream(config: TrainConfig, rank: int = 0) -> TextIO | None:
     """Return where rank 0 prints: standard error if `--metrics -` takes standard output, which then holds only JSON."""
-    return sys.stderr if config.run.metrics == "-" else sys.stdout
+    return None if rank > 0 else sys.stderr if config.run.metrics == "-" else sys.stdout
 
 
 def say(text: str, out: TextIO | None) -> None:
@@ -155,11 +155,8 @@ class Metrics:
                 say(f"minipar: note: {printable(self.error)}; training continues without it", sys.stdout)
 
     def close(self) -> None:
-        """Close the file. UsageError if a line could not be written, or if the file is not at its path any more."""
+        """Close the file. UsageError if a line could not be written."""
         if self.file is not None and self.file is not sys.stdout:
-            own, there = os.fstat(self.file.fileno()), Path(str(self.path))
-            if not self.error and not (there.exists() and os.path.samestat(own, there.stat())):
-                self.error = f"--metrics {self.path} was removed or renamed during the training"
             self.file.close()
         if self.error:
             raise UsageError(self.error)
@@ -201,13 +198,12 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
-    layout = f"dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}"
     return (
         f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
-        f"minipar: {ranks} rank{'s' if ranks > 1 else ''}, {layout}, global batch {data.global_batch} x "
-        f"{model.seq_len} tokens, {data.microbatches} microbatch{'es' if data.microbatches > 1 else ''} per replica, "
-        f"{config.run.reduction} reduction"
+        f"minipar: {ranks} rank{'s' * (ranks > 1)}, dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}, "
+        f"global batch {data.global_batch} x {model.seq_len} tokens, {data.microbatches} "
+        f"microbatch{'es' * (data.microbatches > 1)} per replica, {config.run.reduction} reduction"
     )
 
 
