@@ -74,20 +74,9 @@ xp: Any = _ArrayModule()
 
 
 def use(module: Any) -> None:
-    """Make `module` (numpy, cupy, or another module with their interface) the array module of this process."""
+    """Make `module` (numpy, cupy, or another module with their interface) the array module of all threads."""
     vars(xp).clear()
     xp.module = module
-
-
-@contextmanager
-def using(module: Any) -> Iterator[None]:
-    """Make `module` the array module inside a `with` block. Process-wide: two threads cannot use different modules."""
-    previous = xp.module
-    use(module)
-    try:
-        yield
-    finally:
-        use(previous)
 
 
 @contextmanager

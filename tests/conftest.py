@@ -38,6 +38,8 @@ DEVICES = {"strict stand-in": strict_module, "cupy": cupy_module}
 @pytest.fixture(params=DEVICES)
 def device(request):
     """The array module is one that refuses implicit copies: the stand-in, and CuPy itself where there is a GPU."""
+    from training import using
+
     module = DEVICES[request.param]()
-    with backend.using(module):
+    with using(module):
         yield module

@@ -1,6 +1,6 @@
 """An array module that behaves as CuPy does on a machine without a GPU: NumPy inside, no implicit way in or out.
 
-    with backend.using(strict_array):
+    with using(strict_array):              # of training.py
         ...                                 # `xp.add`, `xp.zeros`, ... come from here
 
 - A name is there only if the real `cupy` has it (CuPy can be imported without a GPU), and keyword arguments

@@ -6,6 +6,7 @@ import operator
 import numpy as np
 import pytest
 import strict_array as sa
+from training import using
 
 from minipar import backend
 from minipar.errors import UsageError
@@ -179,7 +180,7 @@ def test_the_doors_copy(device):
 
 
 def test_backend_runs_on_it():
-    with backend.using(sa):
+    with using(sa):
         x = backend.from_host(HOST)
         assert isinstance(x, sa.ndarray) and not backend.is_host(x)
         np.testing.assert_array_equal(backend.to_host(backend.xp.multiply(x, 2.0)), HOST * 2)

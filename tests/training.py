@@ -1,11 +1,12 @@
 """Shared by tests that train: configurations from flags, a training on every rank, its bits; small models; mistakes."""
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
 import minipar.nn as nn
+from minipar import backend
 from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import xp
 from minipar.comm import DeviceMesh, run_local, serial
@@ -19,6 +20,18 @@ from minipar.train.data import Tokens
 from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
+
+
+@contextmanager
+def using(module) -> Iterator[None]:
+    """Make `module` the array module inside a `with` block. Process-wide: two threads cannot use different modules."""
+    previous = xp.module
+    backend.use(module)
+    try:
+        yield
+    finally:
+        backend.use(previous)
+
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 

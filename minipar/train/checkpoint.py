@@ -219,13 +219,10 @@ def _parse(text: bytes) -> dict[str, Any]:
         raise ValueError("history is empty")
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {manifest['dtype']!r}, expected one of {', '.join(_DTYPES)}")
-    names = [file["name"] for file in manifest["files"]]
-    for name in names:
+    for name in (file["name"] for file in manifest["files"]):
         if not FILE.fullmatch(name):  # any other name could lead out of the directory
             beside = "a checkpoint's files lie beside its manifest, as rank-NNNNN.safetensors"
             raise ValueError(f"file name {name!r}: {beside}")
-        if names.count(name) > 1:
-            raise ValueError(f"file {name} is listed twice")
     return manifest
 
 

@@ -8,6 +8,7 @@ import stat
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -61,14 +62,8 @@ class Progress:
         text = f"{self.label} {done:>{len(str(self.steps))}}/{self.steps}  loss {result.loss:.4f}"
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
         remaining = (now - self._started) / self._steps_done * (self.steps - done)
-        text += f"  {duration(remaining)} left" if remaining >= 1 else ""
+        text += f"  {timedelta(seconds=round(remaining))} left" if remaining >= 1 else ""
         say(text + (f"  eval loss {validation:g}" if validation is not None else ""), self.stream)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as 0:07, 12:30 or 3:05:00."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

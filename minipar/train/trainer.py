@@ -76,21 +76,17 @@ def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout
     """Return the layout of a resolved configuration. `positions` are the learned ones, if more than seq-len."""
     mesh, model, data = config.mesh, config.model, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
+    same = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "sync_every_microbatch")
     return StepLayout(
         GPTConfig(model.vocab_size, positions or model.seq_len, model.hidden, model.layers, model.heads),
         length=model.seq_len,
         samples=data.global_batch // (mesh.dp * data.microbatches),
         microbatches=data.microbatches,
         itemsize=np.dtype(config.run.dtype).itemsize,
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        zero_stage=mesh.zero_stage,
         schedule=schedule_of(config) if mesh.pp > 1 else None,
-        sequence_parallel=mesh.sequence_parallel,
         recompute=config.run.recompute == "full",
         reduction=config.run.reduction,
-        sync_every_microbatch=mesh.sync_every_microbatch,
+        **{name: getattr(mesh, name) for name in same},
     )
 
 

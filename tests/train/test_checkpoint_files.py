@@ -165,7 +165,7 @@ CHANGES = {
     "a shape that is no list": (lambda m: m["parameters"].update({"wte.weight": 3}), "parameters.wte.weight is 3"),
     "no history": (lambda m: m.update(history=[]), "history is empty"),
     "a dtype that nobody has": (lambda m: m.update(dtype="float8"), "dtype is 'float8'"),
-    "a file twice": (lambda m: m["files"].append(m["files"][0]), "rank-00000.safetensors is listed twice"),
+    "a file twice": (lambda m: m["files"].append(m["files"][0]), "of part 0 are twice"),
     "a piece that is missing": (lambda m: m["files"][0]["pieces"].remove(piece(m)), "of part 0 are in no file"),
     "a gap": (lambda m: piece(m).update(stop=piece(m)["stop"] - 1), "of part 0 are in no file"),
     "an overlap": (lambda m: piece(m).update(stop=piece(m)["stop"] + 1), "of part 0 are twice"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from training import config_for, reports, trainer_for
+from training import config_for, reports, trainer_for, using
 
 from minipar import backend
 from minipar.comm import run_local
@@ -54,7 +54,7 @@ def train(comm, flags, directory=None, resume=False):
 )
 def test_every_layout_trains_on_a_device(device, ranks, flags):
     outcomes = run_local(ranks, train, flags)
-    with backend.using(np):
+    with using(np):
         expected_numbers, expected, _ = run_local(ranks, train, flags)[0]
     for numbers, state, verdict in outcomes:
         assert verdict.passed, verdict.line
@@ -79,7 +79,7 @@ def test_ranks_take_the_gpus_in_turns(gpus, monkeypatch):
 
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=lambda: gpus), Device=Device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    with backend.using(np):
+    with using(np):
         for rank in range(4):
             backend.use_device("cuda", rank)
     assert used == [rank % gpus for rank in range(4)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import strict_array
-from training import config_for, on_each_rank
+from training import config_for, on_each_rank, using
 
 import minipar
 from minipar import backend
@@ -42,7 +42,7 @@ def serial_training(make_optimizer, recompute):
 def test_the_serial_gpt_trains_on_a_device(device, make_optimizer, recompute):
     losses, state = serial_training(make_optimizer, recompute)
     assert all(type(array) is np.ndarray for array in state.values())
-    with backend.using(np):
+    with using(np):
         expected_losses, expected = serial_training(make_optimizer, recompute)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
     for name in expected:
@@ -73,7 +73,7 @@ def data_parallel_training(flags):
 )
 def test_two_data_parallel_ranks_train_on_a_device(device, flags):
     results = data_parallel_training(flags)
-    with backend.using(np):
+    with using(np):
         expected_losses, expected = data_parallel_training(flags)[0]
     assert len(expected) == 16
     for rank, (losses, state) in enumerate(results):
@@ -86,7 +86,7 @@ def test_two_data_parallel_ranks_train_on_a_device(device, flags):
 
 
 def test_the_stand_in_would_catch_a_forgotten_crossing():
-    with backend.using(strict_array):
+    with using(strict_array):
         model = GPT(CONFIG)
         with pytest.raises(TypeError):
             model.loss(TOKENS[0][:, :8], TOKENS[0][:, 1:])  # host tokens, never sent to the device
