@@ -150,8 +150,11 @@ class Metrics:
                 say(f"minipar: note: {printable(self.error)}; training continues without it", sys.stdout)
 
     def close(self) -> None:
-        """Close the file. UsageError if a line could not be written."""
+        """Close the file. UsageError if a line could not be written, or if the file is not at its path any more."""
         if self.file is not None and self.file is not sys.stdout:
+            own, there = os.fstat(self.file.fileno()), Path(str(self.path))
+            if not self.error and not (there.exists() and os.path.samestat(own, there.stat())):
+                self.error = f"--metrics {self.path} was removed or renamed during the training"
             self.file.close()
         if self.error:
             raise UsageError(self.error)

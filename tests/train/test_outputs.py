@@ -127,6 +127,17 @@ def test_metrics_into_a_device_are_written():
     assert [json.loads(line)["step"] for line in result.stderr.splitlines()] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_that_are_removed_or_renamed_are_an_error(replaced, tmp_path):
+    metrics = Metrics(str(tmp_path / "m.jsonl"))
+    metrics.write(RESULT)
+    (tmp_path / "m.jsonl").rename(tmp_path / "earlier.jsonl")
+    if replaced:
+        (tmp_path / "m.jsonl").touch()
+    with pytest.raises(UsageError, match="m.jsonl was removed or renamed during the training"):
+        metrics.close()
+
+
 @pytest.mark.parametrize("flag", ["--export", "--trace", "--memory"])
 def test_a_file_that_the_disk_cannot_hold_is_not_left(flag, tmp_path):
     """A real write that fails: files may have at most 4 KiB."""
