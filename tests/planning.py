@@ -1,6 +1,6 @@
 """Short ways to write layouts and clusters in the planner's tests."""
 
-from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
 from minipar.plan.layout import Layout
 
 
@@ -9,5 +9,6 @@ def layout(**given):
     return Layout(**({"dp": 1, "tp": 1, "pp": 1, "microbatch": 1, "microbatches": 1} | given))
 
 
-def a100s(gpus):
-    return Cluster(GPUS["a100"], gpus)
+def a100s(gpus, program="megatron"):
+    runs = PROGRAMS[program]
+    return Cluster(GPUS["a100"], gpus, framework=runs.framework, assumptions=runs.assumptions)

@@ -1,13 +1,13 @@
 """A layout and a framework: how a training step is divided over GPUs, and how the program runs it.
 
-The planner chooses the layout. It cannot choose the framework: `MEGATRON` is what the published figures were measured
-with, `NANOTRON` is what the Ultra-Scale Playbook's runs were measured with, `MINIPAR` is this repository's own program,
-so that predictions can be compared with runs. `PROGRAMS` in cluster.py pairs each with the speeds that it reaches.
+The planner chooses the layout. It cannot choose the framework: `MEGATRON` is Megatron-LM of today, `MEGATRON_2021`,
+`DEEPSPEED_2021`, `LLAMA_3` and `NANOTRON` are what published runs were measured with, `MINIPAR` is this repository's
+own program, so that predictions can be compared with runs. `PROGRAMS` in cluster.py pairs each with its speeds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minipar.parallel.memory import MIXED, Precision
 from minipar.plan.model import ModelShape
@@ -135,7 +135,8 @@ class Framework:
     embedding_returns  The first stage sends the updated token embedding to the last. Otherwise both update it.
     lockstep           In a ring over hosts every message waits for one between hosts. Otherwise one per host does.
     hidden_sums        Backward's sums over tp hide behind weight gradients. Otherwise the rank waits for them.
-    gradient_copy      Bytes per parameter of 16-bit gradients next to those that are accumulated in 32 bits.
+    hidden_reductions  Gradients are reduced over dp while backward goes on. Otherwise after a stage's last backward.
+    gradient_copy      Bytes per parameter of a second copy of the gradients: in 16 bits next to 32, or the other way.
     overhead           Bytes of the libraries' own buffers on each GPU.
     kept               What is kept for backward.
     """
@@ -151,6 +152,7 @@ class Framework:
     kept: Activations
     lockstep: bool = False
     hidden_sums: bool = True
+    hidden_reductions: bool = True
     gradient_copy: float = 0
     overhead: float = 0.0
 
@@ -173,6 +175,25 @@ MEGATRON = Framework(
         logits=3, head=2, boundary=0, moving=0, moving_whole=0,
     ),
 )  # fmt: skip
+
+# Megatron-LM as it was in 2021: nothing over tp or dp hides (--overlap-grad-reduce and tp's asynchronous sums came
+# later), each stage keeps its output, and fp16 gradients are copied to fp32 (20 bytes per parameter, its README).
+MEGATRON_2021 = replace(
+    MEGATRON,
+    hidden_sums=False,
+    hidden_reductions=False,
+    gathers_ahead=False,
+    gradient_copy=4,
+    kept=replace(MEGATRON.kept, boundary=1),
+)
+
+# DeepSpeed's ZeRO-3 of 2021, as in table 2 of Narayanan et al. Both habits are inferred from its six rows: collectives
+# reach the speed of one card per host, and no reduction hides behind the backward pass that it belongs to.
+DEEPSPEED_2021 = replace(MEGATRON, ring_per_card=False, hidden_reductions=False)
+
+# Llama 3 (arXiv 2407.21783, 3.3.2) frees what it can and recomputes no layer. Here a layer keeps what no elementwise
+# kernel computes again from the rest: the inputs of both norms, q, k, v, attention's output, and both gated products.
+LLAMA_3 = replace(MEGATRON, kept=replace(MEGATRON.kept, sliced=2, inner=1, gated=2))
 
 # tests/parallel/tensor/test_tensor_traffic.py counts what a layer keeps: 20 N + A + 2 B T elements.
 MINIPAR = Framework(

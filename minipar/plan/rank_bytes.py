@@ -107,7 +107,7 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     precision, kept = layout.precision, framework.kept
     psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp)
     accumulating = layout.microbatches > 1 and not framework.every_microbatch
-    copy = framework.gradient_copy * psi
+    copy = framework.gradient_copy * psi / (layout.dp if layout.zero >= 2 else 1)
     state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision, accumulating)
 
     layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)

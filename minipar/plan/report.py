@@ -111,6 +111,7 @@ def assumptions(request: Request) -> list[str]:
     )
     waited = "every message is waited for" if framework.blocking_hops else "messages travel next to computation"
     updated = "updated parameters of stages 1 and 2 behind the next forward, " if framework.gathers_ahead else ""
+    reduced = "hide behind backward" if framework.hidden_reductions else "are reduced after backward"
     often = "for every microbatch" if framework.every_microbatch else "once"
     host = [f"the host launches a layer's kernels, forward and backward, in {a.host_layer * 1e3:.1f} ms per microbatch"]
     return [
@@ -125,7 +126,7 @@ def assumptions(request: Request) -> list[str]:
         "(weights, gradients, AdamW), 16-bit activations; "
         + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention"),
         f"tp: forward waits for its sums, {hidden}; pp: {waited}",
-        f"dp: gradients hide behind backward, stage 3's gathers behind all computation, {updated}and take "
+        f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),
         request.evidence.text,

@@ -125,6 +125,7 @@ class Stages:
         self.hop = hop_seconds(model, layout, cluster, length)
         self.hop_wait = self.hop if cluster.framework.blocking_hops else 0.0
         self.gathers = layout.zero == 3
+        self.hides_reductions = cluster.framework.hidden_reductions
         self.few_gradients = layout.zero >= 2
         self.reduces_each_microbatch = layout.zero >= 2 and cluster.framework.every_microbatch
 
@@ -167,6 +168,9 @@ class Stages:
                     reduce=unit.reduce if reduces else 0.0,
                 )
             )
+        if not self.hides_reductions:
+            together = sum(one.reduce for one in passes)
+            passes = [replace(one, reduce=0.0) for one in passes[:-1]] + [replace(passes[-1], reduce=together)]
         return passes
 
     def stage_time(self, units: Sequence[UnitTime], messages: int = 1) -> StageTime:
@@ -348,7 +352,8 @@ def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) ->
     gathers = max(0.0, with_gathers - compute - tp - hops)
     pipeline = stages.simulated() if exact else None
     if pipeline is None:
-        makespan, late = stages.closed_form(), stages.units.layer.reduce
+        exposed = [stages.units.layer] if stages.hides_reductions else units
+        makespan, late = stages.closed_form(), sum(unit.reduce for unit in exposed)
     else:
         makespan, late = pipeline.makespan, stages.late_reduction(pipeline, tied)
     bubble = max(0.0, makespan - compute - tp - hops - gathers)

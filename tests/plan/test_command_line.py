@@ -200,7 +200,7 @@ def changed(**given):
         ({"zero_stage": "0,4"}, "--zero-stage"),
         ({"zero_stage": "0,,1"}, "--zero-stage"),
         ({"program": "nanotrom"}, "did you mean nanotron?"),
-        ({"program": "x" * 5000}, "neither a JSON file nor one of megatron, nanotron, minipar"),
+        ({"program": "x" * 5000}, "neither a JSON file nor one of megatron, megatron-2021, "),
         ({"pp": "1", "schedule": "1f1b"}, "--schedule 1f1b is a pipeline's, but --pp 1 is none"),
         ({"tp": "1", "sequence_parallel": "on"}, "--tp is 1"),
         ({"top": "51"}, "--top 51: at most 50"),

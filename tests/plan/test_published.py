@@ -27,16 +27,19 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("name", TABLE_1)
-def test_megatrons_table_within_15_percent(name):
-    """One set of constants, as they trained: no ZeRO, 1F1B, every layer recomputed, no sequence parallelism."""
+@pytest.mark.parametrize(("program", "bound"), [("megatron", 0.122), ("megatron-2021", 0.03)])
+def test_megatrons_table_within_12_and_3_percent(program, bound, name):
+    """One set of constants, as they trained: no ZeRO, 1F1B, every layer recomputed, no sequence parallelism. Nothing of
+    them was fitted to a row; the second program has what Megatron-LM did in 2021, and a `half_work` from figure 16.
+    """
     tp, pp, gpus, batch, printed, known = TABLE_1[name]
     dp, predicted = gpus // tp // pp, []
     for b in [known] if known else [b for b in (1, 2, 4, 8, 16) if batch % (dp * b) == 0]:
         one = layout(dp=dp, tp=tp, pp=pp, microbatch=b, microbatches=batch // dp // b, recompute="full")
-        prediction = judge(find_model(name), one, a100s(gpus), batch, 2048)
+        prediction = judge(find_model(name), one, a100s(gpus, program), batch, 2048)
         if prediction.memory.total <= 0.92 * 80e9:
             predicted.append(prediction.tflops)
-    assert abs(max(predicted) / printed - 1) < 0.15
+    assert abs(max(predicted) / printed - 1) < bound
 
 
 def rank_of_the_authors_mesh(name, space):
@@ -70,13 +73,14 @@ def test_with_zero_it_is_among_the_best_five_in_seven_rows(name, most):
         ("megatron-1t", 512, 512, 64, 1, 1, 71.49, 94.42),
     ],
 )
-def test_korthikantis_iteration_times_within_15_percent(name, gpus, batch, pp, v, b, selective, full):
+@pytest.mark.parametrize(("program", "bound"), [("megatron", 0.092), ("megatron-2021", 0.055)])
+def test_korthikantis_iteration_times_within_9_percent(name, gpus, batch, pp, v, b, selective, full, program, bound):
     """Table 5: with sequence parallelism and selective recompute, and with neither but full."""
     one = layout(tp=8, pp=pp, microbatch=b, microbatches=batch // b, virtual_stages=v)
     one = replace(one, schedule="interleaved-1f1b" if v > 1 else "1f1b")
     for recompute, printed in (("selective", selective), ("full", full)):
         one = replace(one, recompute=recompute, sequence_parallel=recompute == "selective")
-        assert abs(step_time(find_model(name), one, a100s(gpus), 2048).total / printed - 1) < 0.15
+        assert abs(step_time(find_model(name), one, a100s(gpus, program), 2048).total / printed - 1) < bound
 
 
 @pytest.mark.parametrize(("gpus", "printed"), [(8192, 0.43), (16384, 0.41)])
