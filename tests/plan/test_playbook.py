@@ -14,7 +14,6 @@ from plan.playbook import (
     LENGTH,
     MODELS,
     choice,
-    cluster_of,
     groups,
     nbytes,
     runs,
@@ -111,13 +110,37 @@ def test_one_1b_choice_is_a_run_that_took_twice_its_twins_time():
     assert min(one.first for one in choices) == pytest.approx(0.51, abs=0.01)
 
 
+def refused(memory_of_a_gpu):
+    """Return the runs without a pipeline that ran and are said not to fit."""
+    usable = NANO.assumptions.memory_used * memory_of_a_gpu
+    return [run for model in MODELS for run in without_pipeline(model) if nbytes(run) > usable]
+
+
 def test_five_runs_of_254_are_said_not_to_fit():
-    """A miss: microbatches of 16 samples and more. They report half of what smaller ones in the same layout suggest."""
-    ran = [run for model in MODELS for run in without_pipeline(model)]
-    refused = [run for run in ran if nbytes(run) > cluster_of(run).usable_memory]
-    assert len(ran) == 254 and len(refused) == 5
-    assert min(run.layout.microbatch for run in refused) == 16
-    assert max(run.nbytes / nbytes(run) for run in refused) < 0.6
+    """A miss, with an H100's 80e9 bytes of the data sheet and with the 85.5e9 that it shows."""
+    assert sum(len(without_pipeline(model)) for model in MODELS) == 254
+    assert refused(GPUS["h100"].memory) == refused(85.5e9) and len(refused(85.5e9)) == 5
+    assert min(run.layout.microbatch for run in refused(85.5e9)) == 16
+
+
+def test_these_five_contradict_their_smaller_twins():
+    """Half the microbatch took 43 to 77 % less time, and the line through two smaller ones needs 28 to 108 % more
+    memory than was reported. Their activations were not all there, or not at once.
+    """
+    for run in refused(85.5e9):
+        same = replace(run.layout, microbatch=1, microbatches=1)
+        twins = [
+            other
+            for other in runs()
+            if (other.model, other.hosts, replace(other.layout, microbatch=1, microbatches=1))
+            == (run.model, run.hosts, same)
+        ]
+        twins.sort(key=lambda other: other.layout.microbatch)
+        smaller = [other for other in twins if other.layout.microbatch < run.layout.microbatch]
+        first, last = smaller[-2:]
+        slope = (last.nbytes - first.nbytes) / (last.layout.microbatch - first.layout.microbatch)
+        line = last.nbytes + slope * (run.layout.microbatch - last.layout.microbatch)
+        assert last.seconds < 0.6 * run.seconds and 1.25 < line / run.nbytes < 2.1
 
 
 def twins(pipelined):
