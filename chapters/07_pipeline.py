@@ -250,12 +250,13 @@ if rank == 0:
 # The gain is memory: at most $\min(m, p-r)$ microbatches are alive on rank $r$, whatever $m$ is. So $m$ can grow until
 # the bubble does not matter. With $p = 4$ and $m = 8$ rank 0 holds 4 activations instead of GPipe's 8.
 #
-# The library writes the three phases as three loops. It is otherwise the same list, which the cell above has asserted.
+# The library's lists are the same, which the cell above has asserted. One function writes those of the naive schedule,
+# of GPipe and of 1F1B, which differ in `ahead` alone: 0, $m$, or one forward for each rank that follows.
 # The picture compares 1F1B with GPipe: both end at the same time, but fewer activations are alive (lowest part).
 
 # %%
 if rank == 0:
-    show_source(schedules.one_f_one_b)
+    show_source(schedules._in_turn, schedules.one_f_one_b)
     names = {"a backward after each forward": "1f1b", "all forwards first": "gpipe"}
     both = {label: simulate(make(name, 4, 8)) for label, name in names.items()}
     assert [max(line.peak_activations) for line in both.values()] == [4, 8]

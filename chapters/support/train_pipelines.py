@@ -15,7 +15,7 @@ from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.pipeline import PipelineStage, Timeline, balanced_cuts
-from minipar.parallel.pipeline.simulate import StageDurations
+from minipar.parallel.pipeline.simulate import Durations
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.trainer import Trainer
@@ -134,7 +134,7 @@ def same_times(measured: Timeline, predicted: Timeline) -> bool:
     return found == [[(slot.action, slot.start, slot.end) for slot in row] for row in predicted.ranks]
 
 
-def stage_durations(block: Mapping[str, int], head: Mapping[str, int], stages: int, message: int) -> StageDurations:
+def stage_durations(block: Mapping[str, int], head: Mapping[str, int], stages: int, message: int) -> Durations:
     """Return the operations of each stage's actions from those of a block and those that the head adds, by F, I, W.
 
     The cuts are the trainer's: as equal as whole blocks allow. B is the sum of I and W.
@@ -146,7 +146,7 @@ def stage_durations(block: Mapping[str, int], head: Mapping[str, int], stages: i
         for kind in "FIW":
             table[s, kind] = blocks * block[kind] + last * head[kind]
         table[s, "B"] = table[s, "I"] + table[s, "W"]
-    return StageDurations(comm=message, table=table)
+    return Durations(comm=message, table=table)
 
 
 def step_with_replicas(overlap: bool) -> float:

@@ -20,7 +20,7 @@ from minipar.comm.communicator import Communicator, DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
-from minipar.parallel.pipeline.simulate import StageDurations, Time
+from minipar.parallel.pipeline.simulate import Durations, Time
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve, schedule_of
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
@@ -107,13 +107,13 @@ def timeline_of(name: str, ranks: Sequence[Sequence[Slot]]) -> Timeline:
     return Timeline(Schedule.of(name, [[slot.action for slot in row] for row in ranks]), slots)
 
 
-def mean_durations(timeline: Timeline) -> StageDurations:
+def mean_durations(timeline: Timeline) -> Durations:
     """Return the mean time of each kind of action, stage by stage."""
     times: dict[tuple[int, str], list[Time]] = defaultdict(list)
     for row in timeline.ranks:
         for slot in row:
             times[slot.action.stage, slot.action.kind].append(slot.end - slot.start)
-    return StageDurations(table={key: sum(values) / len(values) for key, values in times.items()})
+    return Durations(table={key: sum(values) / len(values) for key, values in times.items()})
 
 
 def _row(config: TrainConfig, schedule: Schedule, steps: list[Timeline]) -> dict[str, Any]:

@@ -94,12 +94,11 @@ class FullyShardedDataParallel(ShardedGradients):
         if not (unit.part.is_last and grad_enabled.get()):
             self._release(unit)
 
-    def _before_backward(self, unit: UnitPass, closed: bool) -> None:
+    def _before_backward(self, unit: UnitPass) -> None:
         if unit.part.reads_in_backward:
             self._gather(unit.buckets, unit.previous)
-            if not closed:  # the input takes no gradient, so nothing tells when backward has left the part
-                queue_callback(lambda: self._release(unit))
-        super()._before_backward(unit, closed)
+            queue_callback(lambda: self._release(unit))  # at the latest, if the input takes no gradient
+        super()._before_backward(unit)
 
     def _after_backward(self, unit: UnitPass) -> None:
         self._release(unit)

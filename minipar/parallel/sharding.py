@@ -171,10 +171,10 @@ class ShardedGradients(ShardedDataParallel):
         Backward goes through an operation's output first and its input last, so identities at these two places call.
         """
         self._before_forward(unit)
-        closed = isinstance(x, Tensor) and x.requires_grad
-        y = run(_OnBackward.apply(x, partial(self._after_backward, unit)) if closed else x)
+        takes_gradient = isinstance(x, Tensor) and x.requires_grad
+        y = run(_OnBackward.apply(x, partial(self._after_backward, unit)) if takes_gradient else x)
         self._after_forward(unit)
-        return _OnBackward.apply(y, partial(self._before_backward, unit, closed)) if isinstance(y, Tensor) else y
+        return _OnBackward.apply(y, partial(self._before_backward, unit)) if isinstance(y, Tensor) else y
 
     def _before_forward(self, unit: UnitPass) -> None:
         """Forward is about to run the part."""
@@ -182,13 +182,13 @@ class ShardedGradients(ShardedDataParallel):
     def _after_forward(self, unit: UnitPass) -> None:
         """Forward has run the part."""
 
-    def _before_backward(self, unit: UnitPass, closed: bool) -> None:
-        """Backward is about to run through the part; `closed`: `_after_backward` will be called."""
+    def _before_backward(self, unit: UnitPass) -> None:
+        """Backward is about to run through the part."""
         for bucket in unit.completes:
             self._prepare(bucket)
 
     def _after_backward(self, unit: UnitPass) -> None:
-        """Backward has run through the part."""
+        """Backward has run through the part. Not called if the part's input takes no gradient."""
 
     def _prepare(self, bucket: Bucket) -> None:
         """Make the array in which backward writes the bucket's full gradient; what has arrived already moves in."""

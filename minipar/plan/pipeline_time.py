@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minipar.parallel.pipeline import make, simulate
-from minipar.parallel.pipeline.simulate import StageDurations
+from minipar.parallel.pipeline.simulate import Durations
 from minipar.plan.layout import Layout
 
 MOST_ACTIONS = 60_000  # of a simulated schedule: a second or so
@@ -106,7 +106,7 @@ def simulate_exactly(
     for s, stage in enumerate(stages):
         table |= {(s, "F"): stage.forward, (s, "I"): stage.backward_input, (s, "W"): stage.backward_weight}
         table[s, "B"] = stage.backward_input + stage.backward_weight
-    timeline = simulate(actions, StageDurations(comm=hop, table=table))
+    timeline = simulate(actions, Durations(comm=hop, table=table))
     begins = {(slot.action.stage, slot.action.kind): float(slot.start) for row in timeline.ranks for slot in row}
     gradients = "W" if actions.splits_backward else "B"
     return SimulatedPipeline(

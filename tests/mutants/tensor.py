@@ -58,13 +58,13 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/pipeline/schedules.py",
         "parallel/pipeline/test_schedules.py",
-        ("schedules: 1f1b warms up one forward too many", "ahead = min(p - 1 - r, m)", "ahead = min(p - r, m)"),
+        ("schedules: 1f1b warms up one forward too many", "ahead=min(p - 1 - r, m)) for", "ahead=min(p - r, m)) for"),
         (
             "schedules: interleaved warms up for one hop each",
             "min(2 * (p - r - 1) + (v - 1) * p",
             "min((p - r - 1) + (v - 1) * p",
         ),
-        ("schedules: zb-h2 puts W off as little as zb-h1", "m), depth * r", "m), r"),
+        ("schedules: zb-h2 puts W off as little as zb-h1", "delay=2 * r", "delay=r"),
     ),
     *mistakes(
         "minipar/parallel/pipeline/simulate.py",

@@ -26,20 +26,38 @@ from minipar.parallel.pipeline.simulate import Durations, simulate
 _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
+def _in_turn(r: int, m: int, ahead: int, delay: int | None = None) -> list[Action]:
+    """List rank r's actions: `ahead` forwards, then one forward and one backward in turn, then the backwards left.
+
+    With a `delay`, each backward is an I, and its W comes `delay` microbatches later. The previous rank waits for I
+    only, so a rank that puts W off sends its I earlier; its W fill the time that 1F1B waits.
+    """
+    # Warmup.
+    actions = [Action(r, "F", i) for i in range(ahead)]
+    for i in range(m):
+        # Steady state: one forward, one backward. Cooldown: the same without forwards.
+        if ahead + i < m:
+            actions.append(Action(r, "F", ahead + i))
+        actions.append(Action(r, "B" if delay is None else "I", i))
+        if delay is not None and i >= delay:
+            actions.append(Action(r, "W", i - delay))
+    if delay is not None:  # the W that are left
+        actions += [Action(r, "W", i) for i in range(max(0, m - delay), m)]
+    return actions
+
+
 def naive(p: int, m: int) -> Schedule:
     """Send each microbatch forward through all ranks and back again before the next one starts."""
-    order = [(kind, i) for i in range(m) for kind in ("F", "B")]
-    return Schedule.of("naive", [[Action(r, kind, i) for kind, i in order] for r in range(p)])
+    return Schedule.of("naive", [_in_turn(r, m, ahead=0) for r in range(p)])
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """Run all forwards, then all backwards. Every rank keeps the activations of m microbatches."""
-    order = [("F", i) for i in range(m)] + [("B", i) for i in range(m)]
-    return Schedule.of("gpipe", [[Action(r, kind, i) for kind, i in order] for r in range(p)])
+    return Schedule.of("gpipe", [_in_turn(r, m, ahead=m) for r in range(p)])
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Run p-1-r forwards on rank r, then one forward and one backward in turn.
+    """Run p-1-r forwards on rank r, one for each rank after it, then one forward and one backward in turn.
 
     Rank r keeps the activations of at most min(m, p-r) microbatches. With p = 3, m = 4 and B twice as long as F:
 
@@ -47,18 +65,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
         rank 1      F0 F1       B0 B0 F2 B1 B1 F3 B2 B2    B3 B3
         rank 2         F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
     """
-    lists = []
-    for r in range(p):
-        ahead = min(p - 1 - r, m)
-        # Warmup: one forward for each rank that comes after this one.
-        actions = [Action(r, "F", i) for i in range(ahead)]
-        # Steady state: one forward, one backward.
-        for i in range(m - ahead):
-            actions += [Action(r, "F", ahead + i), Action(r, "B", i)]
-        # Cooldown: the backwards of the microbatches that are still in the pipeline.
-        actions += [Action(r, "B", i) for i in range(m - ahead, m)]
-        lists.append(actions)
-    return Schedule.of("1f1b", lists)
+    return Schedule.of("1f1b", [_in_turn(r, m, ahead=min(p - 1 - r, m)) for r in range(p)])
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
@@ -83,38 +90,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
         # Before the first gradient reaches rank r, the first group of p microbatches passes v-1 of its stages, and the
         # first microbatch needs p-r-1 hops to the last rank and as many back, one forward of rank r for each hop.
         ahead = min(2 * (p - r - 1) + (v - 1) * p, m * v)
-        # Warmup.
-        actions = [action(r, "F", k) for k in range(ahead)]
-        # Steady state: one forward, one backward.
-        for k in range(m * v - ahead):
-            actions += [action(r, "F", ahead + k), action(r, "B", k)]
-        # Cooldown.
-        actions += [action(r, "B", k) for k in range(m * v - ahead, m * v)]
-        lists.append(actions)
+        lists.append([action(r, turn.kind, turn.microbatch) for turn in _in_turn(r, m * v, ahead)])
     return Schedule.of("interleaved-1f1b", lists)
-
-
-def _handcrafted_zero_bubble(name: str, p: int, m: int, depth: int) -> Schedule:
-    """Run depth*(p-1-r) forwards on rank r first, and each W depth*r microbatches after its I.
-
-    The previous rank waits for I only. A rank that puts W off sends its I earlier; its W fill the time that 1F1B waits.
-    """
-    lists = []
-    for r in range(p):
-        ahead, delay = min(depth * (p - 1 - r), m), depth * r
-        # Warmup.
-        actions = [Action(r, "F", i) for i in range(ahead)]
-        # Steady state: F, I, and the W of an earlier microbatch. Cooldown: the same without F.
-        for i in range(m):
-            if ahead + i < m:
-                actions.append(Action(r, "F", ahead + i))
-            actions.append(Action(r, "I", i))
-            if i >= delay:
-                actions.append(Action(r, "W", i - delay))
-        # The W that are left.
-        actions += [Action(r, "W", i) for i in range(max(0, m - delay), m)]
-        lists.append(actions)
-    return Schedule.of(name, lists)
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -124,7 +101,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return _handcrafted_zero_bubble("zb-h1", p, m, depth=1)
+    return Schedule.of("zb-h1", [_in_turn(r, m, ahead=min(p - 1 - r, m), delay=r) for r in range(p)])
 
 
 def zb_h2(p: int, m: int) -> Schedule:
@@ -134,7 +111,7 @@ def zb_h2(p: int, m: int) -> Schedule:
     rank 1      F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
     rank 2         F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    return _handcrafted_zero_bubble("zb-h2", p, m, depth=2)
+    return Schedule.of("zb-h2", [_in_turn(r, m, ahead=min(2 * (p - 1 - r), m), delay=2 * r) for r in range(p)])
 
 
 def zbv(p: int, m: int) -> Schedule:

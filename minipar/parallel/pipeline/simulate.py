@@ -5,7 +5,7 @@ arrives on another rank `comm` after it is made, at no cost to either. With Frac
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
@@ -17,12 +17,16 @@ Time = int | float | Fraction
 
 @dataclass(frozen=True)
 class Durations:
-    """The time of one action of one stage. B takes as long as its two halves."""
+    """The time of one action of one stage. B takes as long as its two halves.
+
+    If stages differ, `table` has the time of each kind of action, by (stage, kind), instead.
+    """
 
     forward: Time = 1
     backward_input: Time = 1
     backward_weight: Time = 1
     comm: Time = 0
+    table: Mapping[tuple[int, str], Time] | None = None
 
     def __post_init__(self) -> None:
         for value in (self.forward, self.backward_input, self.backward_weight, self.comm):
@@ -30,19 +34,11 @@ class Durations:
                 raise UsageError(f"a duration of {value}: an action takes 0 or more")
 
     def of(self, action: Action) -> Time:
+        if self.table is not None:
+            return self.table[action.stage, action.kind]
         if action.kind == "B":
             return self.backward_input + self.backward_weight
         return {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}[action.kind]
-
-
-@dataclass(frozen=True)
-class StageDurations(Durations):
-    """Durations that differ from stage to stage: `table` gives them by (stage, kind)."""
-
-    table: Mapping[tuple[int, str], Time] = field(default_factory=dict)
-
-    def of(self, action: Action) -> Time:
-        return self.table[action.stage, action.kind]
 
 
 @dataclass(frozen=True)
