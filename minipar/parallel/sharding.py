@@ -21,13 +21,10 @@ from minipar.parallel.wrapper import Wrapper
 
 
 class Chunk:
-    """This rank's part of a bucket: the flat arrays `data` and `gradient`, and `shards`, a view for each parameter.
-
-    `summed` is True once `gradient` holds the sum over the ranks of an earlier microbatch.
-    """
+    """This rank's part of a bucket: the flat arrays `data` and `gradient`, and `shards`, a view for each parameter."""
 
     def __init__(self, bucket: Bucket, data: Array, gradient: Array, owner: Wrapper | None) -> None:
-        self.data, self.gradient, self.summed = data, gradient, False
+        self.data, self.gradient = data, gradient
         self.shards: list[Parameter] = []
         start = 0
         for p in bucket.parameters:
@@ -71,18 +68,12 @@ class ShardedDataParallel(Wrapper):
 
     def synchronize(self) -> None:
         super().synchronize()
-        for chunk in self.chunks.values():
-            chunk.summed = True
-            for shard in chunk.shards:
-                shard.grad = shard.grad_buffer
+        for shard in self.parameters():
+            shard.grad = shard.grad_buffer
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
-        for chunk in self.chunks.values():
-            chunk.summed = False
-            for shard in chunk.shards:
-                shard.grad = None
-        for p in self._bucket_of:
+        for p in (*self.parameters(), *self._bucket_of):
             p.grad = None
 
 
@@ -141,19 +132,14 @@ class ShardedGradients(ShardedDataParallel):
         super().__init__(model, comm, algorithm, **options)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist
         self._late: list[tuple[Chunk, Array]] = []  # sums to be added to what a chunk holds already
-        if not hasattr(model, "parts"):
-            self._wrap_whole(model)
-            return
+        self._inside = False  # a function of a module that is one unit
         for unit in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):
-            unit.part.run = partial(self._around, unit, unit.part.run)
-
-    def _wrap_whole(self, model: Module) -> None:
-        """Make a module that lists no parts one unit: every way in, `loss_sum` or the forward of any module in it."""
-        (part,) = parts_of(model)
-        unit = UnitPass(part, self.buckets, [], [], self.buckets)
-        self._inside = False
-        for module, name in [(model, "loss_sum"), *((module, "forward") for module in model.modules())]:
-            setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
+            if hasattr(model, "parts"):
+                unit.part.run = partial(self._around, unit, unit.part.run)
+                continue
+            # A module that lists no parts is one unit. Every way in: `loss_sum`, or the forward of any module in it.
+            for module, name in [(model, "loss_sum"), *((module, "forward") for module in model.modules())]:
+                setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
 
     def _around_whole(self, unit: UnitPass, run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a function of the module; the outermost one that runs is a pass through the unit."""
@@ -211,7 +197,7 @@ class ShardedGradients(ShardedDataParallel):
     def _reduce(self, bucket: Bucket) -> Work:
         chunk = self.chunks[bucket]
         out = chunk.gradient
-        if chunk.summed:
+        if any(shard.grad is not None for shard in chunk.shards):  # the sum of an earlier microbatch
             out = self._allocate("buffers", out.size)
             self._late.append((chunk, out))
         for p in bucket.parameters:

@@ -73,9 +73,13 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/sharding.py",
         "parallel/test_zero.py parallel/test_contract.py parallel/test_fsdp.py",
-        ("zero: a second sum replaces the first", "chunk.summed = True", "chunk.summed = False"),
+        (
+            "zero: a second sum replaces the first",
+            "if any(shard.grad is not None for shard in chunk.shards):",
+            "if False:",
+        ),
         ("zero: all whole gradients exist at once", "for work in self._works[:-1]:", "for work in ():"),
-        ("zero: zero_grad leaves the shards' gradients", "shard.grad = None", "pass"),
+        ("zero: zero_grad leaves the shards' gradients", "(*self.parameters(), *self._bucket_of)", "self._bucket_of"),
         ("zero: what arrived before the buffer is lost", "view[...] = p.grad", "view[...] = 0"),
     ),
     *mistakes(

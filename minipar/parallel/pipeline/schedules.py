@@ -90,7 +90,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
         # Before the first gradient reaches rank r, the first group of p microbatches passes v-1 of its stages, and the
         # first microbatch needs p-r-1 hops to the last rank and as many back, one forward of rank r for each hop.
         ahead = min(2 * (p - r - 1) + (v - 1) * p, m * v)
-        lists.append([action(r, turn.kind, turn.microbatch) for turn in _in_turn(r, m * v, ahead)])
+        lists.append([action(r, nth.kind, nth.microbatch) for nth in _in_turn(r, m * v, ahead)])
     return Schedule.of("interleaved-1f1b", lists)
 
 
