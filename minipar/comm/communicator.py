@@ -27,7 +27,7 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
     "reduce_scatter": ("recursive_halving", "ordered"),
     "all_gather": ("recursive_doubling", "pairwise"),
 }
-NOTHING = np.empty(0, np.uint8)  # sent where a tag says all
+NOTHING = np.empty(0, np.uint8)  # the array of operations that have none
 
 Result = Any  # the array, or with async_op the Work whose wait() returns it
 
@@ -247,7 +247,7 @@ class Communicator:
         if self.size == 1:
             steps = _alone(*arguments)
         elif algorithm == "mpi":
-            steps = _native(self.transport, work, *arguments)
+            steps = _native(work, *arguments)
         else:
             steps = GENERATORS[op][algorithm](work, *arguments)
         if host is not None and type(x) is not np.ndarray:
@@ -302,11 +302,9 @@ def _combine(op: str) -> np.ufunc:
     return COMBINE[op]
 
 
-def _native(transport: Transport, work: Work, *arguments: Any) -> Steps:
-    """Run the library's own collective, and compare its tag with the neighbours': MPI itself would not notice."""
-    right, left = (work.rank + 1) % work.size, (work.rank - 1) % work.size
-    checked = transport.isend(NOTHING, right, work.tag, work), transport.irecv(NOTHING, left, work.tag, work)
-    yield (*checked, transport.native(work.op, work, *arguments))
+def _native(work: Work, *arguments: Any) -> Steps:
+    """Run the library's own collective, when it is the operation's turn."""
+    yield (work.transport.native(work.op, work.tag, work, *arguments),)
 
 
 def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -> Steps:

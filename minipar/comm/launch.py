@@ -4,12 +4,12 @@ import atexit
 import ctypes
 import importlib
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from minipar.backend import prepare_process
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import run_local, serial
+from minipar.comm.work import wait_timeout
 from minipar.errors import UsageError, error_line
 
 # Launchers, and the variables in which each process finds the number of processes and its own number.
@@ -27,8 +28,9 @@ LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
+PROXY_NUMBER = r"--proxy-id[\0 ]"  # that of a host, in the command that starts or reaches its ranks
 SHARED = Path("/dev/shm")
-WATCH_SECONDS = 1.0  # between two looks at the other ranks of this host, while MPI starts
+WATCH_SECONDS = 1.0  # between two looks at the other ranks, while MPI starts
 BYTES_OF_HOST, BYTES_OF_RANK = 12_000_000, 5_000_000  # of shared memory, measured with MPICH 5
 MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
@@ -124,17 +126,18 @@ def world() -> Communicator:
 def _start_mpi() -> None:
     """Initialize MPI, if the program has not. UsageError if this host has too little shared memory for its ranks.
 
-    If another rank of the host has ended, MPI_Init waits for ever. So it runs without Python's lock, and a thread looks
-    at the ranks meanwhile and ends this process.
+    If another rank has ended, MPI_Init waits for ever. So it runs without Python's lock, and a thread looks at the
+    ranks meanwhile and ends this process.
     """
     if "mpi4py.MPI" in sys.modules:
         return
-    ranks = int(os.environ.get("MPI_LOCALNRANKS", "1"))  # MPICH's mpirun sets it: the ranks on this host
-    if ranks > 1 and SHARED.is_dir():
-        system, needed = os.statvfs(SHARED), BYTES_OF_HOST + ranks * BYTES_OF_RANK
+    # MPICH's mpirun sets these: the number of ranks, and of those on this host.
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("PMI_SIZE", "MPI_LOCALNRANKS"))
+    if here > 1 and SHARED.is_dir():
+        system, needed = os.statvfs(SHARED), BYTES_OF_HOST + here * BYTES_OF_RANK
         if (free := system.f_bavail * system.f_frsize) < needed:
             raise UsageError(
-                f"{SHARED} has {free:,} bytes left, but MPI needs about {needed:,} for {ranks} ranks on a host; "
+                f"{SHARED} has {free:,} bytes left, but MPI needs about {needed:,} for {here} ranks on a host; "
                 "enlarge it (docker run --shm-size=1g)"
             )
     import mpi4py
@@ -143,7 +146,7 @@ def _start_mpi() -> None:
     from mpi4py import MPI
 
     started = threading.Event()
-    threading.Thread(target=_watch, args=(ranks, started), daemon=True).start()
+    threading.Thread(target=_watch, args=(_host_of_each_rank(ranks, here), started), daemon=True).start()
     ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
     started.set()
     atexit.register(MPI.Finalize)
@@ -156,33 +159,85 @@ def _start_mpi() -> None:
                 Path(line.split()[-1]).unlink(missing_ok=True)
 
 
-def _watch(ranks: int, started: threading.Event) -> None:
-    """End this process, and so the job, if a rank of this host ended before MPI started. The lowest one says so."""
-    me, place = (int(os.environ.get(name, "0")) for name in ("PMI_RANK", "MPI_LOCALRANKID"))
-    everyone = set(range(me - place, me - place + ranks))
-    while ranks > 1 and not started.wait(WATCH_SECONDS):
-        alive = _ranks_alive()
-        ended = ", ".join(map(str, sorted(everyone - alive))) if alive else ""
-        if ended and not started.wait(WATCH_SECONDS if me == min(alive) else 8 * WATCH_SECONDS):
-            print(f"minipar: rank {ended} has ended before MPI started", file=sys.stderr, flush=True)
-            os._exit(1)
+def _host_of_each_rank(ranks: int, here: int) -> list[int]:
+    """Return the number of each rank's host. [] if there are several and this is not MPICH's mpirun.
+
+    mpirun answers over the connection that MPI uses later, with blocks of (first host, hosts, ranks on each), or a host
+    alone for one rank: `(vector,[(0,2,1)]x2,0)` deals 5 ranks to 2 hosts.
+    """
+    if ranks == here:
+        return [0] * ranks
+    if (own := _number(_proxy(), "cmdline", PROXY_NUMBER)) is None:
+        return []
+    with open(int(os.environ["PMI_FD"]), "r+b", buffering=0, closefd=False) as mpirun:
+        mpirun.write(b"cmd=get kvsname=any key=PMI_process_mapping\n")
+        answer = mpirun.read(1 << 16).decode().partition("(vector")[2]
+    answer = re.sub(r"\[(.*?)\]x(\d+)", lambda repeated: f"{repeated[1]}," * int(repeated[2]), answer)
+    hosts = []
+    for first, count, each, alone in re.findall(r"\((\d+),(\d+),(\d+)\)|(\d+)", answer):
+        block = range(int(first), int(first) + int(count)) if first else [int(alone)]
+        hosts += [host for host in block for _ in range(int(each or 1))]
+    return hosts[:ranks] if hosts[:ranks].count(own) == here else []
 
 
-def _ranks_alive() -> set[int]:
-    """Return the ranks among the processes that this host's launcher has started. Empty if they cannot be seen."""
-    ranks: set[int] = set()
+def _watch(hosts: list[int], started: threading.Event) -> None:
+    """End this process, and so the job, if a rank ended before MPI started. The lowest one of this host says so."""
+    me, timeout, begin = int(os.environ.get("PMI_RANK", "0")), wait_timeout(), time.monotonic()
+    while not started.wait(WATCH_SECONDS):
+        alive = _ranks_alive(hosts)
+        if alive and (ended := ", ".join(str(rank) for rank in range(len(hosts)) if rank not in alive)):
+            first = me == min(rank for rank in alive if hosts[rank] == hosts[me])
+            reason = f"rank {ended} has ended before MPI started"
+            if started.wait(WATCH_SECONDS if first else 8 * WATCH_SECONDS):
+                return
+        elif time.monotonic() - begin > timeout:
+            reason = f"MPI has not started within {timeout:g} s (MINIPAR_TIMEOUT): a rank has ended, or comes too late"
+        else:
+            continue
+        print(f"minipar: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _ranks_alive(hosts: list[int]) -> set[int]:
+    """Return the ranks among the processes that mpirun has started here, and the ranks of the other hosts.
+
+    On mpirun's own host each other host has a process (ssh), which ends when all ranks there have ended. Empty if the
+    ranks here cannot be seen.
+    """
+    proxy = _proxy()
+    ranks = {rank for child in _children(proxy) if (rank := _number(child, "environ", r"\bPMI_RANK=")) is not None}
+    reached: set[int | None] = set(hosts)
+    mpirun = _number(proxy, "status", r"PPid:\s*") or 0
+    if _read(mpirun, "comm").startswith("mpi"):
+        reached = {_number(child, "cmdline", PROXY_NUMBER) for child in _children(mpirun)}
+    reached -= {hosts[rank] for rank in ranks}
+    return ranks and ranks | {rank for rank, host in enumerate(hosts) if host in reached}
+
+
+def _proxy() -> int:
+    """Return the process with which MPICH's mpirun starts the ranks of this host. 0 if there is none."""
+    process = os.getppid()
+    while process and not _read(process, "comm").startswith("hydra_pmi"):
+        process = _number(process, "status", r"PPid:\s*") or 0
+    return process
+
+
+def _children(process: int) -> list[int]:
+    return [int(child) for child in _read(process, f"task/{process}/children").split()]
+
+
+def _number(process: int, file: str, name: str) -> int | None:
+    """Return the number behind a name in what /proc says of a process."""
+    found = re.search(name + r"(\d+)", _read(process, file))
+    return int(found[1]) if found else None
+
+
+def _read(process: int, file: str) -> str:
+    """Return what /proc says of a process. Nothing if it says nothing."""
     try:
-        launcher = os.getppid()
-        while not Path(f"/proc/{launcher}/comm").read_text().startswith("hydra_pmi"):
-            launcher = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    except (OSError, ValueError):
-        return ranks
-    for child in children:
-        with suppress(OSError):
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            ranks |= {int(value.partition(b"=")[2]) for value in variables if value.startswith(b"PMI_RANK=")}
-    return ranks
+        return Path(f"/proc/{process}/{file}").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _started_ranks() -> tuple[int, str, str]:

@@ -20,6 +20,7 @@ from minipar.comm.transport import USER_TAGS, Half, Link, Request, meaning
 from minipar.errors import CommunicationError, UsageError
 
 BYTE = MPI.BYTE
+EMPTY = [np.empty(0, np.uint8), 0, BYTE]  # a message of which the tag says all
 
 # Waiting: test, and give the core to another rank after each test without success. After so many tests sleep, longer
 # and longer. Sleeping at once makes small rings ten times slower. Testing without a pause, or never sleeping, takes
@@ -60,30 +61,36 @@ class _Receive(_Request):
         try:
             if not self.handle.Test(STATUS):
                 return False
-            arrived: int | str = STATUS.Get_count(BYTE)
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise CommunicationError(f"{self.describe()}: {error}") from None
-            arrived = f"more than {self.nbytes}"
-        if arrived != self.nbytes or STATUS.Get_tag() != self.tag:
-            raise self.mismatch(arrived, STATUS.Get_tag())
+            raise self.mismatch(f"more than {self.nbytes}", STATUS.Get_tag()) from None
+        if STATUS.Get_tag() != self.tag or (self.nbytes and STATUS.Get_count(BYTE) != self.nbytes):
+            raise self.mismatch(STATUS.Get_count(BYTE), STATUS.Get_tag())
         self.done = True
         return True
 
 
 @dataclass(slots=True, eq=False)
-class _Native:
-    """A request of one of MPI's own collectives."""
+class _Native(_Receive):
+    """One of MPI's own collectives, and the empty message whose tag says what the left neighbour calls.
 
-    handle: MPI.Request
-    owner: Link
-    peer: None = None
+    A communicator uses one again and again, as its operations run one after the other: a new one takes longer.
+    """
+
+    handle: MPI.Prequest
+    collective: Any = None
+    sent: Any = None  # the same message, to the right neighbour
 
     def test(self) -> bool:
-        return self.handle.Test()
+        if not self.done:
+            if not _Receive.test(self):
+                return False
+            self.peer = -1  # what is missing now is no rank's message
+        return self.collective.Test() and self.sent.Test()
 
     def describe(self) -> str:
-        return f"{self.owner.title()}: MPI's own collective"
+        return f"{self.owner.title()}: MPI's own collective" if self.done else Half.describe(self)
 
 
 class Notices:
@@ -140,6 +147,7 @@ class MPITransport:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._collectives = comm.Dup()
+        self._native: _Native | None = None
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
@@ -190,12 +198,20 @@ class MPITransport:
         everyone.Free()
         return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices, name)
 
-    def native(self, op: str, owner: Link, *arguments: Any) -> Request:
+    def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
         try:
-            return _Native(self._start(op, *arguments), owner)
+            collective = self._start(op, *arguments)
         except MPI.Exception:
             kind = arguments[0].dtype
             raise UsageError(f'algorithm="mpi": MPI has no {op} of {kind}; choose another algorithm') from None
+        if (native := self._native) is None:
+            handle = self._collectives.Recv_init(EMPTY, (self.rank - 1) % self.size, MPI.ANY_TAG)
+            native = self._native = _Native(owner, "receive from", -1, 0, tag, handle)
+        native.owner, native.peer, native.tag, native.done = owner, self.ranks[self.rank - 1], tag, False
+        native.handle.Start()
+        native.sent = self._collectives.Isend(EMPTY, (self.rank + 1) % self.size, tag)
+        native.collective = collective
+        return native
 
     def _start(self, op: str, *arguments: Any) -> MPI.Request:
         """Start MPI's collective with the arguments of the algorithms in algorithms.py."""

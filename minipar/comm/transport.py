@@ -106,8 +106,11 @@ class Transport(Protocol):
     def group(self, ranks: Sequence[int], name: str) -> "Transport":
         """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
 
-    def native(self, op: str, owner: Link, *arguments: Any) -> Request:
-        """Start the library's own collective (`algorithm="mpi"`). UsageError where there is none."""
+    def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
+        """Start the library's own collective (`algorithm="mpi"`), and compare its tag with a neighbour's.
+
+        UsageError where there is none.
+        """
 
 
 # An algorithm is a generator. It yields the requests that must be done before it continues.

@@ -45,7 +45,7 @@ class Engine:
         self.operations = 0  # collectives issued, on all communicators
         self.recent: deque[tuple[str, int]] = deque(maxlen=RECORDED)  # axis and tag of the last operations
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
-        self.timeout = _timeout()
+        self.timeout = wait_timeout()
 
     def wait(self, request: Request) -> None:
         """Wait until `request` is done, and advance every outstanding operation meanwhile.
@@ -88,7 +88,8 @@ class Engine:
             stream.advance()
 
 
-def _timeout() -> float:
+def wait_timeout() -> float:
+    """Return the seconds after which a wait is an error. UsageError if MINIPAR_TIMEOUT is none."""
     text = os.environ.get("MINIPAR_TIMEOUT", "1800")
     with suppress(ValueError):
         if (seconds := float(text)) > 0:

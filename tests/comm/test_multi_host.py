@@ -69,3 +69,30 @@ def test_a_rank_that_fails_on_the_other_host_ends_the_job(machine, tmp_path):
     )
     done = run_mpi(4, script, 60, before=two_hosts.prefix(tmp_path), options=two_hosts.options(tmp_path, 2))
     assert done.returncode not in (0, None) and "rank 3:" in done.stderr and "ValueError: here" in done.stderr
+
+
+STARTS = "import os, time\nrank = os.environ['PMI_RANK']\n{}\nfrom minipar.comm import world\nworld().barrier()"
+
+
+def start(folder, ranks, per_host, first_line, **env):
+    hosts, options = two_hosts.prefix(folder), two_hosts.options(folder, per_host)
+    return run_mpi(ranks, STARTS.format(first_line), 60, before=hosts, options=options, env=env)
+
+
+@pytest.mark.parametrize(("ranks", "end"), [(2, "raise ImportError('here')"), (3, "os._exit(0)"), (4, "os._exit(1)")])
+def test_a_rank_alone_on_its_host_that_never_starts_is_named(machine, tmp_path, ranks, end):
+    """And two on one host, where four ranks are dealt to two hosts in turn."""
+    done = start(tmp_path, ranks, 1, f"if int(rank) % 2: {end}")
+    odd = "1, 3" if ranks == 4 else "1"
+    assert done.returncode not in (0, None) and f"minipar: rank {odd} has ended before MPI started" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ranks_dealt_one_by_one_to_hosts_may_start_late(machine, tmp_path, ranks):
+    done = start(tmp_path, ranks, 1, "if rank == '1': time.sleep(5)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_start_that_no_other_host_sees_fail_has_a_timeout(machine, tmp_path):
+    done = start(tmp_path, 2, 1, "if rank == '0': os._exit(0)", MINIPAR_TIMEOUT="3")
+    assert done.returncode not in (0, None) and "MPI has not started within 3 s (MINIPAR_TIMEOUT)" in done.stderr
