@@ -167,7 +167,7 @@ def _host_of_each_rank(ranks: int, here: int) -> list[int]:
     """
     if ranks == here:
         return [0] * ranks
-    if (own := _number(_proxy(), "cmdline", PROXY_NUMBER)) is None:
+    if (own := _number(_proxy(), "cmdline", PROXY_NUMBER)) < 0:
         return []
     with open(int(os.environ["PMI_FD"]), "r+b", buffering=0, closefd=False) as mpirun:
         mpirun.write(b"cmd=get kvsname=any key=PMI_process_mapping\n")
@@ -204,21 +204,20 @@ def _ranks_alive(hosts: list[int]) -> set[int]:
     On mpirun's own host each other host has a process (ssh), which ends when all ranks there have ended. Empty if the
     ranks here cannot be seen.
     """
-    proxy = _proxy()
-    ranks = {rank for child in _children(proxy) if (rank := _number(child, "environ", r"\bPMI_RANK=")) is not None}
-    reached: set[int | None] = set(hosts)
-    mpirun = _number(proxy, "status", r"PPid:\s*") or 0
-    if _read(mpirun, "comm").startswith("mpi"):
-        reached = {_number(child, "cmdline", PROXY_NUMBER) for child in _children(mpirun)}
+    proxy, everyone = _proxy(), range(len(hosts))
+    ranks = {rank for child in _children(proxy) if (rank := _number(child, "environ", r"\bPMI_RANK=")) in everyone}
+    mpirun = _number(proxy, "status", r"PPid:\s*")
+    visible = _read(mpirun, "comm").startswith("mpi")
+    reached = {_number(child, "cmdline", PROXY_NUMBER) for child in _children(mpirun)} if visible else set(hosts)
     reached -= {hosts[rank] for rank in ranks}
-    return ranks and ranks | {rank for rank, host in enumerate(hosts) if host in reached}
+    return ranks and ranks | {rank for rank in everyone if hosts[rank] in reached}
 
 
 def _proxy() -> int:
-    """Return the process with which MPICH's mpirun starts the ranks of this host. 0 if there is none."""
+    """Return the process with which MPICH's mpirun starts the ranks of this host. Not above 0 if there is none."""
     process = os.getppid()
-    while process and not _read(process, "comm").startswith("hydra_pmi"):
-        process = _number(process, "status", r"PPid:\s*") or 0
+    while process > 0 and not _read(process, "comm").startswith("hydra_pmi"):
+        process = _number(process, "status", r"PPid:\s*")
     return process
 
 
@@ -226,10 +225,10 @@ def _children(process: int) -> list[int]:
     return [int(child) for child in _read(process, f"task/{process}/children").split()]
 
 
-def _number(process: int, file: str, name: str) -> int | None:
-    """Return the number behind a name in what /proc says of a process."""
+def _number(process: int, file: str, name: str) -> int:
+    """Return the number behind a name in what /proc says of a process. -1 if there is none."""
     found = re.search(name + r"(\d+)", _read(process, file))
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 def _read(process: int, file: str) -> str:

@@ -149,7 +149,7 @@ MUTANTS = [
         "minipar/comm/launch.py",
         "comm/test_leaving.py comm/test_multi_host.py",
         ("launch: a start has no timeout", "elif time.monotonic() - begin > timeout:", "elif False:"),
-        ("launch: hosts that mpirun has lost count as reached", '.startswith("mpi"):', '.startswith("none"):'),
+        ("launch: hosts that mpirun has lost count as reached", '.startswith("mpi")', '.startswith("none")'),
         ("launch: a repeated block of hosts counts once", "* int(repeated[2])", "* 1"),
         ("launch: MPI's shared memory keeps its name", "unlink(missing_ok=True)", "exists()"),
         ("launch: a rank leaves without a word", "atexit.register(notices.leave)", "pass"),
