@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401 (imported for others)
 
-from minipar.autograd.attention import causal_attention
+from minipar.autograd.attention import METHODS, causal_attention
 from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
 from minipar.autograd.checkpoint import checkpoint, randomness
 from minipar.autograd.fused import (

@@ -65,7 +65,7 @@ class _Layers:
     2 n_layer outputs: their projections start smaller by the square root of that.
     """
 
-    def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float) -> None:
+    def __init__(self, config: GPTConfig, seed: int, dtype: str, dropout: float, attention: str) -> None:
         self.config = config
         h, std = config.n_embd, config.initializer_range
         self.linear = partial(Linear, seed=seed, dtype=dtype, std=std, deferred=True)
@@ -73,6 +73,7 @@ class _Layers:
         self.embedding = partial(Embedding, dim=h, seed=seed, dtype=dtype, std=std, deferred=True)
         self.layer_norm = partial(LayerNorm, h, config.layer_norm_epsilon, dtype, deferred=True)
         self.dropout = partial(Dropout, p=dropout)
+        self.attention = partial(causal_attention, method=attention)
 
 
 class Attention(Module):
@@ -81,6 +82,7 @@ class Attention(Module):
     def __init__(self, layers: _Layers, name: str) -> None:
         h = layers.config.n_embd
         self.heads = layers.config.n_head
+        self.attention: Callable[..., Tensor] = layers.attention  # with the arguments of causal_attention
         self.c_attn = layers.linear(h, 3 * h, name=f"{name}.c_attn")
         self.c_proj = layers.projection(h, h, name=f"{name}.c_proj")
         self.attn_dropout = layers.dropout(f"{name}.attn_dropout")
@@ -90,7 +92,7 @@ class Attention(Module):
         qkv = self.c_attn(x)  # (B, T, 3h)
         batch, length = qkv.shape[:2]
         keep = self.attn_dropout.keep((batch, self.heads, length, length))
-        y = causal_attention(qkv, self.heads, keep, self.attn_dropout.p)  # (B, T, h)
+        y = self.attention(qkv, self.heads, None, keep, self.attn_dropout.p)  # (B, T, h)
         return self.resid_dropout(self.c_proj(y))  # (B, T, h)
 
 
@@ -127,7 +129,8 @@ class GPT(Module):
     `seed` and the parameters' names determine the initial weights (see layers.py). `recompute=True` keeps only each
     block's input and runs the block again in backward. `dropout` is the probability everywhere GPT-2 has it: after the
     embedding, on the attention probabilities, after attention and after the MLP. It acts only inside `dropping`. With
-    `deferred=True` the parameters have no values yet. ValueError for a sequence longer than `n_positions`.
+    `deferred=True` the parameters have no values yet. `attention` is a method of `causal_attention`. ValueError for a
+    sequence longer than `n_positions`.
     """
 
     def __init__(
@@ -138,10 +141,11 @@ class GPT(Module):
         recompute: bool = False,
         deferred: bool = False,
         dropout: float = 0.0,
+        attention: str = "auto",
     ) -> None:
         if not deferred:
             config.check_memory(xp.dtype(dtype).itemsize)
-        layers = _Layers(config, seed, dtype, dropout)
+        layers = _Layers(config, seed, dtype, dropout, attention)
         self.config = config
         self.recompute = recompute
         self.wte = layers.embedding(config.vocab_size, name="wte")

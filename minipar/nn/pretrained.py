@@ -90,7 +90,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_gpt2(
-    directory: str | Path, dtype: str = "float32", recompute: bool = False, deferred: bool = False, dropout: float = 0.0
+    directory: str | Path,
+    dtype: str = "float32",
+    recompute: bool = False,
+    deferred: bool = False,
+    dropout: float = 0.0,
+    attention: str = "auto",
 ) -> GPT:
     """Load the model of a GPT-2 directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
@@ -114,7 +119,7 @@ def load_gpt2(
             raise UsageError(f"{path}: missing h.{i}.ln_1.weight; it has {i} layers, config.json {config.n_layer}")
     named = path.with_name("config.json")  # by errors: the sizes may be such that no array can have them
     try:
-        model = GPT(config, dtype=dtype, recompute=recompute, deferred=True, dropout=dropout)
+        model = GPT(config, dtype=dtype, recompute=recompute, deferred=True, dropout=dropout, attention=attention)
         named = path
         model.check_shapes({name: shapes[key] for name, key in stored.items()})
     except ValueError as error:

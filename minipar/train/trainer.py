@@ -61,7 +61,7 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT
     shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
     shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), (mesh.dp or 1) * mesh.tp * mesh.pp)  # no layout needs less
     options: dict[str, Any] = {"dtype": run.dtype, "recompute": run.recompute == "full", "deferred": True}
-    options["dropout"] = config.optimizer.dropout
+    options |= {"dropout": config.optimizer.dropout, "attention": run.attention}
     if sizes.init_from is not None:
         return load_gpt2(sizes.init_from, **options)
     if checkpoint is None:

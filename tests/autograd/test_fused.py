@@ -38,7 +38,7 @@ OPERATIONS = {
     "attention, 1 head": (lambda x: causal_attention(x, 1), [normal(2, 5, 12)]),
     "attention, 3 heads": (lambda x: causal_attention(x, 3), [normal(2, 4, 18)]),
     "attention, one position": (lambda x: causal_attention(x, 2), [normal(2, 1, 12)]),
-    "attention, dropout": (lambda x: causal_attention(x, 3, KEEP, 0.25), [normal(2, 4, 18)]),
+    "attention, dropout": (lambda x: causal_attention(x, 3, None, KEEP, 0.25), [normal(2, 4, 18)]),
     "dropout": (lambda x: dropout(x, KEEP[0], 0.25), [normal(3, 4, 4)]),
     "cross_entropy": (lambda x: cross_entropy(x, TARGETS), [normal(2, 3, 5)]),
     "cross_entropy_sum": (lambda x: cross_entropy_sum(x, TARGETS), [normal(2, 3, 5)]),

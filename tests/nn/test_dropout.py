@@ -43,7 +43,7 @@ def test_backward_is_the_adjoint_of_forward(probability):
 def test_attention_with_dropout_has_the_gradient_of_its_forward(heads, length, probability):
     keep = RANDOM.random((2, heads, length, length)) >= probability
     keep[0, 0, -1] = False  # a position that sees nothing at all
-    gradcheck(lambda x: causal_attention(x, heads, keep, probability), [RANDOM.standard_normal((2, length, 6 * heads))])
+    gradcheck(lambda x: causal_attention(x, heads, None, keep, probability), [RANDOM.standard_normal((2, length, 6 * heads))])
 
 
 def test_dropout_zeroes_what_is_not_kept_and_scales_the_rest():
@@ -62,7 +62,7 @@ def test_attention_drops_probabilities_after_the_softmax():
     p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     rows = (p * keep[0] * 2).sum(-1)  # (heads, T)
     expected = np.repeat(rows.T, 2, axis=1)
-    np.testing.assert_allclose(causal_attention(Tensor(qkv), 2, keep, 0.5).data[0], expected, rtol=1e-12)
+    np.testing.assert_allclose(causal_attention(Tensor(qkv), 2, None, keep, 0.5).data[0], expected, rtol=1e-12)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_dropout(probability):
 def test_attention_with_dropout(heads, length, probability):
     keep = drawn("attn_dropout", (2, heads, length, length), probability)
     compare(
-        lambda x: causal_attention(x, heads, keep, probability),
+        lambda x: causal_attention(x, heads, None, keep, probability),
         lambda x: torch_attention(x, heads, torch.tensor(keep), probability),
         RANDOM.standard_normal((2, length, 3 * 4 * heads)),
     )
