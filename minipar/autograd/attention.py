@@ -4,7 +4,7 @@ Shapes: B samples, T tokens per sample (S keys where that differs), a heads of d
 n heads, each shared by a/n consecutive query heads (grouped-query attention; Hugging Face's repeat_kv).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -14,10 +14,10 @@ from minipar.autograd.fused import count_flops
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
-# Rows and columns of a block of scores. KEY_BLOCK is a multiple of QUERY_BLOCK: then the diagonal meets only the last
-# block of each row of blocks. docs/decisions.md has the measurements behind the three.
+# Rows and columns of a block of scores (measured: docs/speed.md). KEY_BLOCK is a multiple of QUERY_BLOCK: then the
+# diagonal meets only the last block of each row of blocks.
 QUERY_BLOCK, KEY_BLOCK = 128, 1024
-FULL_LENGTH = 256  # up to this length "auto" is "full"
+ALL = slice(None)
 METHODS = ("auto", "blockwise", "full")
 
 
@@ -33,67 +33,61 @@ def attend(
     otherwise each sees all keys. Memory grows as T + S. With `keep` (booleans (B, a, T, S)) the probabilities go
     through dropout; the log-sum-exp is that of all scores.
     """
-    blocks = _Blocks(q, k, causal, keep, keep_scale)
     batch, heads, length, dim = q.shape
     out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)  # a view (B, a, T, d) of (B, T, h)
-    lse = xp.empty((batch, heads, length, 1), dtype=q.dtype)
-    for at in blocks.heads():
-        keys, values, group_q, group_out, group_lse = k[at], v[at], *(_grouped(x, k.shape[1])[at] for x in (q, out, lse))
-        for rows in blocks.rows():
-            queries = blocks.stacked(group_q, rows) * scale
-
-            def part(columns: slice) -> tuple[Array, Array]:
-                p = blocks.scores(queries, keys, rows, columns)
+    lse = xp.empty((batch, heads, length), dtype=q.dtype)
+    ones = xp.ones((min(KEY_BLOCK, k.shape[2]), 1), dtype=q.dtype)
+    for at in _heads(k):
+        q_, k_, v_, keep_, out_, lse_ = (_group(x, k, at) for x in (q, k, v, keep, out, lse))
+        for rows, blocks in _blocks(q, k, causal):
+            results = []
+            queries = q_[..., rows, :] * scale
+            for columns, mask in blocks:
+                p = _scores(queries, k_[..., columns, :], mask)
                 top = p.max(axis=-1, keepdims=True)
                 p -= top
                 xp.exp(p, out=p)
-                total = p.sum(axis=-1, keepdims=True)
-                result = _product(blocks.dropped(p, at, rows, columns), values[..., columns, :])
-                result /= total
-                return result, (top + xp.log(total))[..., 0]
-
-            results = reduce(lambda one, other: merge(*one, *other), map(part, blocks.columns(rows)))
-            group_out[..., rows, :] = blocks.unstacked(results[0])
-            group_lse[..., rows, :] = blocks.unstacked(results[1][..., None])
-    return out, lse[..., 0]
+                total = xp.matmul(p, ones[: p.shape[-1]])  # (..., rows, 1), in half the time of p.sum
+                part = _product(_dropped(p, keep_, keep_scale, rows, columns), v_[..., columns, :])
+                part /= total
+                results.append((part, (top + xp.log(total))[..., 0]))
+            out_[..., rows, :], lse_[..., rows] = reduce(lambda one, other: merge(*one, *other), results)
+    return out, lse
 
 
 def attend_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, scale: float,
     keep: Array | None = None, keep_scale: float = 1.0, delta: Array | None = None, gradients: Any = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Compute (dq, dk, dv) of `attend` from its inputs and results, one block of probabilities at a time.
+    """Compute (dq, dk, dv) of `attend` from its inputs and results; the probabilities are computed again, in blocks.
 
     With `out` and `lse` of more keys than k (`merge`), these are the terms of the keys k. `delta` is the sum of
     dout * out over d, (B, a, T), if the caller has it. `gradients` are three arrays to write into.
     """
-    blocks = _Blocks(q, k, causal, keep, keep_scale)
     if delta is None:
         delta = xp.einsum("bhtd,bhtd->bht", dout, out)
     dq, dk, dv = gradients or [xp.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-    for at in blocks.heads():
-        keys, values = k[at], v[at]
-        group = [_grouped(x, k.shape[1])[at] for x in (q, dout, lse[..., None], delta[..., None])]
-        dkeys, dvalues = xp.zeros(keys.shape, dtype=k.dtype), xp.zeros(values.shape, dtype=v.dtype)
-        for rows in blocks.rows():
-            queries, g, row_lse, row_delta = (blocks.stacked(x, rows) for x in group)
-            queries = queries * scale
+    for at in _heads(k):
+        q_, k_, v_, keep_, dout_, lse_, delta_, dq_ = (_group(x, k, at) for x in (q, k, v, keep, dout, lse, delta, dq))
+        dk_, dv_ = (xp.zeros((*q_.shape[:-2], *k_.shape[-2:]), dtype=q.dtype) for _ in "kv")  # of each query head
+        for rows, blocks in _blocks(q, k, causal):
+            queries, g = q_[..., rows, :] * scale, dout_[..., rows, :]
             dqueries = xp.zeros(queries.shape, dtype=q.dtype)
-            for columns in blocks.columns(rows):
-                p = blocks.scores(queries, keys, rows, columns)
-                p -= row_lse
+            for columns, mask in blocks:
+                p = _scores(queries, k_[..., columns, :], mask)
+                p -= lse_[..., rows, None]
                 xp.exp(p, out=p)
-                dvalues[..., columns, :] += _product(blocks.dropped(p, at, rows, columns).swapaxes(-1, -2), g)
-                dscores = _product(g, values[..., columns, :].swapaxes(-1, -2))  # so far the gradient of dropped(p)
-                dscores = blocks.dropped(dscores, at, rows, columns)
+                dv_[..., columns, :] += _product(_dropped(p, keep_, keep_scale, rows, columns).swapaxes(-1, -2), g)
+                dscores = _product(g, v_[..., columns, :].swapaxes(-1, -2))  # of the dropped probabilities
+                dscores = _dropped(dscores, keep_, keep_scale, rows, columns)
                 # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . out, a much smaller product (B.4).
-                dscores -= row_delta
+                dscores -= delta_[..., rows, None]
                 dscores *= p
-                dqueries += _product(dscores, keys[..., columns, :])
-                dkeys[..., columns, :] += _product(dscores.swapaxes(-1, -2), queries)
+                dqueries += _product(dscores, k_[..., columns, :])
+                dk_[..., columns, :] += _product(dscores.swapaxes(-1, -2), queries)
             dqueries *= scale
-            _grouped(dq, k.shape[1])[at][..., rows, :] = blocks.unstacked(dqueries)
-        dk[at][...], dv[at][...] = dkeys, dvalues
+            dq_[..., rows, :] = dqueries
+        dk[at], dv[at] = dk_.sum(axis=-3), dv_.sum(axis=-3)
     return dq, dk, dv
 
 
@@ -109,9 +103,38 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
     return out, lse
 
 
-def _grouped(x: Array, kv_heads: int) -> Array:
-    """Return a view (B, a, ...) -> (B, n, a/n, ...)."""
-    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+def _heads(k: Array) -> Iterable[Any]:
+    """Return indices of heads of keys: on the CPU one at a time (its blocks stay in caches), on a GPU all together."""
+    return np.ndindex(k.shape[:2]) if xp.module is np else [()]
+
+
+def _group(x: Any, k: Array, at: Any) -> Any:
+    """Return x of (B, a or n, ...) for these heads of keys: (a/n or 1, ...), or all of them (B, n, a/n or 1, ...)."""
+    return None if x is None else x.reshape(*k.shape[:2], x.shape[1] // k.shape[1], *x.shape[2:])[at]
+
+
+def _blocks(q: Array, k: Array, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Array | None]]]]:
+    """Yield each block of rows, with the columns that it sees and what to add to the last scores of each block."""
+    size = min(QUERY_BLOCK, q.shape[2])
+    above_diagonal = xp.triu(xp.full((size, size), -xp.inf, dtype=q.dtype), 1)
+    for start in range(0, q.shape[2], QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, q.shape[2]))
+        seen, mask = rows.stop if causal else k.shape[2], above_diagonal[: rows.stop - start, : rows.stop - start]
+        columns = [slice(i, min(i + KEY_BLOCK, seen)) for i in range(0, seen, KEY_BLOCK)]
+        yield rows, [(c, mask if causal and c.stop == seen else None) for c in columns]
+
+
+def _scores(queries: Array, keys: Array, mask: Array | None) -> Array:
+    """Multiply queries, scaled already, with keys."""
+    scores = _product(queries, keys.swapaxes(-1, -2))
+    if mask is not None:
+        scores[..., -mask.shape[-1] :] += mask
+    return scores
+
+
+def _dropped(p: Array, keep: Array | None, scale: float, rows: slice = ALL, columns: slice = ALL) -> Array:
+    """Apply dropout to probabilities, or to their gradient. It is recomputed instead of kept."""
+    return p if keep is None else p * keep[..., rows, columns] * scale
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -119,127 +142,71 @@ def _product(a: Array, b: Array) -> Array:
     return xp.matmul(a, b)
 
 
-class _Blocks:
-    """The blocks of one attention. The queries of the heads that share keys are stacked as the rows of one matrix."""
+# ---- on arrays, whole: the probabilities, (B, n, a/n, T, T), take the place of the log-sum-exp -----------------------
 
-    def __init__(self, q: Array, k: Array, causal: bool, keep: Array | None, keep_scale: float) -> None:
-        self.batch, self.kv_heads, self.keys = k.shape[:3]
-        self.group, self.queries, self.causal = q.shape[1] // self.kv_heads, q.shape[2], causal
-        self.keep, self.keep_scale = None if keep is None else _grouped(keep, self.kv_heads), keep_scale
-        self.above_diagonal = xp.triu(xp.full((QUERY_BLOCK, QUERY_BLOCK), -xp.inf, dtype=q.dtype), 1)
 
-    def heads(self) -> Any:
-        """Return the indices to loop over: on the CPU each head's (its blocks stay in the cache), on a GPU one of all."""
-        return np.ndindex(self.batch, self.kv_heads) if xp.module is np else [()]
+def _attend_full(q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any, keep_scale: float) -> Any:
+    batch, heads, length, dim = q.shape
+    q_, k_, v_, keep_ = (_group(x, k, ()) for x in (q, k, v, keep))
+    p = xp.matmul(q_, k_.swapaxes(-1, -2))
+    count_flops(2, p.size, dim)  # this product and the one below
+    p *= scale
+    p += xp.triu(xp.full((length, length), -xp.inf, dtype=q.dtype), 1)
+    p -= p.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
+    xp.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
+    out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)
+    xp.matmul(_dropped(p, keep_, keep_scale), v_, out=_group(out, k, ()))
+    return out, p
 
-    def rows(self) -> Iterator[slice]:
-        for start in range(0, self.queries, QUERY_BLOCK):
-            yield slice(start, min(start + QUERY_BLOCK, self.queries))
 
-    def columns(self, rows: slice) -> Iterator[slice]:
-        """Yield the blocks of the keys that these queries see."""
-        seen = rows.stop if self.causal else self.keys
-        for start in range(0, seen, KEY_BLOCK):
-            yield slice(start, min(start + KEY_BLOCK, seen))
+def _full_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, p: Array, causal: bool, scale: float,
+    keep: Any, keep_scale: float, delta: None, gradients: Any,
+) -> None:  # fmt: skip
+    q_, k_, v_, keep_, g, out, dq, dk, dv = (_group(x, k, ()) for x in (q, k, v, keep, dout, out, *gradients))
 
-    def stacked(self, x: Array, rows: slice) -> Array:
-        """Return these rows of all heads of a group: (..., a/n, T, x) -> (..., a/n * rows, x)."""
-        return x[..., rows, :].reshape(*x.shape[:-3], -1, x.shape[-1])
+    def transposed(x: Array, y: Array) -> tuple[Array, Array]:
+        """Join the rows of the heads that share keys, (B, n, 1, a/n T, ...), and transpose x."""
+        x, y = (z.reshape(*k.shape[:2], 1, -1, z.shape[-1]) for z in (x, y))
+        return x.swapaxes(-1, -2), y
 
-    def unstacked(self, x: Array) -> Array:
-        """Return a view (..., a/n * rows, x) -> (..., a/n, rows, x)."""
-        return x.reshape(*x.shape[:-2], self.group, -1, x.shape[-1])
-
-    def scores(self, queries: Array, keys: Array, rows: slice, columns: slice) -> Array:
-        """Multiply stacked queries with a block of keys; scores above the diagonal are -inf."""
-        scores = _product(queries, keys[..., columns, :].swapaxes(-1, -2))  # (..., a/n * rows, columns)
-        if self.causal and columns.stop == rows.stop:
-            size = rows.stop - rows.start
-            last = self.unstacked(scores)[..., -size:]  # (..., a/n, rows, rows)
-            last += self.above_diagonal[:size, :size]
-        return scores
-
-    def dropped(self, p: Array, at: Any, rows: slice, columns: slice) -> Array:
-        """Apply dropout to a block of probabilities, or to its gradient."""
-        if self.keep is None:
-            return p
-        return p * self.stacked(self.keep[at][..., columns], rows) * self.keep_scale
+    count_flops(4, p.size, q.shape[-1])  # four products of this size follow
+    xp.matmul(*transposed(_dropped(p, keep_, keep_scale), g), out=dv)
+    dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), keep_, keep_scale)  # so far the gradient of p
+    dscores -= xp.einsum("...td,...td->...t", g, out)[..., None]  # softmax, as in attend_backward
+    dscores *= p
+    dscores *= scale
+    xp.matmul(dscores, k_, out=dq)
+    xp.matmul(*transposed(dscores, q_), out=dk)
 
 
 # ---- as one node -----------------------------------------------------------------------------------------------------
 
 
-class _BlockwiseAttention(Function):
-    """Attention of packed queries, keys and values: (B, T, (a + 2n) d) -> (B, T, h)."""
-
-    def forward(self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, keep_scale: float) -> Array:
+class _CausalAttention(Function):
+    def forward(
+        self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, keep_scale: float, full: bool
+    ) -> Array:
         self.qkv, self.heads, self.kv_heads, self.keep, self.keep_scale = qkv, heads, kv_heads, keep, keep_scale
         q, k, v = self.split(qkv)
-        self.scale = q.shape[-1] ** -0.5
-        self.output = self.attend(q, k, v)  # (B, a, T, d), in memory (B, T, h): no transpose afterwards
-        return self.output.swapaxes(1, 2).reshape(*qkv.shape[:2], heads * q.shape[-1])
+        self.scale, self.full = q.shape[-1] ** -0.5, full
+        compute = _attend_full if full else attend
+        self.output, self.kept = compute(q, k, v, True, self.scale, keep, keep_scale)
+        return self.output.swapaxes(1, 2).reshape(*qkv.shape[:2], heads * q.shape[-1])  # in memory already (B, T, h)
+
+    def split(self, qkv: Array) -> Any:
+        """Return views q (B, a, T, d), k and v (B, n, T, d)."""
+        count, ends = self.heads + 2 * self.kv_heads, [self.heads, self.heads + self.kv_heads]
+        return xp.split(qkv.reshape(*qkv.shape[:2], count, qkv.shape[2] // count).swapaxes(1, 2), ends, axis=1)
 
     def backward(self, grad: Array) -> Any:
         dqkv = xp.empty_like(self.qkv)
         dout = grad.reshape(*grad.shape[:2], self.heads, -1).swapaxes(1, 2)  # (B, a, T, d)
-        self.differentiate(dout, self.split(self.qkv), self.split(dqkv))
-        return dqkv, None, None, None, None
-
-    def split(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Return views q (B, a, T, d), k and v (B, n, T, d)."""
-        a, n = self.heads, self.kv_heads
-        x = qkv.reshape(*qkv.shape[:2], a + 2 * n, qkv.shape[2] // (a + 2 * n)).swapaxes(1, 2)
-        return x[:, :a], x[:, a : a + n], x[:, a + n :]
-
-    def attend(self, q: Array, k: Array, v: Array) -> Array:
-        """Return the output (B, a, T, d), and keep what `differentiate` needs."""
-        out, self.lse = attend(q, k, v, True, self.scale, self.keep, self.keep_scale)
-        return out
-
-    def differentiate(self, dout: Array, inputs: Sequence[Array], gradients: Sequence[Array]) -> None:
-        """Write the gradients of q, k and v."""
-        dropout = {"keep": self.keep, "keep_scale": self.keep_scale}
-        attend_backward(dout, *inputs, self.output, self.lse, True, self.scale, **dropout, gradients=gradients)
-
-
-class _FullAttention(_BlockwiseAttention):
-    """The same with all scores in one array, (B, n, a/n, T, T), which is kept for backward."""
-
-    def attend(self, q: Array, k: Array, v: Array) -> Array:
-        batch, heads, length, dim = q.shape
-        scores = xp.matmul(_grouped(q, self.kv_heads), k[:, :, None].swapaxes(-1, -2))
-        count_flops(2, scores.size, dim)  # this product and the one below
-        scores *= self.scale
-        scores += xp.triu(xp.full((length, length), -xp.inf, dtype=q.dtype), 1)
-        scores -= scores.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
-        xp.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        self.probabilities = scores
-        out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)
-        xp.matmul(self.dropped(scores), v[:, :, None], out=_grouped(out, self.kv_heads))
-        return out
-
-    def dropped(self, p: Array) -> Array:
-        """Apply dropout to the probabilities, or to their gradient. It is recomputed instead of kept."""
-        return p if self.keep is None else p * self.keep.reshape(p.shape) * self.keep_scale
-
-    def differentiate(self, dout: Array, inputs: Sequence[Array], gradients: Sequence[Array]) -> None:
-        (q, k, v), (dq, dk, dv), p = inputs, gradients, self.probabilities
-
-        def stacked(x: Array) -> Array:
-            """Join the rows of a group: (B, a, T, x) or (B, n, a/n, T, x) -> (B, n, a/n T, x)."""
-            return x.reshape(*k.shape[:2], -1, x.shape[-1])
-
-        count_flops(4, p.size, q.shape[-1])  # four products of this size follow
-        xp.matmul(stacked(self.dropped(p)).swapaxes(-1, -2), stacked(dout), out=dv)
-        dscores = xp.matmul(_grouped(dout, self.kv_heads), v[:, :, None].swapaxes(-1, -2))
-        dscores = self.dropped(dscores)  # (B, n, a/n, T, T), so far the gradient of p
-        delta = xp.einsum("bhtd,bhtd->bht", dout, self.output)[..., None]
-        dscores -= _grouped(delta, self.kv_heads)  # softmax, as in attend_backward
-        dscores *= p
-        dscores *= self.scale
-        xp.matmul(dscores, k[:, :, None], out=_grouped(dq, self.kv_heads))
-        xp.matmul(stacked(dscores).swapaxes(-1, -2), stacked(q), out=dk)
+        dropout, gradients = (self.keep, self.keep_scale), self.split(dqkv)
+        compute: Any = _full_backward if self.full else attend_backward
+        compute(dout, *self.split(self.qkv), self.output, self.kept, True, self.scale, *dropout, None, gradients)
+        return dqkv, None, None, None, None, None
 
 
 def causal_attention(
@@ -253,11 +220,11 @@ def causal_attention(
     """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, (a + 2n) d) -> (B, T, h).
 
     qkv has the `heads` of q next to the `kv_heads` (None: as many) of k and those of v. With `keep` (booleans
-    (B, a, T, T)) the probabilities go through dropout. `method` is one of METHODS: "blockwise" takes memory that grows
-    as T and computes the scores again in backward; "full" keeps them; "auto" is full up to FULL_LENGTH tokens.
+    (B, a, T, T)) the probabilities go through dropout. `method` is one of METHODS: "full" keeps the scores; "blockwise"
+    computes them again in backward, and its memory grows as T; "auto" is full for sequences of at most one block.
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
-    full = method == "full" or (method == "auto" and qkv.shape[1] <= FULL_LENGTH)
-    node = _FullAttention if full else _BlockwiseAttention
-    return node.apply(qkv, heads, heads if kv_heads is None else kv_heads, keep, 1 / (1 - probability))
+    full = method == "full" or (method == "auto" and qkv.shape[1] <= QUERY_BLOCK)
+    kv_heads = heads if kv_heads is None else kv_heads
+    return _CausalAttention.apply(qkv, heads, kv_heads, keep, 1 / (1 - probability), full)

@@ -128,8 +128,8 @@ class RunConfig:
     recompute: str = option("none", str, choices=("none", "full"),
         help="full: keep only each layer's input and run its forward again in backward")
     attention: str = option("auto", str, choices=METHODS,
-        help="full: keep all scores, whose memory grows as the square of the sequence; blockwise: keep none and compute "
-             "them again in backward; auto: full for short sequences, blockwise for long ones")
+        help="full: keep all scores, in memory that grows as the square of the sequence; blockwise: keep none and "
+             "compute them again in backward; auto: full for short sequences, blockwise for long ones")
     reduction: str = option("ring", str, choices=("ring", "ordered"),
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one device)")
     metrics: str | None = option(None, str, None, "FILE.jsonl",

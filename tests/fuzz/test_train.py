@@ -133,6 +133,7 @@ FLAGS = {
     "--dtype": ["float32", "float64"],
     "--device": ["cpu", "gpu"],  # not cuda: it would load CuPy and, where there is one, a GPU
     "--recompute": ["none", "full"],
+    "--attention": ["auto", "blockwise", "full"],
     "--reduction": ["ring", "ordered"],
     "--metrics": ["o.jsonl", "-", "new/o.jsonl", "directory", "/dev/full", "/dev/null"],
     "--trace": ["o.json", "new/t.json", "directory", "/dev/full"],

@@ -6,16 +6,24 @@ MUTANTS = [
     *mistakes(
         "minipar/autograd/attention.py",
         "autograd/test_fused.py",
-        ("attention: scores divided by the head's size, not its root", "(width // heads) ** -0.5", "heads / width"),
-        ("attention: a token sees the one after it", "dtype=qkv.dtype), 1)", "dtype=qkv.dtype), 2)"),
-        ("attention: one maximum for all rows", "scores.max(axis=-1, keepdims=True)", "scores.max()"),
-        ("attention: backward without the scale", "dscores *= self.scale", "dscores *= 1"),
+        ("attention: scores divided by the head's size, not its root", "q.shape[-1] ** -0.5", "1 / q.shape[-1]"),
+        (
+            "attention: a token sees the one after it",
+            "p += xp.triu(xp.full((length, length), -xp.inf, dtype=q.dtype), 1)",
+            "p += xp.triu(xp.full((length, length), -xp.inf, dtype=q.dtype), 2)",
+        ),
+        ("attention: one maximum for all rows", "p -= p.max(axis=-1, keepdims=True)", "p -= p.max()"),
+        ("attention: backward without the scale", "dscores *= scale", "dscores *= 1"),
         (
             "attention: the keys' gradient without the transpose",
-            "xp.matmul(dscores.swapaxes(-1, -2), q",
-            "xp.matmul(dscores, q",
+            "x.swapaxes(-1, -2), y",
+            "x, y",
         ),
-        ("attention: backward without the dropout mask", "dscores = self._dropped(xp.matmul", "dscores = (xp.matmul"),
+        (
+            "attention: backward without the dropout mask",
+            "dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), keep_",
+            "dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), None",
+        ),
     ),
     *mistakes(
         "minipar/autograd/backward.py",

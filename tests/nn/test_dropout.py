@@ -43,7 +43,9 @@ def test_backward_is_the_adjoint_of_forward(probability):
 def test_attention_with_dropout_has_the_gradient_of_its_forward(heads, length, probability):
     keep = RANDOM.random((2, heads, length, length)) >= probability
     keep[0, 0, -1] = False  # a position that sees nothing at all
-    gradcheck(lambda x: causal_attention(x, heads, None, keep, probability), [RANDOM.standard_normal((2, length, 6 * heads))])
+    gradcheck(
+        lambda x: causal_attention(x, heads, None, keep, probability), [RANDOM.standard_normal((2, length, 6 * heads))]
+    )
 
 
 def test_dropout_zeroes_what_is_not_kept_and_scales_the_rest():

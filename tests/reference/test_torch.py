@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from minipar.autograd import Tensor, causal_attention, cross_entropy, embedding, gelu, layer_norm, linear
+from minipar.autograd import attention as attention_module
+from minipar.autograd.attention import attend
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
 
 RANDOM = np.random.Generator(np.random.Philox(10))
@@ -17,11 +19,12 @@ def normal(*shape):
     return RANDOM.standard_normal(shape)
 
 
-def torch_attention(qkv, heads):
+def torch_attention(qkv, heads, kv_heads):
     batch, length, width = qkv.shape
-    q, k, v = (part.reshape(batch, length, heads, -1).transpose(1, 2) for part in qkv.split(width // 3, dim=-1))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return out.transpose(1, 2).reshape(batch, length, width // 3)
+    x = qkv.reshape(batch, length, heads + 2 * kv_heads, -1).transpose(1, 2)
+    q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).reshape(batch, length, -1)
 
 
 OPERATIONS = {
@@ -38,7 +41,11 @@ OPERATIONS = {
     "embedding": (lambda w: embedding(w, INDEX), lambda w: F.embedding(torch.tensor(INDEX), w), [normal(5, 2)]),
     "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, (8,), w, b), [normal(2, 3, 8), normal(8), normal(8)]),
     "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"), [normal(50) * 3]),
-    "attention": (lambda x: causal_attention(x, 3), lambda x: torch_attention(x, 3), [normal(2, 5, 36)]),
+    "attention": (lambda x: causal_attention(x, 3), lambda x: torch_attention(x, 3, 3), [normal(2, 5, 36)]),
+    "attention, grouped heads": (lambda x: causal_attention(x, 6, 2), lambda x: torch_attention(x, 6, 2),
+                                 [normal(2, 5, 40)]),
+    "attention in blocks": (lambda x: causal_attention(x, 6, 2, method="blockwise"), lambda x: torch_attention(x, 6, 2),
+                            [normal(2, 1100, 20)]),
     "cross_entropy": (lambda x: cross_entropy(x, TARGETS), lambda x: F.cross_entropy(x, torch.tensor(TARGETS)),
                       [normal(4, 6)]),
 }  # fmt: skip
@@ -56,6 +63,18 @@ def test_values_and_gradients(name):
     z.backward(torch.tensor(weights))
     for x, t in zip(a, b, strict=True):
         np.testing.assert_allclose(x.grad, t.grad.numpy(), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_log_sum_exp_of_attention(causal, monkeypatch):
+    monkeypatch.setattr(attention_module, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(attention_module, "KEY_BLOCK", 8)
+    q, k, v = normal(2, 4, 13, 3), normal(2, 4, 13, 3), normal(2, 4, 13, 3)
+    scores = torch.tensor(0.5 * q @ k.swapaxes(-1, -2))
+    if causal:
+        scores = scores.masked_fill(torch.ones(13, 13).triu(1).bool(), float("-inf"))
+    _, lse = attend(q, k, v, causal, 0.5)
+    np.testing.assert_allclose(lse, torch.logsumexp(scores, dim=-1).numpy(), rtol=1e-13)
 
 
 OPTIMIZERS = {

@@ -72,6 +72,7 @@ def test_what_decides_the_values_is_taken_and_the_layout_is_not():
     files = "--metrics --trace --memory --record --save --save-every --resume --export --verify --clock --network"
     assert all_flags - set(TAKEN) == {
         *layout.split(), *files.split(), "--microbatches", "--memory-limit", "--init-from", "--device", "--recompute",
+        "--attention",
     }  # fmt: skip
 
 

@@ -1,0 +1,224 @@
+"""Claims about attention: blocks of scores give what the whole matrix gives, in memory that grows with the length."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import strict_array
+
+from minipar import backend
+from minipar.autograd import Tensor, causal_attention, flop_counter
+from minipar.autograd import attention as module
+from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
+from minipar.autograd.gradcheck import gradcheck
+from minipar.memory import MemoryLedger
+from minipar.nn import GPT, GPTConfig
+
+RANDOM = np.random.Generator(np.random.Philox(35))
+HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]  # of queries, of keys and values
+LENGTHS = [1, 3, 4, 8, 13, 16, 19]  # blocks are 4 x 8
+
+
+def normal(*shape):
+    return RANDOM.standard_normal(shape)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(module, "KEY_BLOCK", 8)
+
+
+def run(qkv, weights, *arguments, method):
+    """Return the output, and the gradient of its sum with these weights."""
+    x = Tensor(qkv.copy(), requires_grad=True)
+    y = causal_attention(x, *arguments, method=method)
+    y.backward(weights)
+    return y.data, x.grad
+
+
+def naive(q, k, v, causal, scale, factors=1.0):
+    """Return (out, lse) from the definition, one whole matrix per query head; the keys repeated for its group."""
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = scale * np.einsum("batd,basd->bats", q, k)
+    if causal:
+        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    return np.einsum("bats,basd->batd", np.exp(scores - lse[..., None]) * factors, v), lse
+
+
+def problem(length, keys, heads, kv_heads, dim=3):
+    return normal(2, heads, length, dim), normal(2, kv_heads, keys, dim), normal(2, kv_heads, keys, dim)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_equal_the_whole_matrix(small_blocks, length, heads, kv_heads, probability):
+    qkv, weights = normal(2, length, (heads + 2 * kv_heads) * 3), normal(2, length, heads * 3)
+    keep = RANDOM.random((2, heads, length, length)) >= probability if probability else None
+    arguments = heads, kv_heads, keep, probability
+    results = [run(qkv, weights, *arguments, method=method) for method in ("full", "blockwise")]
+    for full, blocks in zip(*results, strict=True):
+        np.testing.assert_allclose(blocks, full, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("length", [QUERY_BLOCK + 1, KEY_BLOCK + QUERY_BLOCK - 1, 2 * KEY_BLOCK])
+def test_blocks_of_their_own_size_equal_the_whole_matrix(length):
+    qkv, weights = normal(1, length, 16), normal(1, length, 8)
+    results = [run(qkv, weights, 2, 1, method=method) for method in ("full", "blockwise")]
+    for full, blocks in zip(*results, strict=True):
+        np.testing.assert_allclose(blocks, full, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", ["full", "blockwise"])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_gradients_of_grouped_heads(small_blocks, method, heads, kv_heads):
+    keep = RANDOM.random((2, heads, 9, 9)) >= 0.25
+    for dropout in ((None, 0.0), (keep, 0.25)):
+        gradcheck(
+            lambda x, dropout=dropout: causal_attention(x, heads, kv_heads, *dropout, method=method),
+            [normal(2, 9, (heads + 2 * kv_heads) * 2)],
+        )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(
+    ("length", "keys", "causal"), [(13, 13, True), (13, 13, False), (5, 19, False), (17, 1, False)]
+)
+def test_attend_follows_the_definition(small_blocks, length, keys, causal, heads, kv_heads):
+    """With dropout the probabilities are scaled after they are normalized; lse is that of all scores."""
+    q, k, v = problem(length, keys, heads, kv_heads)
+    keep = RANDOM.random((2, heads, length, keys)) >= 0.25
+    for mask, factors in ((None, 1.0), (keep, keep * 4 / 3)):
+        results = attend(q, k, v, causal, 0.7, mask, 4 / 3)
+        for ours, theirs in zip(results, naive(q, k, v, causal, 0.7, factors), strict=True):
+            assert ours.shape == theirs.shape
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_parts_of_the_keys_merge_to_the_whole(small_blocks, heads, kv_heads):
+    """As in ring attention: forward by `merge`, backward as a sum over parts, each from the merged out and lse."""
+    q, k, v = problem(13, 19, heads, kv_heads)
+    dout, keep = normal(*q.shape), RANDOM.random((2, heads, 13, 19)) >= 0.25
+    out, lse = attend(q, k, v, False, 0.7, keep, 4 / 3)
+    gradients = attend_backward(dout, q, k, v, out, lse, False, 0.7, keep, 4 / 3)
+    parts = [slice(0, 5), slice(5, 19)]
+    results = [attend(q, k[:, :, s], v[:, :, s], False, 0.7, keep[..., s], 4 / 3) for s in parts]
+    merged = merge(*results[0], *results[1])
+    for one, other in zip(merged, (out, lse), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+    delta = (dout * merged[0]).sum(-1)
+    terms = [
+        attend_backward(dout, q, k[:, :, s], v[:, :, s], *merged, False, 0.7, keep[..., s], 4 / 3, delta) for s in parts
+    ]
+    np.testing.assert_allclose(terms[0][0] + terms[1][0], gradients[0], rtol=1e-12, atol=1e-13)
+    for i in (1, 2):
+        joined = np.concatenate([term[i] for term in terms], axis=2)
+        np.testing.assert_allclose(joined, gradients[i], rtol=1e-12, atol=1e-13)
+
+
+def test_a_row_without_keys_merges_without_a_nan():
+    out, lse = normal(2, 3, 4), normal(2, 3)
+    lse[0, 1] = -np.inf
+    out[0, 1] = 0
+    nothing, never = np.zeros(out.shape), np.full(lse.shape, -np.inf)
+    with np.errstate(all="raise"):
+        for result in (merge(out, lse, nothing, never), merge(nothing, never, out, lse)):
+            assert np.array_equal(result[0], out) and np.array_equal(result[1], lse)
+
+
+def test_large_scores_neither_overflow_nor_vanish(small_blocks):
+    """The first key of each row exceeds the others by thousands, and so do the blocks' maxima one another."""
+    q = np.full((1, 1, 13, 1), 1.0, np.float32)
+    k = np.linspace(5000, -5000, 13, dtype=np.float32).reshape(1, 1, 13, 1)
+    v = np.arange(13, dtype=np.float32).reshape(1, 1, 13, 1)
+    for sign in (1, -1):
+        out, lse = attend(q, sign * k, v, True, 1.0)
+        expected = np.zeros(13) if sign == 1 else np.arange(13)
+        assert np.array_equal(out[0, 0, :, 0], expected) and np.isfinite(lse).all()
+        assert all(np.isfinite(g).all() for g in attend_backward(v, q, sign * k, v, out, lse, True, 1.0))
+
+
+def test_blocks_run_on_a_device(small_blocks):
+    """All heads at a time, as on a GPU; they give what one head at a time gives."""
+    q, k, v = problem(13, 13, 4, 2)
+    dout, keep = normal(*q.shape), RANDOM.random((2, 4, 13, 13)) >= 0.25
+    out, lse = attend(q, k, v, True, 0.7, keep, 4 / 3)
+    gradients = attend_backward(dout, q, k, v, out, lse, True, 0.7, keep, 4 / 3)
+    with backend.using(strict_array):
+        q, k, v, dout, keep = map(strict_array.asarray, (q, k, v, dout, keep))
+        on_device = attend(q, k, v, True, 0.7, keep, 4 / 3)
+        on_device += attend_backward(dout, q, k, v, *on_device, True, 0.7, keep, 4 / 3)
+        on_device += merge(*on_device[:2], *on_device[:2])
+    for ours, theirs in zip(on_device, (out, lse, *gradients, out, lse + np.log(2)), strict=True):
+        np.testing.assert_allclose(ours.get(), theirs, rtol=1e-12, atol=1e-13)
+
+
+# ---- which method, and what it costs ---------------------------------------------------------------------------------
+
+
+def test_short_sequences_keep_the_whole_matrix():
+    for length, method in ((QUERY_BLOCK, "full"), (QUERY_BLOCK + 1, "blockwise")):
+        qkv, weights = normal(1, length, 6), normal(1, length, 2)
+        results = [run(qkv, weights, 1, method=choice) for choice in ("auto", method)]
+        assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_model_takes_its_method_to_every_layer(monkeypatch):
+    methods = []
+    monkeypatch.setattr(module, "attend", lambda q, k, v, *_: methods.append("blockwise") or (np.zeros(q.shape), None))
+    GPT(GPTConfig(5, 4, 6, 3, 2), attention="blockwise")(np.zeros((1, 4), int))
+    assert methods == ["blockwise"] * 3
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="attention 'sparse': expected one of auto, blockwise, full"):
+        causal_attention(Tensor(normal(1, 2, 3)), 1, method="sparse")
+
+
+@pytest.mark.parametrize("length", [1, 4, 13, 16])
+def test_skipped_blocks_are_not_counted(small_blocks, length):
+    """Two products of the blocks that are computed in forward, five in backward: the scores a second time."""
+    counts = []
+    x = Tensor(normal(2, length, 8 * 3), requires_grad=True)
+    with flop_counter(counts.append):
+        y = causal_attention(x, 4, 2, method="blockwise")
+        forward = sum(counts)
+        y.backward(normal(*y.shape))
+    stops = [min(start + 4, length) for start in range(0, length, 4)]  # of the rows, and of the columns they compute
+    pairs = sum((stop - start) * stop for start, stop in zip([0, *stops], stops, strict=False))
+    assert forward == 2 * 2 * 2 * 4 * 3 * pairs
+    assert sum(counts) == forward * 7 // 2
+    if length % 4 == 0:
+        assert pairs == length * (length + 4) // 2
+
+
+def peaks(method):
+    """Return the bytes that forward and backward take at most, for 1024 and 2048 tokens."""
+    found = []
+    for length in (1024, 2048):
+        x, weights = Tensor(normal(1, length, 12), requires_grad=True), normal(1, length, 4)
+        tracemalloc.start()
+        causal_attention(x, 2, method=method).backward(weights)
+        found.append(tracemalloc.get_traced_memory()[1] - QUERY_BLOCK * KEY_BLOCK * 8)
+        tracemalloc.stop()
+    return found
+
+
+def test_memory_grows_with_the_length_not_its_square():
+    blocks, full = peaks("blockwise"), peaks("full")
+    assert blocks[1] < 2.2 * blocks[0]
+    assert full[1] > 3.8 * full[0]
+
+
+@pytest.mark.parametrize("length", [64, 320])
+def test_the_ledger_counts_no_scores_in_blocks(length):
+    """Kept: q, k and v, the output, and one log-sum-exp for each row."""
+    for method, extra in (("full", length), ("blockwise", 1)):
+        with MemoryLedger().recording() as ledger:
+            x = Tensor(normal(2, length, 12), requires_grad=True)
+            y = causal_attention(x, 2, method=method)
+            assert ledger.held["activations"] == 8 * 2 * length * (12 + 4 + 2 * extra)
+        del y
