@@ -5,8 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import strict_array
+from training import using
 
-from minipar import backend
 from minipar.autograd import Tensor, causal_attention, flop_counter
 from minipar.autograd import attention as module
 from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
@@ -147,7 +147,7 @@ def test_blocks_run_on_a_device(small_blocks):
     dout, keep = normal(*q.shape), RANDOM.random((2, 4, 13, 13)) >= 0.25
     out, lse = attend(q, k, v, True, 0.7, keep, 4 / 3)
     gradients = attend_backward(dout, q, k, v, out, lse, True, 0.7, keep, 4 / 3)
-    with backend.using(strict_array):
+    with using(strict_array):
         q, k, v, dout, keep = map(strict_array.asarray, (q, k, v, dout, keep))
         on_device = attend(q, k, v, True, 0.7, keep, 4 / 3)
         on_device += attend_backward(dout, q, k, v, *on_device, True, 0.7, keep, 4 / 3)
