@@ -62,7 +62,7 @@ SEED := $(or $(SEED),$(shell date +%s))
 .PHONY: help demo test quick fuzz mutants test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
 
 help:
-	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh"
+	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh, print text of it"
 	@echo "make test       the tests"
 	@echo "make quick      one claim of each package, in less than a minute"
 	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
@@ -83,13 +83,14 @@ help:
 demo: $(VENV)/.base
 	@mkdir -p out
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --steps $(STEPS) --warmup-steps $(WARMUP) \
-	    --lr-schedule cosine --metrics out/demo.jsonl --verify
+	    --lr-schedule cosine --metrics out/demo.jsonl --export out/demo_model --verify
 	@$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.train $(DEMO) --steps 3 --trace out/demo_trace.json \
 	    --clock cpu --network 20e-6 1e-9 > out/demo_trace.log
 	@$(BIN)/python -m visualize loss out/demo.jsonl --reference 5.545 --reference-label 'a uniform guess, ln 256:' --out out/demo_loss.png
 	@$(BIN)/python -m visualize trace out/demo_trace.json --out out/demo_timeline.png
 	@$(BIN)/python -m visualize mesh out/demo_trace.json --out out/demo_mesh.png
-	@echo "proved: see the line above. Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
+	@$(BIN)/python -m minipar.generate --from out/demo_model --prompt "def " --tokens 100 --temperature 0.5
+	@echo "proved: see the line above that text, which the model wrote. Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
 
 # Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
 test: $(VENV)/.test

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
+from minipar.errors import UsageError, UsageParser, printable, report, write_json, write_out
 from minipar.record import strips
 
 # What it usually means if B's gradient is this many times A's, and if A's is this many times B's.
@@ -328,9 +328,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json != "-":
             write_out(as_text(finding))
     except UsageError as error:
-        if not isinstance(error.__context__, BrokenPipeError):
-            print(error_line(error), file=sys.stderr)
-        return 2
+        return report(error)
     return 0 if finding.equal else 1
 
 

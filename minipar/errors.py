@@ -26,6 +26,13 @@ def error_line(error: UsageError | MemoryError) -> str:
     return f"minipar: error: {printable(' '.join(str(error).split())) or 'out of memory'}"
 
 
+def report(error: UsageError | MemoryError) -> int:
+    """Print an error's line, unless nobody reads the output any more, and return the exit code, 2."""
+    if not isinstance(error.__context__, BrokenPipeError):
+        print(error_line(error), file=sys.stderr)
+    return 2
+
+
 def printable(text: str) -> str:
     """Escape line breaks and other control characters, so that a path cannot change what a terminal shows."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

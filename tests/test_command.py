@@ -51,7 +51,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion():
     assert result.returncode == 2 and result.stdout == ""
     assert (
         result.stderr
-        == "minipar: error: minipar xyz: no such command; expected train, plan, compare, bench, visualize\n"
+        == "minipar: error: minipar xyz: no such command; expected train, plan, generate, compare, bench, visualize\n"
     )
     assert run_mpi(3, ["-m", "minipar"]).stdout.count("usage:") == 1
 

@@ -26,6 +26,7 @@ ALLOWED = {
     "minipar.record": set(),
     "minipar.compare": {"errors", "record"},
     "minipar.train": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "record"},
+    "minipar.generate": {"errors", "backend", "autograd", "nn", "comm", "train"},
     "minipar.plan": {"errors", "nn", "parallel"},
     "minipar.bench": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "train", "plan"},
     "visualize": {"errors", "parallel"},

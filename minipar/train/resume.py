@@ -31,7 +31,7 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values)))
 
 
-def _find(run: RunConfig) -> Path | None:
+def _find(run: RunConfig, name: str) -> Path | None:
     """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest.
 
     `auto` means the newest in --save DIR, or None before the first save.
@@ -43,19 +43,19 @@ def _find(run: RunConfig) -> Path | None:
             return root
         complete = [] if auto and not root.exists() else checkpoints(root)
     except OSError as error:
-        raise UsageError(f"--resume {directory}: {error.strerror}") from None
+        raise UsageError(f"{name} {directory}: {error.strerror}") from None
     if not complete and not auto:
-        raise UsageError(f"--resume {directory}: no checkpoint in it (no step-NNNNNNNN that was finished)")
+        raise UsageError(f"{name} {directory}: no checkpoint in it (no step-NNNNNNNN that was finished)")
     return complete[-1][1] if complete else None
 
 
-def find_checkpoint(config: TrainConfig, comm: Communicator) -> Checkpoint | None:
-    """Read on rank 0, for all ranks, the manifest of the checkpoint that `--resume` names, if any. Collective."""
+def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resume") -> Checkpoint | None:
+    """Read on rank 0, for all ranks, the manifest of the checkpoint to resume, if any. Errors call the flag `name`."""
     if config.run.resume is None:
         return None
     place, text = b"", b""
-    with agreeing(comm, "--resume"):
-        if comm.rank == 0 and (directory := _find(config.run)) is not None:
+    with agreeing(comm, name):
+        if comm.rank == 0 and (directory := _find(config.run, name)) is not None:
             place, text = os.fsencode(directory), read_regular(directory / MANIFEST)
     place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
     return Checkpoint(os.fsdecode(place), text) if place else None
@@ -85,14 +85,14 @@ def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
     return type(value) is kind or (value is None and field.default is None)
 
 
-def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens, comm: Communicator) -> None:
+def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
     """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files.
 
     UsageError with every value that this run has and the checkpoint contradicts, or with the file that is damaged.
     """
     saved, current = checkpoint.history[-1]["flags"], run_flags(config)
     _compare(checkpoint, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
-    if checkpoint.manifest["data"] != tokens.fingerprint().hex():
+    if tokens is not None and checkpoint.manifest["data"] != tokens.fingerprint().hex():
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")

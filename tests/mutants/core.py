@@ -1,4 +1,4 @@
-"""Mistakes in the modules that all packages share: the memory ledger."""
+"""Mistakes in the modules that all packages share, and in the one that uses them all: the memory ledger, generation."""
 
 from mutants.mutant import mistakes
 
@@ -13,5 +13,19 @@ MUTANTS = [
         ),
         ("ledger: freed memory is not taken off", "self._change(kind, -nbytes)", "pass"),
         ("ledger: the peak is that of one kind", "if self.total() > self.peak:", "if self.held[kind] > self.peak:"),
+    ),
+    *mistakes(
+        "minipar/generate.py",
+        "test_generate.py",
+        ("generate: the right end is cut off", "text[-model.config.n_positions :]", "text[: model.config.n_positions]"),
+        ("generate: --temperature is ignored", "noise = temperature * random", "noise = random"),
+        ("generate: --top-k is ignored", "[:top_k]", "[:256]"),
+        ("generate: --seed is ignored", 'generator(seed, "generate")', 'generator(0, "generate")'),
+        ("generate: nonsense of a diverged model is printed", "if not np.isfinite(logits).all():", "if False:"),
+        (
+            "generate: a damaged checkpoint is read",
+            "    check_checkpoint(checkpoint, config, None, serial())",
+            "    pass",
+        ),
     ),
 ]

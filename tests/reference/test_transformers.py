@@ -1,10 +1,13 @@
 """Against Hugging Face transformers' GPT2LMHeadModel, in float64: logits, loss, every gradient, and files both ways."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from minipar.generate import generate, load
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2, load_gpt2
 
@@ -90,3 +93,16 @@ def test_the_base_model_without_a_head_loads_too(tmp_path):
     reference = theirs(config)
     reference.transformer.save_pretrained(tmp_path)
     assert_same_function(load_gpt2(tmp_path, dtype="float64"), reference, config)
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_greedy_text_is_that_of_generate_there(config, tmp_path):
+    """As many tokens as the positions allow: there, a longer text is an error."""
+    export_gpt2(GPT(replace(config, initializer_range=0.5), seed=5, dtype="float64"), tmp_path)
+    reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    prompt = [3, 1, 4]
+    count = config.n_positions - len(prompt)
+    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
+    theirs_text = reference.generate(torch.tensor([prompt]), **options)[0].tolist()
+    ours = generate(load(str(tmp_path)), prompt, count, temperature=0.0, top_k=256, seed=0)
+    assert ours == theirs_text and len(set(ours)) > 3

@@ -1,0 +1,119 @@
+"""Claims about `minipar.generate`: the likeliest bytes, or draws that follow temperature, top-k and seed."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+from training import config_for, trainer_for
+
+from minipar.autograd import Tensor
+from minipar.errors import UsageError
+from minipar.generate import generate, load, main
+from minipar.nn import GPT, GPTConfig
+from minipar.nn.pretrained import export_gpt2
+from minipar.train.data import Tokens
+
+LOGITS = np.array([2.0, 0.0, 3.0, 1.0, 3.0])
+
+
+def constant(logits=LOGITS):
+    """A model whose next token does not depend on the text."""
+
+    class Model:
+        config = SimpleNamespace(n_positions=4)
+
+        def __call__(self, tokens):
+            assert tokens.shape[1] <= 4
+            return Tensor(np.broadcast_to(logits, (*tokens.shape, len(logits))))
+
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A short training, as a checkpoint of two ranks in save/ and as a model directory in export/."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = f"--steps 8 --lr 1e-2 --hidden 16 --heads 2 --seq-len 16 --save {folder}/save --export {folder}/export"
+    result = run_mpi(2, ["-m", "minipar.train", *flags.split(), "--zero-stage", "1"])
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def printed(capsys, *argv):
+    assert main([str(word) for word in argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_checkpoint_and_its_export_give_the_same_text(folder, capsys):
+    flags = ("--prompt", "def", "--tokens", 30, "--temperature", 1)
+    texts = [printed(capsys, "--from", folder / name, *flags) for name in ("save", "save/step-00000008", "export")]
+    assert texts[0] == texts[1] == texts[2] and texts[0].startswith("def") and len(texts[0]) >= 3 + 30 / 4
+
+
+def test_greedy_takes_the_likeliest_the_first_of_equals():
+    assert generate(constant(), [7], 3, temperature=0.0, top_k=256, seed=5) == [7, 2, 2, 2]
+    assert generate(constant(), [7], 3, temperature=1e-9, top_k=1, seed=5) == [7, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 256), (0.5, 256), (2.0, 3), (1.0, 1)])
+def test_draws_follow_the_softmax_of_the_top_k(temperature, top_k):
+    count = 4000
+    drawn = generate(constant(), [0], count, temperature, top_k, seed=1)[1:]
+    kept = np.sort(np.argsort(-LOGITS, kind="stable")[:top_k])
+    weights = np.zeros(len(LOGITS))
+    weights[kept] = np.exp(LOGITS[kept] / temperature)
+    p = weights / weights.sum()
+    frequencies = np.bincount(drawn, minlength=len(LOGITS)) / count
+    assert (abs(frequencies - p) <= 5 * np.sqrt(p * (1 - p) / count)).all(), (frequencies, p)
+
+
+def test_the_seed_decides_the_text():
+    texts = [generate(constant(), [0], 50, 1.0, 256, seed) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_long_text_is_cut_at_its_left_end():
+    model = GPT(GPTConfig(vocab_size=9, n_positions=4, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5))
+    whole = generate(model, [1, 2, 3, 4, 5, 6, 7], 6, 0.0, 9, 0)
+    assert whole[7:] == generate(model, [4, 5, 6, 7], 6, 0.0, 9, 0)[4:]
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    with pytest.raises(UsageError, match="logits are not finite"):
+        generate(constant(np.array([1.0, np.nan])), [0], 1, 1.0, 256, 0)
+
+
+REFUSED = {
+    "--from nowhere": "nowhere is not a directory with a config.json",
+    "--from {folder}": "--from {folder}/: no checkpoint in it",
+    "--from {folder}/small": "--from {folder}/small: the model has 16 tokens, but those of a text are the 256 bytes",
+    "--from {folder}/export --tokens 0": "--tokens 0: expected a number of at least 1",
+    "--from {folder}/export --top-k 0": "--top-k 0: expected a number of at least 1",
+    "--from {folder}/export --temperature nan": "--temperature nan: expected a number of at least 0",
+    "--from {folder}/export --seed -1": "--seed -1: expected a number of at least 0",
+    "--prompt x": "the following arguments are required: --from",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_wrong_input_is_one_line(flags, folder, capsys):
+    if not (folder / "small").exists():
+        export_gpt2(GPT(GPTConfig(vocab_size=16, n_positions=4, n_embd=4, n_layer=1, n_head=1)), folder / "small")
+    assert main(flags.format(folder=folder).split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"minipar: error: {REFUSED[flags].format(folder=folder)}")
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    trainer = trainer_for(
+        config_for("--layers 1 --hidden 4 --heads 1 --seq-len 8 --global-batch 2"),
+        Tokens(np.arange(100, dtype=np.uint8), "a text", 256),
+    )
+    trainer.save(tmp_path, 1)
+    assert load(str(tmp_path)).config.n_embd == 4
+    file = tmp_path / "step-00000001/rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert main(["--from", str(tmp_path)]) == 2
+    assert "its SHA-256 is not that of what was written" in capsys.readouterr().err
