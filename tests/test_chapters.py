@@ -33,6 +33,7 @@ EXPECTED = {
     "08_3d_parallel",
     "09_planning",
     "10_is_the_planner_right",
+    "11_long_sequences",
 }
 
 STANDALONE = {"00_in_one_file"}  # it uses NumPy and mpi4py only: no pictures, and headings that it prints itself

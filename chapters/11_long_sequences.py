@@ -1,0 +1,751 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 11. Long sequences
+#
+# **How does a model attend to more tokens than one device can hold?**
+#
+# Every axis so far leaves one thing whole: a sample's tokens. Two walls stand in the way of long samples. Attention
+# compares each token with each token before it, so its table of scores grows as $T^2$. And everything else that a layer
+# keeps for backward grows as $T$, until one sample alone fills a device.
+#
+# This chapter removes the first wall on one device: blockwise attention, which is exact and never stores the table
+# (11.1 to 11.4). Then it cuts the sequence over ranks: *context parallelism* (11.5 to 11.9). Only attention looks at
+# other tokens, so only keys and values must travel. You build the ring on plain arrays, find that half of the ranks
+# have nothing to do, repair it, and compare it with two rivals in bytes.
+#
+# **Letters:** $c$ ranks of the axis cp, $r$ one of them; $B$ samples of $T$ tokens, $N = BT$; $h$ elements per token,
+# $a$ heads of queries, $a_{kv}$ heads of keys and values, $h_{kv} = h\,a_{kv}/a$ elements of a token's keys; $u = N/c$
+# tokens of a rank; $w$ bytes per value; $\alpha, \beta$ seconds per message and per byte; $S$ operations per second of
+# one device; $s$ a score, $\lambda$ the log-sum-exp of a row of scores, $p_{ij}$ a probability, $o$ a row of
+# attention's output.
+#
+# Run it as `mpirun -n 8 python chapters/11_long_sequences.py`, with any number of ranks.
+
+# %% tags=["active-ipynb"]
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
+# # instead.
+# import ipyparallel as ipp
+#
+# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
+# cluster.start_cluster_sync()
+# client = cluster.connect_client_sync()
+# client.wait_for_engines(8, interactive=False)
+# view = client[:]
+# view.block = True
+# view.activate()
+# %pxconfig --progress-after 600
+# %autopx
+
+# %%
+from fractions import Fraction
+
+import numpy as np
+
+from chapters.support.ring_layer import Layer, Ring
+from chapters.support.show import printer
+from chapters.support.whole_table import full, full_backward, measure_memory_and_time
+from minipar.comm import serial, world
+from minipar.train.verify import relative_difference
+
+comm = world()
+rank, c = comm.rank, comm.size
+say = printer(rank)  # rank 0 prints and draws; every rank checks
+if rank == 0:
+    from chapters.support import figures_long_sequences as figures
+    from chapters.support.show import show, show_source
+say(f"{c} rank{'s' if c > 1 else ''}")
+
+# %% [markdown]
+# ## 11.1 The online softmax
+#
+# A query $q_i$ has the scores $s_{ij} = q_i \cdot k_j / \sqrt{h/a}$ with the keys $j \le i$. Its output is the mean of
+# the values, weighted by the softmax of the scores:
+#
+# $$o_i = \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}}}.$$
+#
+# The scores of a layer are a table of $B a T^2$ values. For $T = 131\,072$ tokens and 32 heads in 16 bit that is 1.1 TB
+# per layer; the keys and values that they are made of have 2 GB (with $h = 4096$). Must the table exist? The formula
+# needs all scores of a row, and for stability their maximum, which is known only at the end.
+#
+# Split the keys of a row into two parts. Each part alone has an output, and the logarithm of its denominator, its
+# *log-sum-exp*:
+#
+# $$\lambda_1 = \log \sum_{j \in 1} e^{s_j}, \qquad o_1 = \frac{\sum_{j \in 1} e^{s_j} v_j}{e^{\lambda_1}}.$$
+#
+# The denominators add, and so do the numerators $e^{\lambda_1} o_1$ and $e^{\lambda_2} o_2$. So both parts together
+# have
+#
+# $$\lambda = \log\big(e^{\lambda_1} + e^{\lambda_2}\big), \qquad
+# o = e^{\lambda_1 - \lambda}\, o_1 + e^{\lambda_2 - \lambda}\, o_2 .$$
+#
+# Nothing else is needed of a part: whatever its length, it is summed up in one output and one value per row. Both
+# exponents are at most 0, so nothing overflows. Going through the keys part by part while keeping only $(o, \lambda)$
+# is the *online softmax* (Milakov and Gimelshein 2018). An empty part has $\lambda = -\infty$ and $o = 0$. (Two
+# empty parts need care: $-\infty - (-\infty)$ is no number. Here every row sees a key in its first part.) In code:
+
+
+# %%
+def scores_of(q, k, diagonal):
+    """Return the scores of a block. On the diagonal, where queries and keys are the same tokens, the mask applies."""
+    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5  # (..., rows, columns)
+    return np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf) if diagonal else scores
+
+
+def attend(q, k, v, diagonal=False):
+    """Return the output and the log-sum-exp of a block of queries over a block of keys."""
+    scores = scores_of(q, k, diagonal)
+    top = scores.max(axis=-1, keepdims=True)
+    p = np.exp(scores - top)
+    total = p.sum(axis=-1, keepdims=True)
+    return p @ v / total, top + np.log(total)  # (..., rows, h/a), (..., rows, 1)
+
+
+def merge(out, lse, out_new, lse_new):
+    """Return the output and the log-sum-exp over the keys of both."""
+    both = np.logaddexp(lse, lse_new)
+    return np.exp(lse - both) * out + np.exp(lse_new - both) * out_new, both
+
+
+assert round(32 * 131_072**2 * 2 / 1e12, 1) == 1.1 and round(2 * 4096 * 131_072 * 2 / 1e9) == 2  # TB and GB, above
+random = np.random.default_rng(0)
+q, k, v = random.normal(size=(3, 96, 16))
+for strength in (1, 300):  # at 300 the largest score is over 710, where e^s overflows
+    scores = scores_of(strength * q, k, False)
+    assert (scores.max() > 710) == (strength > 1)
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    softmax = p / p.sum(axis=1, keepdims=True)
+    for cuts in ([48], [1, 2, 90], range(1, 96)):  # two halves; unequal parts; one key at a time
+        out, lse = np.zeros_like(q), np.full((96, 1), -np.inf)
+        for columns in np.split(random.permutation(96), cuts):  # in any order
+            out, lse = merge(out, lse, *attend(strength * q, k[columns], v[columns]))
+        assert relative_difference(out, softmax @ v) < 1e-12
+        assert relative_difference(np.exp(scores - lse), softmax) < 1e-12
+say("merged from 2, 4 and 96 parts, in any order: the softmax over all keys, to 1e-12")
+
+# %% [markdown]
+# The last assertion is worth a second look. With the *final* $\lambda$ each probability is one exponential,
+# $p_{ij} = e^{s_{ij} - \lambda_i}$. Backward will use that.
+#
+# Papers and kernels often keep three quantities, the running maximum, the running sum and the unnormalized output, and
+# divide once at the end. That saves divisions. $\lambda$ is maximum plus logarithm of the sum, and is easier to send.
+#
+# ## 11.2 Forward in blocks
+#
+# Cut the queries and the keys into blocks. A block of the table is then of one of three kinds:
+
+# %%
+if rank == 0:
+    show(figures.plot_mask(8), "11_mask")
+
+# %% [markdown]
+# *Skipped* blocks lie right of the diagonal: all of their keys come after all of their queries. They are never
+# computed. *Full* blocks need no mask. Only the blocks on the *diagonal* do. Of the 64 blocks here, 36 are computed.
+#
+# Here is attention over all blocks. Heads are leading dims: $q$ is $(a_{kv}, a/a_{kv}, T, h/a)$, and $k$ and $v$ are
+# $(a_{kv}, 1, T, h/a)$. In *grouped-query attention* $a/a_{kv}$ heads of queries share one head of keys and values, and
+# NumPy's broadcasting shares it. `full` and `full_backward` are the version with the whole table
+# (`chapters/support/whole_table.py`), to compare with.
+
+
+# %%
+def blockwise(q, k, v, b):
+    """Return output and log-sum-exp of causal attention, in blocks of b tokens."""
+    out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
+    for i in range(0, q.shape[-2], b):
+        rows = np.s_[..., i : i + b, :]
+        for j in range(0, i + 1, b):  # the blocks right of the diagonal are skipped
+            columns = np.s_[..., j : j + b, :]
+            part = attend(q[rows], k[columns], v[columns], i == j)
+            out[rows], lse[rows] = merge(out[rows], lse[rows], *part)
+    return out, lse
+
+
+a_kv = c * -(-2 // c)  # the smallest multiple of c from 2 on
+a, chunk, width = 2 * a_kv, 6, 4  # heads of queries; tokens of a chunk (11.5); h/a, the elements of a head
+T, h, h_kv = 2 * c * chunk, a * width, a_kv * width
+q, dout = random.normal(size=(2, a_kv, a // a_kv, T, width))
+k, v = random.normal(size=(2, a_kv, 1, T, width))
+whole, p = full(q, k, v)
+for b in (1, chunk, 5, T):  # also where b does not divide T
+    out, lse = blockwise(q, k, v, b)
+    assert relative_difference(out, whole) < 1e-12
+say(f"T = {T}, {a} heads of queries, {a_kv} of keys: in blocks of 1, 5, {chunk} and {T} tokens = the whole table")
+
+# %% [markdown]
+# ## 11.3 Backward from the log-sum-exp
+#
+# Let $\mathrm{d}x$ be the gradient of the loss with respect to $x$. From $o_i = \sum_j p_{ij} v_j$ follow
+#
+# $$\mathrm{d}v_j = \sum_i p_{ij}\, \mathrm{d}o_i, \qquad \mathrm{d}p_{ij} = \mathrm{d}o_i \cdot v_j, \qquad
+# \mathrm{d}s_{ij} = p_{ij} \Big(\mathrm{d}p_{ij} - \sum_l p_{il}\, \mathrm{d}p_{il}\Big).$$
+#
+# The last is the derivative of the softmax. Two things in it seem to need the whole table, and neither does:
+#
+# - $p_{ij} = e^{s_{ij} - \lambda_i}$: a block computes its scores again, and $\lambda$ was kept.
+#
+# - The sum over $l$ runs over the whole row. But it is $\sum_l p_{il}\, \mathrm{d}o_i \cdot v_l = \mathrm{d}o_i \cdot
+# o_i$: one dot product with the output, which was kept.
+#
+# So backward needs $q, k, v, o$ and $\lambda$, and goes through the blocks in any order (Dao et al. 2022,
+# arXiv 2205.14135: FlashAttention). It has five products per block where forward has two: the scores once more,
+# $\mathrm{d}p$, $\mathrm{d}v$, $\mathrm{d}q$ and $\mathrm{d}k$.
+
+
+# %%
+def attend_backward(q, k, v, lse, delta, dout, diagonal=False):
+    """Return a block's terms of the gradients of q, k and v. delta: (..., rows, 1) is the sum of dout * out."""
+    p = np.exp(scores_of(q, k, diagonal) - lse)  # (..., rows, columns), of the softmax over all keys
+    ds = p * (dout @ v.swapaxes(-1, -2) - delta) * q.shape[-1] ** -0.5
+    dk, dv = ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout  # (a_kv, a/a_kv, columns, h/a)
+    return ds @ k, dk.sum(axis=-3, keepdims=True), dv.sum(axis=-3, keepdims=True)  # k and v serve a/a_kv heads
+
+
+def blockwise_backward(q, k, v, out, lse, dout, b):
+    """Return the gradients of q, k and v."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    delta = (dout * out).sum(axis=-1, keepdims=True)
+    for i in range(0, q.shape[-2], b):
+        rows = np.s_[..., i : i + b, :]
+        for j in range(0, i + 1, b):
+            columns = np.s_[..., j : j + b, :]
+            parts = attend_backward(q[rows], k[columns], v[columns], lse[rows], delta[rows], dout[rows], i == j)
+            for gradient, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+                gradient[place] += part
+    return dq, dk, dv
+
+
+one_device = full_backward(q, k, v, p, dout)
+for b in (1, chunk, 5, T):
+    out, lse = blockwise(q, k, v, b)
+    for part, alone in zip(blockwise_backward(q, k, v, out, lse, dout, b), one_device, strict=True):
+        assert relative_difference(part, alone) < 1e-12
+say("gradients of q, k and v from blocks = those from the whole table")
+
+# %% [markdown]
+# ## 11.4 On the scales
+#
+# Both versions, forward and backward, in float32 with four heads of 64 elements and blocks of 128 tokens: the peak of
+# the memory (`tracemalloc` sees NumPy's arrays), and the processor's time.
+
+# %%
+LENGTHS = (256, 512, 1024, 2048)
+if rank == 0:
+    costs = {
+        "whole table": [measure_memory_and_time(T, full, full_backward) for T in LENGTHS],
+        "blocks of 128": [
+            measure_memory_and_time(T, blockwise, blockwise_backward, b=128, keeps_output=True) for T in LENGTHS
+        ],
+    }
+    for name, rows in costs.items():
+        for length, (peak, seconds) in zip(LENGTHS, rows, strict=True):
+            say(f"{name:<14} T = {length:>4}: peak {peak / 2**20:>6.1f} MiB, {seconds * 1e3:>6.0f} ms")
+    (whole_before, _), (whole_after, _) = costs["whole table"][-2:]
+    (blocks_before, _), (blocks_after, _) = costs["blocks of 128"][-2:]
+    assert whole_after / whole_before > 3.8 and blocks_after / blocks_before < 2.0  # T doubles
+    show(figures.plot_costs(LENGTHS, costs), "11_costs")
+comm.barrier()
+
+# %% [markdown]
+# When $T$ doubles, the whole table takes four times the memory. The blocks take less than twice as much: arrays of $T$
+# rows, plus a few blocks that do not depend on $T$. The time of both grows as $T^2$ in the end, because the products
+# do: blockwise attention saves memory, and half of the products (the skipped blocks), but it is no cheaper kind of
+# attention. On a GPU it is also faster, for another reason: a block stays in the fast memory next to the arithmetic
+# units, and the table never travels through main memory.
+#
+# ## 11.5 Tokens over ranks: the ring
+#
+# Now cut the sequence itself. Each of $c$ ranks holds all parameters, and $T/c$ tokens of *every* sample. Embedding,
+# norms, MLP, residual stream and loss work on each token alone: a rank does them for its own tokens, and all of their
+# memory is divided by $c$. Attention alone needs other tokens, and of those only keys and values.
+#
+# So queries stay, and keys and values travel. They go around a ring (Liu et al. 2023, arXiv 2310.01889: Ring
+# Attention). In each of $c$ steps a rank attends with its own queries to the keys and values that it has at the moment,
+# merges the result by 11.1, and meanwhile passes them to its right and receives the next ones from its left. After
+# $c - 1$ passes every query has met every key.
+#
+# In **backward** the keys and values go around once more. Their gradients are sums over all queries, hence over all
+# ranks: $\mathrm{d}k$ and $\mathrm{d}v$ travel with them, and each rank adds its terms. After $c-1$ hops the gradients
+# of a rank's keys are complete, but they lie on its left neighbour. One more hop, the $c$-th, brings them home. (In the
+# picture K and V are all keys and values of a rank, and colours are their owners.)
+
+# %%
+if rank == 0:
+    show(figures.plot_ring(4), "11_ring")
+
+# %% [markdown]
+# Which tokens does a rank hold? For a reason that 11.6 shows, we cut the sequence into $2c$ chunks and give each rank
+# two of them. *Contiguous* order gives rank $r$ the chunks $2r$ and $2r+1$; *zig-zag* order gives it $r$ and $2c-1-r$.
+# A pair of a query's chunk $i$ and a key's chunk $j$ is skipped if $j > i$, full if $j < i$, and on the diagonal if
+# $j = i$. Arrays of chunks have one dim more in front: $q$ is $(2, a_{kv}, a/a_{kv}, T/2c, h/a)$, and $k$ and $v$
+# together are one array `kv` of $(2, 2, a_{kv}, 1, T/2c, h/a)$, so that one message carries both.
+
+
+# %%
+def held(r, c, order):
+    """Return the two chunks that rank r holds."""
+    return (r, 2 * c - 1 - r) if order == "zigzag" else (2 * r, 2 * r + 1)
+
+
+def cut(x, r, c, order):
+    """Return rank r's chunks of x: (..., T, h/a) -> (2, ..., T/2c, h/a)."""
+    return np.stack([np.split(x, 2 * c, axis=-2)[i] for i in held(r, c, order)])
+
+
+def pairs(r, owner, c, order):
+    """Yield (place of r's queries, place of owner's keys, are they on the diagonal) for each pair not skipped."""
+    for x, i in enumerate(held(r, c, order)):
+        for y, j in enumerate(held(owner, c, order)):
+            if j <= i:
+                yield x, y, i == j
+
+
+def start_pass(comm, array):
+    """Start to send an array to the right, and to receive the left neighbour's."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return comm.isend(array, right), comm.irecv(np.empty_like(array), left)
+
+
+def finish_pass(messages):
+    sending, receiving = messages
+    sending.wait()  # before that, the array must not change
+    return receiving.wait()
+
+
+def ring_forward(comm, q, kv, order):
+    """Return this rank's output and log-sum-exp."""
+    r, c = comm.rank, comm.size
+    out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf)
+    for step in range(c):
+        messages = start_pass(comm, kv) if step < c - 1 else None  # under way while we compute
+        for x, y, diagonal in pairs(r, (r - step) % c, c, order):
+            out[x], lse[x] = merge(out[x], lse[x], *attend(q[x], *kv[:, y], diagonal))
+        kv = finish_pass(messages) if messages else kv
+    return out, lse
+
+
+def ring_backward(comm, q, kv, out, lse, dout, order, short=False):
+    """Return this rank's gradients of q and of kv. (`short` is a mistake, for 11.9.)"""
+    r, c = comm.rank, comm.size
+    delta, dq, dkv = (dout * out).sum(axis=-1, keepdims=True), np.zeros_like(q), np.zeros_like(kv)
+    for step in range(c):
+        messages = start_pass(comm, kv) if step < c - 1 else None
+        for x, y, diagonal in pairs(r, (r - step) % c, c, order):
+            terms = attend_backward(q[x], *kv[:, y], lse[x], delta[x], dout[x], diagonal)
+            dq[x] += terms[0]
+            dkv[:, y] += terms[1:]
+        kv = finish_pass(messages) if messages else kv
+        if c > 1 and not (short and step == c - 1):
+            dkv = finish_pass(start_pass(comm, dkv))  # to the rank where its keys are next; the last hop goes home
+    return dq, dkv
+
+
+for order in ("contiguous", "zigzag"):
+    own_q, own_dout = (cut(x, rank, c, order) for x in (q, dout))
+    own_kv = np.stack([cut(x, rank, c, order) for x in (k, v)])
+    comm.traffic.reset()
+    out, lse = ring_forward(comm, own_q, own_kv, order)
+    dq, dkv = ring_backward(comm, own_q, own_kv, out, lse, own_dout, order)
+    sent = comm.traffic.bytes()
+    for part, alone in zip((out, dq, *dkv), (whole, *one_device), strict=True):
+        assert relative_difference(part, cut(alone, rank, c, order)) < 1e-12
+    say(f"{order} ring over {c} ranks = one device, with the gradients of q, k and v, to 1e-12")
+
+# %% [markdown]
+# Per layer a rank sends, with $u = N/c$ own tokens of $2h_{kv}$ elements, keys and values $c-1$ times in forward and
+# $c-1$ times in backward, and their gradients $c$ times: $2(c-1) + 2(c-1) + 2c$, so
+#
+# $$(6c - 4)\,u\,h_{kv} \text{ elements.}$$
+
+# %%
+u = T // c  # B = 1
+ring_elements = (6 * c - 4) * u * h_kv if c > 1 else 0  # one rank sends nothing, not even the hop home
+assert sent == ring_elements * 8
+say(f"each rank sent {sent:,} bytes = (6c - 4) u h_kv values of 8 bytes")
+
+# %% [markdown]
+# ## 11.6 Half of the ranks idle, and zig-zag
+#
+# Both orders are right. Which is fast? Count the scores that a rank computes in each step. The ring moves in lock-step:
+# who has finished waits for the keys of a neighbour who has not. So each step takes as long as its busiest rank, and
+# the
+#
+# $$\text{efficiency} = \frac{\text{all scores}}{c \cdot \sum_{\text{steps}} \max_r (\text{scores of rank } r)} .$$
+
+
+# %%
+def scores_per_step(c, chunk, order):
+    """Return the scores that each rank computes in each step, (steps, ranks), with chunks of so many tokens."""
+    work = np.zeros((c, c), int)
+    for step in range(c):
+        for r in range(c):
+            for _, _, diagonal in pairs(r, (r - step) % c, c, order):
+                work[step, r] += chunk * (chunk + 1) // 2 if diagonal else chunk**2
+    return work
+
+
+def efficiency(work):
+    return Fraction(int(work.sum()), work.shape[1] * int(work.max(axis=1).sum()))
+
+
+for ranks in (1, 2, 3, 4, 8):
+    for tokens in (1, 2, 64):
+        u = 2 * tokens  # of a rank
+        contiguous, zig_zag = (scores_per_step(ranks, tokens, order) for order in ("contiguous", "zigzag"))
+        assert contiguous.sum() == zig_zag.sum() == np.tri(ranks * u).sum()  # the whole lower triangle
+        assert efficiency(contiguous) == Fraction(ranks * u + 1, (2 * ranks - 1) * u + 1)
+        assert efficiency(zig_zag) == 1 and len(set(zig_zag.sum(axis=0))) == 1
+    say(f"c = {ranks}: contiguous {float(efficiency(contiguous)):.3f}, zig-zag {efficiency(zig_zag)}")
+if rank == 0:
+    work = {order: scores_per_step(4, 64, order) for order in ("contiguous", "zigzag")}
+    show(figures.plot_balance({order: [held(r, 4, order) for r in range(4)] for order in work}, work), "11_balance")
+
+# %% [markdown]
+# On the left is the table of scores, in the colours of the ranks that compute it. In **contiguous** order rank 0 holds
+# the first tokens. All keys that come to it later are after its queries: it works in step 0 and never again. The last
+# rank works in every step. In all steps but the first the busiest rank has $u^2$ scores, with $u = T/c$ tokens per
+# rank, and the efficiency is
+#
+# $$\frac{cu + 1}{(2c-1)\,u + 1} \;\to\; \frac{c}{2c - 1} \text{ for large } u, \text{ a little more than one half.}$$
+#
+# (Without lock-step nothing improves: the last rank alone needs as long as all steps together.)
+#
+# In **zig-zag** order each rank holds one early and one late chunk. Say keys of rank $j \ne r$ arrive. If $j < r$,
+# their early chunk is before both chunks of rank $r$, and their late one after both: two full pairs. If $j > r$, both
+# of their chunks are before the late chunk of $r$ and after its early one: two full pairs again. So each rank has two
+# full pairs in each step, and in step 0 two diagonals and one full pair: the efficiency is exactly 1. It costs nothing
+# but another order of the tokens. (*Striped* attention, arXiv 2311.09431, deals tokens out one by one and is nearly as
+# even.)
+#
+# Another authors' measurement, the README of `ring-flash-attention` (8 H800 GPUs, forward and backward): 61.5 % of one
+# device's rate in contiguous order, 85.9 % in zig-zag. The fraction for $c = 8$ is 53 %. It counts products alone; a
+# measured rate has everything else in it as well.
+#
+# ## 11.7 Two rivals: all-gather and Ulysses
+#
+# **All-gather** (Llama 3, arXiv 2407.21783). Before attention every rank gathers all keys and values, and then attends
+# without further messages. In backward it gathers them again, computes terms of the gradients of *all* keys and values,
+# and a reduce-scatter sums them and leaves each rank its own. That is simple, works with any mask, and needs memory for
+# all keys and values of one layer, $2 N h_{kv}$ values; and nothing hides the gathering.
+
+
+# %%
+def gathered_forward(comm, q, kv, order):
+    c = comm.size
+    everyone = comm.all_gather(kv, algorithm="ring").reshape(c, *kv.shape)
+    out, lse = np.zeros_like(q), np.full((*q.shape[:-1], 1), -np.inf)
+    for owner in range(c):
+        for x, y, diagonal in pairs(comm.rank, owner, c, order):
+            out[x], lse[x] = merge(out[x], lse[x], *attend(q[x], *everyone[owner][:, y], diagonal))
+    return out, lse
+
+
+comm.traffic.reset()
+gathered = gathered_forward(comm, own_q, own_kv, order)
+assert relative_difference(gathered[0], out) < 1e-12 and relative_difference(gathered[1], lse) < 1e-12
+assert comm.traffic.bytes() == 2 * (c - 1) * (T // c) * h_kv * 8
+say(f"all-gather = ring; in forward each rank sent {comm.traffic.bytes():,} bytes = 2 (c - 1) u h_kv values")
+
+# %% [markdown]
+# **Ulysses** (Jacobs et al. 2023, arXiv 2309.14509). Heads do not interact. So change what is divided: from tokens to
+# heads, compute attention over all tokens with $a/c$ heads, and change back. Each change is an *all-to-all*: rank $r$
+# sends to rank $j$ the $j$-th part of the heads of its tokens.
+
+# %%
+if rank == 0:
+    show(figures.plot_ulysses(4), "11_ulysses")
+
+
+# %%
+def to_heads(comm, x, order):
+    """Own tokens of all heads -> all tokens of own heads: (2, heads, ..., T/2c, h/a) -> (heads/c, ..., T, h/a)."""
+    c = comm.size
+    leaving = np.stack(np.split(x, c, axis=1))  # (c, 2, heads/c, ..., T/2c, h/a): part j is for rank j
+    chunks = comm.all_to_all(leaving, algorithm="pairwise").reshape(2 * c, *leaving.shape[2:])
+    arrived = [i for r in range(c) for i in held(r, c, order)]  # which chunk of the sequence each one is
+    return np.concatenate(chunks[np.argsort(arrived)], axis=-2)
+
+
+def to_tokens(comm, x, order):
+    """Undo to_heads."""
+    c = comm.size
+    chunks = np.split(x, 2 * c, axis=-2)
+    leaving = np.stack([np.stack([chunks[i] for i in held(r, c, order)]) for r in range(c)])
+    arrived = comm.all_to_all(leaving, algorithm="pairwise").reshape(leaving.shape)  # part r has rank r's heads
+    return np.concatenate(arrived, axis=1)
+
+
+comm.traffic.reset()
+q_h, k_h, v_h = (to_heads(comm, x, order) for x in (own_q, *own_kv))
+out_h, lse_h = blockwise(q_h, k_h, v_h, chunk)
+out_u = to_tokens(comm, out_h, order)
+gradients = blockwise_backward(q_h, k_h, v_h, out_h, lse_h, to_heads(comm, own_dout, order), chunk)
+dq_u, dk_u, dv_u = (to_tokens(comm, gradient, order) for gradient in gradients)
+sent = comm.traffic.bytes()
+out_1, lse_1 = blockwise(q, k, v, chunk)  # one device, with the same blocks
+for part, alone in zip(
+    (out_u, dq_u, dk_u, dv_u), (out_1, *blockwise_backward(q, k, v, out_1, lse_1, dout, chunk)), strict=True
+):
+    assert np.array_equal(part, cut(alone, rank, c, order))
+assert sent == 4 * (h + h_kv) * (T // c) * (c - 1) // c * 8
+say(f"Ulysses = one device, bit for bit; each rank sent {sent:,} bytes = 4 (h + h_kv) u (c-1)/c values")
+
+# %% [markdown]
+# Forward sends $q, k, v$ and then $o$, backward their gradients: $4(h + h_{kv})$ elements per token, of which each rank
+# keeps $1/c$. Inside, attention is that of one device, with its bits and its blocks, and the mask is always balanced.
+# The price: $c$ must divide the heads, of keys and values too (or these are replicated).
+#
+# ### The crossover
+#
+# | | elements sent per layer and own token | messages, one after the other |
+# | --- | --- | --- |
+# | ring | $(6c-4)\,h_{kv}$ | $3c - 2$, behind computation |
+# | all-gather | $6(c-1)\,h_{kv}$ | $3(c-1)$ |
+# | Ulysses | $4(h + h_{kv})\frac{c-1}{c}$ | $8(c-1)$, small |
+#
+# Ring and all-gather grow with $c$, Ulysses does not. But the ring sends keys and values only, and grouped-query
+# attention makes them few. With $a/a_{kv} = h/h_{kv}$ heads of queries per head of keys, the ring sends less while
+#
+# $$(6c - 4)\,c < 4\,(1 + a/a_{kv})\,(c - 1).$$
+
+
+# %%
+def per_token(c, group):
+    """Return the elements that a rank sends per layer and own token, in units of h."""
+    ring, gathered = Fraction(6 * c - 4, group), Fraction(6 * (c - 1), group)
+    return {"ring": ring, "all-gather": gathered, "ulysses": 4 * (1 + Fraction(1, group)) * Fraction(c - 1, c)}
+
+
+CROSSOVER = {1: 2, 4: 3, 8: 6, 16: 11}
+for group, first in CROSSOVER.items():
+    less = [ranks for ranks in range(2, 65) if per_token(ranks, group)["ulysses"] < per_token(ranks, group)["ring"]]
+    assert less == list(range(first, 65))
+    say(f"{group:>2} heads of queries per head of keys: Ulysses sends less than the ring from c = {first} on")
+if rank == 0:
+    show(figures.plot_crossover([1, 8], range(2, 17), per_token), "11_crossover")
+
+# %% [markdown]
+# With as many heads of keys as of queries, Ulysses sends less at every $c$. With 8 queries per key it does from $c = 6$
+# on. For Llama 3 405B (128 heads, 8 of keys) it would from $c = 11$ on, and with 8 heads of keys $c$ can be at
+# most 8: there the ring always sends less. The all-gather always sends a little less than the ring: it saves the hop
+# home.
+#
+# ### What is hidden
+#
+# Bytes are not time. The ring's messages travel while the rank computes. In zig-zag order a forward step has $u^2/2$
+# scores per head (one sample), and its two products take four operations per score and element of a head, $2 u^2 h$
+# in all heads. Its message has $2 u h_{kv} w$ bytes. Without latency it is hidden if
+#
+# $$\frac{2 u^2 h}{S} \ge 2 u\, h_{kv}\, w\, \beta, \quad\text{that is, if}\quad u \ge S\,w\,\beta\,\frac{a_{kv}}{a} .$$
+
+# %%
+S, w = 4e14, 2  # as in chapter 6: an assumption, 40 % of an H100's 989 TFLOP/s; 16 bit
+HIDDEN = {"NVLink 4, 450 GB/s": (1 / 450e9, 1778), "InfiniBand NDR, 50 GB/s": (1 / 50e9, 16_000)}
+for name, (beta, tokens) in HIDDEN.items():
+    assert round(S * w * beta) == tokens
+    say(f"{name:<24} hides the ring from {tokens:>6,} tokens per rank on; with 8 queries per key {tokens // 8:,}")
+
+# %% [markdown]
+# The hidden size has cancelled, as the batch did for tensor parallelism (chapter 6), and so has $c$. So the ring is
+# made for *very* long sequences, over slow links: with 2,000 tokens per rank InfiniBand is enough at $a/a_{kv} = 8$.
+# Ulysses has nothing to hide behind: its all-to-alls stand before and after attention. It wants fast links, as tp does.
+#
+# ## 11.8 Positions, targets and the mean
+#
+# Three things are easy to get wrong once the chunks of a sequence are scattered.
+#
+# - **Positions.** A token's position is its place in the *sample*. On rank $r$ in zig-zag order these are the tokens of
+# chunk $r$ and of chunk $2c-1-r$, and not $0, 1, 2, \dots$. Learned positions and rotary ones both need it, and so does
+# the mask (here through the chunks' numbers).
+#
+# - **Targets.** A token's target is the next token, which for the last token of a chunk is on another rank. So shift
+# first, and cut inputs, targets and positions alike.
+#
+# - **The mean.** The loss is the mean over the $N$ tokens of all ranks. Each rank divides its sum by the *global* count
+# once. Every rank has all parameters, and its own tokens' terms of each gradient: gradients are summed over cp exactly
+# as over dp. To the optimizer, to ZeRO and to the buckets, cp is more data parallelism: they work over dp x cp
+# together.
+#
+# Here is a whole attention layer around our ring: queries, keys and values of a sample, rotary positions, a loss, and
+# the gradients of the three weights. (Rotary positions turn pairs of a head's elements by angles proportional to the
+# position; backward turns back. The layer is in `chapters/support/ring_layer.py`.) The `mistakes` are for 11.9.
+
+# %%
+if rank == 0:
+    show_source(Layer.loss_and_gradients)
+
+toy = Layer(Ring(held, ring_forward, ring_backward), *random.normal(size=(2, T, h)), a_kv, width)
+weights = [random.normal(size=(h, columns)) / h**0.5 for columns in (h, h_kv, h_kv)]
+right_loss, right = toy.loss_and_gradients(serial(), weights)
+for order in ("contiguous", "zigzag"):
+    loss, gradients = toy.loss_and_gradients(comm, weights, order)
+    assert abs(loss / right_loss - 1) < 1e-12
+    assert max(relative_difference(g, one) for g, one in zip(gradients, right, strict=True)) < 1e-12
+say(f"a layer with rotary positions over {c} ranks = one device: the loss, and the gradients of its weights")
+
+# %% [markdown]
+# ## 11.9 Mistakes, and what notices them
+#
+# Four mistakes that frameworks have shipped, planted in the layer above:
+#
+# 1. **The loss times cp.** Each rank divides by its own tokens instead of all, and gradients are summed: they are $c$
+# times too large.
+#
+# 2. **One hop short.** $\mathrm{d}k$ and $\mathrm{d}v$ stay where they have their last terms, on the left neighbour of
+# their owner.
+#
+# 3. **Stale keys and values.** Backward begins with the buffer in which forward ended. It holds the right neighbour's
+# keys, which backward takes for its own.
+#
+# 4. **Positions from 0.** Each rank counts its own tokens.
+#
+# We train each for 30 steps with Adam (chapter 2), and look with three instruments. **Loss**: is the last one off by
+# more than 10 %? **Bytes**: are they those of 11.5? **One device**: are the first step's loss and gradients its own?
+
+# %%
+CATCHING = {
+    "nothing broken": ((), set()),
+    "1. loss times cp": (("loss",), {"one device"}),
+    "2. one hop short": (("hop",), {"bytes", "one device", "loss"}),
+    "3. stale keys and values": (("stale",), {"one device", "loss"}),
+    "4. positions from 0": (("positions",), {"one device"}),
+}
+right_losses, right, _ = toy.train(serial(), weights)
+for name, (mistakes, expected) in CATCHING.items():
+    losses, gradients, sent = toy.train(comm, weights, mistakes)
+    ratios = [(g * one).sum() / (one * one).sum() for g, one in zip(gradients, right, strict=True)]
+    apart = max(relative_difference(g, one) for g, one in zip(gradients, right, strict=True))
+    noticed = {"loss"} if abs(losses[-1] / right_losses[-1] - 1) > 0.1 else set()
+    noticed |= {"bytes"} if sent != ring_elements * 8 else set()
+    noticed |= {"one device"} if max(apart, abs(losses[0] / right_losses[0] - 1)) > 1e-12 else set()
+    shares = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    say(f"{name:<25} loss {losses[0]:.3f} -> {losses[-1]:.3f}; gradient / right one (q, k, v): {shares}")
+    say(f"{'':<25} caught by: {', '.join(sorted(noticed)) or 'nothing'}")
+    assert noticed == (expected if c > 1 else set())
+
+# %% [markdown]
+# **Mistake 1** is invisible in the loss, to the last digit: Adam divides the gradient by its own size, so $c$ cancels.
+# It shows in the printed norm, in clipping, which then acts too often, and with any optimizer that is not Adam.
+# **Mistake 2** is the only one that changes the bytes. The gradient of the queries' weights is right; those of keys and
+# values are made of other tokens. **Mistake 3** sends what is right, and all gradients are wrong. **Mistake 4** is the
+# quietest: a model that trains, reaches a loss of the same size, and is another model. To its attention the tokens of
+# all ranks lie at the same few places. On one device its parameters give another loss.
+#
+# In a deep model all of them are quieter than here: the residual stream and the MLPs learn around a broken attention.
+# One device finds each in the first step.
+#
+# ## 11.10 PyTorch's names
+#
+# | here | PyTorch | Megatron-LM and others |
+# | --- | --- | --- |
+# | `attend` | `scaled_dot_product_attention` | FlashAttention, with its `softmax_lse` |
+# | skipped, full and diagonal blocks | FlexAttention's `BlockMask` | |
+# | $c$ ranks | `context_parallel(mesh, buffers=...)` | `--context-parallel-size C` |
+# | `ring_forward` | `set_rotate_method("alltoall")` | `--cp-comm-type p2p` |
+# | `gathered_forward` | `set_rotate_method("allgather")` | `--cp-comm-type all_gather` |
+# | `to_heads`, `to_tokens` | | `--cp-comm-type a2a`; DeepSpeed's `DistributedAttention` |
+# | zig-zag | its load balancer, "head-tail" | always on |
+#
+# ## 11.11 What to choose when
+#
+# Blockwise attention costs one more product in backward and saves the table: use it. The rest is a question of what is
+# too large. Per token a layer keeps about $34h$ bytes in 16 bit without the table of scores (Korthikanti et al. 2022;
+# chapter 6), or $2h$ if whole layers are recomputed, and then works on one layer's $34h$ at a time. In forward it takes
+# $24h^2$ operations per token in its matrices and $2Th$ in attention (half of the table): attention's share is $T/(T +
+# 12h)$. For a model like Llama 3 8B ($h = 4096$, 32 layers; an estimate, as its MLP and heads differ):
+
+# %%
+WIDTH, LAYERS = 4096, 32
+ESTIMATES = {2**13: (14, 37, 2, 1), 2**15: (40, 146, 9, 5), 2**17: (73, 584, 34, 18), 2**20: (96, 4673, 275, 146)}
+say("       T   attention's share   activations   recomputed   one layer   recomputed, c = 8")
+for tokens, expected in ESTIMATES.items():
+    share = tokens / (tokens + 12 * WIDTH)
+    everything, layers, one = (tokens * WIDTH * factor / 1e9 for factor in (34 * LAYERS, 2 * LAYERS, 34))
+    assert (round(100 * share), round(everything), round(layers), round(one)) == expected
+    shares = f"{100 * share:>18.0f} %{everything:>11,.0f} GB{layers:>10,.0f} GB{one:>9,.0f} GB"
+    say(f"{tokens:>8,}{shares}{(layers + one) / 8:>17,.1f} GB")
+
+# %% [markdown]
+# | what is too large | choose | because |
+# | --- | --- | --- |
+# | activations, and tp is there | sequence parallelism (chapter 6) | it divides what tp leaves whole, same bytes |
+# | activations, a few times | recompute | no message; up to a third more computation |
+# | one sample, after both | context parallelism | it divides everything per token by $c$, and attention's work too |
+# | cp, fast links, $c$ divides the heads of keys (per tp rank) | Ulysses | bytes per token do not grow with $c$ |
+# | cp over slow links, many tokens per rank | ring, zig-zag | hidden from $u \ge S w \beta\, a_{kv}/a$ tokens on |
+# | cp, other masks, few heads of keys, memory to spare | all-gather | simple; nearly the ring's bytes |
+# | cp over many hosts | Ulysses in a host, ring between hosts | each on the links that it needs |
+#
+# At 8,192 tokens nobody needs cp: recompute suffices. At 131,072 a layer's own work fills a quarter of an 80 GB device,
+# and at a million only cp is left: one layer alone has 146 GB. A second reason for cp comes before memory: a global
+# batch of 4 million tokens has only 4 samples of a million, so dp ends at 4. Cutting samples along their tokens is then
+# the way to use more devices.
+#
+# ## 11.12 Problems
+#
+# 1. Two parts of a row have the log-sum-exps 2 and $2 + \ln 3$, and the outputs 1 and 5. What are log-sum-exp and
+# output of both together?
+#
+# 2. Llama 3 8B: 32 heads of queries, 8 of keys, $h = 4096$, 16 bit. One sample of 131,072 tokens is cut over $c = 8$.
+# How many bytes does a rank send per layer, forward and backward, with each of the three methods?
+#
+# 3. From how many tokens per rank on does a link of 25 GB/s hide the ring's forward for that model ($S = 4 \cdot
+# 10^{14}$)? And its backward, which has five products where forward has two, and sends $4u h_{kv}$ elements per step?
+#
+# 4. *Striped* order gives rank $r$ the tokens $r, r + c, r + 2c, \dots$ How many scores has a rank in a step, if the
+# keys' owner has a lower number, the same, or a higher one? Derive the efficiency $\frac{cu + 1}{c\,(u + 1)}$.
+#
+# 5. With a *sliding window* a query sees only the last $u = T/c$ tokens, itself among them. Which order of chunks is
+# better, and how many passes does the ring need?
+#
+# 6. Could forward send $q$ and the running $(o, \lambda)$ around, while keys and values stay? What would a rank send
+# per step, and when is that less?
+#
+# ## 11.13 Answers
+#
+# 1. $\lambda = \ln(e^2 + 3e^2) = 2 + \ln 4$; $o = \frac14 \cdot 1 + \frac34 \cdot 5 = 4$.
+#
+# 2. $u = 16\,384$ and $h_{kv} = 1024$. Ring: 44 times $16\,384 \cdot 1024$ values, 1.48 GB. All-gather: 42 times,
+# 1.41 GB. Ulysses: $4 \cdot 5120 \cdot 16\,384 \cdot \frac78$ values, 0.59 GB.
+#
+# 3. $a/a_{kv} = 4$: forward from $S w \beta/4 = 8000$ tokens on. Backward has $5u^2h$ operations for $4u h_{kv}$
+# elements: from $0.8\,S w\beta/4 = 6400$ on. Forward is the harder one to hide.
+#
+# 4. Query $x$ of rank $r$ has the position $r + xc$, key $y$ of rank $j$ has $j + yc$. If $j \le r$ the query sees the
+# key for $y \le x$: $u(u+1)/2$ scores. If $j > r$, for $y < x$: $u(u-1)/2$. In each step some rank has $j \le r$ (the
+# last one, always), so the steps take $c \cdot u(u+1)/2$ together. There are $cu(cu+1)/2$ scores in all, and $c$ ranks.
+#
+# 5. In contiguous order a rank's queries see keys of its own and of its left neighbour's chunk only: one pass, after
+# which nobody waits (but for rank 0, which has no neighbour before it). In zig-zag order the chunks before a rank's
+# late one are on the ranks to its right, whose keys arrive last. Contiguous is better: the order belongs to the mask.
+#
+# 6. Yes: partial results merge in any order. Per step a rank sends $q$, $o$ and $\lambda$, $u(2h + a)$ values, instead
+# of $2u h_{kv}$ ones, and a hop home. That is never less, as $h_{kv} \le h$.
+#
+# Exercises 14 to 16 in chapters/exercises are about this chapter.
+
+# %%
+merged, both = merge(np.array([1.0]), np.array([2.0]), np.array([5.0]), 2 + np.log([3.0]))
+assert abs(merged[0] - 4) < 1e-12 and abs(both[0] - 2 - np.log(4)) < 1e-12
+elements = {name: share * 16_384 * 4096 for name, share in per_token(8, 4).items()}
+assert [round(2 * float(n) / 1e9, 2) for n in elements.values()] == [1.48, 1.41, 0.59]
+assert round(S * w / 25e9 / 4) == 8000 and round(4 / 5 * S * w / 25e9 / 4) == 6400
+for ranks, u in ((2, 3), (4, 8), (8, 5)):
+    seen = np.tri(ranks * u, dtype=int).reshape(u, ranks, u, ranks).sum(axis=(0, 2))  # (queries' rank, keys' rank)
+    steps = np.array([[seen[r, (r - step) % ranks] for r in range(ranks)] for step in range(ranks)])
+    assert efficiency(steps) == Fraction(ranks * u + 1, ranks * (u + 1))
+say("the answers hold")
+
+# %% tags=["active-ipynb"]
+# %autopx
+
+# %% tags=["active-ipynb"]
+# # Back in one process: stop the eight.
+# cluster.stop_cluster_sync()

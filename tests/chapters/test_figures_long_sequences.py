@@ -1,0 +1,64 @@
+"""Figures of chapter 11: what is drawn is what was given."""
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Polygon, Rectangle
+
+from chapters.support import figures_long_sequences as figures
+from visualize.style import BLUE, MINT, PAPER
+
+
+def faces(axes, kind=Rectangle):
+    return [to_hex(patch.get_facecolor()).upper() for patch in axes.patches if isinstance(patch, kind)]
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_every_block_of_a_mask_is_of_one_kind(blocks):
+    axes = figures.plot_mask(blocks).axes[0]
+    below = blocks * (blocks - 1) // 2
+    assert texts(axes).count("full") == texts(axes).count("skipped") == below
+    assert faces(axes).count(MINT) == below and faces(axes).count(PAPER) == blocks**2
+    assert faces(axes, Polygon) == [BLUE] * blocks
+
+
+def test_costs_are_drawn_in_mebibytes_and_milliseconds():
+    left, right = figures.plot_costs(
+        (2, 4), {"one": [(2**20, 0.5), (2**22, 1)], "two": [(2**21, 0.25), (2**21, 2)]}
+    ).axes
+    assert [list(line.get_ydata()) for line in left.lines] == [[1, 4], [2, 2]]
+    assert [list(line.get_ydata()) for line in right.lines] == [[500, 1000], [250, 2000]]
+
+
+def test_a_ring_ends_at_home_in_backward_alone():
+    forward, backward = figures.plot_ring(3).axes
+    assert texts(forward) == [f"K V of {(rank - step) % 3}" for rank in range(3) for step in range(3)]
+    assert texts(backward)[3::4] == [f"dK dV\nof {rank}" for rank in range(3)]
+    assert texts(backward)[2] == "K V of 1\n+ dK dV of 1"
+
+
+def test_balance_shows_the_share_of_work():
+    places = {"contiguous": [(0, 1), (2, 3)]}
+    work = np.array([[3, 3], [0, 4]])
+    table, steps = figures.plot_balance(places, {"contiguous": work}).axes
+    assert faces(table, Polygon) == [figures.RANKS[rank] for rank in (0, 0, 1, 1)]
+    assert "71 %" in steps.get_title(loc="left")  # 10 of 2 x 7
+    widths = [patch.get_width() for patch in steps.patches]
+    assert widths[::2] == [3, 3, 4, 4] and widths[1::2] == [3, 3, 0, 4]
+
+
+def test_an_all_to_all_turns_rows_into_columns():
+    before, after = (np.array(texts(axes)[:9]).reshape(3, 3) for axes in figures.plot_ulysses(3).axes)
+    assert (before == after.T).all() and list(before[:, 0]) == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_a_crossover_plots_what_it_is_given():
+    figure = figures.plot_crossover(
+        [1, 8], range(2, 5), lambda c, group: {"ring": c, "all-gather": group, "ulysses": c * group}
+    )
+    lines = [[list(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
+    assert lines == [[[2, 3, 4], [1, 1, 1], [2, 3, 4]], [[2, 3, 4], [8, 8, 8], [16, 24, 32]]]
