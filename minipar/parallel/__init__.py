@@ -5,6 +5,6 @@
     fsdp.py      ZeRO stage 3
 
 Each records in every parameter's Placement (placement.py) what it does to the parameter. What needs all axes is a loop
-over placements: grad_norm.py, state.py, traffic.py, memory.py. Shared by ddp, zero and fsdp: wrapper.py (the loss, and
-the checks of a user's script) and buckets.py; by the ZeRO stages: sharding.py.
+over placements: grad_norm.py, state.py, traffic.py, memory.py. Shared by ddp, zero and fsdp: wrapper.py (the loss, the
+hooks that send buckets during backward, the checks of a user's script) and buckets.py; by the ZeRO stages: sharding.py.
 """
