@@ -55,6 +55,7 @@ from math import isclose
 import numpy as np
 
 from chapters.support import comparisons_planning as runs
+from chapters.support import playbook_runs as playbook
 from chapters.support import published_runs as published
 from chapters.support import sensitivity
 from chapters.support.mistakes_planning import MISTAKES, bytes_of_a_run, later_alarms, recommended
@@ -65,7 +66,7 @@ from minipar.bench.costs import Costs, Machine, amounts_of, fit_costs
 from minipar.bench.machine import pieces
 from minipar.comm import Network
 from minipar.plan.cluster import GPUS, Assumptions, Cluster
-from minipar.plan.layout import MEGATRON, MINIPAR, Layout
+from minipar.plan.layout import MEGATRON, MEGATRON_2021, MINIPAR, Layout
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import layer_activations
 from minipar.plan.step_time import step_time
@@ -78,8 +79,9 @@ if rank == 0:
 # %% [markdown]
 # One thing first. Programs differ: whether a rank waits for a message between stages, whether collectives between hosts
 # use all network cards, whether ZeRO-1's gather hides behind the next forward. The planner must know which program it
-# speaks of. What two programs do differently is data too, a `Framework`. There are two: `MEGATRON`, chapter 9's, what
-# the published figures were measured with, and `MINIPAR`, this repository's. Its fields say whether
+# speaks of. What two programs do differently is data too, a `Framework`. Three of them: `MEGATRON`, chapter 9's, that
+# of today; `MEGATRON_2021`, with which the first published figures were measured; `MINIPAR`, this repository's. Its
+# fields say whether
 #
 # - `ring_per_card`: a sum between hosts runs one ring through each network card, not one ring in all;
 # - `blocking_hops`: a pipeline rank waits for each message between stages;
@@ -89,13 +91,17 @@ if rank == 0:
 # - `every_microbatch`: ZeRO-2 and 3 reduce gradients after each microbatch, not once per step;
 # - `pairwise`: gathers and sums of scalars go from each rank to each other rank, not around a ring or up a tree;
 # - `gathers_ahead`: ZeRO-1's and 2's gather of parameters hides behind the next forward;
-# - `embedding_returns`: the first stage sends the updated embedding to the last, instead of both updating it.
+# - `embedding_returns`: the first stage sends the updated embedding to the last, instead of both updating it;
+# - `lockstep`: in a ring over hosts every message waits for one between hosts;
+# - `hidden_sums`, `hidden_reductions`: backward's sums over tp, and gradients' over dp, hide behind computation.
+#
+# Two more are bytes: `gradient_copy` of each parameter, for gradients in a second precision, and `overhead`.
 
 # %%
-say("a program that                 Megatron   minipar")
+say("a program that                 Megatron      2021   minipar")
 for field in fields(MEGATRON):
     if field.name != "kept":  # what is kept for backward
-        say(f"  {field.name:<27}{getattr(MEGATRON, field.name)!s:>10}{getattr(MINIPAR, field.name)!s:>10}")
+        say(f"  {field.name:<27}", *(f"{getattr(one, field.name)!s:>9}" for one in (MEGATRON, MEGATRON_2021, MINIPAR)))
 
 # %% [markdown]
 # ## 10.1 With pencil and paper
@@ -279,25 +285,30 @@ if rank == 0:
 #
 # ## 10.5 Published runs
 #
-# The price of a GPU is not tested so far. Four sources, one set of constants for all of them, none fitted to one row:
+# The price of a GPU is not tested so far. These runs were printed:
 #
-# - **Narayanan et al. 2021** (arXiv 2104.04473, table 1): TFLOP/s per A100, recomputation included. 1F1B, no ZeRO, full
-# recompute. The layouts are theirs.
+# - **Narayanan et al. 2021** (arXiv 2104.04473): TFLOP/s per A100, recomputation included. Table 1: 1F1B, no ZeRO, full
+# recompute. Table 2: the same in three axes, and ZeRO-3 without a pipeline and without tp. Figure 15: 5.9B with tp 2,
+# values read off.
 #
 # - **Korthikanti et al. 2022** (arXiv 2205.05198, table 5): seconds of an iteration, with selective recompute and
 # sequence parallelism, and with neither but full recompute. A100s; the layouts are theirs.
 #
 # - **Llama 3** (Llama Team 2024, arXiv 2407.21783, table 4): MFU of 405B on 8192 and 16,384 H100s, tp 8, pp 16,
-# sequences of 8192. The rest of the layout is left to the planner; then once more without recompute, as they trained.
-# Attention is flash attention (9.2), which keeps no scores.
+# sequences of 8192, flash attention (9.2), which keeps no scores. The rest of the layout is left to the planner.
 #
 # - **LLaMA and Llama 2** (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288): 82,432 GPU hours for 1.0T tokens with
 # 7B; 380 tokens per second and GPU with 65B on 2048; 1,720,320 GPU hours for 2.0T tokens with 70B. A100s, batches of 4M
 # tokens, attention that keeps no scores. Their layouts are not printed, so the planner's best one stands in; for 7B and
 # 70B neither is the number of GPUs: we take 256 and 2048.
 #
+# Who trained? A `Program` pairs a `Framework` with the shares of the data sheet that it reaches. `megatron` is chapter
+# 9's, as it is today. `megatron-2021` hides nothing over tp or dp. `deepspeed-2021` sends as fast as *one* network card
+# of each host, and hides no reduction either. `llama-3` keeps of a layer what no elementwise kernel can compute again.
+#
 # One row by hand: Narayanan's 145B, 148 TFLOP/s per GPU as printed. Their layout is tp 8, pp 8, so 1536 GPUs are 24
-# replicas; 2304 sequences are 48 microbatches of 2 for each. The planner says 154.
+# replicas; 2304 sequences are 48 microbatches of 2 for each. The planner says 154. Then all rows, the worst first:
+# predicted, printed, and how far the predicted time is off.
 
 # %%
 layout = Layout(dp=24, tp=8, pp=8, microbatch=2, microbatches=48, recompute="full")
@@ -308,36 +319,83 @@ assert isclose(tflops, published.narayanan("megatron-145b")[0].predicted) and ro
 
 results = shared(comm, published.predicted, published.JOBS)
 table = [published.Row(*row) for rows in results for row in rows]
-for row in reversed(table):
-    say(row)
-groups = {}
-for row in reversed(table):
-    if "stored" not in row.name:
-        groups.setdefault(row.source, {})[row.name] = row.ratio
-assert all(abs(ratio - 1) < 0.10 for source in list(groups)[:2] for ratio in groups[source].values())
-assert all((1 < x < 1.15) if "planner" in name else (0.8 < x < 1) for name, x in groups["Llama 3, 2024"].items())
-assert all(0.65 < ratio < 0.9 for ratio in groups["Touvron 2023"].values())
-assert all(0.8 < row.ratio < 1 for row in table if "stored" in row.name)
+ratios, groups = {}, {}
+for row in sorted(table, key=lambda row: -row.distance):
+    say(f"{row.ratio - 1:>+5.0%}  {row}")
+    ratios.setdefault(row.source, []).append(row.ratio)
+for row in reversed(table):  # in the figure: each printed run once, as the program of its time
+    if row.source.endswith("-2021") or not (", megatron" in row.source + row.name or "stored" in row.name):
+        groups.setdefault(row.source if row.source[-1] != "1" else "Narayanan 2021", {})[row.name] = row.ratio
 if rank == 0:
     show(figures.plot_predictions(groups, 0.15), "10_published")
+assert min(ratios["table 2, megatron"]) < 0.24 and all(abs(x - 1) < 0.10 for x in ratios["table 2, deepspeed-2021"])
+assert all(abs(x - 1) < 0.04 for name in ("table 1", "table 2") for x in ratios[f"{name}, megatron-2021"])
+assert all(-0.10 < x - 1 < 0.03 for name in ("table 1, megatron", "Korthikanti 2022") for x in ratios[name])
+assert [round(x, 1) for x in ratios["figure 15, megatron-2021"]] == [0.6, 0.8, 0.9]
+assert all(0.84 < x < 0.91 or 1.1 < x < 1.2 for x in ratios["Llama 3, 2024"])
+assert all(0.65 < x < 1 for x in ratios["Touvron 2023"])
 
 # %% [markdown]
-# Where the whole layout is printed, every row is within 10 %. Most lie to the left of the line: **the planner is an
-# optimist**, and for a reason: every assumption says how well something goes, and none says what goes wrong.
+# **ZeRO-3, four times too fast.** This is the worst miss, and the most useful one. With chapter 9's program ZeRO-3
+# beats three axes in every row of table 2. As printed it loses every row, and on the most GPUs it has a third of their
+# speed. No constant does that. A ring through each of a host's eight cards, or one ring: with one, and reductions after
+# backward, all six rows come within 9 %, and in the printed order. These two habits were *inferred* from the six rows.
+# What other data would say is open.
 #
-# **Llama 3.** The planner's own layout comes within 15 %, for two wrong reasons that cancel. It recomputes every
-# forward, because without it needs more than the 80 GB. The authors trained without: they freed tensors by hand as soon
-# as they were of no use (their section 3.3.2), which no formula here knows. With what they really did, the planner is
-# an optimist once more, by some 15 %.
+# **Figure 15.** With one microbatch the gradients' sum is most of the step, and it took longer than even
+# `megatron-2021` says. One ring instead of four would explain it, and would make figure 14 wrong, where two stages take
+# the place of tp 2. We do not know.
 #
 # **LLaMA and Llama 2.** Where nobody says what was run, the planner answers another question: what is the *most* that
 # these GPUs could have done? 20 to 40 % more tokens per second than was printed. GPU hours of a whole run include what
 # is no step: restarts, checkpoints, evaluation. And nobody knows whether the layout was the best. (With stored scores,
-# which these runs did not have, the same rows come out within about 20 %. Two errors of opposite sign again. One value
+# which these runs did not have, the same rows come out within about 20 %. Two errors of opposite sign. One value
 # that agrees is not a model that agrees: that is why 10.1 and 10.2 compared part by part.)
+#
+# **Llama 3.** With what Megatron keeps, the authors' layouts do not fit: the planner recomputes every forward, and is
+# 13 to 16 % too slow. They trained without: they freed tensors by hand as soon as they were of no use (their section
+# 3.3.2). With the least that a layer can keep, the planner chooses *their* layout, on both numbers of GPUs, and is 11
+# to 13 % too fast. Which tensors they freed is not printed, so the memory is an assumption that fits, not a proof.
+#
+# **Where the whole layout is printed**, and the program is that of its time, table 1 and table 2 come within 4 %. One
+# constant was chosen for that, `half_work`, by figure 16's best microbatch. With today's program the same rows are up
+# to 12 % too fast: **the planner is an optimist**, because every assumption says how well something goes, and none says
+# what goes wrong. Of what figures 11 to 18 state, all but three hold; `docs/planning.md` lists them.
 #
 # Errors that all layouts share do no harm to a choice between them. Use a planner to rank layouts; if you promise a
 # speed, promise less than it says.
+#
+# ### A thousand measured runs
+#
+# The authors of the Ultra-Scale Playbook (Hugging Face 2025) measured nanotron on up to 64 hosts of eight H100, the
+# good layouts and the bad. A fifth program, `nanotron`: its constants are *fitted*, to the 1B runs without a pipeline
+# on at most 32 hosts. The 8B runs judge it. What will it miss?
+
+# %%
+sets = {"1B, fitted": playbook.without_pipeline("1B"), "8B, held out": playbook.without_pipeline("8B")}
+sets["with a pipeline"] = [run for run in playbook.runs() if run.layout.pp > 1 and run.hosts <= playbook.MOST_HOSTS]
+shares, panels = {}, {}
+for name, those in sets.items():
+    points = [(playbook.seconds(run), run.seconds) for run in those]
+    held = [(playbook.nbytes(run) / 1e9, run.nbytes / 1e9) for run in those]
+    panels[f"seconds, {name}"] = points
+    shares[name] = [sum(abs(x / y - 1) <= 0.2 for x, y in pairs) / len(pairs) for pairs in (points, held)]
+    say(f"{name:<17}{len(those):>4} runs within 20 %: seconds {shares[name][0]:.0%}, memory {shares[name][1]:.0%}")
+over = [x / y for name in list(sets)[:2] for x, y in panels[f"seconds, {name}"]]
+say(f"without a pipeline the worst are {min(over):.2f} and {max(over):.2f} of the measured time")
+assert shares["with a pipeline"][0] < 0.5 < 0.8 < shares["8B, held out"][0] < shares["1B, fitted"][0]
+if rank == 0:
+    show(figures.plot_points(panels, 0.2), "10_playbook")
+
+# %% [markdown]
+# Of the pipelines two in three are missed. The record misses them too: a layout measured at ZeRO 0 and once more at
+# ZeRO 1 differs by a factor of three in the median, which no formula can follow. And five runs without a pipeline are
+# said not to fit, although they ran. They report less memory than a straight line through their smaller microbatches,
+# and took 1.7 to 4.4 times as long as with half the microbatch. Something else ran there than the layout says.
+#
+# Without a pipeline the held-out model comes out within 20 % in five of six runs. Megatron's constants reach one in
+# twenty. What nanotron has, and Megatron in 2021 did not show, is a host that launches kernels too slowly: 4.2 ms for a
+# layer and microbatch, however small.
 #
 # ## 10.6 Which assumptions matter
 #
@@ -599,8 +657,9 @@ for name, (noticed, choice) in zip(EXPECTED, shared(comm, examined, [(name,) for
 #
 # **For you.** 1. Compare what depends on the network: predict the 7.5B on 4096 A100s with half the bandwidth, and ask
 # that the time change as 9.3's formulas say. Or hold $1/\beta$ against nccl-tests: they print 85 to 96 GB/s between
-# hosts whose cards give 100 together (`minipar/plan/cluster.py`). 2. 142 µs are missing. A message has $4Th$ bytes and
-# takes 5.3 µs, and `MINIPAR` does not wait for it (`blocking_hops`): only the first one forward and the last one back
+# hosts whose cards give 100 together (`minipar/plan/cluster.py`). Or predict 10.5's rows of ZeRO-3: with the
+# mistake they run 1.4 to 3.4 times as fast as was printed. 2. 142 µs are missing. A message has $4Th$ bytes and takes
+# 5.3 µs, and `MINIPAR` does not wait for it (`blocking_hops`): only the first one forward and the last one back
 # cost time, 10.6 µs, in the row `bubble`. The loss's two sums take 12.1 µs with each microbatch, 97 µs in the row `tp`.
 # So you are 34 µs short. These are the embedding's sum over tp while the pipeline fills (8.3 µs, `bubble`), the norm
 # over tp (6 µs, `tp`), and the 20 µs of the row `pp`: the tied embedding's gradient, which goes from the last stage to

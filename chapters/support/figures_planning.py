@@ -188,8 +188,8 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Choose marks of a logarithmic axis: 1, 2, 5, 10, ..., or more of them where fewer than three fit."""
-    for digits in ((1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+    """Choose marks of a logarithmic axis: 1, 10, 100, ..., or more of them where fewer than three fit."""
+    for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         marks = [digit * 10.0**power for power in range(-9, 10) for digit in digits]
         inside = [mark for mark in marks if low <= mark <= high]
         if len(inside) > 2:

@@ -1,19 +1,20 @@
 """Printed speeds of training runs, and the planner's predictions of them, for chapter 10.
 
-Narayanan et al. 2021 (arXiv 2104.04473, table 1), Korthikanti et al. 2022 (arXiv 2205.05198, table 5), Llama Team 2024
-(arXiv 2407.21783, table 4), Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288).
+Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, figure 15), Korthikanti et al. 2022 (arXiv 2205.05198, table
+5), Llama Team 2024 (arXiv 2407.21783, table 4), Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import log
 from typing import Any
 
 from chapters.support.three_models import ASK
-from minipar.plan.cluster import GPUS, Cluster
-from minipar.plan.layout import Layout
-from minipar.plan.model import find_model
+from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
+from minipar.plan.layout import PRECISIONS, Layout
+from minipar.plan.model import ModelShape, find_model
 from minipar.plan.search import SearchSpace, judge, plan
 from minipar.plan.step_time import step_time
 
@@ -24,6 +25,16 @@ NARAYANAN = {  # tp, pp, GPUs, batch, microbatch, TFLOP/s per GPU as printed
     "megatron-145b": (8, 8, 1536, 2304, 2, 148),
     "megatron-1t": (8, 64, 3072, 3072, 1, 163),
 }
+ZERO_3 = {  # GPUs, batch, microbatch, TFLOP/s per GPU as printed (table 2); tp 1, pp 1
+    "gpt3-175b": [(384, 1536, 4, 144), (768, 1536, 2, 88), (1536, 1536, 1, 44)],
+    "megatron-530b": [(640, 2560, 4, 138), (1120, 2240, 2, 98), (2240, 2240, 1, 48)],
+}
+IN_3D = {  # stages, then GPUs, batch, TFLOP/s per GPU as printed (table 2); tp 8, microbatches of one
+    "gpt3-175b": (12, [(384, 1536, 153), (768, 1536, 149), (1536, 1536, 141)]),
+    "megatron-530b": (35, [(560, 2240, 171), (1120, 2240, 167), (2240, 2240, 159)]),
+}
+FIGURE_15 = {32: 58, 128: 103, 512: 128}  # batch, TFLOP/s per GPU as read off: 5.9B, tp 2, dp 32, microbatches of one
+GPT_6B = ModelShape(32, 3840, 32, 51200, positions=2048)
 KORTHIKANTI = {  # GPUs, batch, tp, pp, stages per rank, seconds with selective and with full recompute, MFU printed
     "megatron-22b": (8, 4, 8, 1, 1, 1.10, 1.42, 41.5),
     "gpt3-175b": (64, 64, 8, 8, 3, 13.75, 18.13, 51.4),
@@ -40,7 +51,10 @@ TOUVRON = {  # shape, GPUs, batch, sequence, tokens per second and GPU as printe
 
 @dataclass(frozen=True)
 class Row:
-    """A printed value and the predicted one; `ratio` is predicted time over printed time."""
+    """A printed value and the predicted one; `ratio` is predicted time over printed time.
+
+    distance   by what factor, as a logarithm, predicted and printed time differ
+    """
 
     source: str
     name: str
@@ -49,17 +63,62 @@ class Row:
     ratio: float
     unit: str
 
+    @property
+    def distance(self) -> float:
+        return abs(log(self.ratio))
+
     def __str__(self) -> str:
-        return f"{self.source:<17} {self.name:<28}{self.predicted:>9.4g}{self.printed:>9.4g} {self.unit}"
+        return f"{self.source:<24} {self.name:<27}{self.predicted:>9.4g}{self.printed:>9.4g} {self.unit}"
 
 
-def narayanan(name: str) -> list[Row]:
-    """Predict a row of Narayanan's table: 1F1B, no ZeRO, full recompute, recomputation counted."""
+def cluster_of(gpu: str, gpus: int, program: str) -> Cluster:
+    """Return the cluster on which a program of PROGRAMS trains."""
+    trains = PROGRAMS[program]
+    return Cluster(GPUS[gpu], gpus, assumptions=trains.assumptions, framework=trains.framework)
+
+
+def narayanan(name: str, program: str = "megatron") -> list[Row]:
+    """Predict a row of Narayanan's table 1: 1F1B, no ZeRO, full recompute, recomputation counted."""
     tp, pp, gpus, batch, microbatch, printed = NARAYANAN[name]
     dp = gpus // tp // pp
     layout = Layout(dp, tp, pp, microbatch, batch // dp // microbatch, recompute="full")
-    tflops = judge(find_model(name), layout, Cluster(GPUS["a100"], gpus), batch, 2048).tflops
-    return [Row("Narayanan 2021", name, tflops, printed, printed / tflops, "TFLOP/s per GPU")]
+    tflops = judge(find_model(name), layout, cluster_of("a100", gpus, program), batch, 2048).tflops
+    return [Row(f"table 1, {program}", name, tflops, printed, printed / tflops, "TFLOP/s per GPU")]
+
+
+def zero_3(name: str, program: str = "deepspeed-2021") -> list[Row]:
+    """Predict Narayanan's table 2: ZeRO-3 without model parallelism, full recompute."""
+    rows = []
+    for gpus, batch, microbatch, printed in ZERO_3[name]:
+        layout = Layout(gpus, 1, 1, microbatch, batch // gpus // microbatch, zero=3, recompute="full")
+        tflops = judge(find_model(name), layout, cluster_of("a100", gpus, program), batch, 2048).tflops
+        label = f"{name[-4:].upper()} on {gpus:,}, ZeRO-3"
+        rows.append(Row(f"table 2, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU"))
+    return rows
+
+
+def in_3d(name: str, program: str = "megatron-2021") -> list[Row]:
+    """Predict Narayanan's table 2: tensor, pipeline and data parallelism, full recompute."""
+    pp, printed_rows = IN_3D[name]
+    rows = []
+    for gpus, batch, printed in printed_rows:
+        dp = gpus // 8 // pp
+        layout = Layout(dp, 8, pp, 1, batch // dp, recompute="full")
+        tflops = judge(find_model(name), layout, cluster_of("a100", gpus, program), batch, 2048).tflops
+        label = f"{name[-4:].upper()} on {gpus:,}, 3D"
+        rows.append(Row(f"table 2, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU"))
+    return rows
+
+
+def figure_15(program: str = "megatron-2021") -> list[Row]:
+    """Predict Narayanan's figure 15 at tp 2."""
+    rows = []
+    for batch, printed in FIGURE_15.items():
+        layout = Layout(32, 2, 1, 1, batch // 32, recompute="full")
+        tflops = judge(GPT_6B, layout, cluster_of("a100", 64, program), batch, 2048).tflops
+        label = f"5.9B, tp 2, a batch of {batch}"
+        rows.append(Row(f"figure 15, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU"))
+    return rows
 
 
 def korthikanti(name: str, recompute: str) -> list[Row]:
@@ -74,15 +133,14 @@ def korthikanti(name: str, recompute: str) -> list[Row]:
 
 
 def llama_3(gpus: int) -> list[Row]:
-    """Predict the MFU of 405B with the printed tp and pp: the planner's layout, and that without recompute."""
-    ask = SearchSpace(tp=8, pp=16, attention="flash", sequence_parallel=True)
-    model, cluster = find_model("llama-3-405b"), Cluster(GPUS["h100"], gpus)
-    (first,) = plan(model, cluster, 2048, 8192, ask).plans
-    again = judge(model, replace(first.layout, zero=1, recompute="none"), cluster, 2048, 8192)
-    rows = []
-    for kind, choice in (("planner's", first), ("no recompute", again)):
-        unit, printed = f"MFU, {choice.memory.total / 1e9:.0f} GB", LLAMA_3[gpus]
-        rows.append(Row("Llama 3, 2024", f"405B, {gpus:,}, {kind}", choice.mfu, printed, printed / choice.mfu, unit))
+    """Predict the MFU of 405B with the printed tp and pp, and all else free: with what Megatron keeps, and Llama 3."""
+    ask = SearchSpace(tp=8, pp=16, attention="flash", precision=PRECISIONS["bf16"])
+    model, rows = find_model("llama-3-405b"), []
+    for program in ("megatron", "llama-3"):
+        (best,) = plan(model, cluster_of("h100", gpus, program), 2048, 8192, ask).plans
+        unit = f"MFU, {best.layout.recompute} recompute, {best.memory.total / 1e9:.0f} GB"
+        name, printed = f"405B, {gpus:,}, {program}", LLAMA_3[gpus]
+        rows.append(Row("Llama 3, 2024", name, best.mfu, printed, printed / best.mfu, unit))
     return rows
 
 
@@ -100,7 +158,10 @@ PREDICTIONS: dict[str, tuple[Callable[..., list[Row]], Sequence[tuple[Any, ...]]
     "llama_3": (llama_3, [(gpus,) for gpus in LLAMA_3]),
     "touvron": (touvron, [(name, attention) for name in TOUVRON for attention in ("flash", "stored")]),
     "korthikanti": (korthikanti, [(name, recompute) for name in KORTHIKANTI for recompute in ("selective", "full")]),
-    "narayanan": (narayanan, [(name,) for name in NARAYANAN]),
+    "zero_3": (zero_3, [(name, program) for program in ("megatron", "deepspeed-2021") for name in ZERO_3]),
+    "in_3d": (in_3d, [(name,) for name in IN_3D]),
+    "figure_15": (figure_15, [(program,) for program in ("megatron", "megatron-2021")]),
+    "narayanan": (narayanan, [(name, program) for program in ("megatron", "megatron-2021") for name in NARAYANAN]),
 }
 JOBS = [(source, case) for source, (_, cases) in PREDICTIONS.items() for case in cases]
 

@@ -90,6 +90,17 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/plan/step_time.py",
+        "plan/test_megatron_2021.py",
+        ("step: gradients of 2021 are reduced during backward", "if not self.hides_reductions:", "if False:"),
+    ),
+    *mistakes(
+        "minipar/plan/layout.py",
+        "plan/test_megatron_2021.py plan/test_published.py",
+        ("layout: DeepSpeed's rings pass every card", "MEGATRON, ring_per_card=False", "MEGATRON, ring_per_card=True"),
+        ("layout: Llama 3 keeps a gated product more", "inner=1, gated=2))", "inner=1, gated=3))"),
+    ),
+    *mistakes(
         "minipar/plan/__main__.py",
         "plan/test_command_line.py",
         ("plan: --json - is not alone on standard output", 'if args.json != "-":', "if True:"),
