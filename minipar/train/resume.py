@@ -1,6 +1,5 @@
 """Resuming from a checkpoint: read its manifest, take the run's values from it, then check every file."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -9,7 +8,6 @@ from typing import Any
 
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn.gpt import GPT, GPTConfig
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular
 from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
@@ -68,21 +66,11 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
     for section, field, flag, _ in flags(config):
         name = f"{section}.{field.name}"
         if flag in TAKEN and flag in saved and name not in config.given:
-            if not _fits(saved[flag], field):
-                raise UsageError(f"{checkpoint.path}: {flag} {saved[flag]!r:.60} is not a value of that flag")
             values[name] = tuple(saved[flag]) if isinstance(saved[flag], list) else saved[flag]
     config = with_values(config, values)
     _compare(checkpoint, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
     check(config)
     return config
-
-
-def _fits(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether a value from a manifest has the type of the flag's values."""
-    kind = field.metadata["kind"]  # type(), since JSON's true is no 1, and an integer of 400 digits no float
-    if isinstance(field.default, tuple):
-        return isinstance(value, list) and len(value) == len(field.default) and all(type(x) is kind for x in value)
-    return type(value) is kind or (value is None and field.default is None)
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
@@ -96,18 +84,6 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
-    model, shape = config.model, checkpoint.manifest["model"]
-    sizes = {"n_layer": model.layers, "n_embd": model.hidden, "n_head": model.heads, "vocab_size": model.vocab_size}
-    sizes["n_positions"] = max(shape["n_positions"], model.seq_len)
-    problem = ""
-    if shape | sizes != shape:
-        problem = f"its model is {shape}"
-    elif len(checkpoint.shapes) < model.layers or checkpoint.shapes != _shapes(GPTConfig(**shape)):
-        problem = "its parameters are not those of its model"
-    elif checkpoint.dtype != config.run.dtype:
-        problem = f"its values are {checkpoint.dtype}"
-    if problem:
-        raise UsageError(f"{checkpoint.path}: {problem}, which is not what its history says")
     if config.run.verify:
         for period in checkpoint.history:
             if period["flags"].get("--init-from") is not None:
@@ -118,11 +94,6 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
     with agreeing(comm, "--resume"):
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
-
-
-def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    config.check_memory(1)  # the least that its parameters take
-    return {name: p.shape for name, p in GPT(config, deferred=True).named_parameters()}
 
 
 def _compare(

@@ -25,7 +25,7 @@ MUTANTS = [
             'optimizer.steps = checkpoint.manifest["optimizer_steps"]',
             "optimizer.steps = 0",
         ),
-        ("load: elements may be in no file", "if start != end or stop < start:", "if stop < start:"),
+        ("load: elements may be in no file", "if held != math.prod(shape):", "if held > math.prod(shape):"),
         ("load: a manifest may be a link", "status = os.lstat(path)", "status = os.stat(path)"),
     ),
     *mistakes(

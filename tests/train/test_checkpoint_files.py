@@ -1,14 +1,11 @@
 """Claims about a checkpoint's files: what is not whole, or not ours, is refused by name before anything is loaded."""
 
-import hashlib
 import json
 import os
 import shutil
 
-import numpy as np
 import pytest
 from launcher import run_mpi
-from safetensors.numpy import load_file, save_file
 from training import bits, config_for, open_checkpoint, trainer_for
 
 from minipar.comm import run_local, serial
@@ -18,7 +15,6 @@ from minipar.nn.pretrained import export_gpt2
 from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
-from minipar.train.resume import continued, find_checkpoint
 
 FLAGS = "--layers 1 --hidden 8 --heads 2 --seq-len 8 --global-batch 4 --steps 2 --dtype float64"
 TOKENS = Tokens(load_tokens(None, vocab_size=256, seq_len=8).ids[:5000], "a text", 256)
@@ -155,61 +151,23 @@ def piece(manifest, name="wte.weight", file=0):
 
 
 CHANGES = {
-    "a key that is missing": (lambda m: m.pop("step"), "lacks 'step'"),
-    "a key that nobody knows": (lambda m: m.update(extra=1), "has an unknown key 'extra'"),
-    "a key missing deep inside": (lambda m: m["files"][1].pop("sha256"), "files[1] lacks 'sha256'"),
-    "a step that is no number": (lambda m: m.update(step="2"), "step is '2', expected int"),
-    "a step that is true": (lambda m: m.update(step=True), "step is True, expected int"),
-    "a negative size": (lambda m: m["files"][2].update(bytes=-1), "files[2].bytes is -1, expected a count"),
-    "files that are no list": (lambda m: m.update(files={}), "files is {}, expected list"),
-    "a shape that is no list": (lambda m: m["parameters"].update({"wte.weight": 3}), "parameters.wte.weight is 3"),
-    "no history": (lambda m: m.update(history=[]), "history is empty"),
-    "a dtype that nobody has": (lambda m: m.update(dtype="float8"), "dtype is 'float8'"),
-    "a file twice": (lambda m: m["files"].append(m["files"][0]), "of part 0 are twice"),
-    "a piece that is missing": (lambda m: m["files"][0]["pieces"].remove(piece(m)), "of part 0 are in no file"),
-    "a gap": (lambda m: piece(m).update(stop=piece(m)["stop"] - 1), "of part 0 are in no file"),
-    "an overlap": (lambda m: piece(m).update(stop=piece(m)["stop"] + 1), "of part 0 are twice"),
-    "a piece that ends before it starts": (lambda m: piece(m).update(start=9, stop=8), "wte.weight: elements"),
-    "a part too many": (lambda m: piece(m)["cut"].update(rank=2), "wte.weight is cut into 2 parts, but"),
-    "cut in two ways": (lambda m: piece(m)["cut"].update(dim=1), "wte.weight is cut in several ways"),
-    "cut that is no cut": (lambda m: piece(m).update(cut=[]), "wte.weight: cut is [], expected dict"),
-    "a parameter too many": (lambda m: m["parameters"].update(more=[2]), "more is in no file"),
-    "a piece of a parameter unknown": (lambda m: m["parameters"].pop("ln_f.bias"), "a piece of 'ln_f.bias', which"),
-    "another model than its flags": (lambda m: m["model"].update(n_layer=2), "which is not what its history says"),
-    "parameters of another shape": (lambda m: m["parameters"].update({"ln_f.bias": [2, 4]}), "not those of its model"),
-    "another dtype than its flags": (lambda m: m.update(dtype="float32"), "its values are float32"),
+    "a key that is missing": (lambda m: m.pop("step"), "/manifest.json lacks 'step'"),
+    "a key missing deep inside": (lambda m: m["files"][1].pop("pieces"), "/manifest.json lacks 'pieces'"),
+    "a file that is missing": (lambda m: m["files"].pop(), "/manifest.json: its files hold 1,576 elements"),
+    "a file twice": (lambda m: m["files"].append(m["files"][0]), "elements of wte.weight of shape (256, 8)"),
+    "a piece that is missing": (lambda m: m["files"][0]["pieces"].remove(piece(m)), "elements of wte.weight of shape"),
+    "a gap": (lambda m: piece(m).update(stop=piece(m)["stop"] - 1), "its files hold 2,047 elements of wte.weight"),
+    "an overlap": (lambda m: piece(m).update(stop=piece(m)["stop"] + 1), "its files hold 2,049 elements of wte.weight"),
+    "a parameter too many": (lambda m: m["parameters"].update(more=[2]), "its files hold 0 elements of more"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_manifest_that_does_not_fit_is_refused(change, copy):
+def test_a_manifest_that_lacks_something_is_refused(change, copy):
     spoil, message = CHANGES[change]
     path = rewrite(copy, spoil)
     refusal = refused(copy)
-    assert refusal.startswith(f"{path}: ") and message in refusal
-
-
-def test_sizes_and_values_beyond_all_reason_are_refused(copy):
-    rewrite(copy, lambda m: m["model"].update(n_positions=10**18))
-    assert ", 1000000000000000000 positions, " in refused(copy)
-    saved = "/step-00000002/manifest.json: --weight-decay "
-    rewrite(copy, lambda m: m["history"][-1]["flags"].update({"--weight-decay": 10**400}))
-    with pytest.raises(UsageError, match=f"{saved}1000.* is not a value of that flag"):
-        config = parse(["--resume", str(copy)])
-        continued(config, find_checkpoint(config, serial()))
-
-
-def test_a_file_with_other_pieces_than_its_manifest_is_refused(copy):
-    path = copy / SECOND
-    tensors = load_file(path)
-    tensors["exp_avg/wte.weight"] = tensors["exp_avg/wte.weight"].astype(np.float32)
-    save_file(tensors, path)
-
-    def fitting(manifest):
-        manifest["files"][1].update(bytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-
-    rewrite(copy, fitting)
-    assert refused(copy) == f"{path} does not hold what manifest.json says: exp_avg/wte.weight"
+    assert refusal.startswith(str(path)) and message in refusal
 
 
 # ---- directories and flags -------------------------------------------------------------------------------------------
