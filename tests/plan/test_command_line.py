@@ -146,10 +146,18 @@ def test_a_program_is_named_or_read_from_a_file(tmp_path, capsys):
     assert "the host launches a layer's kernels, forward and backward, in 4.2 ms" in printed
 
 
+def test_megatron_of_2021_hides_nothing(capsys):
+    assert main(changed(program="megatron-2021")) == 0
+    printed = capsys.readouterr().out
+    assert "2 + 2 + 4 + 12 bytes" in printed and "backward too" in printed and "+-" in printed
+    assert "dp: gradients are reduced after backward" in printed and "behind the next forward" not in printed
+
+
 def test_seconds_come_with_their_spread_and_ties_are_named(capsys):
     assert main(GIVEN) == 0
     printed = capsys.readouterr().out
     assert "seconds are within 15 % of the printed ones in 17 of 20 runs" in printed
+    assert "dp: gradients hide behind backward" in printed and "backward's hide behind weight gradients" in printed
     assert (
         " +-" in printed
         and "Tied, within 15% of the fastest, the simplest (no pipeline, fewer axes) first: " in printed

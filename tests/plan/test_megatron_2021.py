@@ -224,6 +224,31 @@ def test_figure_18_scattered_messages_gain_a_tenth():
     assert 0.08 < min(gains) and 0.09 < max(gains) < 0.12
 
 
+def points_read_off():
+    """Predicted over read-off speeds of every point that was read off figures 11 to 18."""
+    for batch, ends in ((8, (165, 88)), (128, (178, 163))):
+        yield from (tflops(gpt(3 * p, 20480, 128), 8 * p, batch, 8, p) / q for p, q in zip((1, 8), ends, strict=True))
+    for v, program, read in (
+        (1, PROGRAM, (82, 109, 122, 130, 135)),
+        (4, PROGRAM, (119, 134, 142, 144, 147)),
+        (4, WHOLE, (107, 120, 127, 130, 131)),
+    ):
+        yield from (tflops(GPT3, 96, n, 8, 12, v=v, program=program) / q for n, q in zip(BATCHES, read, strict=True))
+    yield from (tflops(B162, 64, n, 8, 8) / q for n, q in ((32, 142), (128, 165)))
+    yield from (tflops(B6, 64, n, 1, p) / q for n, p, q in ((32, 2, 62), (32, 32, 42), (512, 2, 148), (512, 32, 90)))
+    yield from (tflops(B6, 64, n, 2) / q for n, q in ((32, 58), (128, 103), (512, 128)))
+    for n, read in ((128, (155, 158, 140, 120)), (512, (163, 172, 160, 155))):
+        yield from (tflops(B91, 64, n, 8, 8, b) / q for b, q in zip((1, 2, 4, 8), read, strict=True))
+    yield from (sequences(n, kind)[0] / q for n, kind, q in ((8, "full", 3), (8, "none", 4), (256, "full", 7.8)))
+
+
+def test_of_39_points_34_are_within_10_percent():
+    """And 37 within 14 %. `PROGRAMS` says so to the user, next to the 16 printed runs within 4 %."""
+    off = sorted(abs(ratio - 1) for ratio in points_read_off())
+    assert len(off) == 39 and off[33] < 0.10 < off[34] and off[36] < 0.14
+    assert "10 % in 34 of 39" in PROGRAM.evidence.text and PROGRAM.evidence.spread == 0.10
+
+
 # ---- the habits of 2021 ----------------------------------------------------------------------------------------------
 
 
