@@ -52,6 +52,7 @@ import numpy as np
 from chapters.support.ring_layer import Layer, Ring
 from chapters.support.show import printer
 from chapters.support.whole_table import full, full_backward, measure_memory_and_time
+from minipar.autograd import attention
 from minipar.comm import serial, world
 from minipar.train.verify import relative_difference
 
@@ -641,7 +642,33 @@ for name, (mistakes, expected) in CATCHING.items():
 # In a deep model all of them are quieter than here: the residual stream and the MLPs learn around a broken attention.
 # One device finds each in the first step.
 #
-# ## 11.10 PyTorch's names
+# ## 11.10 The library's blockwise attention
+#
+# Blockwise attention is `autograd/attention.py`. Its three functions are those of 11.1 to 11.3:
+
+# %%
+if rank == 0:
+    show_source(attention.merge, attention.attend_backward)
+
+
+def as_heads(x):
+    return x.reshape(1, -1, T, width)  # (B, heads, T, h/a)
+
+
+arrays, scale = [as_heads(x) for x in (q, k, v)], width**-0.5
+library = attention.attend(*arrays, True, scale)
+gradients = attention.attend_backward(as_heads(dout), *arrays, *library, True, scale)
+for part, alone in zip((library[0], *gradients), (whole, *one_device), strict=True):
+    assert relative_difference(part, as_heads(alone)) < 1e-12
+say("the library's attend and attend_backward = ours")
+
+# %% [markdown]
+# What does the library add? Its blocks have 128 queries and up to 1024 keys, sizes that a benchmark chose. Queries of
+# heads that share keys are the rows of one product. Dropout falls on the probabilities, with masks keyed by position,
+# so that a block takes its part of the one mask (chapter 6). It runs on a GPU. `--attention` chooses: `blockwise`,
+# `full` (the whole table), or `auto`, which is full for sequences of at most one block of 128 tokens.
+#
+# ## 11.11 PyTorch's names
 #
 # | here | PyTorch | Megatron-LM and others |
 # | --- | --- | --- |
@@ -653,7 +680,7 @@ for name, (mistakes, expected) in CATCHING.items():
 # | `to_heads`, `to_tokens` | | `--cp-comm-type a2a`; DeepSpeed's `DistributedAttention` |
 # | zig-zag | its load balancer, "head-tail" | always on |
 #
-# ## 11.11 What to choose when
+# ## 11.12 What to choose when
 #
 # Blockwise attention costs one more product in backward and saves the table: use it. The rest is a question of what is
 # too large. Per token a layer keeps about $34h$ bytes in 16 bit without the table of scores (Korthikanti et al. 2022;
@@ -688,7 +715,7 @@ for tokens, expected in ESTIMATES.items():
 # batch of 4 million tokens has only 4 samples of a million, so dp ends at 4. Cutting samples along their tokens is then
 # the way to use more devices.
 #
-# ## 11.12 Problems
+# ## 11.13 Problems
 #
 # 1. Two parts of a row have the log-sum-exps 2 and $2 + \ln 3$, and the outputs 1 and 5. What are log-sum-exp and
 # output of both together?
@@ -708,7 +735,7 @@ for tokens, expected in ESTIMATES.items():
 # 6. Could forward send $q$ and the running $(o, \lambda)$ around, while keys and values stay? What would a rank send
 # per step, and when is that less?
 #
-# ## 11.13 Answers
+# ## 11.14 Answers
 #
 # 1. $\lambda = \ln(e^2 + 3e^2) = 2 + \ln 4$; $o = \frac14 \cdot 1 + \frac34 \cdot 5 = 4$.
 #
