@@ -49,12 +49,11 @@ class Node:
 def run_backward(root: Node, gradient: Array) -> None:
     """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
     nodes, counts = reachable(root)
+    gradients: dict[Node, Array] = {root: gradient}  # of the nodes to come, each added up over its output's users
     with _running_pass(counts) as uses:
-        gradients = _NodeGradients(root, gradient)
         while nodes:
             node = nodes.pop()  # the largest number: all users of its output are done
-            results = gradients.of_inputs(node)
-            edges = list(zip(node.edges, results, strict=True))
+            edges = list(zip(node.edges, _input_gradients(node, gradients.pop(node, None)), strict=True))
             vars(node).clear()  # frees what forward saved
             # Leaves first: while an input's gradient is still on its way from other ranks (a LazyGradient that waits),
             # the weight's gradient is computed.
@@ -63,8 +62,11 @@ def run_backward(root: Node, gradient: Array) -> None:
                     _send_to_leaf(edge, result, uses)
             for edge, result in edges:
                 if isinstance(edge, Node) and result is not None:
-                    gradients.add(edge, result)
-            del results, edges  # frees what the next node's backward does not need
+                    if isinstance(result, LazyGradient):
+                        result = result.compute(None)
+                    # Not in place: others may hold the same array.
+                    gradients[edge] = gradients[edge] + result if edge in gradients else result
+            del edges  # frees what the next node's backward does not need
 
 
 def reachable(root: Node) -> tuple[list[Node], dict[Leaf, int]]:
@@ -85,26 +87,12 @@ def reachable(root: Node) -> tuple[list[Node], dict[Leaf, int]]:
     return sorted(nodes, key=lambda node: node.number), uses
 
 
-class _NodeGradients:
-    """The gradients of nodes that the pass has not visited yet, each added up over the users of the node's output."""
-
-    def __init__(self, root: Node, gradient: Array) -> None:
-        self.arrays: dict[Node, Array] = {root: gradient}
-
-    def add(self, node: Node, gradient: Array | LazyGradient) -> None:
-        """Add the gradient that one user of the node's output sends. Not in place: others may hold the same array."""
-        array = gradient.compute(None) if isinstance(gradient, LazyGradient) else gradient
-        self.arrays[node] = self.arrays[node] + array if node in self.arrays else array
-
-    def of_inputs(self, node: Node) -> Sequence[Any]:
-        """Run the node's backward on the sum; None for each input if no gradient has reached the node."""
-        grad = self.arrays.pop(node, None)
-        if grad is None:
-            return (None,) * len(node.edges)
-        returned = node.backward(grad)
-        results = returned if isinstance(returned, tuple) else (returned,)
-        hold("activations", *results)
-        return results
+def _input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
+    """Run the node's backward; None for each input if no gradient has reached the node."""
+    returned = (None,) * len(node.edges) if grad is None else node.backward(grad)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    hold("activations", *results)
+    return results
 
 
 # ---- complete gradients: hooks and callbacks -------------------------------------------------------------------------

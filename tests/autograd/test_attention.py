@@ -7,10 +7,10 @@ import pytest
 import strict_array
 from training import using
 
+from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, causal_attention, flop_counter
 from minipar.autograd import attention as module
 from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
-from minipar.autograd.gradcheck import gradcheck
 from minipar.memory import MemoryLedger
 from minipar.nn import GPT, GPTConfig
 

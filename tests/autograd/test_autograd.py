@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
+from chapters.support.gradcheck import gradcheck
 from minipar.autograd import (
     Function,
     Tensor,
@@ -16,7 +17,6 @@ from minipar.autograd import (
     operation,
     queue_callback,
 )
-from minipar.autograd.gradcheck import gradcheck
 
 RANDOM = np.random.Generator(np.random.Philox(1))
 

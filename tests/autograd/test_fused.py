@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from chapters.support.gradcheck import gradcheck
 from minipar.autograd import (
     Tensor,
     causal_attention,
@@ -16,7 +17,6 @@ from minipar.autograd import (
     layer_norm,
     linear,
 )
-from minipar.autograd.gradcheck import gradcheck
 
 RANDOM = np.random.Generator(np.random.Philox(2))
 TARGETS = np.array([[0, 4, -100], [2, 2, 1]])

@@ -30,8 +30,8 @@ MUTANTS = [
         "autograd/test_graph.py autograd/test_autograd.py",
         (
             "backward: the last user's gradient replaces those before it",
-            "self.arrays[node] + array if node in self.arrays else array",
-            "array",
+            "gradients[edge] + result if edge in gradients else result",
+            "result",
         ),
         ("backward: callbacks run after an inner pass too", "    if outer is None:", "    if True:"),
         ("backward: a recomputed block's input stays until the outer pass ends", "del uses[leaf]", "pass"),

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, causal_attention, dropout
-from minipar.autograd.gradcheck import gradcheck
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
 from minipar.train import trainer as trainer_module

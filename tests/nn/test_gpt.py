@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from minipar.autograd.gradcheck import gradcheck
+from chapters.support.gradcheck import gradcheck
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2, load_gpt2
