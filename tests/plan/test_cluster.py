@@ -95,7 +95,7 @@ def test_a_users_own_program(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"like": "pytorch"}', "\"like\" is 'pytorch', expected one of megatron, nanotron, minipar"),
+        ('{"like": "pytorch"}', "\"like\" is 'pytorch', expected one of megatron, megatron-2021, "),
         ('{"like": ["nanotron"]}', '"like" is'),
         ('{"link": 1}', "no program has 'link'; did you mean links?"),
         ('{"kept": {}}', "no program has 'kept'"),
