@@ -31,10 +31,13 @@ def hold(kind: str, *arrays: Any) -> None:
 
 
 def enter(phase: str, restart: bool = False) -> None:
-    """Start this phase of a training step (`MemoryLedger.enter`)."""
+    """Start this phase of a training step; `restart` forgets the moments so far, but not the peak."""
     ledger = _recording.get()
     if ledger is not None:
-        ledger.enter(phase, restart)
+        ledger.phase = phase
+        if restart:
+            ledger.moments = []
+        ledger.note()
 
 
 def is_recording() -> bool:
@@ -63,13 +66,6 @@ class MemoryLedger:
         """Record in this ledger what the code inside the block holds."""
         return setting(_recording, self)
 
-    def enter(self, phase: str, restart: bool = False) -> None:
-        """Start this phase; `restart` forgets the moments so far, but not the peak."""
-        self.phase = phase
-        if restart:
-            self.moments = []
-        self._note()
-
     def total(self) -> int:
         return sum(self.held.values())
 
@@ -90,9 +86,10 @@ class MemoryLedger:
 
     def _change(self, kind: str, nbytes: int) -> None:
         self.held[kind] += nbytes
-        self._note()
+        self.note()
         if self.total() > self.peak:
             self.peak, self.peak_parts = self.total(), dict(self.held)
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Add a moment: the bytes held now."""
         self.moments.append((self.phase, tuple(self.held.values())))

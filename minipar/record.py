@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-STRIPS = (
-    24  # a multiple of 8 and of 3*8: a tensor-parallel rank's part, of q, k and v side by side too, is whole strips
-)
+# A multiple of 8 and of 3*8: a tensor-parallel rank's part, of q, k and v side by side too, is whole strips.
+STRIPS = 24
 Arrays = Mapping[str, np.ndarray]
 
 

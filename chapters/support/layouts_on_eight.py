@@ -113,7 +113,7 @@ def train(comm: Communicator, flags: str, single: SingleDevice | None) -> dict[s
     for mine, alone in zip(states, single.states, strict=True):
         scales = layer_scales(alone)
         differences.append(max(relative_difference(mine[name], alone[name], scales[name]) for name in alone))
-    verdict = compare(states[-1], single.states[-1], results, single.results, exact=False, ranks=8, dtype="float64")
+    verdict = compare((states[-1], results), (single.states[-1], single.results), exact=False, ranks=8)
     losses = [result.loss for result in results]
     outcome = {"losses": losses, "differences": differences, "bits": bits(states[-1])}
     return outcome | {"sent": sent, "passed": verdict.passed, "verdict": verdict.line}
@@ -178,7 +178,7 @@ def move(
     if comm.rank != 0:
         return None
     assert single is not None
-    verdict = compare(state, single.states[-1], results, single.results, exact=False, ranks=8, dtype="float64")
+    verdict = compare((state, results), (single.states[-1], single.results), exact=False, ranks=8)
     return {"passed": verdict.passed, "verdict": verdict.line, "bits": bits(state)}
 
 
@@ -300,7 +300,7 @@ def examine(comm: Communicator, kind: type[Trainer], mesh: Any, single: SingleDe
     state = trainer.state_dict()
     if comm.rank == 0:
         assert single is not None
-        verdict = compare(state, single.states[-1], results, single.results, exact=False, ranks=8, dtype="float64")
+        verdict = compare((state, results), (single.states[-1], single.results), exact=False, ranks=8)
         noticed["loss"] = abs(results[-1].loss / single.results[-1].loss - 1) > 0.05
         noticed["one device"] = not verdict.passed
     return [instrument for instrument, did in noticed.items() if did]

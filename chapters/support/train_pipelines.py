@@ -92,10 +92,7 @@ class PipelineRuns:
         """Compare as `verify` does, with the one device that has trained already. Every rank gets the verdict."""
         state, line = trainer.state_dict(), b""
         if self.single is not None:
-            parameters, steps = self.single
-            found = compare(
-                state, parameters, results, steps, exact=True, ranks=self.comm.size, dtype=trainer.config.run.dtype
-            )
+            found = compare((state, results), self.single, exact=True, ranks=self.comm.size)
             line = f"{int(found.passed)}{found.line}".encode()
         line = self.comm.all_gather_bytes(line)[0]
         return Verdict(line[:1] == b"1", line[1:].decode())

@@ -66,34 +66,23 @@ def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error of a file inside the block into a UsageError: its path, and the cause."""
+    """Turn an error of a file inside the block into a UsageError: its path, and the cause.
+
+    Anything but a regular file is an error too: a link could lead anywhere.
+    """
     try:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path} is {'a link' if stat.S_ISLNK(mode) else 'not a file'}; expected a file")
         yield
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def checksum(manifest: dict[str, Any]) -> str:
     """Compute the SHA-256 of all other entries of a manifest."""
     rest = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def read_regular(path: Path) -> bytes:
-    """Read a regular file. UsageError, which names it, for anything else: a link could lead anywhere."""
-    _check_regular(path)
-    with reading(path):
-        return path.read_bytes()
-
-
-def _check_regular(path: Path) -> os.stat_result:
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{path} is {'a link' if stat.S_ISLNK(status.st_mode) else 'not a file'}; expected a file")
-    return status
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -132,13 +121,11 @@ class Checkpoint:
     def check_file(self, file: dict[str, Any]) -> None:
         """Check one of `files` against its manifest entry: size and SHA-256. UsageError."""
         path = self.directory / file["name"]
-        status = _check_regular(path)
-        if status.st_size != file["bytes"]:
-            raise UsageError(f"{path} has {status.st_size:,} bytes, but {file['bytes']:,} were written")
-        with reading(path):
-            with open(path, "rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != file["sha256"]:
+        with reading(path), open(path, "rb") as stream:
+            size = os.path.getsize(path)
+            if size != file["bytes"]:
+                raise UsageError(f"{path} has {size:,} bytes, but {file['bytes']:,} were written")
+            if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
                 raise UsageError(f"{path}: its SHA-256 is not that of what was written: the file is corrupted")
 
     def array(self, kind: str, name: str) -> Array:

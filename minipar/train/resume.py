@@ -8,7 +8,7 @@ from typing import Any
 
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, read_regular
+from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, reading
 from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 
@@ -54,7 +54,8 @@ def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resu
     place, text = b"", b""
     with agreeing(comm, name):
         if comm.rank == 0 and (directory := _find(config.run, name)) is not None:
-            place, text = os.fsencode(directory), read_regular(directory / MANIFEST)
+            with reading(directory / MANIFEST):
+                place, text = os.fsencode(directory), (directory / MANIFEST).read_bytes()
     place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
     return Checkpoint(os.fsdecode(place), text) if place else None
 

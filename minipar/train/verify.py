@@ -26,6 +26,7 @@ from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 
 OnStep = Callable[[StepResult], object]  # called after each step of the single device
+Run = tuple[dict[str, np.ndarray], Sequence[StepResult]]  # the parameters after it, and the result of each step
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Verdict:
     line: str
 
 
-def bound(dtype: str, steps: int) -> float:
+def bound(dtype: str | np.dtype[Any], steps: int) -> float:
     """Return the largest relative difference after `steps` steps that rounding explains.
 
     It is 4500 machine epsilons for the first step (1e-12 in float64) and five times that for each further one, relative
@@ -61,21 +62,13 @@ def layer_scales(state: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: layers[name.rpartition(".")[0]] for name in state}
 
 
-def compare(
-    parallel: dict[str, np.ndarray],
-    single: dict[str, np.ndarray],
-    parallel_steps: Sequence[StepResult],
-    single_steps: Sequence[StepResult],
-    *,
-    exact: bool,
-    ranks: int,
-    dtype: str,
-) -> Verdict:
+def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> Verdict:
     """Compare the parameters, losses and gradient norms of two runs; `exact` demands the same bits.
 
     If the parallel run was resumed, its steps are compared with the last ones of the single run. The norms are compared
     because AdamW forgives a gradient of the wrong scale, which the parameters alone would hardly show.
     """
+    (parallel, parallel_steps), (single, single_steps) = parallel_run, single_run
     pairs = {name: (parallel[name], single[name]) for name in single}
     count, resumed = len(parallel_steps), len(single_steps) - len(parallel_steps)
     for name, field in (("the losses", "loss"), ("the gradient norms", "grad_norm")):
@@ -94,7 +87,7 @@ def compare(
     scales = layer_scales(single)
     differences = {name: relative_difference(*pairs[name], scales.get(name)) for name in different}
     worst = max(differences, key=lambda name: differences[name])
-    largest, limit = differences[worst], bound(dtype, steps)
+    largest, limit = differences[worst], bound(single[next(iter(single))].dtype, steps)
     if exact:
         where = f"in {len(different)} of {len(pairs)} arrays, most in {worst}: relative {largest:.3g}"
         return Verdict(False, f"{failed} {where}, but --reduction ordered promises the same bits")
@@ -130,17 +123,14 @@ def verify(
     verdict = Verdict(False, "")
     parameters = trainer.state_dict()
     if comm.rank == 0:
-        single, single_results = train_on_one_device(config, tokens, on_step)
+        single = train_on_one_device(config, tokens, on_step)
         exact = config.run.reduction == "ordered" and config.mesh.tp == 1 and same_sums(trainer.checkpoint, config)
-        runs = (parameters, single, results, single_results)
-        verdict = compare(*runs, exact=exact, ranks=comm.size, dtype=config.run.dtype)
+        verdict = compare((parameters, results), single, exact=exact, ranks=comm.size)
     with comm.engine.patient():
         return Verdict(*json.loads(comm.all_gather_bytes(json.dumps(astuple(verdict)).encode())[0]))
 
 
-def train_on_one_device(
-    config: TrainConfig, tokens: Tokens, on_step: OnStep = lambda result: None
-) -> tuple[dict[str, np.ndarray], list[StepResult]]:
+def train_on_one_device(config: TrainConfig, tokens: Tokens, on_step: OnStep = lambda result: None) -> Run:
     """Train the same steps on a mesh of one, nothing sharded; return the parameters and the result of each step."""
     single, results = OneDevice(config, tokens), []
     for result in single.train():

@@ -19,14 +19,18 @@ MUTANTS = [
     *mistakes(
         "minipar/train/checkpoint.py",
         "train/test_checkpoint_files.py train/test_checkpoint.py",
-        ("load: a corrupted file is accepted", 'if digest != file["sha256"]:', "if False:"),
+        (
+            "load: a corrupted file is accepted",
+            'if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:',
+            "if False:",
+        ),
         (
             "load: the optimizer starts from step 0",
             'optimizer.steps = checkpoint.manifest["optimizer_steps"]',
             "optimizer.steps = 0",
         ),
         ("load: elements may be in no file", "if held != math.prod(shape):", "if held > math.prod(shape):"),
-        ("load: a manifest may be a link", "status = os.lstat(path)", "status = os.stat(path)"),
+        ("load: a manifest may be a link", "mode = os.lstat(path).st_mode", "mode = os.stat(path).st_mode"),
     ),
     *mistakes(
         "minipar/train/checkpoint.py",

@@ -162,9 +162,9 @@ def step_results(losses):
     return [StepResult(i, loss, 1.0, 0.1, 10.0) for i, loss in enumerate(losses)]
 
 
-def verdict_of(a, b, exact, losses=((1.0,), (1.0,)), dtype="float64"):
-    results = [step_results(each) for each in losses]
-    return compare({"w": a}, {"w": b}, *results, exact=exact, ranks=2, dtype=dtype)
+def verdict_of(a, b, exact, losses=((1.0,), (1.0,))):
+    runs = [({"w": array}, step_results(each)) for array, each in zip((a, b), losses, strict=True)]
+    return compare(*runs, exact=exact, ranks=2)
 
 
 def test_a_verdict_says_what_differs_and_by_how_much():
