@@ -36,7 +36,7 @@ class Wrapped:
     def _wrap(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.size, self.ranks = inner.rank, inner.size, inner.ranks
-        self.name, self.launcher = inner.name, inner.launcher
+        self.name, self.launcher, self.notices = inner.name, inner.launcher, inner.notices
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         return self.inner.isend(array, dest, tag, owner)
@@ -51,12 +51,6 @@ class Wrapped:
         other = copy.copy(self)
         other._wrap(self.inner.group(ranks, name))
         return other
-
-    def look(self, request: Request, seconds: float, engine: Any) -> None:
-        self.inner.look(request, seconds, engine)
-
-    def report(self, request: Request, engine: Any) -> str:
-        return self.inner.report(request, engine)
 
     def native(self, op: str, *arguments: Any) -> Request:
         return self.inner.native(op, *arguments)

@@ -29,6 +29,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "trace": ["save_chrome_trace", "start_trace"],
         "traffic": ["Traffic", "messages", "wire_bytes"],
         "transport": ["Transport"],
-        "work": ["Message", "Work"],
+        "work": ["Work"],
     },
 )

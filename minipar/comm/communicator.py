@@ -11,10 +11,9 @@ import numpy as np
 from minipar import backend
 from minipar.backend import Array
 from minipar.comm.algorithms import GENERATORS, Bounds, chunks, gather, ring_all_gather
-from minipar.comm.clock import Clock, Network
 from minipar.comm.trace import TimedWork
-from minipar.comm.transport import USER_TAGS, Request, Steps, Transport
-from minipar.comm.work import Engine, Finished, Message, Stream, Work
+from minipar.comm.transport import USER_TAGS, Request, Steps
+from minipar.comm.work import Finished, Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
@@ -47,7 +46,7 @@ def choose(op: str, algorithm: str, nbytes: int) -> str:
     return algorithm
 
 
-class Communicator:
+class Communicator(Stream):
     """The ranks of one mesh axis (or of the whole world), seen from one of them.
 
     rank, size       this rank and the number of ranks, inside the group
@@ -61,24 +60,6 @@ class Communicator:
     count the bytes that a rank sends, for n bytes and p ranks (exactly: `traffic.wire_bytes`).
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        axis: str = "world",
-        *,
-        clock: str | Clock | None = None,
-        network: Network | None = None,
-        parent: "Communicator | None" = None,
-    ) -> None:
-        self.transport = transport
-        self.rank, self.size, self.ranks = transport.rank, transport.size, transport.ranks
-        self.axis, self.name = axis, transport.name
-        self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
-        self.clock, self.traffic, self.tracer = self.engine.clock, self.engine.traffic, self.engine.tracer
-        self._stream = Stream(self.engine, transport, axis)
-        self.label = self._stream.label  # this rank, in error messages
-        self._splits = 0
-
     def progress(self) -> None:
         """Advance outstanding asynchronous work of all this rank's communicators, without waiting."""
         if self.engine.streams:
@@ -88,23 +69,28 @@ class Communicator:
 
     # -- the two operations -----------------------------------------------------------------------------------------
 
-    def isend(self, array: Array, dest: int, tag: int = 0) -> Message:
-        """Start to send a contiguous array to a rank of the group. Leave it alone until the Message is done.
+    def isend(self, array: Array, dest: int, tag: int = 0) -> Work:
+        """Start to send a contiguous array to a rank of the group. Leave it alone until the Work is done.
 
         Sent: array.nbytes bytes, counted as operation "send". Device arrays are copied to the host first.
         """
         return self._message("send", dest, tag, self._flat(array, "send"))
 
-    def irecv(self, array: Array, source: int, tag: int = 0) -> Message:
+    def irecv(self, array: Array, source: int, tag: int = 0) -> Work:
         """Start to receive into a contiguous array. `wait()` returns it. A message of another size is an error."""
         return self._message("recv", source, tag, self._room(array, "recv"), array)
 
-    def _message(self, op: str, peer: int, tag: int, host: np.ndarray, array: Array | None = None) -> Message:
+    def _message(self, op: str, peer: int, tag: int, host: np.ndarray, array: Array | None = None) -> Work:
         if not 0 <= peer < self.size:
             raise ValueError(f"{self.label}, {op}: rank {peer} is not one of the {self.size} ranks")
         if not 0 <= tag < USER_TAGS:
             raise ValueError(f"{self.label}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
-        return Message(self._kind()(self._stream, op, "", tag), host, peer, array)
+        work = self._kind()(self, op, "", tag)
+        request = work.isend(host, peer) if array is None else work.irecv(host, peer)
+        steps: Iterator[Iterable[Request]] = iter([(request,)])
+        if array is not None and type(array) is not np.ndarray:
+            steps = _copy_back(steps, host, array)
+        return work.start(steps, array)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -220,18 +206,17 @@ class Communicator:
     def split(self, color: int | None, axis: str) -> "Communicator | None":
         """Make a group of the ranks that pass the same color, in rank order. None for color None."""
         colors = self.all_gather_bytes(str(color).encode())
-        if color is None:
-            self._splits += 1
-            return None
-        return self.row([rank for rank in range(self.size) if colors[rank] == colors[self.rank]], axis)
+        members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
+        group = self.row(members, axis)  # of None too: every rank must call `row` as often as the others
+        return None if color is None else group
 
     def row(self, members: list[int], axis: str) -> "Communicator":
         """Make the group of these ranks, this one among them, in this order, without sending anything.
 
         Every rank must call it as often as the others, and each member with the same list.
         """
-        self._splits += 1
-        name = f"{self.name}/{self._splits}.{axis}{members[0]}"
+        self.rows += 1
+        name = f"{self.name}/{self.rows}.{axis}{members[0]}"
         return Communicator(self.transport.group(members, name), axis, parent=self)
 
     # -- how an operation starts --------------------------------------------------------------------------------------
@@ -241,8 +226,8 @@ class Communicator:
     ) -> Result:
         """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
         elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
-        tag = self._stream.next_tag(op, algorithm, elements, combine)
-        work = self._kind()(self._stream, op, algorithm, tag)
+        tag = self.next_tag(op, algorithm, elements, combine)
+        work = self._kind()(self, op, algorithm, tag)
         steps: Iterator[Iterable[Request]]
         if self.size == 1:
             steps = _alone(*arguments)
@@ -252,7 +237,7 @@ class Communicator:
             steps = GENERATORS[op][algorithm](work, *arguments)
         if host is not None and type(x) is not np.ndarray:
             steps = _copy_back(steps, host, x)
-        if not async_op and type(work) is Work and not self._stream.queue:  # no queue: a tenth less for small messages
+        if not async_op and type(work) is Work and not self.queue:  # no queue: a tenth less for small messages
             return work.run(steps, x)
         work.start(steps, x)
         if not async_op:
@@ -269,7 +254,7 @@ class Communicator:
         """Run an operation that no clock and no trace sees."""
         if self.size > 1:
             now = self.clock.now()
-            work = Work(self._stream, "control", "ring", self._stream.next_tag("control", "ring", NOTHING))
+            work = Work(self, "control", "ring", self.next_tag("control", "ring", NOTHING))
             work.start(generator(work, *arguments), None).wait()
             self.clock.resume(now)
 

@@ -29,7 +29,7 @@ YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
-LEFT, REPORT, REPORTED = range(3)  # tags of notices: I leave; write a report; I have written mine
+LEFT, REPORTED = range(2)  # tags of notices: I leave; I have written my report, write yours
 LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messages must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 
@@ -94,16 +94,17 @@ class _Native(_Receive):
 
 
 class Notices:
-    """The messages between ranks outside of operations: a rank has left, or wants or has written a report."""
+    """The messages between ranks outside of operations: a rank has left, or has written a report."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, REPORT: {}, REPORTED: {}}  # tag -> {rank: value}
+        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, REPORTED: {}}  # tag -> {rank: value}
         self._sent: list[Any] = []  # buffers must stay until their messages have left
 
     def send(self, tag: int, value: int = 0) -> None:
         """Send a notice to every other rank."""
+        self.arrived[tag][self.rank] = value
         buffer = np.array([value])
         for rank in range(self.size):
             if rank != self.rank:
@@ -119,12 +120,12 @@ class Notices:
     def leave(self) -> None:
         """Tell the others that this rank leaves, and wait until all do: MPI must not end with messages on their way."""
         self.send(LEFT)
-        while len(self.arrived[LEFT]) < self.size - 1:
+        while len(self.arrived[LEFT]) < self.size:
             time.sleep(LONGEST_SLEEP)
             self.receive()
 
     def write(self, request: Request, engine: Any) -> str:
-        """Write this rank's report, and tell the others. Return the files' common name."""
+        """Write this rank's report, and tell the others, who then write theirs. Return the files' common name."""
         name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # another user's link there is not followed
         with open(os.open(f"{name}{self.rank}.txt", flags, 0o600), "w", encoding="utf-8") as file:
@@ -132,6 +133,29 @@ class Notices:
             print(f"{request.describe()}\nlast operations, the newest first:\n{operations}", file=file)
         self.send(REPORTED, engine.operations)
         return name
+
+    def look(self, request: Request, seconds: float, engine: Any) -> None:
+        """Look what other ranks say, in a wait that has lasted `seconds`. Write a report if another rank has done so.
+
+        CommunicationError if the rank that has to act for `request` has left.
+        """
+        self.receive()
+        if self.arrived[REPORTED] and self.rank not in self.arrived[REPORTED]:
+            self.write(request, engine)
+        if seconds > LEFT_SECONDS and request.peer in self.arrived[LEFT]:
+            raise CommunicationError(f"{request.describe()}: rank {request.peer} has returned")
+
+    def report(self, request: Request, engine: Any) -> str:
+        """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
+        files, counts, deadline = self.write(request, engine), self.arrived[REPORTED], time.monotonic() + REPORT_SECONDS
+        while len(counts) < self.size and time.monotonic() < deadline:
+            time.sleep(LONGEST_SLEEP)
+            self.receive()
+        if silent := [str(rank) for rank in range(self.size) if rank not in counts]:
+            behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
+        else:
+            behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
+        return f"; {behind}; what each rank waits for, and its last operations, are in {files}*.txt"
 
 
 class MPITransport:
@@ -165,30 +189,6 @@ class MPITransport:
             os.sched_yield()
         else:
             time.sleep(min(FIRST_SLEEP * (1 + (attempt - YIELD_TESTS) // 8), LONGEST_SLEEP))
-
-    def look(self, request: Request, seconds: float, engine: Any) -> None:
-        self.notices.receive()
-        arrived = self.notices.arrived
-        if arrived[REPORT]:
-            arrived[REPORT].clear()
-            self.notices.write(request, engine)
-        if seconds > LEFT_SECONDS and request.peer in arrived[LEFT]:
-            raise CommunicationError(f"{request.describe()}: rank {request.peer} has returned")
-
-    def report(self, request: Request, engine: Any) -> str:
-        notices, deadline = self.notices, time.monotonic() + REPORT_SECONDS
-        notices.send(REPORT)
-        files = notices.write(request, engine)
-        counts = notices.arrived[REPORTED]
-        while len(counts) < notices.size - 1 and time.monotonic() < deadline:
-            time.sleep(LONGEST_SLEEP)
-            notices.receive()
-        counts[notices.rank] = engine.operations
-        if silent := [str(rank) for rank in range(notices.size) if rank not in counts]:
-            behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
-        else:
-            behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
-        return f"; {behind}; what each rank waits for, and its last operations, are in {files}*.txt"
 
     def group(self, ranks: Sequence[int], name: str) -> "MPITransport":
         everyone = self.comm.Get_group()

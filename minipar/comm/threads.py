@@ -51,8 +51,7 @@ class ThreadWorld:
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
         self.news = [False] * size  # a message of this rank was delivered since it last paused
-        self.waiting: list[Request | None] = [None] * size
-        self.busy = set(range(size))  # ranks that neither have returned nor wait without news
+        self.idle: dict[int, Request | None] = {}  # ranks that wait without news, and for what; None: it has returned
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> Request:
@@ -75,8 +74,8 @@ class ThreadWorld:
                 half.done = True
                 rank = half.world_rank
                 self.news[rank] = True
-                if self.waiting[rank] is not None:
-                    self.busy.add(rank)
+                if self.idle.get(rank) is not None:
+                    del self.idle[rank]
                     self.wake[rank].notify()
             return message
 
@@ -84,13 +83,11 @@ class ThreadWorld:
         """Sleep until one of this rank's messages has been delivered, or LOOK_SECONDS have passed."""
         with self.lock:
             if not self.news[rank] and self.failure is None:
-                self.waiting[rank] = waiting_for
-                self.busy.discard(rank)
-                if not self.busy:
+                self.idle[rank] = waiting_for
+                if len(self.idle) == len(self.wake):
                     raise CommunicationError(self._deadlock())
                 self.wake[rank].wait(timeout=LOOK_SECONDS)
-                self.waiting[rank] = None
-                self.busy.add(rank)
+                self.idle.pop(rank, None)
             self.news[rank] = False
             if self.failure is not None:
                 raise _Released
@@ -107,7 +104,8 @@ class ThreadWorld:
 
     def _deadlock(self) -> str:
         lines = ["every rank waits and no message is on its way:"]
-        for rank, request in enumerate(self.waiting):
+        for rank in range(len(self.wake)):
+            request = self.idle[rank]
             lines.append(f"  rank {rank} has returned" if request is None else f"  {request.describe()}")
         return "\n".join(lines)
 
@@ -116,6 +114,7 @@ class ThreadTransport:
     """The ranks of one group of threads. (Its methods' docstrings are in transport.Transport.)"""
 
     launcher = "run_local"
+    notices = None  # the threads know at once that every rank waits
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.world = world
@@ -138,12 +137,6 @@ class ThreadTransport:
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         self.world.pause(self.ranks[self.rank], waiting_for)
-
-    def look(self, request: Request, seconds: float, engine: Any) -> None:
-        pass  # the threads know at once that every rank waits
-
-    def report(self, request: Request, engine: Any) -> str:
-        return ""
 
     def group(self, ranks: Sequence[int], name: str) -> "ThreadTransport":
         members = [self.ranks[rank] for rank in ranks]
@@ -180,7 +173,7 @@ def run_local(
             results[rank] = fn(comm, *args, **kwargs)
             comm.engine.close()
             with world.lock:
-                world.busy.discard(rank)  # if all others wait, the next of them to look reports the deadlock
+                world.idle[rank] = None  # if all others wait, the next of them to look reports the deadlock
         except _Released:
             pass
         except BaseException as error:

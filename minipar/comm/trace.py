@@ -51,6 +51,7 @@ class TimedWork(Work):
         self.clock, self.tracer = stream.engine.clock, stream.engine.tracer
         self.called = self.started = self.time = self.clock.now()
         self.port = 0.0  # when the last message sent has left
+        self.asked = self.called  # when the caller last tested or waited
         self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
         self.nbytes = 0  # sent
 
@@ -82,7 +83,7 @@ class TimedWork(Work):
 
     def _track(self) -> int:
         name = f"communication {self.stream.axis}"
-        if self.op in ("send", "recv"):
+        if self.single:
             return self.tracer.track(self.transport.name + "|single", name + ", send and receive")
         return self.tracer.track(self.transport.name, name)
 
@@ -94,15 +95,19 @@ class TimedWork(Work):
 
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
         """Issue the operation. The call itself takes no time."""
-        super().start(self._follow(steps), result)
+        super().start(self._follow_message(steps) if self.single else self._follow(steps), result)
         self.clock.resume(self.called)
         return self
 
+    def test(self) -> bool:
+        self.asked = self.clock.now()
+        return super().test()
+
     def wait(self) -> Any:
         """Wait until the operation is finished. The rank continues no earlier than it ended."""
-        now = self.clock.now()
+        self.asked = self.clock.now()
         result = super().wait()
-        self.clock.resume(max(now, self.time))
+        self.clock.resume(max(self.asked, self.time))
         return result
 
     def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
@@ -115,6 +120,19 @@ class TimedWork(Work):
             self._settle(requests)
         stream.end, stream.port = self.time, self.port
         self._record()
+
+    def _follow_message(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
+        """Yield a single message. A send takes no time and is recorded at once, a receive when it has arrived."""
+        for requests in steps:
+            if self.op == "send":
+                self.time = self.called if self.clock.logical else self.clock.now()
+                self._record()
+            yield requests
+            if self.op == "recv":
+                self.started = self.time = self.asked
+                self._settle(requests)
+                self._record()
+            self.clock.resume(max(self.asked, self.time))
 
     def _settle(self, requests: Iterable[Any]) -> None:
         """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
@@ -135,21 +153,6 @@ class TimedWork(Work):
         if self.tracer.enabled:
             arguments = {"op": self.op, "algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
             self.tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
-
-    def posted(self) -> None:
-        """Return from the call that sends or receives a single message. A message sent is recorded at once."""
-        if self.op == "send":
-            self.time = self.called if self.clock.logical else self.clock.now()
-            self._record()
-        self.clock.resume(self.called)
-
-    def completed(self, request: Request, now: float) -> None:
-        """Return from a call that began at `now`, no earlier than a message received arrives, which is recorded now."""
-        if self.op == "recv":
-            self.started = self.time = now
-            self._settle((request,))
-            self._record()
-        self.clock.resume(max(now, self.time))
 
 
 # ---- the trace of all ranks: `comm` is a Communicator and `mesh` a DeviceMesh, which import this file ----------------

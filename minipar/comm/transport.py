@@ -84,6 +84,7 @@ class Transport(Protocol):
     ranks: list[int]  # the world rank of each member
     name: str  # the same on every member, and no other group's
     launcher: str  # what started the ranks, for error messages: "mpirun" or "run_local"
+    notices: Any  # what ranks tell one another outside of operations (mpi.Notices); None between threads
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         """Start to send a contiguous host array. It must not be changed until the request is done."""
@@ -93,15 +94,6 @@ class Transport(Protocol):
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
         """Let other ranks run. Called between two tests, the `attempt`-th time in a row without success."""
-
-    def look(self, request: Request, seconds: float, engine: Any) -> None:
-        """Look now and then, in a wait that has lasted `seconds`, for what other ranks say outside of operations.
-
-        CommunicationError if the rank that has to act for `request` has left. Reports are written from `engine`.
-        """
-
-    def report(self, request: Request, engine: Any) -> str:
-        """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
 
     def group(self, ranks: Sequence[int], name: str) -> "Transport":
         """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""

@@ -1,4 +1,4 @@
-"""Operations under way: every collective, blocking or asynchronous, is driven here and nowhere else.
+"""Operations under way: every collective and every message, blocking or asynchronous, is driven here.
 
 Operations on one communicator run in the order in which they were issued (NB: as on an NCCL stream). A rank that waits
 advances the operations of all its communicators, so ranks may issue to axes in different orders without a deadlock.
@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from minipar import backend
-from minipar.backend import Array
 from minipar.comm.clock import Clock, Network, Tracer, make_clock
 from minipar.comm.traffic import Traffic
-from minipar.comm.transport import Request, Transport, tag_of
+from minipar.comm.transport import USER_TAGS, Request, Transport, tag_of
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import hold
 
@@ -59,13 +57,14 @@ class Engine:
             attempt += 1
             if attempt % CHECK_EVERY == 0:
                 seconds = time.monotonic() - start
-                self.transport.look(request, seconds, self)
+                if (notices := self.transport.notices) is not None:
+                    notices.look(request, seconds, self)
                 if seconds > said and self.transport.rank == 0:
                     print(f"minipar: {request.describe()}: waiting for {seconds:.0f} s", file=sys.stderr, flush=True)
                     said *= 2
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"
-                    raise CommunicationError(text + self.transport.report(request, self))
+                    raise CommunicationError(text + (notices.report(request, self) if notices is not None else ""))
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -98,21 +97,29 @@ def wait_timeout() -> float:
 
 
 class Stream:
-    """The operations issued on one communicator and not finished, oldest first, and what they share.
+    """The state of a Communicator: the operations issued and not finished, oldest first, and what they share."""
 
-    NB: an asynchronous collective of NCCL runs on a CUDA stream next to the computation. `end` is that stream's time.
-    """
-
-    def __init__(self, engine: Engine, transport: Transport, axis: str) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        transport: Transport,
+        axis: str = "world",
+        *,
+        clock: str | Clock | None = None,
+        network: Network | None = None,
+        parent: "Stream | None" = None,
+    ) -> None:
         self.transport = transport
-        self.axis = axis
+        self.rank, self.size, self.ranks = transport.rank, transport.size, transport.ranks
+        self.axis, self.name = axis, transport.name
+        self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
+        self.clock, self.traffic, self.tracer = self.engine.clock, self.engine.traffic, self.engine.tracer
         self.queue: deque[Work] = deque()
         self.end = 0.0  # of the last operation, on a logical clock
         self.port = 0.0  # when its last message had left
         self.operations = 0  # collectives issued
-        place = "" if axis == "world" else f" ({axis} rank {transport.rank})"
-        self.label = f"rank {transport.ranks[transport.rank]}{place}"
+        self.rows = 0  # groups made of this one
+        place = "" if axis == "world" else f" ({axis} rank {self.rank})"
+        self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
         self._views: dict[tuple[int, np.dtype], np.ndarray] = {}
@@ -127,12 +134,11 @@ class Stream:
         return tag
 
     def add(self, work: "Work") -> None:
-        """Start an operation if no other is under way, and put it at the end of the queue if it is not finished."""
-        if not self.queue:
-            if work.advance():
-                return
-            self.engine.streams.append(self)
+        """Put an operation at the end of the queue, and start it if no other is under way."""
         self.queue.append(work)
+        if len(self.queue) == 1:
+            self.engine.streams.append(self)
+            self.advance()
 
     def advance(self) -> None:
         """Advance the oldest operation, and the next one when it is finished."""
@@ -156,9 +162,13 @@ class Stream:
 
 
 class Work:
-    """One operation of a communicator: the `Link` of its algorithm, and the handle of its caller."""
+    """One operation of a communicator: the `Link` of its algorithm, and the handle of its caller.
 
-    __slots__ = tuple("_count _requests _result algorithm done missing op rank size stream tag transport".split())
+    A collective is the work of its stream. A single message of the user (pipelines are made of these) has one step, and
+    advances when its caller tests it or waits for it, in any order.
+    """
+
+    __slots__ = tuple("_count _steps _result algorithm done missing op rank size stream tag transport".split())
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
         self.stream = stream
@@ -171,6 +181,11 @@ class Work:
         self._count = stream.engine.traffic.counter(op, stream.axis)
         self.missing: Request | None = None  # the message that is missing
         self.done = False
+
+    @property
+    def single(self) -> bool:
+        """True for a message of the user, which does not wait for its turn."""
+        return self.tag < USER_TAGS
 
     # -- for the algorithm (the docstrings are in transport.Link) -----------------------------------------------------
 
@@ -194,9 +209,12 @@ class Work:
 
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> "Work":
         """Issue the operation: run its algorithm as far as it goes, after the operations issued before it."""
-        self._requests = chain.from_iterable(steps)
+        self._steps = chain.from_iterable(steps)
         self._result = result
-        self.stream.add(self)
+        if self.single:
+            self.missing = next(self._steps)
+        else:
+            self.stream.add(self)
         return self
 
     def run(self, steps: Iterator[Iterable[Request]], result: Any) -> Any:
@@ -210,36 +228,28 @@ class Work:
     def test(self) -> bool:
         """Advance the operation if possible, and return True once it is finished."""
         if not self.done:
-            self.stream.advance()
+            (self if self.single else self.stream).advance()
         if self.done:
             self.stream.engine.unwaited.pop(self, None)
         return self.done
 
     def wait(self) -> Any:
-        """Wait until the operation is finished, and return its result."""
-        while not self.test():
-            missing = self.stream.queue[0].missing
+        """Wait until the operation is finished. Return its result: the array, None for a message that was sent."""
+        while not Work.test(self):
+            missing = self.missing or self.stream.queue[0].missing
             assert missing is not None
             self.stream.engine.wait(missing)
         return self._result
 
     def advance(self) -> bool:
-        """Run the algorithm until a message is missing. True when it is finished. Only the oldest Work may run."""
+        """Run the algorithm until a message is missing. True when it is finished. Only a stream's oldest may run."""
         request = self.missing
         while request is None or request.test():
-            request = self.missing = next(self._requests, None)
+            request = self.missing = next(self._steps, None)
             if request is None:
                 self.done = True
                 return True
         return False
-
-    # -- for a single message of the user, which has no steps (TimedWork takes its time) -------------------------------
-
-    def posted(self) -> None:
-        """Note that the message is under way and the call returns."""
-
-    def completed(self, request: Request, now: float) -> None:
-        """Note that the message is through, and that a call that began at `now` returns."""
 
 
 class Finished:
@@ -255,39 +265,3 @@ class Finished:
 
     def wait(self) -> Any:
         return self._result
-
-
-class Message:
-    """A message under way, sent or received by the user. (Pipelines are made of these.)"""
-
-    def __init__(self, work: Work, host: np.ndarray, peer: int, array: Array | None) -> None:
-        """Send `host`, or receive it if there is an `array` that it belongs to."""
-        self._work = work
-        self._host = host
-        self._array = array
-        self._request = work.isend(host, peer) if array is None else work.irecv(host, peer)
-        self.done = False
-        work.posted()
-
-    def test(self) -> bool:
-        """Return True once the message is through. Never waits."""
-        if not self.done:
-            now = self._work.stream.engine.clock.now()
-            if self._request.test():
-                self._finish(now)
-        return self.done
-
-    def wait(self) -> Array | None:
-        """Wait until the message is through. Return the array received, None for a send."""
-        if not self.done:
-            engine = self._work.stream.engine
-            now = engine.clock.now()
-            engine.wait(self._request)
-            self._finish(now)
-        return self._array
-
-    def _finish(self, now: float) -> None:
-        self.done = True
-        if self._array is not None and not backend.is_host(self._array):
-            self._array[...] = backend.from_host(self._host.reshape(self._array.shape))
-        self._work.completed(self._request, now)

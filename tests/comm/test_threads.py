@@ -66,10 +66,10 @@ class Asleep:
 
     def __init__(self, world, happens):
         self.world, self.happens = world, happens
-        self.busy = None
+        self.idle = None
 
     def wait(self, timeout):
-        self.busy = set(self.world.busy)
+        self.idle = dict(self.world.idle)
         self.world.lock.release()
         self.happens()
         self.world.lock.acquire()
@@ -89,24 +89,24 @@ def test_a_rank_is_idle_until_the_first_of_its_messages(messages):
     world, owner = ThreadWorld(2), Owner()
     receiver, sender = (ThreadTransport(world, range(2), rank) for rank in range(2))
     requests = [receiver.irecv(np.zeros(1), 1, tag, owner) for tag in range(3)]
-    busy = []
+    idle = []
 
     def send():
         for tag in range(messages):
             sender.isend(np.ones(1), 0, tag, owner)
-            busy.append(set(world.busy))
+            idle.append(dict(world.idle))
 
     world.wake[0] = Asleep(world, send)
     receiver.pause(0, requests[-1])
-    assert world.wake[0].busy == {1} and busy == [{0, 1}] * messages and world.busy == {0, 1}
+    assert world.wake[0].idle == {0: requests[-1]} and idle == [{}] * messages and world.idle == {}
     assert [request.test() for request in requests] == [tag < messages for tag in range(3)]
-    assert world.waiting == [None, None] and world.news[0] is False
+    assert world.news[0] is False
     # What arrives while it is awake is news too: it looks once more before it sleeps.
     sender.isend(np.ones(1), 0, 7, owner)
     receiver.irecv(np.zeros(1), 1, 7, owner)
     world.wake[0] = None
     receiver.pause(1, requests[-1])
-    assert world.busy == {0, 1}
+    assert world.idle == {}
 
 
 def test_a_wait_ends_after_the_timeout(monkeypatch):

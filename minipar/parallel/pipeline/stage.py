@@ -9,7 +9,7 @@ from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.transport import USER_TAGS
-from minipar.comm.work import Message
+from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold
 from minipar.nn.gpt import GPT, GPTConfig
@@ -128,7 +128,7 @@ class PipelineExecutor:
         self.shape, self.dtype = shape, dtype
         self.peak_alive = 0
         self._results: dict[Key, Any] = {}  # not used yet: an array, or a function that waits for it
-        self._sent: list[Message] = []
+        self._sent: list[Work] = []
 
     def run(
         self,
