@@ -56,16 +56,9 @@ from minipar.comm import DeviceMesh, Network, run_local, wire_bytes, world
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
 from minipar.parallel import grad_norm
 from minipar.parallel.placement import Partial, Shard
-from minipar.parallel.tensor import (
-    PLAN,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TensorParallel,
-    VocabParallelEmbedding,
-    layers,
-    mappings,
-    tensor_parallel,
-)
+from minipar.parallel.tensor import layers, mappings
+from minipar.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from minipar.parallel.tensor.plan import PLAN, TensorParallel, tensor_parallel
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer

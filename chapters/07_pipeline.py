@@ -56,7 +56,11 @@ from chapters.support.pipedream import Staleness, differences_from_one_device
 from chapters.support.show import printer
 from minipar.autograd import DeferredGradients, defer_weight_gradients
 from minipar.comm import run_local, world
-from minipar.parallel.pipeline import Durations, Schedule, check, lower, make, parse_action, schedules, simulate
+from minipar.parallel.pipeline import schedules
+from minipar.parallel.pipeline.actions import Schedule, parse_action
+from minipar.parallel.pipeline.check import check, lower
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage
 
 comm = world()

@@ -15,7 +15,7 @@ import numpy as np
 from training import config_for
 
 from minipar.comm import DeviceMesh
-from minipar.parallel.pipeline import SCHEDULES
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens

@@ -8,7 +8,7 @@ from training import joined, on_each_rank
 
 from minipar.nn import GPT, DropoutKeys, GPTConfig, Linear, dropping
 from minipar.parallel.placement import Shard
-from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
 from minipar.train.verify import train_on_one_device, verify

@@ -16,13 +16,14 @@ import pytest
 
 from minipar.errors import UsageError
 from minipar.parallel.memory import FLOAT32, FLOAT64, model_state
-from minipar.parallel.pipeline import SCHEDULES, Durations, make, simulate
-from minipar.parallel.pipeline.simulate import live_activations
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import MODELS, ModelShape
 from minipar.plan.rank_bytes import memory, volume
 from minipar.plan.search import schedules
 from visualize.mesh import LOOKS
+from visualize.schedule import live_activations
 from visualize.style import COLOURS
 
 NODE = shutil.which("node")

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import Action, Schedule, parse_action
+from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
 from visualize.style import COLOURS, GREY, at_lightness, ink_on
 
 KINDS = {"F": "F forward", "B": "B backward", "I": "I backward, input", "W": "W backward, weights"}

@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError, printable
-from minipar.parallel.pipeline import SCHEDULES, Durations, Timeline, make, simulate
-from minipar.parallel.pipeline.simulate import Time, live_activations
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from minipar.parallel.pipeline.simulate import Durations, Slot, Time, Timeline, simulate
 from visualize.boxes import (
     DIGIT_WIDTH,
     FILL,
@@ -109,6 +109,17 @@ def times_text(timelines: Iterable[Timeline]) -> str:
             kinds.setdefault(f"{float(durations.pop()):.4g}", []).append(kind)
     text = ", ".join(" = ".join([*equal, time]) for time, equal in kinds.items())
     return f"{text} for all layers of a rank" if text and several else text
+
+
+def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
+    """Return (time, activations alive from then on) for one rank: from the start of F to the end of B or I."""
+    changes = [(slot.start, 1) for slot in slots if slot.action.kind == "F"]
+    changes += [(slot.end, -1) for slot in slots if slot.action.kind in ("B", "I")]
+    live, steps = 0, {slots[0].start if slots else 0: 0}
+    for time, change in sorted(changes):  # all changes at one time are one step
+        live += change
+        steps[time] = live
+    return list(steps.items())
 
 
 def gallery(p: int = 4, m: int = 8, durations: Durations | None = None) -> dict[str, Timeline]:

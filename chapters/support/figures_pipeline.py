@@ -14,8 +14,10 @@ from matplotlib.patches import Patch, Rectangle
 from chapters.support.show import in_notebook
 from minipar.bench.pipeline import timeline_of
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import SCHEDULES, Action, Durations, Slot, Timeline, check, make, simulate
-from minipar.parallel.pipeline.simulate import Time
+from minipar.parallel.pipeline.actions import Action
+from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
+from minipar.parallel.pipeline.simulate import Durations, Slot, Time, Timeline, simulate
 from visualize.boxes import KINDS, action_of
 from visualize.schedule import NAMES, gallery, plot_schedule
 from visualize.style import COLOURS, INK, Picture, ink_on, picture

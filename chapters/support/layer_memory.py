@@ -9,7 +9,7 @@ import numpy as np
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.tensor.plan import tensor_parallel
 
 MEASURED = {"B": 2, "T": 16, "h": 64, "a": 8}  # samples, tokens per sample, hidden size and heads of the model
 

@@ -17,8 +17,10 @@ from chapters.support.whole_gradients import is_split
 from minipar.autograd import Tensor, linear
 from minipar.comm import wire_bytes
 from minipar.nn import clip_grad_norm, squared_norm
-from minipar.parallel.tensor import RowParallelLinear, TensorGroup, TensorParallel, layers
-from minipar.parallel.tensor.layers import vocab_parallel_cross_entropy_sum
+from minipar.parallel.tensor import layers
+from minipar.parallel.tensor.layers import RowParallelLinear, vocab_parallel_cross_entropy_sum
+from minipar.parallel.tensor.mappings import TensorGroup
+from minipar.parallel.tensor.plan import TensorParallel
 from minipar.train.trainer import Trainer
 from minipar.train.verify import compare
 

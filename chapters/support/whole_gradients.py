@@ -10,7 +10,7 @@ import numpy as np
 from minipar.comm.communicator import Communicator
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
 from minipar.parallel.placement import Shard
-from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.verify import relative_difference
 
 

@@ -19,8 +19,8 @@ from minipar.bench import add_model_flags, check_positive, publish
 from minipar.comm.communicator import Communicator, DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import Schedule, Slot, Timeline, parse_action, simulate
-from minipar.parallel.pipeline.simulate import Durations, Time
+from minipar.parallel.pipeline.actions import Schedule, parse_action
+from minipar.parallel.pipeline.simulate import Durations, Slot, Time, Timeline, simulate
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve, schedule_of
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
-from minipar.parallel.pipeline import SCHEDULES
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, find_gpu, find_program
 from minipar.plan.layout import ATTENTION, PRECISIONS
 from minipar.plan.model import MODELS, RECOMPUTE, find_model

@@ -15,8 +15,10 @@ from minipar.autograd import METHODS
 from minipar.comm.communicator import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
-from minipar.parallel import pipeline
-from minipar.parallel.tensor import check_shape
+from minipar.parallel.pipeline import check as checker
+from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
+from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
 COUNT = "[1, inf)"
@@ -59,7 +61,7 @@ class MeshConfig:
     tp: int = option(1, int, COUNT, "T", "tensor-parallel ranks that share each layer; they must divide the heads")
     pp: int = option(1, int, COUNT, "P", "pipeline ranks, each with its own layers")
     schedule: str | None = option(None, str, None, "NAME",
-        f"order of the pipeline: {', '.join(pipeline.SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
+        f"order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
     virtual_stages: int | None = option(None, int, COUNT, "V", "stages per rank of interleaved-1f1b (default: 2)")
     sequence_parallel: bool = option(False, bool,
         help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
@@ -340,17 +342,17 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
 
 
-def schedule_of(config: TrainConfig) -> pipeline.Schedule:
+def schedule_of(config: TrainConfig) -> Schedule:
     """Return the schedule that `--schedule` names, checked, for the mesh and the number of microbatches. UsageError."""
     name, pp, microbatches = config.mesh.schedule or "1f1b", config.mesh.pp, config.data.microbatches
     if not name.endswith(".csv"):
-        schedule = pipeline.make(name, pp, microbatches, config.mesh.virtual_stages)
+        schedule = make(name, pp, microbatches, config.mesh.virtual_stages)
     else:
-        schedule = pipeline.load_csv(name)
+        schedule = load_csv(name)
         if config.mesh.virtual_stages is not None:
             raise UsageError(f"--virtual-stages is for a named schedule; {name} says which rank has which stages")
         if (len(schedule.ranks), schedule.microbatches) != (pp, microbatches):
             its = f"{len(schedule.ranks)} ranks and {schedule.microbatches} microbatches"
             raise UsageError(f"schedule {name} is for {its}, but pp = {pp} and microbatches = {microbatches}")
-    pipeline.check(schedule)
+    checker.check(schedule)
     return schedule

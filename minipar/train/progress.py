@@ -19,7 +19,7 @@ from minipar.errors import UsageError, discard, printable, writing
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2, read_json
-from minipar.parallel.pipeline import simulate
+from minipar.parallel.pipeline.simulate import simulate
 from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing
 from minipar.train.config import TrainConfig

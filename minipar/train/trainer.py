@@ -29,12 +29,12 @@ from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
-from minipar.parallel.pipeline import Action, PipelineExecutor, Schedule
-from minipar.parallel.pipeline.stage import PipelineParallel, part_groups
+from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, part_groups
 from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
-from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.parallel.traffic import StepLayout
 from minipar.parallel.wrapper import Wrapper
 from minipar.record import Record

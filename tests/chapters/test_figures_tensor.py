@@ -8,7 +8,8 @@ from chapters.support.figures_tensor import RANKS, block_halves, plot_blocks, pl
 from minipar.autograd import causal_attention, gelu
 from minipar.comm import run_local
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.tensor import layers, tensor_parallel
+from minipar.parallel.tensor import layers
+from minipar.parallel.tensor.plan import tensor_parallel
 
 
 def words_of(figure):

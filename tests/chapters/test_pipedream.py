@@ -8,7 +8,7 @@ from chapters.support.pipedream import AsynchronousPipeline, Staleness, differen
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig, Parameter
-from minipar.parallel.pipeline import make
+from minipar.parallel.pipeline.schedules import make
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=8, n_embd=16, n_layer=8, n_head=2)
 TOKENS = np.random.Generator(np.random.Philox(3)).integers(0, 13, (24, 2, 9))

@@ -16,7 +16,9 @@ from chapters.support.train_pipelines import (
 )
 from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.parallel.pipeline import Durations, check, make, simulate
+from minipar.parallel.pipeline.check import check
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.train.trainer import Trainer
 
 

@@ -20,9 +20,9 @@ from minipar.bench.layouts import framework_of, layout_of, shape_of
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
-from minipar.parallel import pipeline
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
-from minipar.parallel.pipeline import check
+from minipar.parallel.pipeline import check as checker
+from minipar.parallel.pipeline.check import check
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.plan.rank_bytes import memory
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume-after", type=int)
     parser.add_argument("--record")
     options, flags = parser.parse_known_args(argv)
-    pipeline.check = lambda schedule: None
+    checker.check = lambda schedule: None
     print(json.dumps(look(" ".join(flags), options.resume_after, options.record)))
 
 

@@ -14,8 +14,8 @@ from training import ranks_of, trainer_for
 from minipar.comm import run_local
 from minipar.nn import GPTConfig
 from minipar.nn.pretrained import export_gpt2
-from minipar.parallel.pipeline import SCHEDULES, make, save_csv
-from minipar.parallel.tensor import TensorGroup
+from minipar.parallel.pipeline.schedules import SCHEDULES, make, save_csv
+from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
 from minipar.train.config import schedule_of
 from minipar.train.trainer import make_model, step_layout

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from planning import layout
 
-from minipar.parallel.pipeline import make
+from minipar.parallel.pipeline.schedules import make
 from minipar.plan.pipeline_time import StageTime, closed_form, simulate_exactly, simulated
 
 CLOSED = ("naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1")

@@ -26,7 +26,7 @@ from training import (
 
 from minipar.comm import chunk_bounds, run_local
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.pipeline import SCHEDULES
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.placement import Shard
 from minipar.train.trainer import Trainer
 

@@ -11,7 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import FillBetweenPolyCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 
-from minipar.parallel.pipeline import SCHEDULES, Durations, load_csv, make, peak_live, simulate
+from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
+from minipar.parallel.pipeline.simulate import Durations, peak_live, simulate
 from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
 from visualize.boxes import KINDS, chunks, fitting, legend_handles, palette

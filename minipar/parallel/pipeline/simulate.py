@@ -117,24 +117,14 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
     return Timeline(schedule, tuple(tuple(row) for row in slots))
 
 
-def live_activations(
-    slots: Sequence[Slot], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")
-) -> list[tuple[Time, int]]:
-    """Return (time, activations alive from then on) for one rank.
-
-    An activation is alive from the start of its F to the end of its B or I. Other results are counted the same way from
-    the kinds of actions that make and free them: a postponed weight gradient is made by I and freed by W.
-    """
-    changes = [(slot.start, 1) for slot in slots if slot.action.kind in made_by]
-    changes += [(slot.end, -1) for slot in slots if slot.action.kind in freed_by]
-    live, steps = 0, {slots[0].start if slots else 0: 0}
-    for time, change in sorted(changes):  # all changes at one time are one step
-        live += change
-        steps[time] = live
-    return list(steps.items())
-
-
 def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")) -> int:
-    """Return the most activations alive at once in one rank's list, or other results: see `live_activations`."""
-    slots = [Slot(action, i, i + 1) for i, action in enumerate(actions)]
-    return max(live for _, live in live_activations(slots, made_by, freed_by))
+    """Return the most activations alive at once in one rank's list: from the start of F to the end of B or I.
+
+    Other results are counted the same way: a postponed weight gradient is made by I and freed by W.
+    """
+    live = peak = 0
+    for action in actions:
+        live += action.kind in made_by
+        peak = max(peak, live)
+        live -= action.kind in freed_by
+    return peak

@@ -15,18 +15,11 @@ from pipeline_cases import SCALE, TEXT, B, H, T, differing, execute, execute_ran
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.parallel.pipeline import (
-    Action,
-    PipelineStage,
-    Schedule,
-    check,
-    load_csv,
-    lower,
-    make,
-    parse_action,
-    save_csv,
-    simulate,
-)
+from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
+from minipar.parallel.pipeline.check import check, lower
+from minipar.parallel.pipeline.schedules import load_csv, make, save_csv
+from minipar.parallel.pipeline.simulate import simulate
+from minipar.parallel.pipeline.stage import PipelineStage
 
 # Schedule, ranks, microbatches, layers, stages per rank: fewer microbatches than ranks, more, as many, not a multiple;
 # as many layers as stages, a few more (uneven stages), many more.
@@ -285,7 +278,7 @@ def test_a_list_that_deadlocks_elsewhere_still_runs_here():
 def test_over_mpi_too():
     script = """
 from minipar.comm import main
-from minipar.parallel.pipeline import make
+from minipar.parallel.pipeline.schedules import make
 from pipeline_cases import execute_rank, one_device
 
 def program(comm):

@@ -8,7 +8,7 @@ from pipeline_cases import execute_rank
 from training import Proxy
 
 from minipar.comm import run_local
-from minipar.parallel.pipeline import make
+from minipar.parallel.pipeline.schedules import make
 
 MICROBATCHES = 16
 

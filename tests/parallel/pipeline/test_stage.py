@@ -12,8 +12,8 @@ from minipar.autograd import Tensor
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.pipeline import PipelineStage, balanced_cuts, cut, make, part_costs
-from minipar.parallel.pipeline.stage import PipelineParallel
+from minipar.parallel.pipeline.schedules import make
+from minipar.parallel.pipeline.stage import PipelineParallel, PipelineStage, balanced_cuts, cut, part_costs
 
 
 def test_a_backward_in_halves_gives_the_input_gradient_first():

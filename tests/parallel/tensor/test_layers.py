@@ -11,7 +11,6 @@ from minipar.autograd import Function, Tensor, cross_entropy_sum, embedding, gel
 from minipar.comm import run_local, wire_bytes
 from minipar.nn import Embedding, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
-from minipar.parallel.tensor import TensorGroup, TensorParallel
 from minipar.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,6 +23,8 @@ from minipar.parallel.tensor.layers import (
     split,
     vocab_parallel_cross_entropy_sum,
 )
+from minipar.parallel.tensor.mappings import TensorGroup
+from minipar.parallel.tensor.plan import TensorParallel
 
 SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(41))

@@ -10,8 +10,9 @@ from training import ForgetsTheSumOverTensorRanks, takes_all_for
 from minipar.autograd import linear
 from minipar.nn import Dropout
 from minipar.parallel.placement import Partial, Replicate, Shard, update
-from minipar.parallel.tensor import PLAN, RowParallelLinear, TensorGroup, TensorParallel
-from minipar.parallel.tensor.layers import VocabParallelHead, leave
+from minipar.parallel.tensor.layers import RowParallelLinear, VocabParallelHead, leave
+from minipar.parallel.tensor.mappings import TensorGroup
+from minipar.parallel.tensor.plan import PLAN, TensorParallel
 from minipar.train.trainer import Trainer
 
 

@@ -34,7 +34,7 @@ from minipar.nn.layers import normal
 from minipar.nn.pretrained import export_gpt2
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.tensor import check_shape, tensor_parallel
+from minipar.parallel.tensor.plan import check_shape, tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.verify import bound, relative_difference, train_on_one_device
 

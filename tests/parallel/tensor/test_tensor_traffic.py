@@ -17,7 +17,7 @@ from training import trainer_for
 from minipar.comm import run_local, wire_bytes
 from minipar.memory import MemoryLedger
 from minipar.nn import DropoutKeys, dropping
-from minipar.parallel.tensor import tensor_parallel
+from minipar.parallel.tensor.plan import tensor_parallel
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
