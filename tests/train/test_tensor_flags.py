@@ -103,7 +103,7 @@ def test_verify_exits_with_1_if_a_rank_forgets_its_sum():
 import sys
 sys.argv[1:] = {flags!r}
 from minipar.comm import main
-from minipar.parallel.tensor import TensorParallel
+from minipar.parallel.tensor.plan import TensorParallel
 from minipar.train import __main__ as program
 
 TensorParallel.sum_partial = lambda self, parameters: None
