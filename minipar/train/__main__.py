@@ -102,7 +102,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     out = progress.progress_stream(config, comm.rank)
     if out is not None:
         lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
-        lines += progress.notes(config, trainer.model.config.n_positions)
+        lines += progress.notes(config)
         if trainer.checkpoint is not None:
             rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
             place = printable(str(trainer.checkpoint.directory))

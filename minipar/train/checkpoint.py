@@ -190,12 +190,19 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
             partial.mkdir()
     path = partial / f"rank-{comm.rank:05d}.safetensors"
     with agreeing(comm, flag):
-        pieces, tensors = _owned_tensors(optimizer)
+        owned = owned_pieces(optimizer.parameters)
+        state = [p.data for p in optimizer.parameters], optimizer.exp_avg, optimizer.exp_avg_sq
+        tensors = {
+            f"{kind}/{piece.name}": to_host(arrays[i].reshape(-1)[elements])
+            for i, piece, elements in owned
+            for kind, arrays in zip(KINDS, state, strict=True)
+        }
         # `save_file` would write under a temporary name first, which nothing removes after a kill.
         data = serialize(tensors)
         path.write_bytes(data)
         _sync(path)
         digest = hashlib.sha256(data).hexdigest()
+        pieces = [dataclasses.asdict(piece) for _, piece, _ in owned]
         file = {"name": path.name, "bytes": len(data), "sha256": digest, "pieces": pieces}
     files = comm.gather_bytes(json.dumps(file).encode())
     with agreeing(comm, flag):
@@ -211,17 +218,6 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
             for _, old in checkpoints(root)[:-KEPT]:
                 os.rename(old, old.with_name(f"{old.name}.partial"))  # from here on it does not count as a checkpoint
             _remove_leftovers(root)
-
-
-def _owned_tensors(optimizer: AdamW) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Return the content of this rank's file, of the elements that it owns: (pieces, tensors by "kind/name")."""
-    pieces, tensors = [], {}
-    for i, piece, elements in owned_pieces(optimizer.parameters):
-        pieces.append(dataclasses.asdict(piece))
-        values = (optimizer.parameters[i].data, optimizer.exp_avg[i], optimizer.exp_avg_sq[i])
-        for kind, array in zip(KINDS, values, strict=True):
-            tensors[f"{kind}/{piece.name}"] = to_host(array.reshape(-1)[elements])
-    return pieces, tensors
 
 
 def _sync(path: Path) -> None:

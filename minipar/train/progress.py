@@ -19,11 +19,9 @@ from minipar.errors import UsageError, discard, printable, writing
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.gpt import GPT
 from minipar.nn.pretrained import export_gpt2, read_json
-from minipar.parallel.pipeline.simulate import simulate
-from minipar.parallel.traffic import buckets
 from minipar.train.checkpoint import agreeing
 from minipar.train.config import TrainConfig
-from minipar.train.trainer import StepResult, step_layout
+from minipar.train.trainer import StepResult
 
 LINES = 10  # of progress per run, about
 EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
@@ -103,16 +101,13 @@ def check_export(directory: str) -> None:
 
     An export's config.json has no token ids. Those that transformers writes name its version; OpenAI's have token ids.
     """
-    names = set(os.listdir(directory))
-    partial = {f"{name}.partial" for name in EXPORT_FILES}
-    other = {name for name in names if name not in {*EXPORT_FILES, *partial} or not Path(directory, name).is_file()}
-    if not other and "config.json" in names:
-        content = read_json(Path(directory, "config.json"))
-        if content.get("bos_token_id", 0) is not None or "transformers_version" in content:
-            other = names
-    if foreign := sorted(other or (names - partial if "config.json" not in names else ())):
+    names = set(os.listdir(directory)) - {f"{name}.partial" for name in EXPORT_FILES}
+    content = read_json(Path(directory, "config.json")) if "config.json" in names else {}
+    if content.get("bos_token_id", 0) is None and "transformers_version" not in content:
+        names = {name for name in names if name not in EXPORT_FILES or not Path(directory, name).is_file()}
+    if names:
         wrote = "which no export of minipar wrote; export to another directory"
-        raise UsageError(f"--export {directory} holds {', '.join(foreign[:3])}, {wrote}")
+        raise UsageError(f"--export {directory} holds {', '.join(sorted(names)[:3])}, {wrote}")
 
 
 def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> None:
@@ -205,28 +200,21 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     )
 
 
-def notes(config: TrainConfig, positions: int) -> list[str]:
-    """Warn about valid but wasteful settings of a resolved configuration: a line for each, with what it costs."""
+def notes(config: TrainConfig) -> list[str]:
+    """Warn about valid but wasteful settings of a resolved configuration: a line for each."""
     mesh, m = config.mesh, config.data.microbatches
-    stage, warnings = mesh.zero_stage, []
-    layout = step_layout(config, positions)
-    if stage > 0 and mesh.dp == 1:
-        warnings.append(f"--zero-stage {stage} shards nothing: dp = 1")
-    elif stage == 3 and m > 1:
-        gathered = sum(bucket.gathers * bucket.elements for bucket in buckets(layout, pp=0))
-        held = sum(bucket.elements for bucket in buckets(layout, pp=0))
-        warnings.append(
-            f"--zero-stage 3 gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per "
-            f"step, {gathered:,} elements on rank 0 (--zero-stage 1: {held:,})"
-        )
-    if stage >= 2 and mesh.dp != 1 and m > 1 and not mesh.sync_every_microbatch:
-        remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
-        warnings.append(f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}")
-    if layout.schedule is not None and (m == 1 or layout.schedule.name == "naive"):
-        bubble = float(simulate(layout.schedule).bubble_fraction)
-        why = "one microbatch" if m == 1 else "--schedule naive"
-        warnings.append(f"{why}: the pipeline's ranks work one after another, bubble {bubble:.3g} (idle / total)")
-    return [f"minipar: note: {note}" for note in warnings]
+    stage, several = mesh.zero_stage, mesh.dp != 1 and m > 1
+    gathers = f"gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per step"
+    remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
+    whole = f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}"
+    why = "one microbatch" if m == 1 else "--schedule naive"
+    warnings = {
+        f"--zero-stage {stage} shards nothing: dp = 1": stage > 0 and mesh.dp == 1,
+        f"--zero-stage 3 {gathers}": stage == 3 and several,
+        whole: stage >= 2 and several and not mesh.sync_every_microbatch,
+        f"{why}: the pipeline's ranks work one after another": mesh.pp > 1 and (m == 1 or mesh.schedule == "naive"),
+    }
+    return [f"minipar: note: {note}" for note, is_true in warnings.items() if is_true]
 
 
 def written(config: TrainConfig) -> str:

@@ -74,7 +74,7 @@ def test_the_matrix_has_every_strategy():
 
 def notes_on(flags):
     config = config_for(flags)
-    return " / ".join(notes(config, config.model.seq_len))
+    return " / ".join(notes(config))
 
 
 def test_usual_layouts_have_no_notes():
@@ -95,15 +95,8 @@ def test_zero_on_one_replica_shards_nothing(stage):
 
 
 def test_stage_3_gathers_again_for_each_microbatch():
-    """Psi is 4 blocks, the embeddings and the last LayerNorm. In a pipeline rank 0 holds two blocks, and gathers the
-    embedding once for each lookup and once for the head.
-    """
-    block, embedding = 12 * 20**2 + 13 * 20, (VOCAB + 8) * 20
-    psi = 4 * block + embedding + 2 * 20
-    expected = f"2*4 = 8 times per step, {8 * psi:,} elements on rank 0 (--zero-stage 1: {psi:,})"
-    assert expected in notes_on("--dp 2 --zero-stage 3 --microbatches 4")
-    rank_0 = 8 * 2 * block + 5 * embedding
-    assert f"{rank_0:,} elements on rank 0" in notes_on("--dp 2 --pp 2 --zero-stage 3 --microbatches 4")
+    assert "forward and backward: 2*4 = 8 times per step" in notes_on("--dp 2 --zero-stage 3 --microbatches 4")
+    assert "gathers" not in notes_on("--dp 2 --zero-stage 3")
 
 
 def test_accumulated_gradients_are_whole():
@@ -116,9 +109,7 @@ def test_accumulated_gradients_are_whole():
 
 
 def test_a_pipeline_of_one_microbatch_is_mostly_idle():
-    assert "one microbatch: the pipeline's ranks work one after another, bubble 0.667" in notes_on(
-        "--pp 3 --schedule gpipe"
-    )
+    assert "one microbatch: the pipeline's ranks work one after another" in notes_on("--pp 3 --schedule gpipe")
     assert "--schedule naive: the pipeline's ranks" in notes_on("--pp 2 --schedule naive --microbatches 4")
     assert [float(simulate(make("1f1b", p, 1)).bubble_fraction) for p in (2, 4)] == [1 / 2, 3 / 4]  # (p-1)/p
 
@@ -127,4 +118,4 @@ def test_rank_0_prints_a_note_once_under_mpirun():
     flags = f"{SHAPE} --pp 2 --zero-stage 2".replace(f"--vocab-size {VOCAB}", "--vocab-size 256")
     result = run_mpi(2, ["-m", "minipar.train", *flags.split()], timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("note: --zero-stage 2 shards nothing") == result.stdout.count("bubble 0.5") == 1
+    assert result.stdout.count("note: --zero-stage 2 shards nothing") == result.stdout.count("one after another") == 1
