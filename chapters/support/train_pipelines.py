@@ -75,8 +75,8 @@ class PipelineRuns:
         self.comm.traffic.reset()
         results = list(trainer.train())
         sent = self.comm.traffic.bytes("send", "pp") / self.steps
-        if trainer.pipelined:
-            home = trainer.pipelined.executor.schedule.home
+        if trainer.pipeline:
+            home = trainer.executor.schedule.home
             ends = {home[0], home[len(home) - 1]}
             if len(ends) == 2 and mesh.pp.rank in ends:
                 sent -= self.vocabulary * self.hidden * ELEMENT  # the tied embedding or its gradient
@@ -84,7 +84,7 @@ class PipelineRuns:
             verdict = self._compare(trainer, results)
         else:
             verdict = verify(trainer, results, self.tokens)  # other replicas: one device adds in another order
-        peak = trainer.pipelined.executor.peak_alive if trainer.pipelined else 0
+        peak = trainer.executor.peak_alive if trainer.pipeline else 0
         messages = sent / (self.samples * self.length * self.hidden * ELEMENT)
         return Run(verdict, [result.loss for result in results], messages, peak)
 
@@ -158,7 +158,7 @@ def step_with_replicas(overlap: bool) -> float:
         comm = Communicator(comm.transport, clock=ModelClock(speed), network=network)
         trainer = _trainer(comm, "--global-batch 16 --pp 2 --schedule 1f1b", dp=2, pp=2)
         if not overlap:
-            trainer.pipelined.last = None  # no microbatch is the last: all buckets wait for `synchronize`
+            trainer.last_microbatch = None  # no microbatch is the last: all buckets wait for `synchronize`
         trainer.step(0)
         return comm.clock.now()
 
@@ -195,8 +195,8 @@ class DropsTied(Trainer):
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, tokens: Tokens) -> None:
         super().__init__(config, mesh, tokens)
-        if self.pipelined is not None:
-            self.pipelined.pipeline.fetch_tied_gradient = lambda: None
+        if self.pipeline is not None:
+            self.pipeline.fetch_tied_gradient = lambda: None
 
 
 # ---- references and refusals -----------------------------------------------------------------------------------------

@@ -49,15 +49,15 @@ class Evaluation:
 
 def _sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
     """Return the summed loss of one sample, (1, T) inputs and targets; 0 on a rank without the model's last stage."""
-    model, pipelined = trainer.model, trainer.pipelined
-    if pipelined is None:
+    model, pipeline = trainer.model, trainer.pipeline
+    if pipeline is None:
         return model.loss_sum(from_host(inputs), from_host(targets)).item()
-    comm, home = pipelined.pipeline.comm, pipelined.executor.schedule.home
-    shape, last = (1, *pipelined.executor.shape[1:]), len(home) - 1
+    comm, executor, home = pipeline.comm, trainer.executor, trainer.executor.schedule.home
+    shape, last = (1, *executor.shape[1:]), len(home) - 1
     x: Any = from_host(inputs)
-    for number, stage in sorted(pipelined.pipeline.stages.items()):
+    for number, stage in sorted(pipeline.stages.items()):
         if number > 0 and home[number - 1] != comm.rank:
-            x = Tensor(comm.irecv(xp.empty(shape, dtype=pipelined.executor.dtype), home[number - 1], number).wait())
+            x = Tensor(comm.irecv(xp.empty(shape, dtype=executor.dtype), home[number - 1], number).wait())
         for part in stage.parts:
             x = part.run(x)
         if number < last and home[number + 1] != comm.rank:

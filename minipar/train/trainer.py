@@ -29,7 +29,7 @@ from minipar.nn.pretrained import load_gpt2
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
-from minipar.parallel.pipeline.actions import Action, Schedule
+from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, part_groups
 from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
@@ -108,7 +108,8 @@ class Trainer:
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
         self.tokens_per_step = data.global_batch * config.model.seq_len
         self.samples_per_microbatch = data.global_batch // (config.mesh.dp * data.microbatches)
-        self.pipelined: PipelinedStep | None = None
+        self.pipeline: PipelineParallel | None = None
+        self.last_microbatch: int | None = data.microbatches - 1  # its backward starts the sum of the gradients
         self.recording = False
         self.record: Record | None = None  # on rank 0; see start_record
         self.ddp = self._parallelize()
@@ -143,7 +144,8 @@ class Trainer:
         if schedule is not None and pipeline is not None:
             length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
             shape = (self.samples_per_microbatch, length, model.config.n_embd)
-            self.pipelined = PipelinedStep(config, schedule, pipeline, ddp, shape)
+            self.pipeline = pipeline
+            self.executor = PipelineExecutor(schedule, mesh.pp, pipeline.stages, shape, np.dtype(config.run.dtype))
         return ddp
 
     def train(self) -> Iterator[StepResult]:
@@ -166,8 +168,8 @@ class Trainer:
                 )
                 self.optimizer.step()
                 backend.synchronize()
-            if self.pipelined is not None:  # outside the region, because the last stage computes nothing here
-                self.pipelined.pipeline.send_tied_weight(self.ddp.gather_parameter)
+            if self.pipeline is not None:  # outside the region, because the last stage computes nothing here
+                self.pipeline.send_tied_weight(self.ddp.gather_parameter)
         seconds = time.perf_counter() - start
         if self.recording:
             parameters = self.state_dict()
@@ -179,18 +181,43 @@ class Trainer:
     def _forward_backward(self, step: int) -> float:
         """Compute the gradient of the global batch's mean loss; return the global batch's summed loss."""
         replica, microbatches = self.mesh.dp.rank, range(self.config.data.microbatches)
-        if self.pipelined is not None:
-            samples = [self.samples(replica, m) for m in microbatches]
-            loss = self.pipelined.run(step, samples, self.batches, 1 / self.tokens_per_step)
+        if self.pipeline is not None:
+            loss = self._run_schedule(step, self.pipeline, [self.samples(replica, m) for m in microbatches])
         else:
             loss = 0.0
             for m in microbatches:
-                sync = m == microbatches[-1] or self.config.mesh.sync_every_microbatch
+                sync = m == self.last_microbatch or self.config.mesh.sync_every_microbatch
                 with nullcontext() if sync else self.ddp.no_sync():
                     loss += self.backward_microbatch(step, replica, m)
                 if sync:
                     self.ddp.synchronize()
         return float(self.mesh.dp.all_reduce(np.array([loss]), algorithm="ordered")[0])
+
+    def _run_schedule(self, step: int, pipeline: PipelineParallel, samples: Sequence[range]) -> float:
+        """Run forward and backward of each microbatch m, samples[m], of this replica; return the summed loss."""
+        losses = np.zeros(1)
+        # All batches are read before the first action; between two actions, the other ranks would wait for it.
+        is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
+        batches = [tuple(map(from_host, self.batches.batch(step, each))) for each in samples] if is_end else []
+
+        def loss(m: int, logits: Tensor) -> Tensor:
+            value = pipeline.model.criterion(logits, batches[m][1])
+            losses[0] += value.item()
+            return value
+
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            enter("forward" if action.kind == "F" else "backward")
+            keys = dropping(DropoutKeys(self.config.run.seed, step, samples[action.microbatch]))
+            sync = nullcontext() if action.microbatch == self.last_microbatch else self.ddp.no_sync()
+            with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
+                yield
+
+        self.executor.run(lambda m: batches[m][0], loss, 1 / self.tokens_per_step, around)
+        pipeline.fetch_tied_gradient()
+        self.ddp.synchronize()
+        pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
+        return float(losses[0])
 
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Run forward and backward of one microbatch and return its summed loss.
@@ -259,40 +286,3 @@ class Trainer:
         """Name a phase of the step, for the trace and for the memory ledger."""
         enter(name)
         return self.mesh.world.tracer.region(name)
-
-
-class PipelinedStep:
-    """A runner of the schedule for one replica; the last microbatch's backward starts the sum of the gradients."""
-
-    def __init__(
-        self, config: TrainConfig, schedule: Schedule, pipeline: PipelineParallel, ddp: Wrapper, shape: tuple[int, ...]
-    ) -> None:
-        self.pipeline, self.ddp = pipeline, ddp
-        self.seed, self.last = config.run.seed, config.data.microbatches - 1
-        self.executor = PipelineExecutor(schedule, pipeline.comm, pipeline.stages, shape, np.dtype(config.run.dtype))
-
-    def run(self, step: int, samples: Sequence[range], data: Batches, scale: float) -> float:
-        """Run forward and backward of `scale` * loss of each microbatch m, samples[m]; return the summed loss."""
-        pipeline, losses = self.pipeline, np.zeros(1)
-        # All batches are read before the first action; between two actions, the other ranks would wait for it.
-        is_end = pipeline.comm.rank in (pipeline.first, pipeline.last)
-        batches = [tuple(map(from_host, data.batch(step, each))) for each in samples] if is_end else []
-
-        def loss(m: int, logits: Tensor) -> Tensor:
-            value = pipeline.model.criterion(logits, batches[m][1])
-            losses[0] += value.item()
-            return value
-
-        @contextmanager
-        def around(action: Action) -> Iterator[None]:
-            enter("forward" if action.kind == "F" else "backward")
-            keys = dropping(DropoutKeys(self.seed, step, samples[action.microbatch]))
-            sync = nullcontext() if action.microbatch == self.last else self.ddp.no_sync()
-            with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
-                yield
-
-        self.executor.run(lambda m: batches[m][0], loss, scale, around)
-        pipeline.fetch_tied_gradient()
-        self.ddp.synchronize()
-        pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
-        return float(losses[0])

@@ -51,10 +51,10 @@ MUTANTS = [
     *mistakes(
         "minipar/train/trainer.py",
         "train/test_train.py train/test_pipeline_training.py train/test_tensor_flags.py",
-        ("trainer: gradients travel with the first microbatch", "m == microbatches[-1]", "m == microbatches[0]"),
+        ("trainer: gradients travel with the first microbatch", "sync = m == self.last_microbatch", "sync = m == 0"),
         (
             "trainer: the last stage keeps its old embedding",
-            "self.pipelined.pipeline.send_tied_weight(self.ddp.gather_parameter)",
+            "self.pipeline.send_tied_weight(self.ddp.gather_parameter)",
             "pass",
         ),
         (
@@ -147,7 +147,7 @@ MUTANTS = [
         "train/test_pipeline_training.py train/test_combinations.py",
         (
             "pipeline: gradients travel with the first microbatch",
-            "if action.microbatch == self.last else",
+            "if action.microbatch == self.last_microbatch else",
             "if action.microbatch == 0 else",
         ),
         ("pipeline: one microbatch's masks for all", "samples[action.microbatch]", "samples[0]"),

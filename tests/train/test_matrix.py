@@ -35,7 +35,7 @@ def outcome(flags):
     verdict = verdicts(config, TEXT)[0]
     assert verdict.passed, verdict.line
     sign = "=" if "bit for bit" in verdict.line else "≈"
-    return sign + ("*" if notes(config, config.model.seq_len) else "")
+    return sign + ("*" if notes(config) else "")
 
 
 def tables():

@@ -30,7 +30,7 @@ def train(size, flags, kind=Trainer):
     def inspect(trainer, results):
         sent = trainer.mesh.world.traffic.bytes("send", "pp")
         state, verdict = trainer.state_dict(), verify(trainer, results, TOKENS)
-        return state, reports(results), verdict, trainer.pipelined.executor.peak_alive, sent
+        return state, reports(results), verdict, trainer.executor.peak_alive, sent
 
     return on_each_rank(config_for(flags, size), TOKENS, inspect, kind)
 
@@ -137,7 +137,7 @@ def test_verify_catches_a_tied_embedding_that_is_not_tied(kind):
 def test_a_part_is_one_stages_and_the_embedding_the_firsts():
     def rank(comm):
         trainer = trainer_for(config_for("--pp 3 --microbatches 3 --global-batch 3", 3), TOKENS, comm)
-        pipeline = trainer.pipelined.pipeline
+        pipeline = trainer.pipeline
         assert isinstance(pipeline, PipelineParallel)
         names = {p: name for name, p in trainer.model.named_parameters()}
         return [names[p] for group in pipeline.groups for p in group], np.isnan(trainer.model.wpe.weight.data).all()

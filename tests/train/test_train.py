@@ -194,7 +194,7 @@ def seconds_on_the_model_clock(bucket_bytes):
 
     class OtherBuckets(Trainer):
         def _parallelize(self):
-            self.pipelined, sizes = None, {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+            self.pipeline, sizes = None, {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
             return DistributedDataParallel(self.model, self.mesh.dp, **sizes)
 
     config = config_for("--global-batch 8 --layers 4", 4)
