@@ -39,7 +39,7 @@ from minipar.backend import Array, from_host, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, writing
 from minipar.nn.optim import AdamW
-from minipar.parallel.placement import elements_of, placement_of
+from minipar.parallel.placement import Shard, elements_of, placement_of
 from minipar.parallel.state import join, local_part, owned_pieces
 
 FORMAT, VERSION = "minipar checkpoint", 1
@@ -114,8 +114,11 @@ class Checkpoint:
         except ValueError as error:
             raise UsageError(f"{self.path}: {error}") from None
         for name, shape in self.shapes.items():
-            held = sum(piece["stop"] - piece["start"] for _, piece in self.pieces[name])
-            if held != math.prod(shape):
+            pieces = [piece for _, piece in self.pieces[name]]
+            held, parts, part = sum(piece["stop"] - piece["start"] for piece in pieces), 1, shape
+            if pieces and (cut := pieces[0]["cut"]) is not None:  # equal parts, of which the last ones may be padded
+                parts, part = cut["ranks"], Shard(**cut, size=shape[cut["dim"]]).local_shape(shape)
+            if held != parts * math.prod(part):
                 raise UsageError(f"{self.path}: its files hold {held:,} elements of {name} of shape {shape}")
 
     def check_file(self, file: dict[str, Any]) -> None:

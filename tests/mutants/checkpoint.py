@@ -29,7 +29,7 @@ MUTANTS = [
             'optimizer.steps = checkpoint.manifest["optimizer_steps"]',
             "optimizer.steps = 0",
         ),
-        ("load: elements may be in no file", "if held != math.prod(shape):", "if held > math.prod(shape):"),
+        ("load: elements may be in no file", "held != parts * math.prod(part)", "held > parts * math.prod(part)"),
         ("load: a manifest may be a link", "mode = os.lstat(path).st_mode", "mode = os.stat(path).st_mode"),
     ),
     *mistakes(

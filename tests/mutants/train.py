@@ -15,7 +15,11 @@ MUTANTS = [
         ("trainer: --order is ignored", "order=data.order", 'order="random"'),
         ("trainer: --seed does not choose the data", " seed=config.run.seed", " seed=0"),
         ("trainer: --seed does not choose the weights", "seed=run.seed", "seed=0"),
-        ("trainer: --seed does not choose the masks", "DropoutKeys(self.config.run.seed,", "DropoutKeys(0,"),
+        (
+            "trainer: --seed does not choose the masks",
+            "DropoutKeys(self.config.run.seed, step, samples)",
+            "DropoutKeys(0, step, samples)",
+        ),
         (
             "trainer: --init-from drops --dropout",
             "load_gpt2(sizes.init_from, **options)",
