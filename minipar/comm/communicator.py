@@ -228,13 +228,8 @@ class Communicator(Stream):
         elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
         tag = self.next_tag(op, algorithm, elements, combine)
         work = self._kind()(self, op, algorithm, tag)
-        steps: Iterator[Iterable[Request]]
-        if self.size == 1:
-            steps = _alone(*arguments)
-        elif algorithm == "mpi":
-            steps = _native(work, *arguments)
-        else:
-            steps = GENERATORS[op][algorithm](work, *arguments)
+        generator = _alone if self.size == 1 else GENERATORS[op].get(algorithm, _native)
+        steps = generator(work, *arguments)
         if host is not None and type(x) is not np.ndarray:
             steps = _copy_back(steps, host, x)
         if not async_op and type(work) is Work and not self.queue:  # no queue: a tenth less for small messages
@@ -288,7 +283,7 @@ def _combine(op: str) -> np.ufunc:
 
 
 def _native(work: Work, *arguments: Any) -> Steps:
-    """Run the library's own collective, when it is the operation's turn."""
+    """Run the library's own collective, algorithm "mpi", when it is the operation's turn."""
     yield (work.transport.native(work.op, work.tag, work, *arguments),)
 
 
@@ -298,7 +293,7 @@ def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -
     x[...] = backend.from_host(host.reshape(x.shape))
 
 
-def _alone(flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
+def _alone(work: Work, flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
     """Run a collective of one rank: copy the input to the output, where they differ."""
     if out is not None:
         out[...] = flat

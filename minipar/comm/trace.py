@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minipar.comm.clock import WallClock
-from minipar.comm.transport import USER_TAGS, Request
+from minipar.comm.transport import Request
 from minipar.comm.work import Stream, Work
 
 
@@ -82,14 +82,12 @@ class TimedWork(Work):
         return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
 
     def _track(self) -> int:
-        name = f"communication {self.stream.axis}"
-        if self.single:
-            return self.tracer.track(self.transport.name + "|single", name + ", send and receive")
-        return self.tracer.track(self.transport.name, name)
+        kind = ", send and receive" if self.single else ""
+        return self.tracer.track(self.transport.name + kind, f"communication {self.stream.axis}{kind}")
 
     def _arrow(self, source: int, dest: int) -> str:
         """Name the next message from `source` to `dest`, alike on both ranks."""
-        ends = f"{self.transport.name}:{source}>{dest}" + (f".{self.tag}" if self.tag < USER_TAGS else "")
+        ends = f"{self.transport.name}:{source}>{dest}" + (f".{self.tag}" if self.single else "")
         self.stream.messages[ends] += 1
         return f"{ends}#{self.stream.messages[ends]}"
 

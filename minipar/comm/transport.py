@@ -1,11 +1,10 @@
 """The two operations of a rank, isend and irecv, as interfaces.
 
-A transport carries bytes between the ranks of one group: `minipar.comm.mpi` between processes, `minipar.comm.threads`
-between threads. Every collective is written from the two operations, and none knows which transport it uses.
-
-A user's message is received by its tag. A collective's messages are received in the order in which they were sent, and
-their tag says what the sender is doing. The receiver compares it with what it is doing itself. So ranks that call
-different operations, or one with different dtypes, reductions or numbers of elements, get an error instead of values.
+Every collective is written from the two operations, and none knows which transport it uses: `minipar.comm.mpi` between
+processes, or `minipar.comm.threads`. A user's message is received by its tag. A collective's messages are received in
+the order in which they were sent, and their tag says what the sender is doing. The receiver compares it with what it is
+doing itself. So ranks that call different operations, or one with different dtypes, reductions or numbers of elements,
+get an error instead of values.
 """
 
 from collections.abc import Generator, Iterable, Sequence

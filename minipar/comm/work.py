@@ -168,7 +168,7 @@ class Work:
     advances when its caller tests it or waits for it, in any order.
     """
 
-    __slots__ = tuple("_count _steps _result algorithm done missing op rank size stream tag transport".split())
+    __slots__ = tuple("_count _steps _result algorithm done missing op rank scratch size stream tag transport".split())
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
         self.stream = stream
@@ -178,6 +178,7 @@ class Work:
         self.transport = transport = stream.transport
         self.rank = transport.rank
         self.size = transport.size
+        self.scratch = stream.scratch
         self._count = stream.engine.traffic.counter(op, stream.axis)
         self.missing: Request | None = None  # the message that is missing
         self.done = False
@@ -197,9 +198,6 @@ class Work:
 
     def irecv(self, array: np.ndarray, source: int) -> Request:
         return self.transport.irecv(array, source, self.tag, self)
-
-    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
-        return self.stream.scratch(count, dtype)
 
     def title(self) -> str:
         """Name the rank and the operation, for error messages."""
