@@ -108,3 +108,18 @@ def test_a_message_of_the_wrong_size_names_both_sizes():
 
     with pytest.raises(CommunicationError, match=r"rank 1, recv: rank 0 sent 32 bytes \(tag 5\), but 24 were expected"):
         run_local(2, program)
+
+
+def test_a_message_reaches_an_array_of_a_subclass():
+    class Named(np.ndarray):
+        pass
+
+    def program(comm):
+        x = np.zeros(3).view(Named)
+        if comm.rank == 0:
+            comm.isend(np.ones(3), 1).wait()
+        else:
+            assert comm.irecv(x, 0).wait() is x
+        return x.tolist()
+
+    assert run_local(2, program)[1] == [1.0, 1.0, 1.0]
