@@ -46,7 +46,10 @@ class GPTConfig:
             raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
 
     def forward_flops(self, batch: int, length: int) -> int:
-        """Return the operations of forward's matrix products (Narayanan et al. 2021); backward takes twice as many."""
+        """Return the operations of forward's matrix products (Narayanan et al. 2021); backward takes twice as many.
+
+        Attention counts the whole square of scores; in blocks it skips nearly half, and backward computes them again.
+        """
         tokens, h = batch * length, self.n_embd
         return self.n_layer * (24 * tokens * h * h + 4 * tokens * length * h) + 2 * tokens * h * self.vocab_size
 

@@ -26,6 +26,22 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/autograd/attention.py",
+        "autograd/test_attention.py",
+        ("blocks: merged without the weights", "out += out_2 * xp.exp(lse_2 - finite)[..., None]", "out += out_2"),
+        ("blocks: a row without keys becomes nan", "xp.where(lse == -xp.inf, 0, lse)", "lse"),
+        ("blocks: no maximum is subtracted", "                p -= top", "                top = 0 * top"),
+        ("blocks: the diagonal block is not masked", "if causal and c.stop == seen else None", "if False else None"),
+        ("blocks: later keys are computed too", "rows.stop if causal else", "k.shape[2] if causal else"),
+        ("blocks: the queries' gradient without the scale", "            dqueries *= scale", "            pass"),
+        (
+            "blocks: dropout in backward scales delta too",
+            "                    dscores -= row_delta",
+            "                    pass",
+        ),
+        ("blocks: the keys' gradient of the last head only", "dk_.sum(axis=-3)", "dk_[..., -1, :, :]"),
+    ),
+    *mistakes(
         "minipar/autograd/backward.py",
         "autograd/test_graph.py autograd/test_autograd.py",
         (
