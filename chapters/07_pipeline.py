@@ -615,8 +615,7 @@ def written(*lists):
 
 
 send_first = written(
-    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
-    "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
 )
 assert "rank 0 at 0SEND_F1, rank 1 at 1SEND_B0" in train_pipelines.refusal(check, send_first)
 say(train_pipelines.refusal(check, send_first))

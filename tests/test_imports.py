@@ -147,10 +147,7 @@ def test_an_import_that_points_up_is_seen(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        (
-            "minipar.nn.layers",
-            "from minipar.autograd import tensor\nfrom .module import Module\nimport numpy",
-        ),
+        ("minipar.nn.layers", "from minipar.autograd import tensor\nfrom .module import Module\nimport numpy"),
         ("minipar.parallel.ddp", "from minipar.comm import mesh\nfrom ..nn.module import Module"),
         ("minipar.comm.mpi", "from mpi4py import MPI\nfrom minipar import errors"),
         ("visualize.timeline", "from visualize.style import save\nfrom minipar.errors import UsageError"),

@@ -8,19 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from visualize.style import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    INK,
-    PAPER,
-    VERMILION,
-    Picture,
-    byte_label,
-    ink_on,
-    picture,
-    tidy,
-)
+from visualize.style import BLUE, COLOURS, GREEN, INK, PAPER, VERMILION, Picture, byte_label, ink_on, picture, tidy
 
 ROWS = ("backward\ncompletes gradients", "a bucket\ncounts them", "all-reduces\nunder way", "synchronize")
 

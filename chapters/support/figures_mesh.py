@@ -13,19 +13,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from visualize import parse_trace, plot_timeline
 from visualize.mesh import LOOKS
-from visualize.style import (
-    GREY,
-    INK,
-    LINES,
-    MINT,
-    PAPER,
-    SKY,
-    YELLOW,
-    Picture,
-    picture,
-    signed_percent,
-    tidy,
-)
+from visualize.style import GREY, INK, LINES, MINT, PAPER, SKY, YELLOW, Picture, picture, signed_percent, tidy
 
 MARKS = "os^vDP"
 EPSILON = 2.0**-52

@@ -294,12 +294,7 @@ DECISIONS = (
             r"dp:  $BT \geq S\beta$ tokens in a microbatch",
             r"ZeRO-3:  $g\,\nu \geq S\beta$ tokens on a host",
         ),
-        (
-            "less tp",
-            "larger microbatches",
-            "ZeRO-1 instead of ZeRO-3",
-            r"tp $\times$ pp if $S\beta > T + g\,\nu$",
-        ),
+        ("less tp", "larger microbatches", "ZeRO-1 instead of ZeRO-3", r"tp $\times$ pp if $S\beta > T + g\,\nu$"),
     ),
     Decision(
         "3  BUBBLE",

@@ -14,11 +14,7 @@ MUTANTS = [
         ),
         ("attention: one maximum for all rows", "p -= p.max(axis=-1, keepdims=True)", "p -= p.max()"),
         ("attention: backward without the scale", "dscores *= scale", "dscores *= 1"),
-        (
-            "attention: the keys' gradient without the transpose",
-            "x.swapaxes(-1, -2), y",
-            "x, y",
-        ),
+        ("attention: the keys' gradient without the transpose", "x.swapaxes(-1, -2), y", "x, y"),
         (
             "attention: backward without the dropout mask",
             "dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), keep_",

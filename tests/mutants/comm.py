@@ -28,11 +28,7 @@ MUTANTS = [
             "next(filter(None, reversed(texts)), None)",
         ),
         ("auto: one array too many is small", "nbytes < FEW_STEPS_BELOW", "nbytes <= FEW_STEPS_BELOW"),
-        (
-            "a blocking call overtakes asynchronous ones",
-            "type(work) is Work and not self.queue",
-            "type(work) is Work",
-        ),
+        ("a blocking call overtakes asynchronous ones", "type(work) is Work and not self.queue", "type(work) is Work"),
         ("a message to a rank that does not exist", "if not 0 <= peer < self.size:", "if not 0 <= peer <= self.size:"),
     ),
     *mistakes(

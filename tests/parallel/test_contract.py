@@ -114,10 +114,7 @@ def test_a_mean_of_the_ranks_means_is_seen_to_be_another_one():
     assert abs(np.mean(run_local(3, rank)) - one_device("MLP", 3)[0][0]) > 1e-3
 
 
-ZERO_GRADS = {
-    "model": lambda ddp, optimizer: ddp.model.zero_grad(),
-    "wrapper": lambda ddp, optimizer: ddp.zero_grad(),
-}
+ZERO_GRADS = {"model": lambda ddp, optimizer: ddp.model.zero_grad(), "wrapper": lambda ddp, optimizer: ddp.zero_grad()}
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -13,13 +13,7 @@ from minipar.errors import UsageError, printable
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import export_gpt2
 from minipar.train.config import TrainConfig, parse
-from minipar.train.progress import (
-    Metrics,
-    Progress,
-    prepare_outputs,
-    progress_stream,
-    write_export,
-)
+from minipar.train.progress import Metrics, Progress, prepare_outputs, progress_stream, write_export
 from minipar.train.trainer import StepResult
 
 TINY = "-m minipar.train --layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()

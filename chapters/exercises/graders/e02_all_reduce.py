@@ -32,9 +32,7 @@ def grade_gather(solution, ranks, size):
 def grade_reduce(solution, ranks, size):
     arrays = [random(ranks, rank).normal(size=(1, size)) for rank in range(ranks)]
     results = on_ranks(
-        solution,
-        ranks,
-        lambda comm: (solution.all_reduce(comm, arrays[comm.rank].copy()), comm.traffic.bytes() // 8),
+        solution, ranks, lambda comm: (solution.all_reduce(comm, arrays[comm.rank].copy()), comm.traffic.bytes() // 8)
     )
     total = sum(arrays)
     for rank, (result, _) in enumerate(results):

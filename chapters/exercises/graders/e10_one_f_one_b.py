@@ -16,8 +16,7 @@ def grade(solution):
             if alive == m > most + 1:
                 extra = "; these are all microbatches, as in GPipe: begin backward as soon as one has arrived"
             require(
-                alive <= most,
-                f"p = {p}, m = {m}: {alive} microbatches are alive on rank {rank}, at most {most}{extra}",
+                alive <= most, f"p = {p}, m = {m}: {alive} microbatches are alive on rank {rank}, at most {most}{extra}"
             )
         shortest = 3 * (m + p - 1)
         require(

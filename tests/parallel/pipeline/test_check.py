@@ -350,8 +350,7 @@ def test_spaces_quotes_and_windows_line_ends_do_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cell",
-    ["2X0", "F0", "0F", "0f0", "-1F0", "0F-1", "0F0.5", "0 F 0", "0SEND0", "0RECV_W0", "0F0;0B0", "hello"],
+    "cell", ["2X0", "F0", "0F", "0f0", "-1F0", "0F-1", "0F0.5", "0 F 0", "0SEND0", "0RECV_W0", "0F0;0B0", "hello"]
 )
 def test_an_unknown_action_is_named_with_its_rank_and_cell(cell, tmp_path):
     path = tmp_path / "bad.csv"

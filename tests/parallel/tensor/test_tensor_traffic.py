@@ -1,17 +1,7 @@
 """Claims about what tensor-parallel ranks send and hold: the closed forms, with ==."""
 
 import pytest
-from tensor_cases import (
-    HIDDEN,
-    LAYERS,
-    LAYOUTS,
-    ROWS,
-    SHAPES,
-    TEXT,
-    config_for,
-    loss_and_backward,
-    model_of,
-)
+from tensor_cases import HIDDEN, LAYERS, LAYOUTS, ROWS, SHAPES, TEXT, config_for, loss_and_backward, model_of
 from training import trainer_for
 
 from minipar.comm import run_local, wire_bytes
