@@ -507,7 +507,7 @@ caught("values keyed by shape", lambda: check_matrices_differ(twins))
 #
 # | here | PyTorch and others |
 # | --- | --- |
-# | `GPT`, `load_gpt2` | `transformers.GPT2LMHeadModel`, with the same names of parameters |
+# | `GPT`, `load_pretrained` | `transformers.GPT2LMHeadModel`, with the same names of parameters |
 # | `causal_attention` | `torch.nn.functional.scaled_dot_product_attention(is_causal=True)` |
 # | `checkpoint` | `torch.utils.checkpoint.checkpoint`; Megatron-LM `--recompute-granularity full` |
 # | `AdamW`, `exp_avg`, `exp_avg_sq` | `torch.optim.AdamW`, with the same names in its state |

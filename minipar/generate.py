@@ -12,7 +12,7 @@ from minipar.backend import from_host, to_host
 from minipar.comm.threads import serial
 from minipar.errors import UsageError, UsageParser, printable, report, write_out
 from minipar.nn.layers import generator
-from minipar.nn.pretrained import load_gpt2
+from minipar.nn.pretrained import load_pretrained
 from minipar.train.config import parse
 from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import make_model
@@ -28,7 +28,7 @@ NUMBERS: dict[str, tuple[Any, int, str]] = {  # default, least, help
 def load(directory: str) -> Any:
     """Load the model of a model directory, or of the newest checkpoint in a directory. UsageError."""
     if not os.path.isdir(directory) or os.path.exists(os.path.join(directory, "config.json")):
-        return load_gpt2(directory)
+        return load_pretrained(directory)
     config = parse([f"--resume={os.path.join(directory, '')}"])
     checkpoint = find_checkpoint(config, serial(), "--from")
     assert checkpoint is not None  # as always without --resume auto

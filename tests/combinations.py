@@ -27,6 +27,8 @@ TEXT = Tokens(np.random.Generator(np.random.Philox(51)).integers(0, VOCAB, 500).
 # hidden, heads, seq-len by tp. What dp shares out does not divide: blocks by 3 and 8 at tp = 1, by any dp at tp = 4,
 # the embedding by 3.
 SHAPES = {1: (20, 4, 8), 2: (20, 4, 8), 3: (18, 6, 9), 4: (20, 4, 8), 8: (24, 8, 8)}
+# hidden, heads, K/V heads, ffn, seq-len of Llama by tp: heads of 2 elements or more, an even number; groups of 2 heads.
+LLAMAS = {1: (20, 2, 1, 28, 8), 2: (16, 4, 2, 28, 8), 3: (24, 6, 3, 27, 9), 4: (16, 8, 4, 28, 8), 8: (32, 16, 8, 24, 8)}
 LAYERS = (3, 5, 9, 16)  # the first of these that has a layer for each stage: mostly stages of unequal size
 TWO_PER_RANK = ("interleaved-1f1b", "zbv")
 STEPS = 2
@@ -44,6 +46,7 @@ AXES = {
     "zero": [0, 1, 2, 3],
     "recompute": [False, True],
     "dropout": [False, True],
+    "model": ["gpt2", "llama"],
     "clip": [False, True],
     "reduction": ["ordered", "ring"],
 }
@@ -60,6 +63,7 @@ class Combination:
     zero: int = 0
     recompute: bool = False
     dropout: bool = False
+    model: str = "gpt2"
     clip: bool = False
     reduction: str = "ordered"
 
@@ -76,6 +80,7 @@ class Combination:
         (dp, tp, pp), m = self.layout, self.microbatches
         line = f"--dp {dp} --tp {tp} --pp {pp} --zero-stage {self.zero} --microbatches {m}"
         line += f" --global-batch {dp * m * (2 if m < 3 else 1)} --reduction {self.reduction}"
+        line += f" --model {self.model}" if self.model != "gpt2" else ""
         line += f" --schedule {self.schedule}" if self.schedule else ""
         for flag, given in (("--sequence-parallel", self.sequence), ("--recompute full", self.recompute)):
             line += f" {flag}" if given else ""
@@ -84,11 +89,15 @@ class Combination:
         return line
 
     def config(self):
-        hidden, heads, length = SHAPES[self.layout[1]]
         stages = self.layout[2] * (2 if self.schedule in TWO_PER_RANK else 1)
         layers = next(n for n in LAYERS if n >= stages)
-        shape = f"--layers {layers} --hidden {hidden} --heads {heads} --seq-len {length} --vocab-size {VOCAB}"
-        line = f"{shape} --dtype float64 --eps {EPS} --steps {STEPS} {self}"
+        if self.model == "gpt2":
+            hidden, heads, length = SHAPES[self.layout[1]]
+            shape = f"--hidden {hidden} --heads {heads} --seq-len {length}"
+        else:
+            hidden, heads, kv_heads, ffn, length = LLAMAS[self.layout[1]]
+            shape = f"--hidden {hidden} --heads {heads} --kv-heads {kv_heads} --ffn {ffn} --seq-len {length}"
+        line = f"--layers {layers} {shape} --vocab-size {VOCAB} --dtype float64 --eps {EPS} --steps {STEPS} {self}"
         return config_for(line, self.ranks)
 
 
@@ -106,6 +115,8 @@ def legal(some: dict) -> bool:
             return False  # allowed, and slow
         if schedule == "interleaved-1f1b" and m is not None and m % pp:
             return False  # microbatches go through in groups of pp
+    if some.get("dropout") and some.get("model") == "llama":
+        return False  # which has none
     return not (some.get("sequence") and tp == 1)
 
 
@@ -121,11 +132,11 @@ def every_legal_pair() -> set:
         some = dict(zip(AXES, values, strict=False))
         if legal(some):
             found |= pairs(some)
-    # The last five axes go with everything.
+    # The last six axes go with everything, but for dropout and Llama.
     single = {item for pair in found for item in pair}
     free = [(axis, value) for axis in list(AXES)[4:] for value in AXES[axis]]
     found |= set(itertools.product(single, free))
-    return found | {(a, b) for a, b in itertools.combinations(free, 2) if a[0] != b[0]}
+    return found | {(a, b) for a, b in itertools.combinations(free, 2) if a[0] != b[0] and legal(dict([a, b]))}
 
 
 @cache

@@ -13,6 +13,7 @@ RUNS = [
     ("zero", 4, ["2"]),
     ("zero", 3, ["3"]),
     ("tensor", 4, []),
+    ("tensor", 4, ["llama"]),
     ("pipeline", 2, []),
     ("three_d", 16, []),
 ]

@@ -11,7 +11,7 @@ from minipar.autograd import Tensor
 from minipar.errors import UsageError
 from minipar.generate import generate, load, main
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 from minipar.train.data import Tokens
 
 LOGITS = np.array([2.0, 0.0, 3.0, 1.0, 3.0])
@@ -99,7 +99,7 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_wrong_input_is_one_line(flags, folder, capsys):
     if not (folder / "small").exists():
-        export_gpt2(GPT(GPTConfig(vocab_size=16, n_positions=4, n_embd=4, n_layer=1, n_head=1)), folder / "small")
+        save_pretrained(GPT(GPTConfig(vocab_size=16, n_positions=4, n_embd=4, n_layer=1, n_head=1)), folder / "small")
     assert main(flags.format(folder=folder).split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1

@@ -1,4 +1,6 @@
-"""Tensor parallelism: every layer split over all ranks. mpirun -n 4 python docs/examples/tensor.py (1, 2 or 4 ranks)"""
+"""Tensor parallelism of a GPT or a Llama. mpirun -n 4 python docs/examples/tensor.py [llama] (1, 2 or 4 ranks)"""
+
+import sys
 
 import numpy as np
 
@@ -16,7 +18,12 @@ def batches(steps=20):
 
 
 def main(world):
-    model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=4))
+    if sys.argv[1:] == ["llama"]:
+        model = mp.Llama(
+            mp.LlamaConfig(256, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+        )
+    else:
+        model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=4))
     mp.tensor_parallel(model, world)  # in place: parameters become this rank's parts
     optimizer = mp.AdamW(model.parameters(), lr=1e-2)
     for x, y in batches():

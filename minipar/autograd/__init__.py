@@ -15,5 +15,8 @@ from minipar.autograd.fused import (
     gelu,
     layer_norm,
     linear,
+    rms_norm,
+    rotary,
+    swiglu,
 )
 from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, operation

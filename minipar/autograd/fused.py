@@ -1,4 +1,4 @@
-"""The operations of a GPT but attention, each as one node: fewer passes over memory, fewer arrays kept for backward.
+"""The operations of a Transformer but attention, each one node: fewer passes over memory, fewer arrays for backward.
 
 Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients.
 """
@@ -94,35 +94,45 @@ def embedding(weight: Tensor, index: Array) -> Tensor:
 
 
 class _LayerNorm(Function):
-    def forward(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
-        self.gain = self.at_backward(1, weight)
-        centered = x - x.mean(axis=-1, keepdims=True)
-        variance = xp.einsum("...i,...i->...", centered, centered)[..., None] / x.shape[-1]  # (..., 1)
+    """LayerNorm; without a bias RMSNorm, which does not center."""
+
+    def forward(self, x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+        self.gain, self.centers = self.at_backward(1, weight), bias is not None
+        xhat = x - x.mean(axis=-1, keepdims=True) if self.centers else x.copy()
+        variance = xp.einsum("...i,...i->...", xhat, xhat)[..., None] / x.shape[-1]  # (..., 1)
         self.rstd = 1 / xp.sqrt(variance + eps)
-        centered *= self.rstd
-        self.xhat = centered
+        xhat *= self.rstd
+        self.xhat = xhat
         y = self.xhat * weight
-        y += bias
+        if bias is not None:
+            y += bias
         return y
 
     def backward(self, grad: Array) -> Any:
         # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means over the last dim.
+        # RMSNorm has no mean(g), which comes from centering.
         xhat, gain, rows = self.xhat, self.gain(), tuple(range(grad.ndim - 1))
         product = grad * xhat
         dweight = product.sum(axis=rows)
         product *= gain
         mean_gx = product.mean(axis=-1, keepdims=True)
         dx = grad * gain
-        dx -= dx.mean(axis=-1, keepdims=True)
+        if self.centers:
+            dx -= dx.mean(axis=-1, keepdims=True)
         xp.multiply(xhat, mean_gx, out=product)
         dx -= product
         dx *= self.rstd
-        return dx, dweight, grad.sum(axis=rows), None
+        return dx, dweight, grad.sum(axis=rows) if self.centers else None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """Normalize over the last dim (Ba et al. 2016): (..., h) -> (..., h). The variance divides by h, as PyTorch's."""
     return _LayerNorm.apply(x, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Divide by the root of the mean square over the last dim (Zhang and Sennrich 2019): (..., h) -> (..., h)."""
+    return _LayerNorm.apply(x, weight, None, eps)
 
 
 class _Gelu(Function):
@@ -160,6 +170,43 @@ class _Gelu(Function):
 def gelu(x: Tensor) -> Tensor:
     """Apply GPT-2's `gelu_new`, the tanh approximation (Hendrycks and Gimpel 2016)."""
     return _Gelu.apply(x)
+
+
+@operation
+def swiglu(gate: Array, up: Array) -> Any:
+    """Compute silu(gate) * up with silu(x) = x / (1 + exp(-x)) (Shazeer 2020); both (..., f)."""
+    sigmoid = 0.5 + 0.5 * xp.tanh(0.5 * gate)  # exp(-x) would overflow
+    silu = gate * sigmoid
+    # d silu / dx = s + x s (1 - s) = s + silu (1 - s)
+    return silu * up, lambda g: g * up * (sigmoid + silu * (1 - sigmoid)), lambda g: g * silu
+
+
+def _rotate(x: Array, angles: Array, out: Array | None = None) -> Array:
+    """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d) by its token's angles (T, d/2)."""
+    out = xp.empty(x.shape, dtype=x.dtype) if out is None else out
+    pairs, rotated = (array.reshape(*array.shape[:-1], -1, 2, angles.shape[-1]) for array in (x, out))  # views
+    first, second = pairs[..., 0, :], pairs[..., 1, :]  # (B, T, heads, d/2)
+    cos, sin = (function(angles)[:, None].astype(x.dtype) for function in (xp.cos, xp.sin))  # (T, 1, d/2)
+    rotated[..., 0, :] = first * cos - second * sin
+    rotated[..., 1, :] = second * cos + first * sin
+    return out
+
+
+@operation
+def rotary(q: Array, k: Array, v: Array, positions: Array, size: int, theta: float = 10000.0) -> Any:
+    """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and put q, k and v next to each other.
+
+    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) -> (B, T, (a + 2n) d) for `causal_attention`, with
+    heads of d = `size` elements. Elements i and i + d/2 are a pair, as in Hugging Face's code (in Meta's, 2i and 2i+1);
+    at position p it is rotated by the angle p theta^(-2i/d).
+    """
+    angles = positions[:, None] * theta ** (xp.arange(0, size, 2) / -size)  # (T, d/2), float64 whatever the dtype
+    a, b = q.shape[-1], q.shape[-1] + k.shape[-1]
+    packed = xp.empty((*q.shape[:-1], b + v.shape[-1]), dtype=q.dtype)
+    _rotate(q, angles, packed[..., :a])
+    _rotate(k, angles, packed[..., a:b])
+    packed[..., b:] = v
+    return packed, lambda g: _rotate(g[..., :a], -angles), lambda g: _rotate(g[..., a:b], -angles), lambda g: g[..., b:]
 
 
 @operation

@@ -1,4 +1,4 @@
-"""The serial model: modules, GPT-2, optimizers. Nothing here depends on the number of ranks."""
+"""The serial model: modules, GPT-2, Llama, optimizers. Nothing here depends on the number of ranks."""
 
 import lazy_loader
 
@@ -6,7 +6,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "gpt": ["GPT", "GPTConfig"],
-        "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "dropping"],
+        "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "RMSNorm", "dropping"],
+        "llama": ["Llama", "LlamaConfig"],
         "module": ["Deferred", "Module", "Owner", "Parameter", "Part", "placeholder"],
         "optim": ["SGD", "AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
     },

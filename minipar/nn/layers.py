@@ -1,4 +1,4 @@
-"""Linear, Embedding, LayerNorm and Dropout, and the generators from which weights and masks are drawn.
+"""Linear, Embedding, LayerNorm, RMSNorm and Dropout, and the generators from which weights and masks are drawn.
 
 Random values come from counter-based generators that are keyed by a name and never by a rank. A layer of the same name
 and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, dropout, embedding, layer_norm, linear, randomness
+from minipar.autograd import Tensor, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
 from minipar.nn.module import Deferred, Module, Parameter
 
@@ -30,14 +31,17 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
     return generator(seed, name).standard_normal(shape) * std
 
 
-def _normal(seed: int, name: str, shape: tuple[int, ...], std: float, dtype: str) -> Deferred:
-    """Describe a parameter drawn from N(0, std^2) by name."""
-    return Deferred(shape, np.dtype(dtype), lambda: from_host(normal(seed, name, shape, std).astype(dtype)))
+def drawn(
+    name: str, shape: tuple[int, ...], seed: int = 0, dtype: str = "float32", std: float = 0.02, deferred: bool = False
+) -> Parameter:
+    """Make a parameter of values from N(0, std^2), drawn by name; with `deferred`, later."""
+    draw = partial(normal, seed, name, shape, std)
+    return Parameter(Deferred(shape, np.dtype(dtype), lambda: from_host(draw().astype(dtype))), deferred)
 
 
-def _constant(value: float, size: int, dtype: str) -> Deferred:
-    """Describe a parameter whose elements are all `value`."""
-    return Deferred((size,), np.dtype(dtype), lambda: xp.full(size, value, dtype=dtype))
+def constant(value: float, size: int, dtype: Any = "float32", deferred: bool = False) -> Parameter:
+    """Make a parameter whose elements are all `value`."""
+    return Parameter(Deferred((size,), np.dtype(dtype), lambda: xp.full(size, value, dtype=dtype)), deferred)
 
 
 def _tensor(x: Any, dtype: Any) -> Tensor:
@@ -48,47 +52,27 @@ def _tensor(x: Any, dtype: Any) -> Tensor:
 class Linear(Module):
     """x @ weight + bias: (..., in) -> (..., out). x may be a Tensor or an array, which is converted to weight's dtype.
 
-    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D); torch.nn.Linear stores (out, in).
+    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D). If `transposed` it is (out, in), as in
+    torch.nn.Linear and Llama's checkpoints. `options` are seed, dtype, std and deferred, those of `drawn`.
     """
 
     def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        *,
-        name: str,
-        seed: int = 0,
-        dtype: str = "float32",
-        std: float = 0.02,
-        bias: bool = True,
-        deferred: bool = False,
+        self, n_in: int, n_out: int, *, name: str, bias: bool = True, transposed: bool = False, **options: Any
     ) -> None:
-        self.weight = Parameter(_normal(seed, f"{name}.weight", (n_in, n_out), std, dtype))
-        self.bias = Parameter(_constant(0, n_out, dtype)) if bias else None
-        if not deferred:
-            self.materialize()
+        self.transposed = transposed
+        self.weight = drawn(f"{name}.weight", (n_out, n_in) if transposed else (n_in, n_out), **options)
+        deferred = options.get("deferred", False)
+        self.bias = constant(0, n_out, self.weight.dtype, deferred) if bias else None
 
     def forward(self, x: Tensor | Array) -> Tensor:
-        return linear(_tensor(x, self.weight.dtype), self.weight, self.bias)
+        return linear(_tensor(x, self.weight.dtype), self.weight, self.bias, self.transposed)
 
 
 class Embedding(Module):
-    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim)."""
+    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim). `options` are those of `drawn`."""
 
-    def __init__(
-        self,
-        count: int,
-        dim: int,
-        *,
-        name: str,
-        seed: int = 0,
-        dtype: str = "float32",
-        std: float = 0.02,
-        deferred: bool = False,
-    ) -> None:
-        self.weight = Parameter(_normal(seed, f"{name}.weight", (count, dim), std, dtype))
-        if not deferred:
-            self.materialize()
+    def __init__(self, count: int, dim: int, *, name: str, **options: Any) -> None:
+        self.weight = drawn(f"{name}.weight", (count, dim), **options)
 
     def forward(self, index: Array) -> Tensor:
         return embedding(self.weight, index)
@@ -98,13 +82,22 @@ class LayerNorm(Module):
     """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size). x is a Tensor or an array."""
 
     def __init__(self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False) -> None:
-        self.weight, self.bias = Parameter(_constant(1, size, dtype)), Parameter(_constant(0, size, dtype))
+        self.weight, self.bias = constant(1, size, dtype, deferred), constant(0, size, dtype, deferred)
         self.eps = eps
-        if not deferred:
-            self.materialize()
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return layer_norm(_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Module):
+    """RMSNorm over the last dim with a gain: (..., size) -> (..., size). x is a Tensor or an array."""
+
+    def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32", deferred: bool = False) -> None:
+        self.weight = constant(1, size, dtype, deferred)
+        self.eps = eps
+
+    def forward(self, x: Tensor | Array) -> Tensor:
+        return rms_norm(_tensor(x, self.weight.dtype), self.weight, self.eps)
 
 
 @dataclass(frozen=True)

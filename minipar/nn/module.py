@@ -56,7 +56,7 @@ class Parameter(Tensor):
 
     __slots__ = ("decays", "deferred", "owner", "placement", "ties")
 
-    def __init__(self, data: Array | Deferred) -> None:
+    def __init__(self, data: Array | Deferred, deferred: bool = True) -> None:
         self.deferred = data if isinstance(data, Deferred) else None
         array = placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data
         super().__init__(array, requires_grad=True)
@@ -64,6 +64,8 @@ class Parameter(Tensor):
         self.ties: list[Tensor] = []
         self.placement: Any = None  # a strategy's record of where the elements are
         self.owner: Owner | None = None  # a strategy; None in a serial model
+        if not deferred:
+            self.materialize()
 
     def materialize(self) -> None:
         """Compute deferred values, in an array of their own."""
@@ -149,12 +151,12 @@ class Module:
             else:
                 yield from item.named_parameters(f"{prefix}{name}.")
 
-    def modules(self) -> "Iterator[Module]":
-        """Yield this module and all modules inside it."""
-        yield self
-        for _, item in self._items():
+    def named_modules(self, prefix: str = "") -> "Iterator[tuple[str, Module]]":
+        """Yield (name, module) of this module, whose name is "", and of all modules inside it, as `h.0.attn`."""
+        yield prefix.removesuffix("."), self
+        for name, item in self._items():
             if isinstance(item, Module):
-                yield from item.modules()
+                yield from item.named_modules(f"{prefix}{name}.")
 
     def _items(self) -> "Iterator[tuple[str, Parameter | Module]]":
         """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""

@@ -1,10 +1,12 @@
-"""GPT-2 directories as Hugging Face transformers writes and reads them: config.json next to model.safetensors."""
+"""Model directories as Hugging Face transformers writes and reads them: config.json next to model.safetensors."""
 
 import json
 import os
+import re
 import reprlib
 import stat
 import sys
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,29 +18,33 @@ from safetensors.numpy import save
 from minipar.backend import Array, from_host
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.llama import LlamaConfig
 from minipar.nn.module import Deferred
+from minipar.nn.transformer import LanguageModel, TransformerConfig
 
+CONFIGS: dict[str, Any] = {"gpt2": GPTConfig, "llama": LlamaConfig}  # by model_type
 PREFIX = "transformer."  # of the names in GPT2LMHeadModel's files; GPT2Model's files have none
 HEAD = "lm_head.weight"  # the token embedding once more, in some files
-_MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, in files of old versions
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not parameters, in files of old versions
+_LAYER = re.compile(r"(?:h|model\.layers)\.(\d+)\.")
 _READABLE = ("F64", "F32", "F16")  # safetensors' names of the dtypes that NumPy has too
-_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _LARGEST_SIZE = 2**31 - 1
-_OPTIONAL = ("layer_norm_epsilon", "initializer_range")
 _DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
-# With other values of these settings GPT-2 would be another function than the one implemented here.
-_REQUIRED_SETTINGS = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-    "add_cross_attention": False,
+# With other values of these settings the model would be another function than the one implemented here.
+_REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+        "add_cross_attention": False,
+    },
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_scaling": None},
 }
 
 
-def load_config(directory: str | Path) -> GPTConfig:
-    """Read config.json. Raises UsageError if it cannot be read or describes another architecture than GPT-2's."""
+def load_config(directory: str | Path) -> TransformerConfig:
+    """Read config.json. Raises UsageError if it cannot be read or describes another model than GPT-2 or Llama."""
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
         raise UsageError(
@@ -52,21 +58,32 @@ def load_config(directory: str | Path) -> GPTConfig:
         if not accepted:
             raise UsageError(f"{path}: {name} is {reprlib.repr(content.get(name, 'missing'))}, {expected}")
 
-    for name, wanted in _REQUIRED_SETTINGS.items():
-        check(name, content.get(name, wanted) == wanted, f"but minipar's GPT-2 has {wanted!r}")
-    for name in _SIZES:
-        check(name, type(content.get(name)) is int, "expected an integer")
-        check(name, content[name] <= _LARGEST_SIZE, f"expected at most {_LARGEST_SIZE}")
-    for name in _OPTIONAL:
-        value = content.get(name, 1.0)
-        accepted = type(value) in (int, float) and 0 <= value <= sys.float_info.max
-        check(name, accepted, "expected a finite number of at least 0")
-    inner = 4 * content["n_embd"]
-    check("n_inner", content.get("n_inner") in (None, inner), f"expected 4 * n_embd = {inner}")
+    kind = content.setdefault("model_type", "gpt2")
+    check("model_type", kind in list(CONFIGS), f"expected {' or '.join(CONFIGS)}")
+    for name, wanted in _REQUIRED_SETTINGS[kind].items():
+        check(name, content.get(name, wanted) == wanted, f"but minipar's {kind} has {wanted!r}")
+    rope = content.get("rope_parameters", {"rope_type": "default"})  # transformers 5; in files of version 4, rope_theta
+    accepted = isinstance(rope, dict) and {**rope, "rope_theta": 0} == {"rope_type": "default", "rope_theta": 0}
+    check("rope_parameters", accepted, "but minipar's llama has a rope_theta of rope_type 'default'")
+    content |= rope
+    for field in fields(CONFIGS[kind]):
+        name, default = field.name, field.default
+        if type(default) is float:
+            value = content.get(name, default)
+            accepted = type(value) in (int, float) and 0 <= value <= sys.float_info.max
+            check(name, accepted, "expected a finite number of at least 0")
+        elif type(default) is bool:
+            check(name, type(content.get(name, default)) is bool, "expected true or false")
+        elif content.get(name) is not None or default is not None:
+            check(name, type(content.get(name)) is int, "expected an integer")
+            check(name, content[name] <= _LARGEST_SIZE, f"expected at most {_LARGEST_SIZE}")
     try:
-        return GPTConfig(**{name: content[name] for name in (*_SIZES, *_OPTIONAL) if name in content})
+        config = CONFIGS[kind](**{f.name: content[f.name] for f in fields(CONFIGS[kind]) if f.name in content})
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
+    name, wanted = ("n_inner", config.n_inner) if kind == "gpt2" else ("head_dim", config.n_embd // config.n_head)
+    check(name, content.get(name) in (None, wanted), f"expected {wanted}")
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -89,17 +106,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_gpt2(
-    directory: str | Path,
-    dtype: str = "float32",
-    recompute: bool = False,
-    deferred: bool = False,
-    dropout: float = 0.0,
-    attention: str = "auto",
-) -> GPT:
-    """Load the model of a GPT-2 directory, converted to `dtype`. With `deferred=True` each tensor is read later.
+def load_pretrained(
+    directory: str | Path, dtype: str = "float32", deferred: bool = False, **options: Any
+) -> LanguageModel:
+    """Load the model of a directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
-    Raises UsageError that names the file and every missing, unexpected or misshapen tensor.
+    `options` are those of the model's class. Raises UsageError that names the file and every missing, unexpected or
+    misshapen tensor.
     """
     config = load_config(directory)
     path = Path(directory) / "model.safetensors"
@@ -107,19 +120,20 @@ def load_gpt2(
         raise UsageError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
     try:
         with safe_open(path, "np") as file:
-            names = [name for name in file.keys() if not name.endswith(_MASKS)]
+            names = [name for name in file.keys() if not name.endswith(_BUFFERS)]
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
             kinds = {name: file.get_slice(name).get_dtype() for name in names}
     except (SafetensorError, OSError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
-    stored = {name.removeprefix(PREFIX): name for name in names if name != HEAD}
-    blocks = {name.split(".")[1] for name in stored if name.startswith("h.")}
+    tied = HEAD in names and config.tie_word_embeddings
+    stored = {name.removeprefix(PREFIX): name for name in names if not (tied and name == HEAD)}
+    layers = {match[1] for name in stored if (match := _LAYER.match(name))}
     for i in range(config.n_layer):  # before the model is built, because n_layer may be a mistake and very large
-        if str(i) not in blocks:
-            raise UsageError(f"{path}: missing h.{i}.ln_1.weight; it has {i} layers, config.json {config.n_layer}")
+        if str(i) not in layers:
+            raise UsageError(f"{path}: no tensor of layer {i}; it has {i} layers, config.json {config.n_layer}")
     named = path.with_name("config.json")  # by errors: the sizes may be such that no array can have them
     try:
-        model = GPT(config, dtype=dtype, recompute=recompute, deferred=True, dropout=dropout, attention=attention)
+        model = config.build(dtype=dtype, deferred=True, **options)
         named = path
         model.check_shapes({name: shapes[key] for name, key in stored.items()})
     except ValueError as error:
@@ -127,10 +141,11 @@ def load_gpt2(
     for name, kind in kinds.items():
         if kind not in _READABLE:
             raise UsageError(f"{path}: {name} is stored as {kind}; expected one of {', '.join(_READABLE)}")
-    if HEAD in names:
+    if tied:
+        embedding = next(name for name, p in model.named_parameters() if p is model.token_embedding)
         with safe_open(path, "np") as file:
-            if not np.array_equal(file.get_tensor(HEAD), file.get_tensor(stored["wte.weight"])):
-                raise UsageError(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it")
+            if not np.array_equal(file.get_tensor(HEAD), file.get_tensor(stored[embedding])):
+                raise UsageError(f"{path}: {HEAD} differs from {embedding}, but the head is tied to it")
     for name, parameter in model.named_parameters():
         parameter.deferred = Deferred(parameter.shape, parameter.dtype, partial(_read, path, stored[name], dtype))
     if not deferred:
@@ -145,21 +160,22 @@ def _read(path: Path, key: str, dtype: str) -> Array:
         return from_host(np.ascontiguousarray(file.get_tensor(key), dtype=dtype))
 
 
-def export_gpt2(model: GPT, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
+def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:
     """Write `directory`/config.json and model.safetensors so that transformers' `from_pretrained` loads them.
 
     `state` has the parameters if the model itself does not hold them all (ZeRO stage 3).
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    kind = model.config.model_type
     config = {
-        **_REQUIRED_SETTINGS,
-        **{name: getattr(model.config, name) for name in (*_SIZES, *_OPTIONAL)},
-        **dict.fromkeys(_DROPOUT, model.drop.p),
-        "architectures": ["GPT2LMHeadModel"],
+        **_REQUIRED_SETTINGS[kind],
+        **asdict(model.config),
+        **(dict.fromkeys(_DROPOUT, model.drop.p) | {"n_inner": None} if isinstance(model, GPT) else {}),
+        "model_type": kind,
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else "LlamaForCausalLM"],
         "bos_token_id": None,
         "eos_token_id": None,
-        "n_inner": None,
     }
     _write(directory / "model.safetensors", save(state or model.state_dict(), metadata={"format": "pt"}))
     _write(directory / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())

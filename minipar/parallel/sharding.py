@@ -138,7 +138,7 @@ class ShardedGradients(ShardedDataParallel):
                 unit.part.run = partial(self._around, unit, unit.part.run)
                 continue
             # A module that lists no parts is one unit. Every way in: `loss_sum`, or the forward of any module in it.
-            for module, name in [(model, "loss_sum"), *((module, "forward") for module in model.modules())]:
+            for module, name in [(model, "loss_sum"), *((module, "forward") for _, module in model.named_modules())]:
                 setattr(module, name, partial(self._around_whole, unit, getattr(module, name)))
 
     def _around_whole(self, unit: UnitPass, run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from minipar.comm.communicator import DeviceMesh
 from minipar.comm.traffic import wire_bytes
-from minipar.nn.gpt import GPT, GPTConfig
+from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import balanced_cuts, part_costs, part_groups
@@ -29,7 +29,7 @@ FLOAT64 = 8  # bytes; losses and norms are summed in float64 whatever the run's 
 class StepLayout:
     """A model and the mesh that trains it, from which traffic and memory of a step are computed before it runs."""
 
-    model: GPTConfig
+    model: TransformerConfig
     length: int
     samples: int  # in one microbatch of one replica
     microbatches: int
@@ -104,9 +104,9 @@ class StepLayout:
 
 
 @lru_cache(maxsize=64)
-def _units(config: GPTConfig, pipelined: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Return names and shapes of the serial GPT's parameters, grouped by the bucket in which dp sends them."""
-    model = GPT(config, deferred=True)
+def _units(config: TransformerConfig, pipelined: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Return names and shapes of the serial model's parameters, grouped by the bucket in which dp sends them."""
+    model = config.build(deferred=True)
     names = {p: name for name, p in model.named_parameters()}
     return [[(names[p], p.shape) for p in unit] for unit in (part_groups(model) if pipelined else by_unit(model))]
 
@@ -124,10 +124,12 @@ def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
     """Return the buckets of pipeline rank `pp`, from its parameters' placements.
 
     Stages 1 and 2 gather the updated parameters once. Stage 3 gathers each block for each forward and each backward, 2m
-    times; `end_gathers` counts those of a pipeline's ends. If the last stage is on another rank than the first, the
-    token embedding is gathered once more to be sent there.
+    times, and an untied embedding or head m times: the lookup's backward reads no table, the head's follows its forward
+    at once. `end_gathers` counts those of a pipeline's tied embedding. If the last stage is on another rank than the
+    first, that one is gathered once more to be sent there.
     """
     first, last = layout.ends
+    tied = layout.model.tie_word_embeddings
     elements: Counter[int] = Counter()
     partial: Counter[int] = Counter()
     for p in layout.placements(pp=pp):
@@ -138,10 +140,10 @@ def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
     def gathers(unit: int) -> int:
         if layout.zero_stage < 3:
             return int(layout.zero_stage > 0)
+        if unit == layout.model.n_layer + 1 or (unit == 0 and not tied):  # a part that reads no other unit
+            return layout.microbatches
         if layout.schedule is not None and unit == 0:
             return end_gathers(layout.schedule, first == last) + (first != last)
-        if layout.schedule is not None and unit == layout.model.n_layer + 1:
-            return layout.microbatches
         return 2 * layout.microbatches
 
     return [BucketTraffic(elements[unit], partial[unit], gathers(unit)) for unit in sorted(elements)]
@@ -154,7 +156,7 @@ def end_gathers(schedule: Schedule, head_too: bool) -> int:
     the head reads it too. A lookup frees the values afterwards. The head's forward keeps them for its backward, which
     frees them. An action gathers if the values are not held.
 
-    The head's own bucket, the last LayerNorm, is gathered m times in any order: each backward frees it, and each but
+    The head's own bucket, the last norm, is gathered m times in any order: each backward frees it, and each but
     the last is followed by an action that needs it.
     """
     gathers, is_held = 0, False
@@ -234,8 +236,8 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     Per microbatch, n elements (n/t under sequence parallelism) are sent over each cut whose other side is on another
     rank, forward to the next stage and backward to the previous one (Narayanan et al. 2021, section 2.2).
 
-    Per step, the first rank sends the token embedding, ceil(V/t) h elements, to the last, which sends its gradient back
-    (unless they are one rank). The norm all-reduces 2 (L + 2) float64 values for each chunk, and the loss one.
+    Per step, the first rank sends a tied token embedding, ceil(V/t) h elements, to the last, which sends its gradient
+    back (unless they are one rank). The norm all-reduces 2 (L + 2) float64 values for each chunk, and the loss one.
     """
     if layout.schedule is None:
         return 0
@@ -247,7 +249,7 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
         elements //= layout.tp
     total = crossed * layout.microbatches * elements * layout.itemsize
     first, last = layout.ends
-    if first != last and rank in (first, last):
+    if layout.model.tie_word_embeddings and first != last and rank in (first, last):
         rows = -(-layout.model.vocab_size // layout.tp)  # V/t, rounded up
         total += rows * layout.model.n_embd * layout.itemsize
     for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1):

@@ -207,7 +207,7 @@ MINIPAR = Framework(
     gathers_ahead=False,
     embedding_returns=True,
     kept=Activations(
-        sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=0, scores=1,
+        sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=4, scores=1,
         logits=2, head=2, boundary=1, moving=2, moving_whole=1,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The program `mpirun -n N python -m minipar.train`: train a GPT and, with --verify, prove it equal to one device's."""
+"""The program `mpirun -n N python -m minipar.train`: train a model; with --verify, prove it equal to one device's."""
 
 import math
 import signal

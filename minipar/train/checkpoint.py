@@ -39,6 +39,8 @@ from minipar.backend import Array, from_host, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, writing
 from minipar.nn.optim import AdamW
+from minipar.nn.pretrained import CONFIGS
+from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import Shard, elements_of, placement_of
 from minipar.parallel.state import join, local_part, owned_pieces
 
@@ -100,6 +102,8 @@ class Checkpoint:
         self.path = self.directory / MANIFEST
         try:
             self.manifest = _parse(text)
+            sizes = self.manifest["model"]
+            self.shape: TransformerConfig = CONFIGS["llama" if "hidden_size" in sizes else "gpt2"](**sizes)
             self.step: int = self.manifest["step"]
             self.dtype = np.dtype(self.manifest["dtype"])
             self.files: list[dict[str, Any]] = self.manifest["files"]

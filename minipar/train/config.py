@@ -15,6 +15,8 @@ from minipar.autograd import METHODS
 from minipar.comm.communicator import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
+from minipar.nn.llama import LlamaConfig
+from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
@@ -76,15 +78,19 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """model: GPT-2's architecture"""
+    """model: GPT-2's architecture, or Llama's"""
 
     layers: int = option(2, int, COUNT, "L", "Transformer layers")
     hidden: int = option(128, int, COUNT, "H", "hidden size: elements per token between layers")
     heads: int = option(4, int, COUNT, "A", "attention heads; they must divide hidden")
-    seq_len: int = option(64, int, COUNT, "T", "tokens per sample; without --init-from also the learned positions")
+    seq_len: int = option(64, int, COUNT, "T", "tokens per sample; without --init-from also GPT-2's learned positions")
     vocab_size: int = option(256, int, COUNT, "V", "vocabulary: token ids are 0 to V-1")
+    model: str = option("gpt2", str, choices=("gpt2", "llama"),
+        help="the architecture: GPT-2's, or Llama's, whose head is not tied to the embedding")
+    kv_heads: int | None = option(None, int, COUNT, "N", "of Llama: heads of keys and values (default: as --heads)")
+    ffn: int | None = option(None, int, COUNT, "F", "of Llama's MLP (default: 8/3 of hidden, up to a multiple of 64)")
     init_from: str | None = option(None, str, None, "DIR",
-        "start from a GPT-2 directory (config.json, model.safetensors), which also gives the shape")
+        "start from a GPT-2 or Llama directory (config.json, model.safetensors), which also gives the shape")
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class RunConfig:
         "continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, data, "
         "optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from --save DIR, if it has one")
     export: str | None = option(None, str, None, "DIR",
-        "write the trained model as a GPT-2 directory; DIR is new, empty, or an earlier export")
+        "write the trained model as a directory of Hugging Face; DIR is new, empty, or an earlier export")
     verify: bool = option(False, bool,
         help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
 
@@ -193,6 +199,7 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 # ---- the command line ------------------------------------------------------------------------------------------------
 
+SHAPE = ("--model", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab-size")
 # Flags of Megatron-LM, DeepSpeed, transformers and nanoGPT, and what minipar calls them.
 OTHER_NAMES = {
     "--global-batch": "batch-size global-batch-size train-batch-size per-device-train-batch-size micro-batch-size",
@@ -211,8 +218,10 @@ OTHER_NAMES = {
     "--layers": "num-layers n-layer num-hidden-layers",
     "--hidden": "hidden-size n-embd d-model",
     "--heads": "num-attention-heads n-head",
+    "--kv-heads": "num-key-value-heads num-query-groups",
+    "--ffn": "intermediate-size ffn-hidden-size n-inner",
     "--seq-len": "seq-length max-position-embeddings block-size n-positions max-seq-len",
-    "--init-from": "model-name-or-path model",
+    "--init-from": "model-name-or-path",
     "--data": "data-path train-file dataset dataset-name",
     "--dtype": "fp16 bf16 torch-dtype precision",
     "--recompute": "gradient-checkpointing recompute-granularity recompute-activations",
@@ -255,7 +264,7 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
     config = dataclasses.replace(with_values(TrainConfig(), values), given=frozenset(values))
-    for flag in ("--layers", "--hidden", "--heads", "--vocab-size"):  # seq-len may be shorter than the positions
+    for flag in SHAPE:  # seq-len may be shorter than the positions
         if config.model.init_from is not None and "model." + flag[2:].replace("-", "_") in values:
             raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
     check(config)
@@ -311,20 +320,39 @@ def check(config: TrainConfig) -> None:
 
 
 def check_sizes(config: TrainConfig) -> None:
-    """Check that each attention head gets hidden / heads elements, and that the warm-up ends before the run does."""
+    """Check the model's flags against one another, and that the warm-up ends before the run does."""
     model, warmup, steps, lr = config.model, config.optimizer.warmup_steps, config.optimizer.steps, config.optimizer.lr
-    if model.hidden % model.heads:
-        raise UsageError(f"hidden {model.hidden} is not divisible by heads {model.heads}")
+    for flag, value in (("--kv-heads", model.kv_heads), ("--ffn", model.ffn)):
+        if model.model == "gpt2" and value is not None:
+            why = "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
+            raise UsageError(f"{flag} {value} is for --model llama: {why}")
+    if model.model == "llama" and config.optimizer.dropout:
+        raise UsageError(f"--dropout {config.optimizer.dropout} is for --model gpt2: Llama has no dropout")
+    try:
+        shape_of(model)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if warmup > steps:
         raise UsageError(f"warmup-steps {warmup} is more than steps {steps}: the learning rate would never reach {lr}")
 
 
-def with_shape(config: TrainConfig, shape: GPTConfig) -> TrainConfig:
-    """Return `config` with the shape of `--init-from`; the sequence must fit its learned positions."""
+def shape_of(model: ModelConfig) -> TransformerConfig:
+    """Return the shape that the flags describe. ValueError if its sizes do not divide."""
+    if model.model == "gpt2":
+        return GPTConfig(model.vocab_size, model.seq_len, model.hidden, model.layers, model.heads)
+    ffn = model.ffn or -(-8 * model.hidden // 192) * 64
+    return LlamaConfig(model.vocab_size, model.hidden, ffn, model.layers, model.heads, model.kv_heads, model.seq_len)
+
+
+def with_shape(config: TrainConfig, shape: TransformerConfig) -> TrainConfig:
+    """Return `config` with the flags that describe this shape; the sequence must fit its positions."""
     length, n, source = config.model.seq_len, shape.n_positions, config.model.init_from
     if length > n:
         raise UsageError(f"seq-len {length} is longer than the {n} positions of {source}; give --seq-len {n} or less")
-    names = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab_size": "vocab_size"}
+    names = {"model": "model_type", "layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
+    names["vocab_size"] = "vocab_size"
+    if shape.model_type == "llama":
+        names |= {"kv_heads": "n_kv_head", "ffn": "n_inner"}
     return with_values(config, {f"model.{ours}": getattr(shape, name) for ours, name in names.items()})
 
 
@@ -332,9 +360,11 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not divide."""
     tp = config.mesh.tp
     dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp)["dp"]
-    model, sequence = config.model, config.mesh.sequence_parallel
+    sequence = config.mesh.sequence_parallel
     check_sizes(config)
-    check_shape(model.heads, model.hidden, tp, model.seq_len if sequence else None)
+    config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
+    model = config.model
+    check_shape(shape_of(model), tp, model.seq_len if sequence else None)
     batch, m = config.data.global_batch, config.data.microbatches
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")

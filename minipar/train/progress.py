@@ -17,14 +17,14 @@ import numpy as np
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, discard, printable, writing
 from minipar.memory import KINDS, MemoryLedger
-from minipar.nn.gpt import GPT
-from minipar.nn.pretrained import export_gpt2, read_json
+from minipar.nn.pretrained import read_json, save_pretrained
+from minipar.nn.transformer import LanguageModel
 from minipar.train.checkpoint import agreeing
 from minipar.train.config import TrainConfig
 from minipar.train.trainer import StepResult
 
 LINES = 10  # of progress per run, about
-EXPORT_FILES = ("model.safetensors", "config.json")  # those of `export_gpt2`
+EXPORT_FILES = ("model.safetensors", "config.json")  # those of `save_pretrained`
 
 
 def progress_stream(config: TrainConfig, rank: int = 0) -> TextIO | None:
@@ -110,10 +110,10 @@ def check_export(directory: str) -> None:
         raise UsageError(f"--export {directory} holds {', '.join(sorted(names)[:3])}, {wrote}")
 
 
-def write_export(model: GPT, directory: str, state: dict[str, np.ndarray]) -> None:
-    """Write the model as a GPT-2 directory. UsageError if the disk is full; then no half-written file is left."""
+def write_export(model: LanguageModel, directory: str, state: dict[str, np.ndarray]) -> None:
+    """Write the model as a directory. UsageError if the disk is full; then no half-written file is left."""
     with writing(f"--export {directory}", *(Path(directory, f"{name}.partial") for name in EXPORT_FILES)):
-        export_gpt2(model, directory, state)
+        save_pretrained(model, directory, state)
 
 
 class Metrics:
@@ -191,9 +191,10 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
+    kind, heads = ("GPT", "") if model.model == "gpt2" else ("Llama", f" on {model.kv_heads} of keys and values")
     return (
-        f"minipar: GPT with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
-        f"{model.heads} heads, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
+        f"minipar: {kind} with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
+        f"{model.heads} heads{heads}, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
         f"minipar: {ranks} rank{'s' * (ranks > 1)}, dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}, "
         f"global batch {data.global_batch} x {model.seq_len} tokens, {data.microbatches} "
         f"microbatch{'es' * (data.microbatches > 1)} per replica, {config.run.reduction} reduction"

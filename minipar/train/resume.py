@@ -9,11 +9,12 @@ from typing import Any
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.train.checkpoint import MANIFEST, STEP, Checkpoint, agreeing, checkpoints, reading
-from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
+from minipar.train.config import SHAPE, RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
-MUST_AGREE = "--layers --hidden --heads --vocab-size --seq-len --dtype --global-batch --order --seed --betas".split()
+MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
+SINCE = {"--model": "gpt2", "--kv-heads": None, "--ffn": None}  # in checkpoints that are older than these flags
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
@@ -101,6 +102,7 @@ def _compare(
     checkpoint: Checkpoint, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str
 ) -> None:
     """Raise UsageError with all those flags whose values differ."""
+    saved = SINCE | saved
     different = [name for name in names if name not in saved or saved[name] != current[name]]
     if different:
         then = ", ".join(f"{name} {saved.get(name)}" for name in different)

@@ -21,11 +21,11 @@ from minipar.comm.clock import ModelClock
 from minipar.comm.communicator import DeviceMesh
 from minipar.errors import writing
 from minipar.memory import enter
-from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.module import Deferred
 from minipar.nn.optim import AdamW, learning_rate
-from minipar.nn.pretrained import load_gpt2
+from minipar.nn.pretrained import load_pretrained
+from minipar.nn.transformer import LanguageModel, TransformerConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
@@ -39,7 +39,7 @@ from minipar.parallel.traffic import StepLayout
 from minipar.parallel.wrapper import Wrapper
 from minipar.record import Record
 from minipar.train.checkpoint import Checkpoint, restore_optimizer, save
-from minipar.train.config import TrainConfig, schedule_of
+from minipar.train.config import TrainConfig, schedule_of, shape_of
 from minipar.train.data import Batches, Tokens
 from minipar.train.resume import run_flags
 
@@ -55,31 +55,33 @@ class StepResult:
     tokens_per_second: float
 
 
-def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> GPT:
+def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
     sizes, run, mesh = config.model, config.run, config.mesh
-    shape = GPTConfig(sizes.vocab_size, sizes.seq_len, sizes.hidden, sizes.layers, sizes.heads)
+    shape = shape_of(sizes)
     shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), (mesh.dp or 1) * mesh.tp * mesh.pp)  # no layout needs less
     options: dict[str, Any] = {"dtype": run.dtype, "recompute": run.recompute == "full", "deferred": True}
-    options |= {"dropout": config.optimizer.dropout, "attention": run.attention}
+    options["attention"] = run.attention
+    if sizes.model == "gpt2":
+        options["dropout"] = config.optimizer.dropout
     if sizes.init_from is not None:
-        return load_gpt2(sizes.init_from, **options)
+        return load_pretrained(sizes.init_from, **options)
     if checkpoint is None:
-        return GPT(shape, seed=run.seed, **options)
-    model = GPT(GPTConfig(**checkpoint.manifest["model"]), **options)
+        return shape.build(seed=run.seed, **options)
+    model = checkpoint.shape.build(**options)
     for name, p in model.named_parameters():
         p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
     return model
 
 
-def step_layout(config: TrainConfig, positions: int | None = None) -> StepLayout:
-    """Return the layout of a resolved configuration. `positions` are the learned ones, if more than seq-len."""
-    mesh, model, data = config.mesh, config.model, config.data
+def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> StepLayout:
+    """Return the layout of a resolved configuration. `shape` is the model's, if the flags do not say all of it."""
+    mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
     same = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "sync_every_microbatch")
     return StepLayout(
-        GPTConfig(model.vocab_size, positions or model.seq_len, model.hidden, model.layers, model.heads),
-        length=model.seq_len,
+        shape or shape_of(config.model),
+        length=config.model.seq_len,
         samples=data.global_batch // (mesh.dp * data.microbatches),
         microbatches=data.microbatches,
         itemsize=np.dtype(config.run.dtype).itemsize,
@@ -137,7 +139,7 @@ class Trainer:
         # Data parallelism or ZeRO owns the gradients of what is left.
         if config.mesh.memory_limit is not None:
             limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
-            placements = step_layout(config, model.config.n_positions).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
+            placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
             accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
             check_limit(limit, placements, mesh.dp.size, stage, dtype, accumulating)
         ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)

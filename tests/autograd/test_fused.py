@@ -16,6 +16,9 @@ from minipar.autograd import (
     gelu,
     layer_norm,
     linear,
+    rms_norm,
+    rotary,
+    swiglu,
 )
 
 RANDOM = np.random.Generator(np.random.Philox(2))
@@ -34,10 +37,17 @@ OPERATIONS = {
     "embedding, repeated tokens": (lambda w: embedding(w, np.array([[1, 3, 1], [1, 0, 3]])), [normal(5, 2)]),
     "embedding, no tokens": (lambda w: embedding(w, np.zeros((0,), int)) + w[:0], [normal(5, 2)]),
     "layer_norm": (lambda x, w, b: layer_norm(x, w, b), [normal(2, 3, 8), normal(8), normal(8)]),
+    "rms_norm": (lambda x, w: rms_norm(x, w), [normal(2, 3, 8), normal(8)]),
+    "swiglu": (swiglu, [normal(3, 5) * 2, normal(3, 5)]),
+    "rotary": (
+        lambda q, k, v: rotary(q, k, v, np.array([0, 7, 3]), 4),
+        [normal(2, 3, 16), normal(2, 3, 8), normal(2, 3, 8)],
+    ),
     "gelu": (gelu, [normal(4, 5) * 2]),
     "attention, 1 head": (lambda x: causal_attention(x, 1), [normal(2, 5, 12)]),
     "attention, 3 heads": (lambda x: causal_attention(x, 3), [normal(2, 4, 18)]),
     "attention, one position": (lambda x: causal_attention(x, 2), [normal(2, 1, 12)]),
+    "attention, 4 heads on 2": (lambda x: causal_attention(x, 4, 2), [normal(2, 4, 24)]),
     "attention, dropout": (lambda x: causal_attention(x, 3, None, KEEP, 0.25), [normal(2, 4, 18)]),
     "dropout": (lambda x: dropout(x, KEEP[0], 0.25), [normal(3, 4, 4)]),
     "cross_entropy": (lambda x: cross_entropy(x, TARGETS), [normal(2, 3, 5)]),
@@ -62,6 +72,40 @@ def test_gelu_is_the_tanh_approximation():
     x = normal(100) * 3
     expected = [0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x]
     np.testing.assert_allclose(gelu(Tensor(x)).data, expected, rtol=1e-13, atol=1e-15)
+
+
+def test_swiglu_of_large_inputs_neither_overflows_nor_is_nan():
+    x = np.array([-1000.0, 0.0, 1000.0])
+    with np.errstate(all="raise"):
+        assert swiglu(Tensor(x), Tensor(np.ones(3))).data.tolist() == [0.0, 0.0, 1000.0]
+
+
+def test_rotary_turns_pairs_by_position_times_frequency():
+    q, k, v = normal(1, 3, 8), normal(1, 3, 4), normal(1, 3, 4)
+    positions = np.array([5, 0, 2])
+    packed = rotary(Tensor(q), Tensor(k), Tensor(v), positions, size=4, theta=100.0).data
+    assert packed.shape == (1, 3, 16) and np.array_equal(packed[..., 12:], v)
+    for t, position in enumerate(positions):
+        for head, start in [(q[0, t, :4], 0), (q[0, t, 4:], 4), (k[0, t], 8)]:
+            for i in range(2):
+                turned = complex(head[i], head[i + 2]) * np.exp(1j * position * 100 ** (-2 * i / 4))
+                assert abs(turned - complex(packed[0, t, start + i], packed[0, t, start + i + 2])) < 1e-14
+
+
+def test_rotated_scores_depend_on_distances_alone():
+    q, k, v = (normal(1, 6, 4) for _ in range(3))
+    outputs = [
+        causal_attention(rotary(Tensor(q), Tensor(k), Tensor(v), np.arange(6) + shift, 4), 1).data for shift in (0, 9)
+    ]
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-12)
+
+
+def test_grouped_heads_share_keys_and_values_in_order():
+    qkv = normal(2, 5, 24)  # 4 heads of q, 2 of k and of v, of 3 elements
+    q, k, v = np.split(qkv, (12, 18), axis=-1)
+    repeated = [np.repeat(x.reshape(2, 5, 2, 3), 2, axis=2).reshape(2, 5, 12) for x in (k, v)]
+    expected = causal_attention(Tensor(np.concatenate([q, *repeated], axis=-1)), 4).data
+    np.testing.assert_allclose(causal_attention(Tensor(qkv), 4, 2).data, expected, rtol=1e-13)
 
 
 def naive_attention(qkv, heads):

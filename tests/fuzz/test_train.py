@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from functools import cache
@@ -46,15 +47,16 @@ def test_a_data_file_is_trained_on_or_refused(fuzzed):
 
 
 @cache
-def exported() -> dict[str, bytes]:
+def exported(model: str = "gpt2") -> dict[str, bytes]:
     """Return the files that --export writes for a tiny model."""
     from safetensors.numpy import save
 
-    from minipar.nn import GPT, GPTConfig
+    from minipar.nn import GPTConfig, LlamaConfig
 
-    config = {"vocab_size": 16, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 1}
-    weights = save(GPT(GPTConfig(**config)).state_dict(), metadata={"format": "pt"})
-    content = config | {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "n_inner": None}
+    config = GPTConfig(16, 4, 4, 1, 1) if model == "gpt2" else LlamaConfig(16, 4, 8, 1, 2, 1, 4)
+    content = dataclasses.asdict(config) | {"model_type": model}
+    content |= {"n_inner": None} if model == "gpt2" else {"head_dim": 2, "rope_scaling": None, "hidden_act": "silu"}
+    weights = save(config.build().state_dict(), metadata={"format": "pt"})
     return {"config.json": json.dumps(content).encode(), "model.safetensors": weights}
 
 
@@ -77,12 +79,12 @@ def tensors(data: bytes) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def model_directories(draw: st.DrawFn) -> Case:
-    files: dict[str, bytes | str] = {f"m/{name}": content for name, content in exported().items()}
+    model = exported(draw(st.sampled_from(("gpt2", "llama"))))
+    files: dict[str, bytes | str] = {f"m/{name}": content for name, content in model.items()}
     if draw(st.booleans()):
-        valid = json.loads(exported()["config.json"])
-        files["m/config.json"] = draw(or_no_file(json_files(valid)))
+        files["m/config.json"] = draw(or_no_file(json_files(json.loads(model["config.json"]))))
     else:
-        files["m/model.safetensors"] = draw(or_no_file(tensors(exported()["model.safetensors"])))
+        files["m/model.safetensors"] = draw(or_no_file(tensors(model["model.safetensors"])))
     if draw(st.integers(0, 19)) == 0:
         del files[draw(st.sampled_from(sorted(files)))]
     return Case(
@@ -113,6 +115,9 @@ FLAGS = {
     "--heads": ["1", "2", "3"],
     "--seq-len": ["1", "4", "39", "40"],
     "--vocab-size": ["16", "1", "256", "70000"],
+    "--model": ["gpt2", "llama"],
+    "--kv-heads": ["1", "2", "3"],
+    "--ffn": ["1", "4", "1000000000000"],
     "--init-from": ["missing", "directory"],
     "--data": ["d.bin", "missing", "directory"],
     "--order": ["random", "sequential"],

@@ -78,6 +78,18 @@ MUTANTS = [
         ("layer norm: the unbiased variance", "/ x.shape[-1]  # (..., 1)", "/ (x.shape[-1] - 1)  # (..., 1)"),
         ("layer norm: epsilon outside of the root", "xp.sqrt(variance + eps)", "(xp.sqrt(variance) + eps)"),
         ("layer norm: backward forgets the mean's gradient", "dx -= dx.mean(axis=-1, keepdims=True)", "dx -= 0"),
+        ("rms norm: centers as layer norm does", "if self.centers else x.copy()", "if True else x.copy()"),
+        ("swiglu: backward forgets the gate's own slope", "(sigmoid + silu * (1 - sigmoid))", "sigmoid"),
+        (
+            "rotary: backward rotates forward",
+            "lambda g: _rotate(g[..., :a], -angles)",
+            "lambda g: _rotate(g[..., :a], angles)",
+        ),
+        (
+            "rotary: neighbours are pairs",
+            "-1, 2, angles.shape[-1]) for",
+            "-1, angles.shape[-1], 2).swapaxes(-1, -2) for",
+        ),
         ("gelu: another constant", "GELU_CUBIC = 0.044715", "GELU_CUBIC = 0.04715"),
         ("gelu: a factor of the derivative", "inner *= 3 * GELU_CUBIC", "inner *= 2 * GELU_CUBIC"),
         (

@@ -6,25 +6,60 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/gpt.py",
         "nn/test_epsilon.py nn/test_gpt.py nn/test_dropout.py",
-        ("gpt: layer_norm_epsilon is ignored", "h, config.layer_norm_epsilon, dtype", "h, 1e-5, dtype"),
-        ("gpt: residual projections start as large as the rest", "std=std / math.sqrt(2 * config.n_layer)", "std=std"),
+        ("gpt: layer_norm_epsilon is ignored", "config.layer_norm_epsilon, self.dtype", "1e-5, self.dtype"),
+        (
+            "gpt: residual projections start as large as the rest",
+            "config.initializer_range / math.sqrt(2 * config.n_layer)",
+            "config.initializer_range",
+        ),
         ("gpt: the MLP reads the stream without its norm", "self.mlp(self.ln_2(x))", "self.mlp(x)"),
         (
             "gpt: a sequence may be one token too long",
             "if length > self.config.n_positions:",
             "if length > self.config.n_positions + 1:",
         ),
+        ("gpt: no dropout after attention", "return self.resid_dropout(self.c_proj(y))", "return self.c_proj(y)"),
+    ),
+    *mistakes(
+        "minipar/nn/transformer.py",
+        "nn/test_gpt.py nn/test_llama.py train/test_llama.py",
         (
-            "gpt: the head does not follow the embedding's storage",
-            "self.head_weight.data = self.wte.weight.data",
+            "models: the head does not follow the embedding's storage",
+            "self.head_weight.data = self.token_embedding.data",
             "pass",
         ),
-        ("gpt: no dropout after attention", "return self.resid_dropout(self.c_proj(y))", "return self.c_proj(y)"),
         (
-            "gpt: the needed memory is of all ranks together",
+            "models: the needed memory is of all ranks together",
             "check_memory(count * nbytes / shares, ",
             "check_memory(count * nbytes, ",
         ),
+        ("models: an untied head is tied", "if self.config.tie_word_embeddings:", "if True:"),
+        ("models: the operations of attention are halved", "+ 4 * tokens * length * h", "+ 2 * tokens * length * h"),
+    ),
+    *mistakes(
+        "minipar/nn/llama.py",
+        "nn/test_llama.py reference/test_llama.py",
+        ("llama: rms_norm_eps is ignored", "config.rms_norm_eps, self.dtype", "1e-6, self.dtype"),
+        ("llama: rope_theta is ignored", "theta=config.rope_theta", "theta=10000.0"),
+        (
+            "llama: the gate and the product change places",
+            "swiglu(self.gate_proj(x), self.up_proj(x))",
+            "swiglu(self.up_proj(x), self.gate_proj(x))",
+        ),
+        (
+            "llama: the MLP reads the stream without its norm",
+            "self.mlp(self.post_attention_layernorm(x))",
+            "self.mlp(x)",
+        ),
+        ("llama: keys and values are swapped", "self.rotary(q, k, v,", "self.rotary(q, v, k,"),
+        ("llama: a tied head counts as parameters", "(1 if self.tie_word_embeddings else 2)", "2"),
+    ),
+    *mistakes(
+        "minipar/nn/pretrained.py",
+        "reference/test_llama.py nn/test_llama.py",
+        ("files: rope_theta of transformers 5 is not read", "content |= rope", "pass"),
+        ("files: a rope_scaling is ignored", '"mlp_bias": False, "rope_scaling": None', '"mlp_bias": False'),
+        ("files: another head size is accepted", 'content.get(name) in (None, wanted), f"expected', 'True, f"expected'),
     ),
     *mistakes(
         "minipar/nn/layers.py",
@@ -90,8 +125,8 @@ MUTANTS = [
         ),
         (
             "init: config.json's epsilon is not read",
-            "for name in (*_SIZES, *_OPTIONAL) if name in content",
-            "for name in _SIZES if name in content",
+            "if f.name in content})",
+            'if f.name in content and "eps" not in f.name})',
         ),
         (
             "init: a head that differs from the embedding is accepted",

@@ -39,9 +39,28 @@ MUTANTS = [
         ("tensor: a step does not sum partial gradients", "p.owner = tensor", "pass"),
         (
             "tensor: tp need not divide the heads",
-            'check_divides("heads/tp", heads, tp,',
-            'check_divides("heads/tp", heads, 1,',
+            'check_divides("heads/tp", model.n_head, tp,',
+            'check_divides("heads/tp", model.n_head, 1,',
         ),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/plan.py",
+        "parallel/tensor/test_llama.py parallel/tensor/test_plan.py",
+        ("tensor: the columns of up go another way", '"mlp.up_proj.weight": (0, 1)', '"mlp.up_proj.weight": (1, 1)'),
+        ("tensor: Llama's MLP has no sum after its rows", '("c_proj", "o_proj", "down_proj")', '("c_proj", "o_proj")'),
+        (
+            "tensor: the MLP's input gradients stay apart",
+            '"input_layernorm", "post_attention_layernorm"',
+            '"input_layernorm",',
+        ),
+        ("tensor: tp need not divide the K/V heads", "model.n_kv_head, tp,", "model.n_kv_head, 1,"),
+        ("tensor: the K/V heads are not divided", "module.kv_heads //= group.size", "pass"),
+    ),
+    *mistakes(
+        "minipar/parallel/traffic.py",
+        "train/test_llama.py",
+        ("traffic: an untied embedding is gathered for its backward", "(unit == 0 and not tied)", "False"),
+        ("traffic: an untied head is exchanged", "if layout.model.tie_word_embeddings and first", "if first"),
     ),
     *mistakes(
         "minipar/parallel/pipeline/stage.py",
@@ -91,13 +110,17 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/pipeline/stage.py",
         "parallel/pipeline/test_stage.py parallel/pipeline/test_executor.py",
-        ("stages: a block's operations are halved", "block = 24 * h * h", "block = 12 * h * h"),
+        (
+            "stages: a block's operations are halved",
+            "block = 2 * config.layer_matrices",
+            "block = config.layer_matrices",
+        ),
         ("stages: the head does not count in the cut", "load[-1] += costs[-1]", "pass"),
         ("stages: activations stay after their backward", "self.alive.pop(microbatch)", "self.alive[microbatch]"),
         (
             "stages: the head's gradient of the embedding is not sent",
-            "self.comm.isend(self.model.head_weight.grad, self.first",
-            "self.comm.isend(0 * self.model.head_weight.grad, self.first",
+            "self.comm.isend(leaf.grad, self.first",
+            "self.comm.isend(0 * leaf.grad, self.first",
         ),
     ),
     *mistakes(

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 from minipar.errors import UsageError
 from minipar.nn import GPT, Deferred, GPTConfig, Parameter, placeholder
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 from minipar.parallel.buckets import by_unit
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
@@ -106,10 +106,10 @@ def test_the_parts_of_a_gpt_run_in_order_are_the_gpt():
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_a_deferred_load_reads_each_tensor_on_demand_and_once(prefix, tmp_path):
     source = GPT(SMALL, seed=5)
-    export_gpt2(source, tmp_path)
+    save_pretrained(source, tmp_path)
     state = {prefix + name: x for name, x in source.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
-    model = load_gpt2(tmp_path, dtype="float64", deferred=True)
+    model = load_pretrained(tmp_path, dtype="float64", deferred=True)
     assert all(np.isnan(p.data).all() for p in model.parameters())
     for i, (name, parameter) in enumerate(model.named_parameters()):
         save_file({key: x + np.float32(i) for key, x in state.items()}, tmp_path / "model.safetensors")
@@ -121,12 +121,12 @@ def test_a_deferred_load_reads_each_tensor_on_demand_and_once(prefix, tmp_path):
 
 
 def test_a_deferred_load_refuses_a_wrong_file_at_once(tmp_path):
-    export_gpt2(GPT(SMALL), tmp_path)
+    save_pretrained(GPT(SMALL), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["wpe.weight"] = tensors["wpe.weight"][:3].copy()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match=r"wpe.weight has shape \(3, 8\), expected \(6, 8\)"):
-        load_gpt2(tmp_path, deferred=True)
+        load_pretrained(tmp_path, deferred=True)
 
 
 def rewrite_as(path, key, dtype, itemsize):
@@ -152,35 +152,35 @@ def rewrite_as(path, key, dtype, itemsize):
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize(("key", "dtype", "itemsize"), [("h.1.mlp.c_fc.weight", "BF16", 2), ("ln_f.bias", "I32", 4)])
 def test_a_tensor_of_a_dtype_that_numpy_lacks_is_refused_by_name(key, dtype, itemsize, deferred, tmp_path):
-    export_gpt2(GPT(SMALL), tmp_path)
+    save_pretrained(GPT(SMALL), tmp_path)
     rewrite_as(tmp_path / "model.safetensors", key, dtype, itemsize)
     with pytest.raises(UsageError, match=f"model.safetensors: {key} is stored as {dtype}; expected one of F64, F32"):
-        load_gpt2(tmp_path, deferred=deferred)
+        load_pretrained(tmp_path, deferred=deferred)
 
 
 @pytest.mark.parametrize("key", ["wte.weight", "lm_head.weight"])
 def test_a_bfloat16_head_or_embedding_is_refused_by_name(key, tmp_path):
     model = GPT(SMALL)
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     state = model.state_dict()
     save_file(state | {"lm_head.weight": state["wte.weight"].copy()}, tmp_path / "model.safetensors")
     rewrite_as(tmp_path / "model.safetensors", key, "BF16", 2)
     with pytest.raises(UsageError, match=f"{key}.*BF16|BF16.*{key}"):
-        load_gpt2(tmp_path)
+        load_pretrained(tmp_path)
 
 
 def test_the_rewriting_itself_leaves_a_file_that_can_be_read(tmp_path):
-    export_gpt2(GPT(SMALL), tmp_path)
+    save_pretrained(GPT(SMALL), tmp_path)
     rewrite_as(tmp_path / "model.safetensors", "ln_f.bias", "F64", 8)
-    assert load_gpt2(tmp_path).state_dict()["ln_f.bias"].tolist() == [0] * 8
+    assert load_pretrained(tmp_path).state_dict()["ln_f.bias"].tolist() == [0] * 8
 
 
 def test_half_precision_files_load(tmp_path):
     model = GPT(SMALL)
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     halves = {name: x.astype(np.float16) for name, x in model.state_dict().items()}
     save_file(halves, tmp_path / "model.safetensors")
-    loaded = load_gpt2(tmp_path, deferred=True)
+    loaded = load_pretrained(tmp_path, deferred=True)
     for name, parameter in loaded.named_parameters():
         parameter.materialize()
         assert parameter.dtype == np.float32 and np.array_equal(parameter.data, halves[name].astype(np.float32))
@@ -189,5 +189,5 @@ def test_half_precision_files_load(tmp_path):
 def test_export_writes_the_given_state_instead_of_the_models(tmp_path):
     model = GPT(SMALL)
     state = {name: x + 1 for name, x in model.state_dict().items()}
-    export_gpt2(GPT(SMALL, deferred=True), tmp_path, state)
-    assert all(np.array_equal(x, state[name]) for name, x in load_gpt2(tmp_path).state_dict().items())
+    save_pretrained(GPT(SMALL, deferred=True), tmp_path, state)
+    assert all(np.array_equal(x, state[name]) for name, x in load_pretrained(tmp_path).state_dict().items())

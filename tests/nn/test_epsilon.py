@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 EPSILON = 0.5  # as large as the variance, so that it changes the first digit
 
@@ -17,8 +17,8 @@ def layer_norms(model):
 def test_every_layer_norm_has_the_configurations_epsilon(kind, tmp_path):
     model = GPT(GPTConfig(7, 6, 8, 2, 2, layer_norm_epsilon=EPSILON), dtype="float64")
     if kind == "loaded":
-        export_gpt2(model, tmp_path)
-        model = load_gpt2(tmp_path, dtype="float64")
+        save_pretrained(model, tmp_path)
+        model = load_pretrained(tmp_path, dtype="float64")
     x = np.random.Generator(np.random.Philox(4)).standard_normal((5, 8))
     centred = x - x.mean(axis=1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + EPSILON)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from chapters.support.gradcheck import gradcheck
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
@@ -143,8 +143,8 @@ def test_state_dict_is_a_copy_and_loading_names_every_problem():
 
 def test_export_and_load_return_the_same_model(tmp_path):
     model = GPT(SMALL, dtype="float64")
-    export_gpt2(model, tmp_path / "made" / "here")
-    loaded = load_gpt2(tmp_path / "made" / "here", dtype="float64")
+    save_pretrained(model, tmp_path / "made" / "here")
+    loaded = load_pretrained(tmp_path / "made" / "here", dtype="float64")
     assert loaded.config == SMALL
     assert all(np.array_equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     assert sorted(p.name for p in (tmp_path / "made" / "here").iterdir()) == ["config.json", "model.safetensors"]
@@ -152,23 +152,23 @@ def test_export_and_load_return_the_same_model(tmp_path):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_export_names_the_dropout_of_training(dropout, tmp_path):
-    export_gpt2(GPT(SMALL, dropout=dropout), tmp_path)
+    save_pretrained(GPT(SMALL, dropout=dropout), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert [config[f"{place}_pdrop"] for place in ("embd", "attn", "resid")] == [dropout] * 3
 
 
 def test_files_with_prefix_head_and_masks_load(tmp_path):
     model = GPT(SMALL)
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     state = {f"transformer.{name}": x for name, x in model.state_dict().items()}
     state["lm_head.weight"] = model.state_dict()["wte.weight"]
     state["transformer.h.0.attn.bias"] = np.ones((1, 1, 6, 6), np.float32)
     save_file(state, tmp_path / "model.safetensors")
-    assert np.array_equal(load_gpt2(tmp_path).wpe.weight.data, model.wpe.weight.data)
+    assert np.array_equal(load_pretrained(tmp_path).wpe.weight.data, model.wpe.weight.data)
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="lm_head.weight differs from wte.weight"):
-        load_gpt2(tmp_path)
+        load_pretrained(tmp_path)
 
 
 def _edit_config(directory, **changes):
@@ -235,9 +235,9 @@ BAD_DIRECTORIES = {
     "weights of 100 GB": (lambda d: os.truncate(d / "model.safetensors", 10**11), "not a safetensors file that can be"),
     "heads that do not divide": (lambda d: _edit_config(d, n_head=3), "hidden 8 is not divisible by heads 3"),
     "another activation": (lambda d: _edit_config(d, activation_function="relu"), "activation_function is 'relu'"),
-    "another model": (lambda d: _edit_config(d, model_type="llama"), "model_type is 'llama'"),
+    "another model": (lambda d: _edit_config(d, model_type="bert"), "model_type is 'bert', expected gpt2 or llama"),
     "another inner size": (lambda d: _edit_config(d, n_inner=7), "n_inner is 7"),
-    "a layer missing": (lambda d: _edit_config(d, n_layer=3), "missing h.2.ln_1.weight"),
+    "a layer missing": (lambda d: _edit_config(d, n_layer=3), "no tensor of layer 2; it has 2 layers, config.json 3"),
     "a tensor missing": (lambda d: _edit_tensors(d, lambda t: t.pop("ln_f.bias")), "missing ln_f.bias"),
     "a tensor misshapen": (
         lambda d: _edit_tensors(d, lambda t: t.update({"wte.weight": t["wte.weight"][:5]})),
@@ -253,10 +253,10 @@ BAD_DIRECTORIES = {
 @pytest.mark.parametrize("name", BAD_DIRECTORIES)
 def test_a_bad_directory_is_refused_by_name(name, tmp_path):
     spoil, message = BAD_DIRECTORIES[name]
-    export_gpt2(GPT(SMALL), tmp_path)
+    save_pretrained(GPT(SMALL), tmp_path)
     spoil(tmp_path)
     with pytest.raises(UsageError, match=message) as error:
-        load_gpt2(tmp_path)
+        load_pretrained(tmp_path)
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
@@ -308,8 +308,8 @@ def test_the_refused_parameters_are_those_of_the_model(monkeypatch):
 
 
 def test_loading_more_than_the_memory_is_refused(tmp_path, monkeypatch):
-    export_gpt2(GPT(SMALL), tmp_path)
+    save_pretrained(GPT(SMALL), tmp_path)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1000}.get)
     with pytest.raises(UsageError, match="parameters .* 4 bytes / 1 = .* bytes, but this machine has 1000"):
-        load_gpt2(tmp_path)
-    assert load_gpt2(tmp_path, deferred=True).config == SMALL
+        load_pretrained(tmp_path)
+    assert load_pretrained(tmp_path, deferred=True).config == SMALL

@@ -129,4 +129,4 @@ def test_parameters_in_tuples_and_dicts_are_found_once():
     assert names[:2] == ["first.weight", "first.bias"]
     assert names[-3:] == ["heads.a.weight", "heads.a.bias", "heads.scale"]
     assert len(net.parameters()) == 7 and len(names) == 9
-    assert len(list(net.modules())) == 5
+    assert len(list(net.named_modules())) == 5

@@ -13,7 +13,7 @@ from training import ranks_of, trainer_for
 
 from minipar.comm import run_local
 from minipar.nn import GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.pipeline.schedules import SCHEDULES, make, save_csv
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
@@ -77,12 +77,12 @@ def test_a_model_with_more_positions_than_the_sequence(tmp_path, zero):
     """GPT-2's directory has positions of its own, which travel with the gradients."""
     model = make_model(config_for("--seq-len 20", 1))
     model.materialize()
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     flags = f"--tp 2 --pp 2 --sequence-parallel --zero-stage {zero} --microbatches 2 --init-from {tmp_path}"
     config = training.config_for(f"--seq-len 8 {flags}", 8)
     shape = replace(config.model, layers=5, hidden=20, heads=4, vocab_size=VOCAB)
     config = replace(config, model=shape)
-    assert counted(config) == [predicted_traffic(step_layout(config, positions=20), rank) for rank in range(8)]
+    assert counted(config) == [predicted_traffic(step_layout(config, model.config), rank) for rank in range(8)]
 
 
 def test_a_schedule_from_a_file(tmp_path):

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig
+from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
+from minipar.nn.pretrained import save_pretrained
 from minipar.plan.model import MODELS, ModelShape, find_model, utilization
 
 # Narayanan et al. 2021 (arXiv 2104.04473), table 1: parameters as printed (billions).
@@ -38,7 +39,20 @@ def test_megatrons_printed_sizes_and_formulas(name, length):
 def test_parameters_are_those_of_our_own_gpt(sizes):
     layers, hidden, heads, vocab, positions = sizes
     gpt = GPT(GPTConfig(vocab, positions, hidden, layers, heads))
-    assert ModelShape(layers, hidden, heads, vocab, positions).parameters == sum(p.size for p in gpt.parameters())
+    shape = ModelShape(layers, hidden, heads, vocab, positions)
+    assert shape.parameters == sum(p.size for p in gpt.parameters())
+    assert shape.model_flops(positions) == 3 * gpt.config.forward_flops(1, positions)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_and_operations_are_those_of_our_own_llama(tied, tmp_path):
+    config = LlamaConfig(131, 48, 80, 3, 6, 2, 17, tie_word_embeddings=tied)
+    model = Llama(config)
+    save_pretrained(model, tmp_path)
+    shape = find_model(str(tmp_path))
+    assert (shape.tied, shape.groups, shape.inner) == (tied, 2, 80)
+    assert shape.parameters == sum(p.size for p in model.parameters())
+    assert shape.model_flops(16) == 3 * config.forward_flops(1, 16)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import GPT2LMHeadModel
 
 from minipar.compare import as_text, compare
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 
 SEQ_LEN, BATCH, MICROBATCHES, STEPS, LR = 16, 12, 3, 3, 3e-3
 CONFIG = GPTConfig(vocab_size=64, n_positions=SEQ_LEN, n_embd=32, n_layer=2, n_head=4)
@@ -31,7 +31,7 @@ def start(tmp_path_factory):
     random = np.random.Generator(np.random.Philox(11))
     for parameter in model.parameters():
         parameter.data += 0.05 * random.standard_normal(parameter.shape)
-    export_gpt2(model, folder / "gpt2")
+    save_pretrained(model, folder / "gpt2")
     random.integers(0, 64, 2501).astype("<u2").tofile(folder / "tokens.bin")
     record_of_minipar(folder, folder / "one", 1, f"--microbatches {MICROBATCHES}")
     return folder

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from training import config_for, on_each_rank
 
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.state import gather_state
 from minipar.train.data import Batches, Tokens
 from minipar.train.trainer import Trainer
@@ -98,7 +98,7 @@ def start(tmp_path_factory):
         random = np.random.Generator(np.random.Philox(layers))
         for parameter in model.parameters():
             parameter.data += 0.1 * random.standard_normal(parameter.shape)
-        export_gpt2(model, folder / f"{layers}")
+        save_pretrained(model, folder / f"{layers}")
         np.savez(folder / f"{layers}.npz", **model.state_dict())
     return folder
 

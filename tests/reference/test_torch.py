@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from minipar.autograd import Tensor, causal_attention, cross_entropy, embedding, gelu, layer_norm, linear
+from minipar.autograd import (
+    Tensor,
+    causal_attention,
+    cross_entropy,
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    rms_norm,
+    swiglu,
+)
 from minipar.autograd import attention as attention_module
 from minipar.autograd.attention import attend
 from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
@@ -40,6 +50,8 @@ OPERATIONS = {
     "linear": (linear, lambda x, w, b: x @ w + b, [normal(2, 3, 4), normal(4, 5), normal(5)]),
     "embedding": (lambda w: embedding(w, INDEX), lambda w: F.embedding(torch.tensor(INDEX), w), [normal(5, 2)]),
     "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, (8,), w, b), [normal(2, 3, 8), normal(8), normal(8)]),
+    "rms_norm": (rms_norm, lambda x, w: F.rms_norm(x, (8,), w, 1e-6), [normal(2, 3, 8), normal(8)]),
+    "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, [normal(50) * 3, normal(50)]),
     "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"), [normal(50) * 3]),
     "attention": (lambda x: causal_attention(x, 3), lambda x: torch_attention(x, 3, 3), [normal(2, 5, 36)]),
     "attention, grouped heads": (lambda x: causal_attention(x, 6, 2), lambda x: torch_attention(x, 6, 2),

@@ -13,7 +13,7 @@ from launcher import run_mpi
 from transformers import GPT2LMHeadModel
 
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 
 SEQ_LEN, BATCH, STEPS, LR = 16, 12, 20, 3e-3
 CONFIG = GPTConfig(vocab_size=300, n_positions=SEQ_LEN, n_embd=32, n_layer=2, n_head=4)
@@ -30,7 +30,7 @@ VARIANTS = {
 def start(tmp_path_factory):
     """A directory with weights, and a .bin short enough that the text wraps round during the 20 steps."""
     folder = tmp_path_factory.mktemp("start")
-    export_gpt2(GPT(CONFIG, seed=4, dtype="float64"), folder / "gpt2")
+    save_pretrained(GPT(CONFIG, seed=4, dtype="float64"), folder / "gpt2")
     random = np.random.Generator(np.random.Philox(11))
     random.integers(0, 20, 2501).astype("<u2").tofile(folder / "tokens.bin")
     return folder

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from minipar.generate import generate, load
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 RANDOM = np.random.Generator(np.random.Philox(9))
 SHAPES = [
@@ -71,7 +71,7 @@ def assert_same_function(model, reference, config):
 def test_a_directory_saved_there_computes_the_same_here(config, recompute, tmp_path):
     reference = theirs(config)
     reference.save_pretrained(tmp_path)
-    model = load_gpt2(tmp_path, dtype="float64", recompute=recompute)
+    model = load_pretrained(tmp_path, dtype="float64", recompute=recompute)
     assert_same_function(model, reference, config)
 
 
@@ -80,7 +80,7 @@ def test_a_directory_exported_here_computes_the_same_there(config, tmp_path):
     model = GPT(config, seed=5, dtype="float64")
     for parameter in model.parameters():
         parameter.data += RANDOM.standard_normal(parameter.shape) * 0.1
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     reference, report = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
     assert not report["unexpected_keys"] and not report["mismatched_keys"]
     assert set(report["missing_keys"]) <= {"lm_head.weight"}  # tied to wte there as here
@@ -92,13 +92,13 @@ def test_the_base_model_without_a_head_loads_too(tmp_path):
     config = SHAPES[0]
     reference = theirs(config)
     reference.transformer.save_pretrained(tmp_path)
-    assert_same_function(load_gpt2(tmp_path, dtype="float64"), reference, config)
+    assert_same_function(load_pretrained(tmp_path, dtype="float64"), reference, config)
 
 
 @pytest.mark.parametrize("config", SHAPES)
 def test_greedy_text_is_that_of_generate_there(config, tmp_path):
     """As many tokens as the positions allow: there, a longer text is an error."""
-    export_gpt2(GPT(replace(config, initializer_range=0.5), seed=5, dtype="float64"), tmp_path)
+    save_pretrained(GPT(replace(config, initializer_range=0.5), seed=5, dtype="float64"), tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     prompt = [3, 1, 4]
     count = config.n_positions - len(prompt)

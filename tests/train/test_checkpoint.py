@@ -13,7 +13,7 @@ from training import bits, on_each_rank, open_checkpoint, ranks_of, trainer_for,
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.progress import Metrics
@@ -168,10 +168,10 @@ def test_an_export_is_the_serial_model_from_dp_x_tp_x_pp(stage, tmp_path):
     def export(trainer, results):
         state = trainer.state_dict()
         if trainer.mesh.world.rank == 0:
-            export_gpt2(trainer.model, tmp_path, state)
+            save_pretrained(trainer.model, tmp_path, state)
 
     on_each_rank(config, TOKENS, export)
-    exported = load_gpt2(tmp_path, dtype="float64").state_dict()
+    exported = load_pretrained(tmp_path, dtype="float64").state_dict()
     scales = layer_scales(one_state)
     assert list(exported) == list(one_state)
     for name, array in one_state.items():

@@ -11,7 +11,7 @@ from training import bits, config_for, open_checkpoint, trainer_for
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 from minipar.train.checkpoint import Checkpoint, checksum, prepare_directory
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.data import Tokens, load_tokens
@@ -227,7 +227,7 @@ def test_what_may_change_may_change(whole):
 
 def test_a_checkpoint_keeps_positions_beyond_its_sequence(tmp_path):
     shape = GPTConfig(256, 32, 8, 1, 2)
-    export_gpt2(GPT(shape), tmp_path / "gpt2")
+    save_pretrained(GPT(shape), tmp_path / "gpt2")
     words = "--seq-len 8 --global-batch 4 --steps 1 --dtype float64"
     config = parse(f"{words} --init-from {tmp_path}/gpt2".split())
     config = resolve(with_shape(config, shape), 1)

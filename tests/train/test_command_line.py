@@ -8,7 +8,7 @@ import pytest
 from launcher import run_mpi, seconds_of_help
 
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 TRAIN = ["-m", "minipar.train"]
 PROOF = (
@@ -73,7 +73,7 @@ def test_a_run_without_mpirun_is_a_run_on_one_rank(tmp_path):
         for rank in range(ranks):
             names = [e["name"] for e in slices if e["pid"] == rank and e["cat"] == "computation"]
             assert names.count("forward") == names.count("backward") == 6 and names.count("optimizer") == 3
-        assert load_gpt2(folder / "gpt2").config == GPTConfig(256, 16, 16, 1, 2)
+        assert load_pretrained(folder / "gpt2").config == GPTConfig(256, 16, 16, 1, 2)
         losses.append([line["loss"] for line in lines])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
 
@@ -103,14 +103,14 @@ def test_a_memory_limit_refuses_a_stage_and_names_the_next():
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_a_gpt2_directory_trains_on_from_its_weights(stage, tmp_path):
     model = GPT(GPTConfig(300, 32, 16, 2, 4), seed=9, dtype="float64")
-    export_gpt2(model, tmp_path / "start")
+    save_pretrained(model, tmp_path / "start")
     np.random.Generator(np.random.Philox(1)).integers(0, 300, 2000).astype("<u2").tofile(tmp_path / "tokens.bin")
     flags = f"--init-from {tmp_path}/start --data {tmp_path}/tokens.bin --seq-len 16 --global-batch 4 --steps 2"
     flags += f" --lr 1e-9 --dtype float64 --reduction ordered --verify --export {tmp_path}/end --zero-stage {stage}"
     result = run_mpi(2, [*TRAIN, *flags.split()], timeout=60)
     assert result.returncode == 0, result.stderr
     assert "verify: 2 ranks = 1 device, bit for bit" in result.stdout
-    end = load_gpt2(tmp_path / "end", dtype="float64")
+    end = load_pretrained(tmp_path / "end", dtype="float64")
     assert end.config == model.config
     for name, x in model.state_dict().items():
         np.testing.assert_allclose(end.state_dict()[name], x, atol=1e-8)
@@ -162,7 +162,7 @@ def bad_files(tmp_path_factory):
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("abcxefghij")
     (folder / "odd.bin").write_bytes(bytes(2001))
-    export_gpt2(GPT(GPTConfig(256, 64, 16, 1, 2)), folder / "gpt2")
+    save_pretrained(GPT(GPTConfig(256, 64, 16, 1, 2)), folder / "gpt2")
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(folder / "gpt2" / "model.safetensors")

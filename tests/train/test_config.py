@@ -60,12 +60,17 @@ def test_every_flag_arrives_where_it_belongs():
         "--sync-every-microbatch": True,
         "--sequence-parallel": True,
         "--init-from": None,
+        "--model": "gpt2",
+        "--kv-heads": None,
+        "--ffn": None,
         "--pp": 1,
         "--schedule": None,
         "--virtual-stages": None,
     }
     mesh = config_of("--pp 4 --schedule interleaved-1f1b --virtual-stages 3").mesh
     assert (mesh.pp, mesh.schedule, mesh.virtual_stages) == (4, "interleaved-1f1b", 3)
+    model = config_of("--model llama --kv-heads 2 --ffn 40").model
+    assert (model.model, model.kv_heads, model.ffn) == ("llama", 2, 40)
     assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

@@ -11,7 +11,7 @@ from launcher import ROOT, run_mpi
 
 from minipar.errors import UsageError, printable
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 from minipar.train.config import TrainConfig, parse
 from minipar.train.progress import Metrics, Progress, prepare_outputs, progress_stream, write_export
 from minipar.train.trainer import StepResult
@@ -54,7 +54,7 @@ def test_two_outputs_need_two_files(tmp_path):
 def test_an_export_replaces_only_an_export(tmp_path):
     model = GPT(GPTConfig(16, 8, 8, 1, 2))
     prepare_outputs(outputs(export=tmp_path / "new"))
-    export_gpt2(model, tmp_path / "new")
+    save_pretrained(model, tmp_path / "new")
     prepare_outputs(outputs(export=tmp_path / "new"))
     (tmp_path / "new" / "model.safetensors.partial").write_text("left by a kill")
     prepare_outputs(outputs(export=tmp_path / "new"))
@@ -64,7 +64,7 @@ def foreign(change):
     """A directory that no export wrote: an export, changed."""
 
     def make(folder):
-        export_gpt2(GPT(GPTConfig(16, 8, 8, 1, 2)), folder)
+        save_pretrained(GPT(GPTConfig(16, 8, 8, 1, 2)), folder)
         config = json.loads((folder / "config.json").read_text())
         change(folder, config)
         if (folder / "config.json").exists():
@@ -155,7 +155,7 @@ main(limited)
 
 def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
     model = GPT(GPTConfig(16, 8, 8, 1, 2))
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     earlier = (tmp_path / "model.safetensors").read_bytes()
     model.wte.weight.data[...] = 0
 

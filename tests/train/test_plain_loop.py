@@ -17,7 +17,7 @@ from training import bits, config_for, reports, trainer_for
 
 from minipar.comm import serial
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_config, load_gpt2
+from minipar.nn.pretrained import load_config, load_pretrained, save_pretrained
 from minipar.train import __main__ as program
 from minipar.train import trainer as trainer_module
 from minipar.train.config import with_shape, with_values
@@ -114,7 +114,7 @@ def start():
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
-    export_gpt2(GPT(START), folder, start())
+    save_pretrained(GPT(START), folder, start())
     return folder
 
 
@@ -261,4 +261,4 @@ def test_the_program_writes_what_the_plain_loop_gives(number, directory, tmp_pat
     state, results = plain(choice, TEXT.ids[: -(len(TEXT.ids) // 10)])
     lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
     assert [(line["loss"], line["grad_norm"]) for line in lines] == results
-    assert bits(load_gpt2(tmp_path / "model", choice["dtype"]).state_dict()) == state
+    assert bits(load_pretrained(tmp_path / "model", choice["dtype"]).state_dict()) == state

@@ -10,7 +10,7 @@ import pytest
 from launcher import run_mpi, seconds_of_help
 
 from minipar.nn import GPT, GPTConfig
-from minipar.nn.pretrained import export_gpt2, load_gpt2
+from minipar.nn.pretrained import load_pretrained, save_pretrained
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import make_model
@@ -44,7 +44,7 @@ def test_a_model_exported_from_3_ranks_is_one_devices(tmp_path, sequence):
     files = f"--export {tmp_path}/gpt2 --metrics {tmp_path}/m.jsonl".split()
     result = run_mpi(3, [*TRAIN, *flags, "--tp", "3", *sequence, *files], timeout=60)
     assert result.returncode == 0, result.stderr
-    loaded = load_gpt2(tmp_path / "gpt2", dtype="float64")
+    loaded = load_pretrained(tmp_path / "gpt2", dtype="float64")
     assert loaded.config == GPTConfig(257, 9, 24, 2, 6)
     config = resolve(parse(flags), 1)
     state, results = train_on_one_device(config, load_tokens(None, vocab_size=257, seq_len=9))
@@ -90,7 +90,7 @@ def test_bad_input_is_one_line_and_exit_code_2_soon(name):
 
 
 def test_the_heads_of_an_initial_model_must_divide_too(tmp_path):
-    export_gpt2(GPT(GPTConfig(256, 64, 24, 1, 3)), tmp_path)
+    save_pretrained(GPT(GPTConfig(256, 64, 24, 1, 3)), tmp_path)
     result = run_mpi(2, [*TRAIN, "--init-from", str(tmp_path), "--tp", "2"], timeout=30)
     assert result.returncode == 2
     assert "heads/tp = 3/2 is not a whole number" in result.stderr and len(result.stderr.splitlines()) == 1

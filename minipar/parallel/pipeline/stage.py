@@ -12,8 +12,8 @@ from minipar.comm.transport import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold
-from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.module import Parameter, Part
+from minipar.nn.transformer import LanguageModel, TransformerConfig
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
 from minipar.parallel.placement import place, update
@@ -23,11 +23,10 @@ TIED_GRADIENT, TIED_WEIGHT, FIRST_TAG = 0, 1, 2
 Key = tuple[int, str, int]  # of a result: the stage that uses it, direction (F or B), microbatch
 
 
-def part_costs(config: GPTConfig, length: int) -> list[float]:
+def part_costs(config: TransformerConfig, length: int) -> list[float]:
     """Return each part's relative cost for sequences of `length`: operations per token as in `forward_flops`."""
-    h = config.n_embd
-    block = 24 * h * h + 4 * length * h
-    return [0.0, *[float(block)] * config.n_layer, 2.0 * h * config.vocab_size]
+    block = 2 * config.layer_matrices + 4 * length * config.n_embd
+    return [0.0, *[float(block)] * config.n_layer, 2.0 * config.n_embd * config.vocab_size]
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
@@ -54,7 +53,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     return counts
 
 
-def cut(model: GPT, counts: Sequence[int]) -> list[list[Part]]:
+def cut(model: LanguageModel, counts: Sequence[int]) -> list[list[Part]]:
     """Cut the model's parts into stages of these lengths. UsageError if they do not add up to the model."""
     if sum(counts) != len(model.parts) or min(counts) < 1:
         raise UsageError(f"stages of {list(counts)} parts do not cut the model's {len(model.parts)} parts")
@@ -205,8 +204,8 @@ class PipelineExecutor:
 # ---- a GPT on the ranks of a pipeline: who has what, and the token embedding, which two stages need ------------------
 
 
-def part_groups(model: GPT) -> list[list[Parameter]]:
-    """Group the parameters by part, each in the first part that uses it; the head's group is the last LayerNorm."""
+def part_groups(model: LanguageModel) -> list[list[Parameter]]:
+    """Group the parameters by part, each in the first part that uses it; a tied head's group is the last norm."""
     seen: set[Parameter] = set()
     groups = []
     for part in model.parts:
@@ -216,18 +215,18 @@ def part_groups(model: GPT) -> list[list[Parameter]]:
 
 
 class PipelineParallel:
-    """This rank's share of a GPT on the ranks of `comm`.
+    """This rank's share of a model on the ranks of `comm`.
 
     stages    this rank's stages, by number
     groups    their parameters, by part; data parallelism sends each group together
 
-    The token embedding belongs to the first stage. If the last stage is on another rank, that rank keeps a copy of the
-    values for the head. The head's gradient is sent to the first stage, where the two gradients are added as on one
-    device, and the updated weight is sent back: V h elements each way per step. NB: Megatron-LM all-reduces the two
-    copies' gradients (Narayanan et al. 2021), so both ranks need the optimizer.
+    The token embedding belongs to the first stage. If the head is tied and on another rank, that rank (`borrower`, else
+    None) keeps a copy of the values. The head's gradient is sent to the first stage, where the two gradients are added
+    as on one device, and the updated weight is sent back: V h elements each way per step. NB: Megatron-LM all-reduces
+    the two copies' gradients (Narayanan et al. 2021), so both ranks need the optimizer.
     """
 
-    def __init__(self, model: GPT, comm: Communicator, schedule: Schedule, length: int) -> None:
+    def __init__(self, model: LanguageModel, comm: Communicator, schedule: Schedule, length: int) -> None:
         if len(schedule.ranks) != comm.size:
             raise UsageError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, but pp = {comm.size}")
         self.model, self.comm = model, comm
@@ -242,27 +241,28 @@ class PipelineParallel:
                 update(p, pp=homes[part.name], unit=i, units=len(model.parts))
             if homes[part.name] == comm.rank:
                 self.groups.append(group)
-        if comm.rank == self.last != self.first:
-            model.wte.weight.materialize()
-            hold("buffers", model.wte.weight.data)
+        self.borrower = self.last if model.head_weight is not None and self.first != self.last else None
+        if comm.rank == self.borrower:
+            model.token_embedding.materialize()
+            hold("buffers", model.token_embedding.data)
 
     def fetch_tied_gradient(self) -> None:
         """Send the head's gradient of the token embedding from the last stage to the first, after all backwards."""
-        weight = self.model.wte.weight
-        if self.first == self.last:
+        weight, leaf = self.model.token_embedding, self.model.head_weight
+        if leaf is None or self.borrower is None:
             return
-        if self.comm.rank == self.last:
-            self.comm.isend(self.model.head_weight.grad, self.first, TIED_GRADIENT).wait()
+        if self.comm.rank == self.borrower:
+            self.comm.isend(leaf.grad, self.first, TIED_GRADIENT).wait()
         elif self.comm.rank == self.first:
             gradient = xp.empty(weight.shape, dtype=weight.dtype)
-            self.model.head_weight.grad = self.comm.irecv(gradient, self.last, TIED_GRADIENT).wait()
+            leaf.grad = self.comm.irecv(gradient, self.borrower, TIED_GRADIENT).wait()
 
     def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
         """Send the updated token embedding from the first stage to the last. whole(p) returns all values of p."""
-        if self.first == self.last:
+        if self.borrower is None:
             return
-        weight = self.model.wte.weight
+        weight = self.model.token_embedding
         if self.comm.rank == self.first:
-            self.comm.isend(whole(weight), self.last, TIED_WEIGHT).wait()
-        elif self.comm.rank == self.last:
+            self.comm.isend(whole(weight), self.borrower, TIED_WEIGHT).wait()
+        elif self.comm.rank == self.borrower:
             self.comm.irecv(weight.data, self.first, TIED_WEIGHT).wait()

@@ -12,7 +12,7 @@ from minipar.autograd.fused import CrossEntropyFunction, LinearFunction
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn.layers import Embedding, Linear
+from minipar.nn.layers import Embedding, Linear, RMSNorm
 from minipar.nn.module import Module, Parameter
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
@@ -107,13 +107,13 @@ class ColumnParallelLinear(_ParallelLayer, Linear):
         self.group, self.sequence = TensorGroup.of(comm), False
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
-        split(self.weight, self.group.shard(1, n_out, groups))
+        split(self.weight, self.group.shard(0 if self.transposed else 1, n_out, groups))
         if self.bias is not None:
             split(self.bias, self.group.shard(0, n_out, groups))
         self.materialize()
 
     def forward(self, x: Tensor | Array) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.group, self.sequence)  # (B, T, out/t)
+        return column_linear(x, self.weight, self.bias, self.group, self.sequence, self.transposed)  # (B, T, out/t)
 
 
 class RowParallelLinear(_ParallelLayer, Linear):
@@ -127,11 +127,11 @@ class RowParallelLinear(_ParallelLayer, Linear):
         self.group, self.sequence = TensorGroup.of(comm), False
         check_divides(f"{name}: n_in/tp", n_in, self.group.size)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
-        split(self.weight, self.group.shard(0, n_in))
+        split(self.weight, self.group.shard(1 if self.transposed else 0, n_in))
         self.materialize()
 
     def forward(self, x: Tensor | Array) -> Tensor:
-        y = leave(linear(x, self.weight), self.group, self.sequence)
+        y = leave(linear(x, self.weight, None, self.transposed), self.group, self.sequence)
         # The bias is added after the sum; before it, on every rank, it would count t times.
         return y if self.bias is None else y + self.bias
 
@@ -156,18 +156,22 @@ class VocabParallelEmbedding(_ParallelLayer, Embedding):
         return leave(y * is_own[..., None].astype(self.weight.dtype), self.group, self.sequence)
 
 
-class SequenceEmbedding(Embedding):
-    """An embedding whose weight is whole, looked up for this rank's slice of the index: (T,) -> (T/t, h)."""
-
-    def __init__(self, weight: Parameter, group: TensorGroup) -> None:
-        self.weight, self.group = weight, group
+class SequenceEmbedding(_ParallelLayer, Embedding):
+    """An embedding whose weight is whole; with `sequence`, looked up for this rank's slice: (T,) -> (T/t, h)."""
 
     def forward(self, index: Array) -> Tensor:
-        return embedding(self.weight, self.group.part(index, 0))
+        return embedding(self.weight, self.group.part(index, 0) if self.sequence else index)
+
+
+class EnteringNorm(_ParallelLayer, RMSNorm):
+    """An RMSNorm whose result enters several serial layers of this rank's columns. Sends what `enter` sends."""
+
+    def forward(self, x: Tensor | Array) -> Tensor:
+        return enter(super().forward(x), self.group, self.sequence)
 
 
 class VocabParallelHead:
-    """The tied head over a split vocabulary: x, (V/t, h) -> logits (B, T, V/t), which are not gathered.
+    """The head over a split vocabulary: x, (V/t, h) -> logits (B, T, V/t), which are not gathered.
 
     Rows that pad the vocabulary to a multiple of t get -inf, whose softmax is 0. Sends what `enter` sends.
     """

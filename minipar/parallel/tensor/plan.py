@@ -1,25 +1,27 @@
-"""The plan of tensor parallelism, a table of the parameters to split, and the function that applies it to a GPT.
+"""The plan of tensor parallelism: tables of the parameters to split and the layers to replace, and what applies them.
 
 A transformer layer is two pairs of products. The first product of a pair is split by columns, the second by rows. The
-operation between them (the heads' attention, the MLP's GELU) works on a rank's own columns, so the only communication
-of forward is one sum at the end of each pair (Shoeybi et al. 2019, section 3).
+operation between them (the heads' attention, the MLP's GELU or SwiGLU) works on a rank's own columns, so the only
+communication of forward is one sum at the end of each pair (Shoeybi et al. 2019, section 3).
 """
 
 import re
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.gpt import GPT
-from minipar.nn.layers import MaskSlice
+from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Owner, Parameter
+from minipar.nn.transformer import LanguageModel, TransformerConfig
 from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
 from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# (dim, groups) of the parameters that are split; names without "h.0.". c_attn holds the columns of q, k and v next to
-# each other. Each of the three is split, so that a rank gets whole heads.
+# (dim, groups) of the parameters that are split; names without "h.0." or "model.layers.0.". GPT-2's matrices are (in,
+# out), Llama's (out, in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so
+# that a rank gets whole heads.
 PLAN = {
     "wte.weight": (0, 1),  # vocabulary
     "attn.c_attn.weight": (1, 3),  # columns
@@ -29,11 +31,31 @@ PLAN = {
     "mlp.c_fc.bias": (0, 1),
     "mlp.c_proj.weight": (0, 1),  # rows
 }
+LLAMA_PLAN = {
+    "model.embed_tokens.weight": (0, 1),  # vocabulary
+    "self_attn.q_proj.weight": (0, 1),  # columns
+    "self_attn.k_proj.weight": (0, 1),
+    "self_attn.v_proj.weight": (0, 1),
+    "self_attn.o_proj.weight": (1, 1),  # rows
+    "mlp.gate_proj.weight": (0, 1),  # columns
+    "mlp.up_proj.weight": (0, 1),
+    "mlp.down_proj.weight": (1, 1),  # rows
+    "lm_head.weight": (0, 1),  # vocabulary
+}
+# The layers that communicate, and which they replace. Several layers of Llama take a norm's result into the part where
+# ranks differ. The norm copies or gathers it once for all of them, so the column layers stay serial ones.
+LAYERS: dict[Any, tuple[str, ...]] = {
+    layers.VocabParallelEmbedding: ("wte", "embed_tokens"),
+    layers.SequenceEmbedding: ("wpe",),
+    layers.ColumnParallelLinear: ("c_attn", "c_fc"),
+    layers.RowParallelLinear: ("c_proj", "o_proj", "down_proj"),
+    layers.EnteringNorm: ("input_layernorm", "post_attention_layernorm"),
+}
 
 
 def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool) -> Replicate:
-    """Return what tensor parallelism does to a parameter of the serial GPT: Shard, Partial or Replicate."""
-    split_along = PLAN.get(re.sub(r"^h\.\d+\.", "", name))
+    """Return what tensor parallelism does to a parameter of the serial model: Shard, Partial or Replicate."""
+    split_along = (PLAN | LLAMA_PLAN).get(re.sub(r"^(model\.layers|h)\.\d+\.", "", name))
     if split_along is not None:
         dim, groups = split_along
         return Shard(rank, ranks, dim, shape[dim], groups)
@@ -70,15 +92,18 @@ class TensorParallel(Owner):
                 gradient[...] = total[start:stop].reshape(gradient.shape)
 
 
-def check_shape(heads: int, hidden: int, tp: int, sequence_length: int | None = None) -> None:
-    """Raise UsageError if tp does not divide the heads, the hidden size, or the sequence length if one is given."""
-    layers.check_divides("heads/tp", heads, tp, "each tensor-parallel rank has whole heads")
-    layers.check_divides("hidden/tp", hidden, tp, "each tensor-parallel rank has whole columns")
+def check_shape(model: TransformerConfig, tp: int, sequence_length: int | None = None) -> None:
+    """Raise UsageError if tp does not divide the heads, the MLP's columns, or the sequence length if one is given."""
+    layers.check_divides("heads/tp", model.n_head, tp, "each tensor-parallel rank has whole heads")
+    layers.check_divides("kv-heads/tp", model.n_kv_head, tp, "each tensor-parallel rank has whole heads of k and v")
+    layers.check_divides("ffn/tp", model.n_inner, tp, "each tensor-parallel rank has whole columns")
     if sequence_length is not None:
         layers.check_divides("seq-len/tp", sequence_length, tp, "--sequence-parallel splits the tokens evenly")
 
 
-def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", sequence: bool = False) -> TensorParallel:
+def tensor_parallel(
+    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False
+) -> TensorParallel:
     """Split `model` over `comm` by the plan, in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does not divide the heads.
@@ -86,7 +111,7 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
     Sends per layer and microbatch 8 B T h (t-1)/t elements per rank: 4 all-reduces, or with `sequence` 4 all-gathers
     and 4 reduce-scatters. Embedding and head add 2 B T h (t-1)/t each; the loss all-reduces B T and 2 B T elements.
     """
-    check_shape(model.config.n_head, model.config.n_embd, comm.size)
+    check_shape(model.config, comm.size)
     place(model)
     group = TensorGroup(comm, reduction)
     tensor = TensorParallel(group)
@@ -99,19 +124,18 @@ def tensor_parallel(model: GPT, comm: Communicator, reduction: str = "ring", seq
         if isinstance(placement, Partial):
             p.owner = tensor
             tensor.partial.append(p)
-    model.wte = layers.VocabParallelEmbedding.from_serial(model.wte, group, sequence)
     model.project = layers.VocabParallelHead(model.config.vocab_size, group, sequence)
     model.criterion = partial(layers.vocab_parallel_cross_entropy_sum, group=group)
-    for block in model.h:
-        attn, mlp = block.attn, block.mlp
-        attn.c_attn = layers.ColumnParallelLinear.from_serial(attn.c_attn, group, sequence)
-        attn.c_proj = layers.RowParallelLinear.from_serial(attn.c_proj, group, sequence)
-        mlp.c_fc = layers.ColumnParallelLinear.from_serial(mlp.c_fc, group, sequence)
-        mlp.c_proj = layers.RowParallelLinear.from_serial(mlp.c_proj, group, sequence)
-        attn.heads //= group.size
-        attn.attn_dropout.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)  # of (B, heads, T, T)
-    if sequence:
-        model.wpe = layers.SequenceEmbedding(model.wpe.weight, group)
-        for dropout in (model.drop, *(d for b in model.h for d in (b.attn.resid_dropout, b.mlp.dropout))):
-            dropout.mask_slice = MaskSlice(dim=layers.SEQUENCE, index=group.rank, count=group.size)  # of (B, T, h)
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in modules.items():
+        parent, _, attribute = name.rpartition(".")
+        kinds = [kind for kind, names in LAYERS.items() if attribute in names]
+        if kinds:
+            setattr(modules[parent], attribute, kinds[0].from_serial(module, group, sequence))
+        elif isinstance(module, Dropout) and (sequence or attribute == "attn_dropout"):
+            # Of (B, heads, T, T) or (B, T, h).
+            module.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)
+        elif hasattr(module, "kv_heads"):
+            module.heads //= group.size
+            module.kv_heads //= group.size
     return tensor

@@ -264,8 +264,11 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
     table = RANDOM.standard_normal((T, H))
 
     def rank(comm):
-        group, weight = TensorGroup(comm), Parameter(table.copy())
-        y = SequenceEmbedding(weight, group)(np.arange(T))
+        group, serial = TensorGroup(comm), Embedding(T, H, name="wpe", dtype="float64")
+        weight = serial.weight = Parameter(table.copy())
+        whole = SequenceEmbedding.from_serial(serial, group, False)(np.arange(T))
+        assert np.array_equal(whole.data, table)
+        y = SequenceEmbedding.from_serial(serial, group, True)(np.arange(T))
         assert np.array_equal(y.data, group.part(table, 0))
         y.backward(np.ones(y.shape))
         weight.placement = Placement("weight", weight.shape, Partial())

@@ -29,9 +29,9 @@ from training import bits, on_each_rank, reports
 
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, AdamW, GPTConfig
+from minipar.nn import GPT, AdamW, GPTConfig, LlamaConfig
 from minipar.nn.layers import normal
-from minipar.nn.pretrained import export_gpt2
+from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.tensor.plan import check_shape, tensor_parallel
@@ -110,7 +110,7 @@ def test_with_biases_that_are_not_zero_every_array_is_within_it(tp, sequence, tm
     for name, p in model.named_parameters():
         if name.endswith(".bias"):
             p.data[...] = normal(9, name, p.shape, 0.02)
-    export_gpt2(model, tmp_path)
+    save_pretrained(model, tmp_path)
     config = config_for(f"{FLAGS} --steps 1 --eps 1e-8 {'--sequence-parallel' * sequence}", tp, tp)
     config = replace(config, model=replace(config.model, init_from=str(tmp_path)))
     expected, _ = train_on_one_device(config, TEXT)
@@ -229,14 +229,18 @@ def test_what_is_exported_has_the_serial_models_names_and_shapes(stage):
 
 
 def test_shapes_that_do_not_divide_are_refused_with_the_equation():
-    check_shape(6, 24, 3)
-    check_shape(6, 24, 3, 9)
+    shape, llama = GPTConfig(13, 8, 24, 1, 6), LlamaConfig(13, 24, 28, 1, 12, 4)
+    check_shape(shape, 3)
+    check_shape(shape, 3, 9)
+    check_shape(llama, 4)
     with pytest.raises(UsageError, match=r"heads/tp = 6/4 is not a whole number"):
-        check_shape(6, 24, 4)
-    with pytest.raises(UsageError, match=r"hidden/tp = 25/2 is not a whole number"):
-        check_shape(6, 25, 2)
+        check_shape(shape, 4)
+    with pytest.raises(UsageError, match=r"kv-heads/tp = 4/6 is not a whole number: .* whole heads of k and v"):
+        check_shape(llama, 6)
+    with pytest.raises(UsageError, match=r"ffn/tp = 30/4 is not a whole number"):
+        check_shape(replace(llama, intermediate_size=30), 4)
     with pytest.raises(UsageError, match=r"seq-len/tp = 8/3 is not a whole number"):
-        check_shape(6, 24, 3, 8)
+        check_shape(shape, 3, 8)
     with pytest.raises(UsageError, match=r"heads/tp = 6/5 is not a whole number"):
         run_local(5, lambda comm: tensor_parallel(GPT(GPTConfig(13, 8, 24, 1, 6)), comm))
 

@@ -1,0 +1,138 @@
+"""Llama (Touvron et al. 2023), exactly: the function, names and shapes of Hugging Face's LlamaForCausalLM.
+
+Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of k and v, and no
+biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads of k and v of d = h/a elements each,
+f the MLP's inner size, V vocabulary. Matrices are (out, in). What strategies change of the model says transformer.py.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from minipar.autograd import Tensor, rotary, swiglu
+from minipar.backend import Array
+from minipar.nn.layers import RMSNorm
+from minipar.nn.module import Module
+from minipar.nn.transformer import LanguageModel, TransformerConfig
+
+
+@dataclass(frozen=True)
+class LlamaConfig(TransformerConfig):
+    """The shape of a Llama, under the names of Hugging Face's config.json. Defaults are Llama 7B."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None  # None: as many as num_attention_heads
+    max_position_embeddings: int = 2048  # the longest sequence; no parameter depends on it
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    model_type = "llama"
+    n_embd = property(lambda self: self.hidden_size)
+    n_inner = property(lambda self: self.intermediate_size)
+    n_layer = property(lambda self: self.num_hidden_layers)
+    n_head = property(lambda self: self.num_attention_heads)
+    n_kv_head = property(lambda self: self.num_key_value_heads)
+    head_size = property(lambda self: self.n_embd // self.n_head)
+    n_positions = property(lambda self: self.max_position_embeddings)
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        super().__post_init__()
+        if self.head_size % 2:
+            raise ValueError(f"hidden/heads = {self.n_embd}/{self.n_head} is odd, but rotary positions rotate pairs")
+
+    @property
+    def layer_matrices(self) -> int:
+        """q, o: h^2 elements each; k, v: h n d each; gate, up, down: h f each."""
+        return self.n_embd * (2 * self.n_embd + 2 * self.n_kv_head * self.head_size + 3 * self.n_inner)
+
+    @property
+    def parameters(self) -> int:
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size
+        return (embeddings + 2 * self.n_layer + 1) * self.n_embd + self.n_layer * self.layer_matrices
+
+    def build(self, **options: Any) -> "Llama":
+        return Llama(self, **options)
+
+
+class Attention(Module):
+    """Causal self-attention with grouped heads and rotary positions: (B, T, h) -> (B, T, h)."""
+
+    def __init__(self, model: "Llama", name: str) -> None:
+        config = model.config
+        h, kv = config.n_embd, config.n_kv_head * config.head_size
+        self.heads, self.kv_heads = config.n_head, config.n_kv_head
+        self.attention, self.positions = model.attention, lambda length: model.positions(length)
+        self.rotary = partial(rotary, size=config.head_size, theta=config.rope_theta)
+        self.q_proj = model.make_linear(h, h, name=f"{name}.q_proj")
+        self.k_proj = model.make_linear(h, kv, name=f"{name}.k_proj")
+        self.v_proj = model.make_linear(h, kv, name=f"{name}.v_proj")
+        self.o_proj = model.make_linear(h, h, name=f"{name}.o_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, h), (B, T, n d), (B, T, n d)
+        qkv = self.rotary(q, k, v, self.positions(q.shape[1]))  # (B, T, (a + 2n) d)
+        return self.o_proj(self.attention(qkv, self.heads, self.kv_heads))  # (B, T, h)
+
+
+class MLP(Module):
+    """A gated MLP: (B, T, h) -> (B, T, f) -> (B, T, h)."""
+
+    def __init__(self, model: "Llama", name: str) -> None:
+        h, f = model.config.n_embd, model.config.n_inner
+        self.gate_proj = model.make_linear(h, f, name=f"{name}.gate_proj")
+        self.up_proj = model.make_linear(h, f, name=f"{name}.up_proj")
+        self.down_proj = model.make_linear(f, h, name=f"{name}.down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # (B, T, f) inside
+
+
+class Block(Module):
+    """One Transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, model: "Llama", name: str) -> None:
+        self.self_attn = Attention(model, f"{name}.self_attn")
+        self.mlp = MLP(model, f"{name}.mlp")
+        self.input_layernorm = model.make_norm()
+        self.post_attention_layernorm = model.make_norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(LanguageModel):
+    """The language model: tokens (B, T) -> logits (B, T, V).
+
+    `options` are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging Face's code.
+    """
+
+    def __init__(self, config: LlamaConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.make_linear = partial(self.make_linear, bias=False, transposed=True)
+        self.make_norm = partial(RMSNorm, config.n_embd, config.rms_norm_eps, self.dtype, deferred=True)
+        names = [f"model.layers.{i}" for i in range(config.n_layer)]
+        model: Any = Module()  # Hugging Face's name of all but the head
+        model.embed_tokens = self.make_embedding(config.vocab_size, name="model.embed_tokens")
+        model.layers = [Block(self, name) for name in names]
+        model.norm = self.make_norm()
+        self.model: Any = model
+        if not config.tie_word_embeddings:
+            self.lm_head = self.make_linear(config.n_embd, config.vocab_size, name="lm_head")
+        self.assemble([self.token_embedding], dict(zip(names, model.layers, strict=True)), model.norm)
+
+    token_embedding = property(lambda self: self.model.embed_tokens.weight)
+
+    def embed(self, tokens: Array) -> Tensor:
+        return self.model.embed_tokens(tokens)
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.logits(self.model.norm(x))
