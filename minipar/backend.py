@@ -90,10 +90,7 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 
 
 def use_device(device: str, rank: int = 0) -> None:
-    """Choose the array module by its name on the command line: "cpu" (NumPy) or "cuda" (CuPy).
-
-    A rank uses GPU number `rank` modulo the number of GPUs of its host. UsageError if CuPy or a GPU is missing.
-    """
+    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's). UsageError if CuPy or a GPU is missing."""
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: expected cpu or cuda")
     if device == "cpu":

@@ -75,16 +75,13 @@ class UsageParser(argparse.ArgumentParser):
 
 @contextmanager
 def writing(what: str, *files: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError: the flag and its path, and the cause.
-
-    A block that fails leaves none of `files`. Devices and pipes stay.
-    """
+    """Turn an OSError inside the block into a UsageError about `what`. A block that fails leaves none of `files`."""
     try:
         yield
     except (OSError, UsageError) as error:
         for file in files:
             with suppress(OSError):
-                if file.is_file():
+                if file.is_file():  # devices and pipes stay
                     file.unlink()
         if isinstance(error, UsageError):
             raise

@@ -1,14 +1,10 @@
 """Collectives written from isend and irecv, over MPI and over threads, with counted traffic, clocks and a trace.
 
-Reading order. One call goes through three files:
+Reading order. One call goes through the first three files:
 
-    communicator    `Communicator.all_reduce` and the other operations: check the arrays, choose an algorithm, run it.
-                    DeviceMesh: one communicator per axis
+    communicator    the operations: check the arrays, choose an algorithm, run it. DeviceMesh: a communicator per axis
     algorithms      chunks of an array, and each algorithm of an operation as a generator of messages
     transport       isend and irecv, the interface. mpi and threads implement it
-
-Around them:
-
     work            drives the generators, blocking or asynchronous; a user's single messages
     traffic         counts messages and bytes; closed forms of what each algorithm sends
     clock           wall time or logical time, the network's prices, and the recorder of a rank's work

@@ -5,10 +5,8 @@ must be done before it continues. Messages from one rank to another arrive in th
 drives the generator (work.py) decides how to wait, so the same lines serve the blocking call and the asynchronous one.
 
 Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs alpha, a byte beta,
-and adding a byte gamma. Algorithms for a power of two *fold* the extra ranks first. Each of the q places then belongs
-to one rank. A rank without a place (place < 0) gives its data to a neighbour and gets the result back.
-
-NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
+and adding a byte gamma. Algorithms for a power of two `fold` the extra ranks first. NB: arithmetic is done in the
+array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +22,7 @@ Combine = Callable[..., object]  # np.add or np.maximum, called as combine(a, b,
 
 @lru_cache(maxsize=4096)
 def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of each of the p chunks of n elements, as np.array_split cuts: the first n % p are longer.
-
-    Chunk r belongs to rank r in reduce_scatter, all_gather and all_to_all.
-    """
+    """Return (start, stop) of each rank's chunk of n elements, as np.array_split cuts: the first n % p are longer."""
     size, longer = divmod(n, p)
     starts = [r * size + min(r, longer) for r in range(p + 1)]
     return tuple(zip(starts[:-1], starts[1:], strict=True))
@@ -146,10 +141,7 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
 
 
 def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
-    """Send chunk j of x to rank j. `out` receives, in rank order, the chunks that the ranks sent to this one.
-
-    (p-1) alpha + n(p-1)/p beta. In step s every rank sends to the rank s+1 places to its right.
-    """
+    """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. (p-1) alpha + n(p-1)/p beta."""
     p, r = link.size, link.rank
     sent, received = chunks(x, p), out.reshape(p, -1)
     received[r] = sent[r]
@@ -197,10 +189,7 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
 
 
 def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Set x = the sum: a ring reduce-scatter, then a ring all-gather, with the same bits as calling the two.
-
-    2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma.
-    """
+    """Set x = the sum: reduce-scatter, then all-gather. 2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma."""
     # The result may overwrite this rank's own chunk: the reduce-scatter reads that chunk last, when it writes it.
     yield from ring_reduce_scatter(link, x, chunks(x, link.size)[link.rank], combine)
     yield from ring_all_gather(link, x)
@@ -272,11 +261,8 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
 
 
 def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
-    """Set out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two.
-
-    The sum is made in a copy, because halving overwrites its input. A folded neighbour gets its chunk back.
-    """
-    total = x.copy()
+    """Set out = chunk r of the sum. lg p alpha + n(p-1)/p (beta + gamma) when p is a power of two."""
+    total = x.copy()  # halving overwrites its input
     yield from _halve(link, total, combine)
     parts = chunks(total, link.size)
     _, extras, place = fold(link.size, link.rank)
@@ -316,10 +302,7 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
 
 
 def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Set x = x_0 + x_1 + ... + x_{p-1}, added from left to right. Then each rank sends its chunk to all others.
-
-    2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma, in two rounds of messages.
-    """
+    """Set x = x_0 + x_1 + ... + x_{p-1}, added from left to right, at the ring's cost in two rounds of messages."""
     yield from ordered_reduce_scatter(link, x, chunks(x, link.size)[link.rank], combine)
     yield from pairwise_all_gather(link, x)
 

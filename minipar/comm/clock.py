@@ -2,7 +2,6 @@
 
 On a logical clock each message carries its sender's time. The receiver continues at the later of its own time and that
 time plus the network's price. Eight ranks that share two cores then still show the timeline of eight cores.
-
 NB: the rule for messages is Lamport's (1978) with durations, as in network simulators (LogGP, SimGrid's SMPI).
 """
 

@@ -70,10 +70,7 @@ class Communicator(Stream):
     # -- the two operations -----------------------------------------------------------------------------------------
 
     def isend(self, array: Array, dest: int, tag: int = 0) -> Work:
-        """Start to send a contiguous array to a rank of the group. Leave it alone until the Work is done.
-
-        Sent: array.nbytes bytes, counted as operation "send". Device arrays are copied to the host first.
-        """
+        """Start to send a contiguous array, counted as operation "send". Leave it alone until the Work is done."""
         return self._message("send", dest, tag, self._flat(array, "send"))
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Work:
@@ -139,20 +136,14 @@ class Communicator(Stream):
         return self._run("all_gather", algorithm, out, host, async_op, host)
 
     def all_to_all(self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False) -> Result:
-        """Send chunk j of x to rank j. Set out = the p chunks that the ranks sent here, in rank order.
-
-        Sent per rank: all of x but the own chunk, n(p-1)/p bytes. Return out, or a Work.
-        """
+        """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. Sent per rank: n(p-1)/p bytes."""
         algorithm = choose("all_to_all", algorithm, x.nbytes)
         flat = self._flat(x, "all_to_all")
         out, host = self._output("all_to_all", x, out, self.size * chunks(flat, self.size)[self.rank].size)
         return self._run("all_to_all", algorithm, out, host, async_op, flat, host)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
-        """Copy x of `root` to every rank, in place. Return x, or a Work.
-
-        Sent: n bytes per child in a binomial tree, so up to lg p times n by the root and n(p-1) in all.
-        """
+        """Copy x of `root` to every rank, in place. Sent: n bytes per child in a binomial tree, n(p-1) in all."""
         algorithm = choose("broadcast", algorithm, x.nbytes)
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
@@ -194,10 +185,7 @@ class Communicator(Stream):
         return everything, bounds
 
     def agree(self, error: str | None = None) -> None:
-        """Raise UsageError on every rank if any rank of the group passes an error: the lowest rank's, once.
-
-        Raising a check's error on the one rank that fails (whose host lacks a file) would leave the others waiting.
-        """
+        """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""
         with self.engine.patient():  # one rank may have written a large file
             texts = self.all_gather_bytes((error or "").encode())
         if first := next(filter(None, texts), None):

@@ -73,10 +73,7 @@ class _Receive(_Request):
 
 @dataclass(slots=True, eq=False)
 class _Native(_Receive):
-    """One of MPI's own collectives, and the empty message whose tag says what the left neighbour calls.
-
-    A communicator uses one again and again, as its operations run one after the other: a new one takes longer.
-    """
+    """One of MPI's own collectives, and the empty message whose tag says what the left neighbour calls."""
 
     handle: MPI.Prequest
     collective: Any = None
@@ -135,10 +132,7 @@ class Notices:
         return name
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:
-        """Look what other ranks say, in a wait that has lasted `seconds`. Write a report if another rank has done so.
-
-        CommunicationError if the rank that has to act for `request` has left.
-        """
+        """Write a report if another rank has. CommunicationError if the rank that has to act for `request` has left."""
         self.receive()
         if self.arrived[REPORTED] and self.rank not in self.arrived[REPORTED]:
             self.write(request, engine)
@@ -171,7 +165,7 @@ class MPITransport:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._collectives = comm.Dup()
-        self._native: _Native | None = None
+        self._native: _Native | None = None  # for all, as they run one after the other: a new one takes longer
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes

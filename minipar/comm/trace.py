@@ -153,10 +153,7 @@ class TimedWork(Work):
             self.tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
 
 
-# ---- the trace of all ranks: `comm` is a Communicator and `mesh` a DeviceMesh, which import this file ----------------
-
-
-def start_trace(comm: Any) -> None:
+def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
     """Forget all events and record from now on. Collective. Wall clocks of all ranks are set to 0 together."""
     comm.barrier()
     if isinstance(comm.clock, WallClock):

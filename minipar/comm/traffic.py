@@ -39,8 +39,7 @@ class Traffic:
         return table
 
 
-# Closed forms for n elements over p ranks. In an algorithm that needs a power of two, q is the largest one not above p,
-# and the first 2(p - q) ranks form pairs of a resting rank and a rank with a place (`algorithms.fold`).
+# Closed forms for n elements over p ranks. `algorithms.fold` says which ranks rest in those for a power of two.
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:

@@ -1,10 +1,8 @@
-"""The two operations of a rank, isend and irecv, as interfaces.
+"""The two operations of a rank, isend and irecv, as interfaces that mpi.py and threads.py implement.
 
-Every collective is written from the two operations, and none knows which transport it uses: `minipar.comm.mpi` between
-processes, or `minipar.comm.threads`. A user's message is received by its tag. A collective's messages are received in
-the order in which they were sent, and their tag says what the sender is doing. The receiver compares it with what it is
-doing itself. So ranks that call different operations, or one with different dtypes, reductions or numbers of elements,
-get an error instead of values.
+A user's message is received by its tag. A collective's messages are received in the order in which they were sent, and
+their tag says what the sender is doing. The receiver compares it with what it is doing itself. So ranks that call
+different operations, or one with different dtypes, reductions or numbers of elements, get an error instead of values.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -98,10 +96,7 @@ class Transport(Protocol):
         """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
 
     def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
-        """Start the library's own collective (`algorithm="mpi"`), and compare its tag with a neighbour's.
-
-        UsageError where there is none.
-        """
+        """Start the library's own collective, and compare its tag with a neighbour's. UsageError if there is none."""
 
 
 # An algorithm is a generator. It yields the requests that must be done before it continues.

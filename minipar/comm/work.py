@@ -46,10 +46,7 @@ class Engine:
         self.timeout = wait_timeout()
 
     def wait(self, request: Request) -> None:
-        """Wait until `request` is done, and advance every outstanding operation meanwhile.
-
-        CommunicationError if the rank that has to act for it has left, and after MINIPAR_TIMEOUT (1800) seconds.
-        """
+        """Wait for `request`, and advance all operations. CommunicationError if its rank left, or after the timeout."""
         attempt, start, said = 0, time.monotonic(), SAY_SECONDS
         while not request.test():
             self.progress()
@@ -188,8 +185,6 @@ class Work:
         """True for a message of the user, which does not wait for its turn."""
         return self.tag < USER_TAGS
 
-    # -- for the algorithm (the docstrings are in transport.Link) -----------------------------------------------------
-
     def isend(self, array: np.ndarray, dest: int) -> Request:
         count = self._count
         count[0] += 1
@@ -202,8 +197,6 @@ class Work:
     def title(self) -> str:
         """Name the rank and the operation, for error messages."""
         return f"{self.stream.label}, {self.op} {self.algorithm}".rstrip()
-
-    # -- for the caller -----------------------------------------------------------------------------------------------
 
     def start(self, steps: Iterator[Iterable[Request]], result: Any) -> "Work":
         """Issue the operation: run its algorithm as far as it goes, after the operations issued before it."""

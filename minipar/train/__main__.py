@@ -94,10 +94,7 @@ def noting_signals(saving: bool) -> Iterator[list[int]]:
 
 
 def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, signals: list[int]) -> list[StepResult]:
-    """Train all steps: rank 0 reports each, and every rank saves and traces where the flags say so.
-
-    Returns what `--verify` compares. UsageError if the loss is not finite any more; then it is not saved.
-    """
+    """Train, report, save and trace. Return what `--verify` compares. UsageError, unsaved, if a loss is not finite."""
     config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
     out = progress.progress_stream(config, comm.rank)
     if out is not None:
@@ -144,10 +141,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
 
 
 def check_finite(trainer: Trainer) -> None:
-    """Raise UsageError on every rank if the last update has made a value on any of them infinite or NaN. Collective.
-
-    The loss of a step is that before its update, so the loss cannot say whether the last update may be written.
-    """
+    """Raise UsageError on every rank if the last update made a value infinite or NaN: the loss is that before it."""
     optimizer = trainer.optimizer
     state = [*(p.data for p in optimizer.parameters), *optimizer.exp_avg, *optimizer.exp_avg_sq]
     finite = all(backend.xp.isfinite(array).all() for array in state)

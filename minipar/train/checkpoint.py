@@ -68,10 +68,7 @@ def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error of a file inside the block into a UsageError: its path, and the cause.
-
-    Anything but a regular file is an error too: a link could lead anywhere.
-    """
+    """Raise UsageError for a file's error in the block, and for any but a regular file: a link could lead anywhere."""
     try:
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
@@ -183,8 +180,7 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
     """Write DIR/step-N after `step` optimizer steps. Collective; UsageError on every rank if one of them cannot.
 
-    `comm` is all ranks of the mesh, `optimizer` this rank's, and `header` the manifest's entries about the run. Each
-    rank's list of pieces is sent to rank 0 as control data; no parameter is sent.
+    `comm` is all ranks of the mesh, `header` the manifest's entries about the run. Only lists of pieces are sent.
     """
     root, flag = Path(directory), f"--save {directory}"
     complete, partial = root / f"step-{step:08d}", root / f"step-{step:08d}.partial"
@@ -250,16 +246,13 @@ def checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove the partial directories of killed runs and of old checkpoints.
-
-    A directory with any other file stays. So does one that cannot be removed, because a training need not end for it.
-    """
+    """Remove the partial directories of killed runs and of old checkpoints; one with any other file stays."""
     for entry in list(os.scandir(root)):
         if not (PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
             continue
         names = os.listdir(entry.path)
         if all(name == MANIFEST or FILE.fullmatch(name) for name in names):
-            with suppress(OSError):
+            with suppress(OSError):  # a training need not end for it
                 for name in names:
                     os.unlink(os.path.join(entry.path, name))
                 os.rmdir(entry.path)

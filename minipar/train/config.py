@@ -197,8 +197,6 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
-
 SHAPE = ("--model", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab-size")
 # Flags of Megatron-LM, DeepSpeed, transformers and nanoGPT, and what minipar calls them.
 OTHER_NAMES = {
@@ -269,9 +267,6 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
             raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
     check(config)
     return config
-
-
-# ---- validation ------------------------------------------------------------------------------------------------------
 
 
 def inside(value: float, interval: str) -> bool:

@@ -1,7 +1,4 @@
-"""The tokens, and the rule that says which of them sample i of step s is. It is the same in every layout.
-
-Nothing in this file knows about ranks: each asks for the samples that it computes.
-"""
+"""The tokens, and which of them sample i of step s is, in every layout: nothing in this file knows about ranks."""
 
 import hashlib
 import mmap

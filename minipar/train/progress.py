@@ -64,9 +64,6 @@ class Progress:
         say(text + (f"  eval loss {validation:g}" if validation is not None else ""), self.stream)
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def prepare_outputs(config: TrainConfig) -> None:
     """Make the directories of the output files and prove that each can be written. UsageError names flag and path."""
     run = config.run
@@ -180,9 +177,6 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
         if gathered is not None:
             content = {"kinds": KINDS, "ranks": [json.loads(data) for data in gathered]}
             Path(path).write_text(json.dumps(content), encoding="utf-8")
-
-
-# ---- what rank 0 says ------------------------------------------------------------------------------------------------
 
 
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:

@@ -31,10 +31,7 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
 
 
 def _find(run: RunConfig, name: str) -> Path | None:
-    """Return the directory that `--resume` means: DIR if it has a manifest or a checkpoint's name, else its newest.
-
-    `auto` means the newest in --save DIR, or None before the first save.
-    """
+    """Return the checkpoint that `--resume` means: DIR or the newest in it; with `auto` that of --save DIR, if any."""
     auto, directory = run.resume == "auto", str(run.save if run.resume == "auto" else run.resume)
     root = Path(directory)
     try:
@@ -76,10 +73,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
-    """Compare the checkpoint with this run and check every file. Collective; each rank reads a share of the files.
-
-    UsageError with every value that this run has and the checkpoint contradicts, or with the file that is damaged.
-    """
+    """Raise UsageError if a file is damaged or contradicts this run. Collective; each rank reads some of the files."""
     saved, current = checkpoint.history[-1]["flags"], run_flags(config)
     _compare(checkpoint, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if tokens is not None and checkpoint.manifest["data"] != tokens.fingerprint().hex():

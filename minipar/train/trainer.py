@@ -1,7 +1,6 @@
 """The training loop: the same program on one device and on any mesh. `Trainer.step` is one step.
 
-The global batch is cut into one share for each data-parallel replica, and each share into microbatches. verify.py has
-the single device that computes all replicas one after another.
+The global batch is cut into one share for each data-parallel replica, and each share into microbatches.
 """
 
 import time
@@ -224,8 +223,7 @@ class Trainer:
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
         """Run forward and backward of one microbatch and return its summed loss.
 
-        The gradient is scaled by 1 / tokens of the global batch. Such gradients add up, over microbatches and ranks, to
-        that of the global mean.
+        Its gradient is scaled by 1 / tokens of the global batch, so that all add up to that of the global mean.
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
@@ -246,10 +244,7 @@ class Trainer:
         return gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients)
 
     def start_record(self, directory: str) -> None:
-        """Record every further step for `minipar.compare`. Collective, as the steps are then.
-
-        Each element of the gradients, before clipping, and of the parameters travels to rank 0 once per step.
-        """
+        """Record every further step for `minipar.compare`: rank 0 gets all gradients and parameters. Collective."""
         config, parameters, self.recording = self.config, self.state_dict(), True
         if self.mesh.world.rank == 0:
             facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")}

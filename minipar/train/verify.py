@@ -115,7 +115,6 @@ def verify(
     """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
 
     The single device starts at step 0 even if `trainer` was resumed: a resumed run must equal one that never stopped.
-    `on_step` is called on rank 0 after each step of the single device. The other ranks wait.
     """
     config, comm = trainer.config, trainer.mesh.world
     if not same_on_all_ranks(trainer):
