@@ -18,8 +18,7 @@ from minipar.memory import hold
 class LazyGradient:
     """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
 
-    Matrix products give their weight gradient this way: straight into the flat gradient buffer, or later
-    (`defer_weight_gradients`), which is all that a zero-bubble pipeline needs.
+    Layers give their weight gradients this way: straight into flat storage, or later (`defer_weight_gradients`).
     """
 
     def __init__(self, compute: Callable[[Array | None], Array]) -> None:
@@ -95,9 +94,6 @@ def _input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
     return results
 
 
-# ---- complete gradients: hooks and callbacks -------------------------------------------------------------------------
-
-
 @dataclass
 class _Pass:
     """A backward pass that is running, together with the passes inside it (recompute)."""
@@ -130,10 +126,9 @@ def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call `callback()` once, when the outermost backward pass that is running now ends without an error.
 
-    Gradient hooks use this to wait for all gradients that are being sent. Callbacks run in the order in which they were
-    queued. Under `defer_weight_gradients` a callback runs at the end of the half that queued it: the backward pass
-    itself, or `DeferredGradients.run()`. Raises ValueError outside of a backward pass.
-    NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback for this.
+    Callbacks run in the order in which they were queued. Under `defer_weight_gradients` they run at the end of the half
+    that queued them: the backward pass itself, or `DeferredGradients.run()`. ValueError outside of a backward pass.
+    NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback.
     """
     current = _running.get()
     if current is None:
@@ -159,9 +154,6 @@ def _close_use(leaf: Leaf, uses: dict[Leaf, int]) -> None:
         del uses[leaf]  # or a recomputed block's input would live, with its gradient, until the outer pass ends
         for hook in leaf.hooks:
             hook(leaf)
-
-
-# ---- weight gradients put off ----------------------------------------------------------------------------------------
 
 
 class DeferredGradients:

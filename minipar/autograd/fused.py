@@ -224,8 +224,7 @@ class CrossEntropyFunction(Function):
         self.counted = targets != IGNORE_INDEX
         self.targets = xp.where(self.counted, targets, 0)
         self.rows = xp.arange(targets.size)
-        top = logits.max(axis=-1, keepdims=True)
-        p = logits - top
+        p = logits - logits.max(axis=-1, keepdims=True)
         correct = p[self.rows, self.targets]
         xp.exp(p, out=p)
         total = p.sum(axis=-1, keepdims=True)
@@ -243,8 +242,7 @@ class CrossEntropyFunction(Function):
 def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     """Sum -log softmax(logits)[target], in nats, over the positions whose target is not -100.
 
-    logits (..., V), integer targets (...,). Ranks may hold unequal counts of targets, so the mean is left to the sum
-    over all ranks.
+    logits (..., V), integer targets (...,). As ranks may have unequal counts of targets, a mean is left to the caller.
     """
     return CrossEntropyFunction.apply(logits, targets)
 

@@ -107,8 +107,7 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     to that of the input. Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index)
     have no function. Constants (Python numbers, arrays) may be given instead of tensors.
     """
-    name = rule.__name__.strip("_").capitalize()
-    node: type[_Operation] = type(name, (_Operation,), {"rule": staticmethod(rule)})
+    node: type[_Operation] = type(rule.__name__.strip("_").capitalize(), (_Operation,), {"rule": staticmethod(rule)})
 
     @functools.wraps(rule)
     def apply(*inputs: P.args, **options: P.kwargs) -> Tensor:
@@ -118,10 +117,9 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
 
 
 class Tensor:
-    """An array with a gradient.
+    """An array with a gradient, `grad`, which is None until a backward pass reaches the tensor.
 
-    `grad` is None until a backward pass reaches the tensor. A leaf may have a `grad_buffer` (a view into flat storage):
-    gradients are then written there, and `grad` is that buffer.
+    A leaf may have a `grad_buffer`, a view into flat storage: gradients are written there, and `grad` is that buffer.
     """
 
     __slots__ = ("__weakref__", "data", "grad", "grad_buffer", "hooks", "node", "requires_grad")
@@ -252,8 +250,7 @@ class Tensor:
         """Multiply matrices, (..., n, k) @ (..., k, m) -> (..., n, m); the leading dims broadcast."""
         if a.ndim < 2 or b.ndim < 2:
             raise ValueError(f"matmul needs matrices, but the shapes are {a.shape} and {b.shape}")
-        y = xp.matmul(a, b)
-        return y, lambda g: xp.matmul(g, b.swapaxes(-1, -2)), lambda g: xp.matmul(a.swapaxes(-1, -2), g)
+        return xp.matmul(a, b), lambda g: xp.matmul(g, b.swapaxes(-1, -2)), lambda g: xp.matmul(a.swapaxes(-1, -2), g)
 
     def __rmatmul__(self, other: Array) -> Tensor:
         return Tensor(other) @ self

@@ -17,10 +17,7 @@ def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A parameter's values before they are computed: their shape, their dtype, and the function that computes them.
-
-    A model larger than one rank's memory is built from these. NB: PyTorch builds such models on its meta device.
-    """
+    """Values before `make` computes them, so that a model may exceed a rank's memory. NB: on PyTorch's meta device."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -49,9 +46,8 @@ class Owner:
 class Parameter(Tensor):
     """A leaf that is trained: an array, or Deferred values, which `materialize` or `move_to` computes.
 
-    `ties` are leaves that read the same values but collect gradients of their own. GPT-2's output head has such a leaf
-    of `wte`. In a pipeline the two gradients arise on different ranks, so they stay apart until the step on one device
-    too, and the bits agree.
+    `ties` are leaves that read the same values but collect gradients of their own, as GPT-2's output head of `wte`. In
+    a pipeline the two gradients arise on different ranks; so on one device too they stay apart until the step.
     """
 
     __slots__ = ("decays", "deferred", "owner", "placement", "ties")
@@ -208,10 +204,7 @@ class Module:
 
 @dataclass
 class Part:
-    """One of the consecutive pieces of a model: the embedding, a block, or the head.
-
-    Pipelines cut the model between parts, and ZeRO stage 3 gathers the parameters of one part at a time.
-    """
+    """A piece of a model (embedding, block or head): pipelines cut between parts, ZeRO stage 3 gathers part by part."""
 
     name: str
     run: Callable[[Any], Tensor]  # takes the output of the part before

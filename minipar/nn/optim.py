@@ -69,14 +69,11 @@ class SGD(Optimizer):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
-    In step t the moments m (`exp_avg`) and v (`exp_avg_sq`) and the parameter p, with gradient g and weight decay wd,
-    change as
+    Step t, with moments m (`exp_avg`) and v (`exp_avg_sq`), gradient g, and weight decay wd (0 below two dims):
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         p = (1 - lr wd) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-    wd is 0 for parameters of fewer than two dims. A parameter whose gradient is None does not change.
     """
 
     def __init__(

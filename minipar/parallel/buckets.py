@@ -76,10 +76,9 @@ def parts_of(model: Module) -> list[Part]:
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:
-    """Group the model's parameters by what runs at one time, in the model's order.
+    """Group the model's parameters by what runs at one time, in the model's order: what FSDP gathers at a time.
 
     GPT: one group for each block, and one, the first, for the embedding and the head, which share the token embedding.
-    NB: this is what FSDP gathers at a time.
     """
     groups: list[list[Parameter]] = []
     for part in parts_of(model):
@@ -92,7 +91,7 @@ def by_unit(model: Module) -> list[list[Parameter]]:
 
 
 def make_buckets(groups: Sequence[Sequence[Parameter]], comm: Communicator) -> list[Bucket]:
-    """Make a bucket for each group, in the order in which they travel (the last group first), and update placements.
+    """Make and place a bucket for each group, in the order in which they travel: the last group first.
 
     The groups, one after another, are the flat order. ValueError for parameters of several dtypes, or of none.
     """

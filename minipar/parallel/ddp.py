@@ -1,9 +1,8 @@
 """Data parallelism: every rank holds the whole model, takes a share of the batch, and all ranks sum their gradients.
 
 First the naive form, one all-reduce after backward. Then DistributedDataParallel, which starts to reduce a bucket as
-soon as backward has completed it (wrapper.py finds out when, and calls `_reduce`). Both give each rank the gradient of
-the whole batch: the loss is a sum over targets divided by the *global* count, so the ranks' gradients add up to the
-gradient of the global mean, whatever share each rank holds.
+soon as backward has completed it (wrapper.py). In both the loss is a sum over targets divided by the *global* count, so
+the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,6 @@ class DistributedDataParallel(Wrapper):
     Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
     parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
     to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
-
     Sends 2 Psi (d-1)/d elements per rank and step, however many microbatches there are.
     """
 

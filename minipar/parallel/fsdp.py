@@ -24,7 +24,6 @@ class FullyShardedDataParallel(ShardedGradients):
     Use it as DistributedDataParallel. A GPT is gathered block by block; a module that lists no `parts` is one unit.
     While one unit computes, the next one's parameters are on their way (`prefetch`). The unit that embedding and head
     share is gathered once for each: the head's backward follows its forward, and a lookup's does not read the table.
-
     Sends per forward and backward 2 Psi (d-1)/d elements per rank to gather parameters, and Psi (d-1)/d once per step
     to reduce-scatter gradients: 3 Psi where data parallelism sends 2 Psi.
     """

@@ -26,18 +26,14 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial(Replicate):
-    """Every tensor-parallel rank holds the whole parameter; its gradient covers this rank's tokens only.
-
-    The sum over the ranks is still to be taken. NB: sequence parallelism does this to LayerNorms and row biases.
-    """
+    """As Replicate, but the gradient covers this rank's tokens only (norms and row biases, in sequence parallelism)."""
 
 
 @dataclass(frozen=True)
 class Shard(Replicate):
-    """Each tensor-parallel rank holds a part of the parameter.
+    """Each tensor-parallel rank holds a part of the parameter: a slice along `dim` of each of `groups` equal stretches.
 
-    The parameter is split along `dim`, within each of `groups` equal stretches of it. `size` is that dim's length in
-    the serial model, padded with zeros to a multiple of groups*ranks.
+    `size` is that dim's length in the serial model, padded with zeros to a multiple of groups*ranks.
     """
 
     dim: int = 0
@@ -64,8 +60,7 @@ class Shard(Replicate):
     def join(self, parts: Sequence[Array]) -> Array:
         """Join all ranks' parts, given in rank order, into the serial array; padding is removed."""
         pieces = [xp.split(part, self.groups, axis=self.dim) for part in parts]
-        ordered = [piece[g] for g in range(self.groups) for piece in pieces]
-        whole = xp.concatenate(ordered, axis=self.dim)
+        whole = xp.concatenate([piece[g] for g in range(self.groups) for piece in pieces], axis=self.dim)
         return whole[(slice(None),) * self.dim + (slice(0, self.size),)]
 
 

@@ -38,10 +38,9 @@ class Chunk:
 
 
 class ShardedDataParallel(Wrapper):
-    """A model whose optimizer state is sharded over `comm`; the base class of the ZeRO stages.
+    """A model whose optimizer state is sharded over `comm`, one Chunk per bucket; the base class of the ZeRO stages.
 
-    A stage makes its storage in its constructor, one Chunk per bucket. `groups` are the units, in the model's order,
-    where they are not `by_unit(model)`.
+    `groups` are the units, in the model's order, where they are not `by_unit(model)`.
     """
 
     sharded = True
@@ -77,8 +76,6 @@ class ShardedDataParallel(Wrapper):
             p.grad = None
 
 
-# ---- what stages 2 and 3 share: full gradients that exist briefly ----------------------------------------------------
-
 Runs = Sequence[Sequence[Part]]  # the lists of parts that follow one another on this rank (a pipeline's stages)
 
 
@@ -94,7 +91,6 @@ class UnitPass:
 
 
 def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
-    """Yield a UnitPass for each part."""
     home = {p: bucket for bucket in buckets for p in bucket.parameters}
     seen: set[Bucket] = set()
     for run in runs:

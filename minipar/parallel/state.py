@@ -72,11 +72,9 @@ def gather_state(
 ) -> dict[str, np.ndarray]:
     """Collect the serial model's parameters by name, as host arrays, on rank 0 of `comm`; the other ranks get {}.
 
-    `gradients=True` collects the gradients instead, which are placed as the parameters are, once they are complete.
-
     `comm` is the group of ranks that hold the whole model together: the world of a mesh. `parameters` are what this
-    rank's optimizer holds. Collective. Each element is sent to rank 0 once, in one message per rank; the list of pieces
-    goes ahead as control data.
+    rank's optimizer holds. `gradients=True` collects their complete gradients instead. Collective. Each element is sent
+    to rank 0 once, in one message per rank; the list of pieces goes ahead as control data.
     """
     own = owned_pieces(parameters)
     values: list[Any] = [p.grad if gradients else p.data for p in parameters]

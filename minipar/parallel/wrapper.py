@@ -1,9 +1,8 @@
 """What data parallelism and every ZeRO stage share: the loss, the pass of backward through buckets, checks of a script.
 
-A wrapper owns its model's gradients. While backward runs, it starts to reduce each bucket as soon as the bucket is
-complete; a strategy says in `_reduce(bucket)` what that sends. Optimizers ask the wrapper before and after each update
-(`Parameter.owner`), so that a step before the gradients have arrived, or an optimizer that holds the wrong parameters,
-is an error with a remedy.
+While backward runs, a wrapper starts to reduce each bucket as soon as it is complete; a strategy says in `_reduce`
+what that sends. Optimizers ask the wrapper before and after each update (`Parameter.owner`), so that a step before the
+gradients have arrived, or an optimizer that holds the wrong parameters, is an error with a remedy.
 """
 
 import zlib
@@ -242,10 +241,7 @@ class Wrapper(Owner, ABC):
         return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Collect the serial model's parameters by name, as host arrays, on rank 0; the other ranks get {}.
-
-        Each element is sent to rank 0 once. ValueError if other axes have placed the model.
-        """
+        """Collect the whole model on rank 0, as `gather_state` does. ValueError if other axes have placed the model."""
         self._check_only_dp("parallel.state.gather_state")
         return gather_state(self.model, self.parameters(), self.comm)
 

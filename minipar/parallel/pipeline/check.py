@@ -1,11 +1,8 @@
-"""The messages of a schedule, and the checker, which refuses, before anything runs, a schedule that cannot run.
+"""The messages of a schedule, and the checker, which finds the mistakes of handwritten pipelines before they run.
 
 `lower` adds a SEND and a RECV for each result that another rank needs. It takes them in the order of a simulation, the
 SEND and its RECV at the same moment. Such lists cannot deadlock even if sends block: both ranks of the earliest message
 that is not sent yet come to it.
-
-`check` finds the mistakes of handwritten pipelines: an action that is missing or done twice, a backward before its
-forward, a result that is never sent, a message that is never received, and ranks that wait for one another.
 """
 
 from collections import Counter, deque

@@ -23,10 +23,9 @@ Stage = Module | Callable[[DeviceMesh], Module]
 class PipelineModule(Module):
     """The user's stages over mesh.pp; `model(x, y)` runs forward and backward of all microbatches.
 
-    `stages` are Modules, or callables (such as classes) that return a Module when called with the mesh. Only the ranks
-    that hold a stage make it. A stage's `forward` takes the result of the previous stage. The last stage defines
-    `loss_sum(x, y)` instead. If there are more stages than the schedule has, consecutive stages share a rank; on a mesh
-    of size 1 all of them run on one device. UsageError if they do not divide evenly.
+    `stages` are Modules, or callables (such as classes) that make one from the mesh, on the ranks that hold it. A
+    stage's `forward` takes the result of the previous stage. The last stage defines `loss_sum(x, y)` instead. If there
+    are more stages than the schedule has, consecutive stages share a rank. UsageError if they do not divide evenly.
 
     Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut into microbatches
     along dim 0. The call returns the mean loss over the targets of all replicas, the same on every rank, and leaves

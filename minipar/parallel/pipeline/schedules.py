@@ -1,8 +1,7 @@
 """Pipeline schedules, each a pure function of p ranks and m microbatches (and v stages per rank), or read from a file.
 
-A stage is a run of layers. Each rank gets a list of actions: F is a stage's forward of one microbatch, B its backward,
-I and W the two halves of B (the gradient of the input, the gradients of the weights). A rank runs its list in order and
-waits where a result of another rank is missing. Bubbles are idle / total time, of stages that take equal time.
+A rank runs its list of actions (actions.py) in order and waits where a result of another rank is missing. Bubbles are
+idle / total time, of stages that take equal time.
 
     naive              one microbatch in the pipeline at a time                               (p-1)/p
     gpipe              all forwards, then all backwards (Huang et al. 2019)                   (p-1)/(m+p-1)
@@ -186,9 +185,6 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     if v not in (None, own):
         raise UsageError(f"schedule {name} has {own} stage{'s' if own > 1 else ''} per rank, not {v}")
     return SCHEDULES[name](p, m)
-
-
-# ---- schedules in files ----------------------------------------------------------------------------------------------
 
 
 def save_csv(schedule: Schedule, path: str | Path) -> None:

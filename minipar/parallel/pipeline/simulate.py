@@ -17,10 +17,7 @@ Time = int | float | Fraction
 
 @dataclass(frozen=True)
 class Durations:
-    """The time of one action of one stage. B takes as long as its two halves.
-
-    If stages differ, `table` has the time of each kind of action, by (stage, kind), instead.
-    """
+    """The time of one action of one stage; B takes I + W. If stages differ, `table` has it by (stage, kind) instead."""
 
     forward: Time = 1
     backward_input: Time = 1
@@ -43,8 +40,6 @@ class Durations:
 
 @dataclass(frozen=True)
 class Slot:
-    """An action with its start and its end."""
-
     action: Action
     start: Time
     end: Time

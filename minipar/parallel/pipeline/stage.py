@@ -197,7 +197,6 @@ class PipelineExecutor:
         return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag).wait
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
-        """Start to send an activation or its gradient."""
         self._sent.append(self.comm.isend(array, peer, tag))
 
 

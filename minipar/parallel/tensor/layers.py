@@ -81,8 +81,6 @@ def check_divides(what: str, size: int, ranks: int, why: str = "each tensor-para
 
 
 class _ParallelLayer(Module):
-    """A layer of which this rank holds a part."""
-
     group: TensorGroup
     sequence: bool
 

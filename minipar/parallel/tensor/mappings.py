@@ -2,8 +2,7 @@
 
 The ranks of a TensorGroup compute one layer together. An activation inside the layer differs from rank to rank; outside
 it is the same on every rank, or each rank has its tokens. A mapping is an autograd Function that takes an activation
-across this border, and its backward is the adjoint of its forward. If forward copies, backward sums. If forward sums,
-backward copies. If forward gathers the ranks' parts, backward sums and keeps a part, and the other way round.
+across this border, and its backward is the adjoint of its forward: of a copy the sum, of a gather the sum's part.
 
     mapping          forward          backward         elements sent per rank    in Megatron-LM
     copy_to          nothing          all-reduce       2n(t-1)/t, backward       f, copy_to_tensor_model_parallel_region
