@@ -41,7 +41,7 @@ def printable(text: str) -> str:
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return the choice that is spelled most like `name`, or "". Case and punctuation do not count."""
     spelled = {re.sub(r"[\W_]", "", choice).lower(): choice for choice in choices}
-    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1)
+    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1, cutoff=0.7)
     return spelled[close[0]] if close else ""
 
 

@@ -23,6 +23,15 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
 from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
+SHAPE = (
+    "--model",
+    "--layers",
+    "--hidden",
+    "--heads",
+    "--kv-heads",
+    "--ffn",
+    "--vocab-size",
+)  # flags of the model's shape
 COUNT = "[1, inf)"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -197,45 +206,6 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-SHAPE = ("--model", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab-size")
-# Flags of Megatron-LM, DeepSpeed, transformers and nanoGPT, and what minipar calls them.
-OTHER_NAMES = {
-    "--global-batch": "batch-size global-batch-size train-batch-size per-device-train-batch-size micro-batch-size",
-    "--microbatches": "gradient-accumulation-steps num-microbatches train-micro-batch-size-per-gpu",
-    "--steps": "train-iters max-steps max-iters num-train-epochs epochs num-epochs iterations",
-    "--lr": "learning-rate",
-    "--lr-schedule": "lr-decay-style lr-scheduler-type",
-    "--warmup-steps": "lr-warmup-iters warmup-iters warmup-ratio num-warmup-steps",
-    "--betas": "adam-beta1 adam-beta2 beta1 beta2",
-    "--dropout": "hidden-dropout attention-dropout",
-    "--clip-grad": "max-grad-norm gradient-clipping grad-clip",
-    "--tp": "tensor-model-parallel-size tensor-parallel-size model-parallel-size",
-    "--pp": "pipeline-model-parallel-size pipeline-parallel-size num-stages",
-    "--dp": "data-parallel-size world-size nproc-per-node",
-    "--zero-stage": "zero stage fsdp use-distributed-optimizer sharding-strategy deepspeed",
-    "--layers": "num-layers n-layer num-hidden-layers",
-    "--hidden": "hidden-size n-embd d-model",
-    "--heads": "num-attention-heads n-head",
-    "--kv-heads": "num-key-value-heads num-query-groups",
-    "--ffn": "intermediate-size ffn-hidden-size n-inner",
-    "--seq-len": "seq-length max-position-embeddings block-size n-positions max-seq-len",
-    "--init-from": "model-name-or-path",
-    "--data": "data-path train-file dataset dataset-name",
-    "--dtype": "fp16 bf16 torch-dtype precision",
-    "--recompute": "gradient-checkpointing recompute-granularity recompute-activations",
-    "--save": "output-dir out-dir",
-    "--save-every": "save-interval save-steps",
-    "--resume": "load resume-from-checkpoint",
-}
-
-
-def suggest_flag(word: str) -> str:
-    """Return minipar's flag for an unknown one (another program's name, or a typo), or "" if none is similar."""
-    name = word.partition("=")[0].lstrip("-").replace("_", "-").lower()
-    same = [flag for flag, others in OTHER_NAMES.items() if name in others.split()]
-    return same[0] if same else suggest(name, [flag for _, _, flag, _ in flags(TrainConfig())])
-
-
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     """Return the command line as a checked TrainConfig. UsageError; SystemExit(0) after `--help`, printed by rank 0."""
     # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
@@ -257,7 +227,11 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
         groups[section].add_argument(flag, help=text, **arguments)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        similar = dict.fromkeys(filter(None, (suggest_flag(word) for word in unknown if word.startswith("-"))))
+        own, typed = (
+            [flag for _, _, flag, _ in flags(TrainConfig())],
+            [word for word in unknown if word.startswith("-")],
+        )
+        similar = dict.fromkeys(filter(None, (suggest(word.partition("=")[0], own) for word in typed)))
         question = f"; did you mean {', '.join(similar)}?" if similar else ""
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}

@@ -93,8 +93,6 @@ REFUSED = {
     "--model llama --ffn 30 --tp 4": "ffn/tp = 30/4 is not a whole number",
     "--model llama --init-from DIR": "--model and --init-from both give the model's shape",
     "--kv-heads 2 --init-from DIR": "--kv-heads and --init-from both give the model's shape",
-    "--num-key-value-heads 2": "did you mean --kv-heads",
-    "--intermediate-size 2": "did you mean --ffn",
 }
 
 
