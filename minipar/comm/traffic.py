@@ -4,10 +4,7 @@ from minipar.comm.algorithms import chunk_bounds, fold, place_bounds
 
 
 class Traffic:
-    """The account of one rank, shared by all communicators split from its world.
-
-    Not counted are `algorithm="mpi"`, because the library does not say what it sends, and the 8-byte clock headers.
-    """
+    """The account of one rank, without 8-byte clock headers and `algorithm="mpi"`: MPI does not say what it sends."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], list[int]] = {}

@@ -221,10 +221,7 @@ class Trainer:
         return float(losses[0])
 
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        """Run forward and backward of one microbatch and return its summed loss.
-
-        Its gradient is scaled by 1 / tokens of the global batch, so that all add up to that of the global mean.
-        """
+        """Add one microbatch's gradient, scaled by 1 / tokens of the global batch, and return its summed loss."""
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
         keys = DropoutKeys(self.config.run.seed, step, samples)
