@@ -150,8 +150,6 @@ class Tensor:
         """Return a tensor of the same data outside of the graph."""
         return Tensor(self.data)
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Callable[[], None]:
         """Call `hook(self)` once in each backward pass, when all uses of this leaf are added up. Returns its remover.
 

@@ -1,12 +1,11 @@
 """ZeRO stages 1 and 2: data parallelism without its redundancy (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-Plain data parallelism keeps everything on every rank. Each stage cuts one thing more into one chunk per rank:
+Plain data parallelism keeps everything on every rank. Each stage cuts one thing more into one chunk per rank. Stages 1
+and 2 send what data parallelism sends, because an all-reduce is a reduce-scatter and an all-gather.
 
     stage 1   optimizer state: each rank updates its own chunk of the parameters, then all gather the updated chunks
     stage 2   gradients too: a bucket's full gradient exists only until it is reduce-scattered (sharding.py)
     stage 3   parameters too (fsdp.py)
-
-An all-reduce is a reduce-scatter and an all-gather, so stages 1 and 2 send what data parallelism sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,8 +73,7 @@ class ZeroOptimizer:
         optimizer.step()         # sums them over dp, updates this rank's shard, gathers the parameters
         optimizer.zero_grad()
 
-    `options` are those of the optimizer class. Sends 2 Psi (d-1)/d elements per rank and step, in two collectives;
-    none of it is hidden behind computation.
+    `options` are the optimizer's. Sends 2 Psi (d-1)/d elements per rank and step, none of it hidden behind computation.
     """
 
     def __init__(

@@ -96,8 +96,8 @@ MUTANTS = [
         ("simulator: the bubble is idle / busy", "_ratio(total - busy, total)", "_ratio(total - busy, busy)"),
         (
             "simulator: W takes no time in B",
-            "return self.backward_input + self.backward_weight",
-            "return self.backward_input",
+            "both = self.backward_input + self.backward_weight",
+            "both = self.backward_input",
         ),
     ),
     *mistakes(

@@ -7,8 +7,6 @@
     I, W              the two halves of B: the gradient of the stage's input, and those of its weights
     SEND_F, RECV_F    the message with an activation
     SEND_B, RECV_B    the message with an activation's gradient
-
-`check.lower` adds the messages to a schedule that has none.
 """
 
 import re

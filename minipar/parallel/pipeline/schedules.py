@@ -166,10 +166,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """Return the named schedule for p ranks, m microbatches and, with interleaved-1f1b, v stages per rank (default 2).
-
-    UsageError for an unknown name, sizes below 1, or a v that the schedule does not have.
-    """
+    """Return the named schedule, with v stages per rank (interleaved-1f1b: 2 if None). UsageError if there is none."""
     if name in ("pipedream", "pipedream-2bw"):
         raise UsageError(
             f"schedule {name} is asynchronous: it never drains and updates with older weights, so it is no step of "

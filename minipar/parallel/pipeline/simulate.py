@@ -33,9 +33,8 @@ class Durations:
     def of(self, action: Action) -> Time:
         if self.table is not None:
             return self.table[action.stage, action.kind]
-        if action.kind == "B":
-            return self.backward_input + self.backward_weight
-        return {"F": self.forward, "I": self.backward_input, "W": self.backward_weight}[action.kind]
+        both = self.backward_input + self.backward_weight
+        return {"F": self.forward, "B": both, "I": self.backward_input, "W": self.backward_weight}[action.kind]
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,7 @@ def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline
 
 
 def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")) -> int:
-    """Return the most activations alive at once in one rank's list: from the start of F to the end of B or I.
-
-    Other results are counted the same way: a postponed weight gradient is made by I and freed by W.
-    """
+    """Return the most activations alive at once in one rank's list: from the start of F to the end of B or I."""
     live = peak = 0
     for action in actions:
         live += action.kind in made_by

@@ -193,14 +193,11 @@ class PipelineExecutor:
             self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
 
     def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
-        """Post the receive of an activation or its gradient; return the function that waits for it."""
+        """Post a receive; return the function that waits for it."""
         return self.comm.irecv(xp.empty(self.shape, dtype=self.dtype), peer, tag).wait
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
         self._sent.append(self.comm.isend(array, peer, tag))
-
-
-# ---- a GPT on the ranks of a pipeline: who has what, and the token embedding, which two stages need ------------------
 
 
 def part_groups(model: LanguageModel) -> list[list[Parameter]]:
@@ -216,8 +213,7 @@ def part_groups(model: LanguageModel) -> list[list[Parameter]]:
 class PipelineParallel:
     """This rank's share of a model on the ranks of `comm`.
 
-    stages    this rank's stages, by number
-    groups    their parameters, by part; data parallelism sends each group together
+    `stages` are this rank's, by number, and `groups` their parameters, by part, which data parallelism sends together.
 
     The token embedding belongs to the first stage. If the head is tied and on another rank, that rank (`borrower`, else
     None) keeps a copy of the values. The head's gradient is sent to the first stage, where the two gradients are added

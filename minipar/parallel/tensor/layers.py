@@ -37,7 +37,7 @@ def leave(x: Tensor, group: TensorGroup, sequence: bool) -> Tensor:
 
 
 class _ColumnLinear(LinearFunction):
-    """The operation linear(enter(x), weight, bias) as one node, whose backward sends while it computes."""
+    """linear(enter(x), weight, bias) with a backward that sends while it computes; a row layer's user needs the sum."""
 
     def forward(  # type: ignore[override]
         self, x: Array, weight: Array, bias: Array | None, group: TensorGroup, sequence: bool, transposed: bool
@@ -59,10 +59,7 @@ class _ColumnLinear(LinearFunction):
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, sequence: bool, transposed: bool = False
 ) -> Tensor:
-    """Compute `linear(enter(x), weight, bias)` for this rank's columns. Sends what `enter` sends.
-
-    Only backward computes while it sends, because the operation after a row layer needs the whole sum.
-    """
+    """Compute `linear(enter(x), weight, bias)` for this rank's columns. Sends what `enter` sends."""
     return _ColumnLinear.apply(x, weight, bias, group, sequence, transposed)
 
 
