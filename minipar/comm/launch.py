@@ -182,7 +182,8 @@ def _host_of_each_rank(ranks: int, here: int) -> list[int]:
 
 def _watch(hosts: list[int], started: threading.Event) -> None:
     """End this process, and so the job, if a rank ended before MPI started. The lowest one of this host says so."""
-    me, timeout, begin = int(os.environ.get("PMI_RANK", "0")), wait_timeout(), time.monotonic()
+    me, begin = int(os.environ.get("PMI_RANK", "0")), time.monotonic()
+    timeout = max(wait_timeout(), 20.0)  # MPI takes seconds to start where many ranks share few cores
     while not started.wait(WATCH_SECONDS):
         alive = _ranks_alive(hosts)
         if alive and (ended := ", ".join(str(rank) for rank in range(len(hosts)) if rank not in alive)):
