@@ -127,10 +127,8 @@ class Communicator(Stream):
         algorithm = choose("all_gather", algorithm, host.nbytes)
         own = chunks(host, self.size)[self.rank]
         if flat.size != own.size:
-            raise CommunicationError(
-                f"{self.label}, all_gather: {host.size} elements over {self.size} ranks give this rank "
-                f"{own.size}, but its chunk has {flat.size}"
-            )
+            given = f"{host.size} elements over {self.size} ranks give this rank {own.size}"
+            raise CommunicationError(f"{self.label}, all_gather: {given}, but its chunk has {flat.size}")
         if not np.may_share_memory(own, flat) or own.ctypes.data != flat.ctypes.data:
             own[...] = flat
         return self._run("all_gather", algorithm, out, host, async_op, host)
@@ -258,9 +256,8 @@ class Communicator(Stream):
         if out is None:
             out = np.empty(size, x.dtype) if backend.is_host(x) else backend.xp.empty(size, dtype=x.dtype)
         elif out.size != size or out.dtype != x.dtype:
-            raise CommunicationError(
-                f"{self.label}, {op}: out has {out.size} elements of {out.dtype}, expected {size} of {x.dtype}"
-            )
+            given = f"out has {out.size} elements of {out.dtype}"
+            raise CommunicationError(f"{self.label}, {op}: {given}, expected {size} of {x.dtype}")
         return out, self._room(out, op)
 
 

@@ -49,10 +49,8 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
         if threads is None:
             comm = world()
         elif (started := _started_ranks())[0] > 1:
-            raise UsageError(
-                f"launch(threads={threads}) runs its ranks in one process, but {started[1]} started {started[0]}; "
-                f"leave out threads, or start without {started[1]}"
-            )
+            but = f"{started[1]} started {started[0]}; leave out threads, or start without {started[1]}"
+            raise UsageError(f"launch(threads={threads}) runs its ranks in one process, but {but}")
     except UsageError as error:
         if _prints_error():
             _print_error(error)
@@ -136,10 +134,8 @@ def _start_mpi() -> None:
     if here > 1 and SHARED.is_dir():
         system, needed = os.statvfs(SHARED), BYTES_OF_HOST + here * BYTES_OF_RANK
         if (free := system.f_bavail * system.f_frsize) < needed:
-            raise UsageError(
-                f"{SHARED} has {free:,} bytes left, but MPI needs about {needed:,} for {here} ranks on a host; "
-                "enlarge it (docker run --shm-size=1g)"
-            )
+            but = f"MPI needs about {needed:,} for {here} ranks on a host; enlarge it (docker run --shm-size=1g)"
+            raise UsageError(f"{SHARED} has {free:,} bytes left, but {but}")
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -258,10 +254,8 @@ def _check_mpi_library() -> None:
         if descriptor is not None:
             os.fstat(int(descriptor))
     except (ValueError, OSError):
-        raise UsageError(
-            f"PMI_FD={descriptor}: mpirun's variables are set, but mpirun has not started this process; "
-            "unset PMI_FD, PMI_RANK and PMI_SIZE"
-        ) from None
+        why = "mpirun's variables are set, but mpirun has not started this process"
+        raise UsageError(f"PMI_FD={descriptor}: {why}; unset PMI_FD, PMI_RANK and PMI_SIZE") from None
     hydra, open_mpi = "PMI_SIZE" in os.environ, "OMPI_COMM_WORLD_SIZE" in os.environ
     library = _mpi_library()
     variable = "set the environment variable MPI4PY_MPIABI"

@@ -1,9 +1,7 @@
 """GPT-2 (Radford et al. 2019), exactly: the same function, the same names and shapes as Hugging Face's GPT2LMHeadModel.
 
 Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head tied to the token
-embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary.
-
-What strategies change of the model says transformer.py.
+embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary. transformer.py says what strategies change.
 """
 
 import math
@@ -123,6 +121,3 @@ class GPT(LanguageModel):
         if length > self.config.n_positions:
             raise ValueError(f"sequence of {length} tokens, but the model has {self.config.n_positions} positions")
         return self.drop(self.wte(tokens) + self.wpe(self.positions(length)))
-
-    def head(self, x: Tensor) -> Tensor:
-        return self.logits(self.ln_f(x))

@@ -2,7 +2,7 @@
 
 Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of k and v, and no
 biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads of k and v of d = h/a elements each,
-f the MLP's inner size, V vocabulary. Matrices are (out, in). What strategies change of the model says transformer.py.
+f the MLP's inner size, V vocabulary. Matrices are (out, in). transformer.py says what strategies change.
 """
 
 from dataclasses import dataclass
@@ -133,6 +133,3 @@ class Llama(LanguageModel):
 
     def embed(self, tokens: Array) -> Tensor:
         return self.model.embed_tokens(tokens)
-
-    def head(self, x: Tensor) -> Tensor:
-        return self.logits(self.model.norm(x))

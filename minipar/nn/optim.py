@@ -132,10 +132,8 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
     """
     parameters = list(parameters)
     if norm is None and any(getattr(parameter.owner, "sharded", False) for parameter in parameters):
-        raise ValueError(
-            "clip_grad_norm: this rank holds only shards of the gradients and cannot compute their norm alone; "
-            "call clip_grad_norm of the wrapper that sharded the model"
-        )
+        why = "this rank holds only shards of the gradients and cannot compute their norm alone"
+        raise ValueError(f"clip_grad_norm: {why}; call clip_grad_norm of the wrapper that sharded the model")
     for parameter in parameters:
         parameter.fold_tied_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

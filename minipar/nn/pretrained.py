@@ -47,11 +47,9 @@ def load_config(directory: str | Path) -> TransformerConfig:
     """Read config.json. Raises UsageError if it cannot be read or describes another model than GPT-2 or Llama."""
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
-        raise UsageError(
-            f"{directory} is not a directory with a config.json and a model.safetensors. minipar downloads nothing: "
-            "where transformers is installed, GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR) writes such "
-            "a directory"
-        )
+        missing = f"{directory} is not a directory with a config.json and a model.safetensors"
+        call = "GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR)"
+        raise UsageError(f"{missing}. minipar downloads nothing: with transformers, {call} writes such a directory")
     content = read_json(path)
 
     def check(name: str, accepted: bool, expected: str) -> None:

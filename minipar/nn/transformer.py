@@ -72,8 +72,6 @@ class LanguageModel(Module):
     lm_head: Any  # the layer of the output matrix, if it is not the token embedding
     head_weight: Tensor | None = None  # else the head's leaf of the token embedding
     embed: Any  # embed(tokens): integers (B, T) -> (B, T, h)
-    head: Any  # head(x): the last norm, then `logits`
-    parts: list[Part]
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class LanguageModel(Module):
         self.parts = [
             Part("embedding", self.embed, embedding, reads_in_backward=False),
             *(Part(name, partial(self.run_block, block), block.parameters()) for name, block in blocks.items()),
-            Part("head", self.head, [head, *norm.parameters()], is_last=True),
+            Part("head", partial(self.head, norm), [head, *norm.parameters()], is_last=True),
         ]
         if not self.deferred:
             self.materialize()
@@ -113,12 +111,12 @@ class LanguageModel(Module):
         """Run one block, (B, T, h) -> (B, T, h); with `recompute`, backward runs it again."""
         return checkpoint(block, x, parameters=block.parameters()) if self.recompute else block(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Multiply with the token embedding if the head is tied, else with `lm_head`: (B, T, h) -> (B, T, V)."""
+    def head(self, norm: Module, x: Tensor) -> Tensor:
+        """Multiply norm(x) with the token embedding if the head is tied, else with `lm_head`: (B, T, V)."""
         if self.head_weight is None:
-            return self.project(x, self.lm_head.weight)
+            return self.project(norm(x), self.lm_head.weight)
         self.head_weight.data = self.token_embedding.data  # follows the parameter if its storage has moved
-        return self.project(x, self.head_weight)
+        return self.project(norm(x), self.head_weight)
 
     def forward(self, tokens: Array) -> Tensor:
         x: Any = tokens

@@ -141,10 +141,9 @@ class Wrapper(Owner, ABC):
         """Raise ValueError, once, if the ranks' models differ. Sends a checksum of each rank as control data."""
         self._start_checked = True
         if len(set(self.comm.all_gather_bytes(str(self.checksum()).encode()))) > 1:
-            raise ValueError(
-                "the ranks hold different parameters, and no wrapper copies one rank's to the others: draw initial "
-                "values by name (mp.Linear(..., name=...)) or from one seed, and load the same state on all ranks"
-            )
+            remedy = "draw initial values by name (mp.Linear(..., name=...)) or from one seed, and load the same state"
+            why = "the ranks hold different parameters, and no wrapper copies one rank's to the others"
+            raise ValueError(f"{why}: {remedy} on all ranks")
 
     def checksum(self) -> int:
         """Return the CRC-32 of the whole parameters before training, the same on ranks that start alike."""
@@ -165,11 +164,9 @@ class Wrapper(Owner, ABC):
     def begin_backward(self) -> None:
         """Note that a pass with the global scale begins. RuntimeError if it would add to gradients summed already."""
         if self._state == "summed" and self.stage < 2 and any(p.grad is not None for p in self.model.parameters()):
-            raise RuntimeError(
-                "backward() would add to gradients that were summed over the ranks already, and sum them again: run "
-                "all microbatches of a step but the last inside `with wrapper.no_sync():`, and call "
-                "optimizer.zero_grad() before the next step"
-            )
+            why = "backward() would add to gradients that were summed over the ranks already, and sum them again"
+            remedy = "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
+            raise RuntimeError(f"{why}: {remedy}, and call optimizer.zero_grad() before the next step")
         self._scaled = True
 
     def end_backward(self) -> None:
@@ -204,18 +201,16 @@ class Wrapper(Owner, ABC):
         given = set(self.parameters())
         for p in parameters:
             if p.owner is self and p not in given:
-                raise ValueError(
-                    f"the optimizer holds {p.placement.name}, but at ZeRO stage {self.stage} each rank updates its own "
-                    "shards: write AdamW(wrapper.parameters()) instead of AdamW(model.parameters())"
-                )
+                why = f"at ZeRO stage {self.stage} each rank updates its own shards"
+                remedy = "write AdamW(wrapper.parameters()) instead of AdamW(model.parameters())"
+                raise ValueError(f"the optimizer holds {p.placement.name}, but {why}: {remedy}")
 
     def before_step(self) -> None:
         """Raise RuntimeError if an optimizer steps before the gradients have been summed over the ranks."""
         if self._state == "local":
-            raise RuntimeError(
-                "optimizer.step() before the gradients were summed over the ranks: run the backward pass of the last "
-                "microbatch outside `no_sync` (after scaled_backward: call wrapper.synchronize())"
-            )
+            remedy = "run the backward pass of the last microbatch outside `no_sync`"
+            remedy += " (after scaled_backward: call wrapper.synchronize())"
+            raise RuntimeError(f"optimizer.step() before the gradients were summed over the ranks: {remedy}")
 
     def forget_gradients(self) -> None:
         """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
@@ -234,10 +229,8 @@ class Wrapper(Owner, ABC):
         """
         self._check_only_dp("parallel.grad_norm.clip_grad_norm")
         if self._state != "summed":
-            raise RuntimeError(
-                "clip_grad_norm() before the gradients were summed over the ranks: call it after the backward pass of "
-                "the last microbatch, outside `no_sync`"
-            )
+            remedy = "call it after the backward pass of the last microbatch, outside `no_sync`"
+            raise RuntimeError(f"clip_grad_norm() before the gradients were summed over the ranks: {remedy}")
         return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:

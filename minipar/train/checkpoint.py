@@ -170,8 +170,7 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
     for kind, means in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
         for mean, p in zip(means, optimizer.parameters, strict=True):
             placement = placement_of(p)
-            whole = checkpoint.array(kind, placement.name)
-            mean.reshape(-1)[...] = local_part(placement.tp, whole, elements_of(p))
+            mean.reshape(-1)[...] = local_part(placement.tp, checkpoint.array(kind, placement.name), elements_of(p))
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -204,9 +203,8 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
         data = serialize(tensors)
         path.write_bytes(data)
         _sync(path)
-        digest = hashlib.sha256(data).hexdigest()
-        pieces = [dataclasses.asdict(piece) for _, piece, _ in owned]
-        file = {"name": path.name, "bytes": len(data), "sha256": digest, "pieces": pieces}
+        file: dict[str, Any] = {"name": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        file["pieces"] = [dataclasses.asdict(piece) for _, piece, _ in owned]
     files = comm.gather_bytes(json.dumps(file).encode())
     with agreeing(comm, flag):
         if files is not None:
@@ -272,7 +270,5 @@ def prepare_directory(directory: str, first_step: int) -> None:
         probe.rmdir()
         newest = max((step for step, _ in checkpoints(root)), default=0)
     if newest > first_step:
-        raise UsageError(
-            f"--save {directory} holds a checkpoint of step {newest}, but this run starts at step {first_step}: "
-            "--resume that one, or save to another directory"
-        )
+        but = f"but this run starts at step {first_step}: --resume that one, or save to another directory"
+        raise UsageError(f"--save {directory} holds a checkpoint of step {newest}, {but}")

@@ -75,9 +75,8 @@ def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | 
     else:
         kept = min(SAMPLES * length + 1, len(tokens.ids) // HELD_OUT)
         if kept < length + 1:
-            tenth = f"a tenth of the {len(tokens.ids)} tokens of {tokens.name}"
             less = f"is less than a sample, seq-len + 1 = {length + 1}; give --eval-data PATH"
-            raise UsageError(f"--eval-every: {tenth} {less}")
+            raise UsageError(f"--eval-every: a tenth of the {len(tokens.ids)} tokens of {tokens.name} {less}")
         text = replace(tokens, ids=tokens.ids[-kept:], name=f"the end of {tokens.name}")
         tokens = replace(tokens, ids=tokens.ids[:-kept])
     count = min(SAMPLES, (len(text.ids) - 1) // length)

@@ -101,10 +101,9 @@ def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> V
 def same_on_all_ranks(trainer: Trainer) -> bool:
     """Return True on every rank if the ranks of each dp axis hold the same bits; at ZeRO stage 3 they share none."""
     digest = hashlib.sha256()
-    if trainer.ddp.stage < 3:
-        for bucket in trainer.ddp.buckets:
-            for p in bucket.parameters:
-                digest.update(np.ascontiguousarray(to_host(p.data)).data)
+    for bucket in trainer.ddp.buckets if trainer.ddp.stage < 3 else ():
+        for p in bucket.parameters:
+            digest.update(np.ascontiguousarray(to_host(p.data)).data)
     same = len(set(trainer.mesh.dp.all_gather_bytes(digest.digest()))) == 1
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
@@ -119,8 +118,7 @@ def verify(
     config, comm = trainer.config, trainer.mesh.world
     if not same_on_all_ranks(trainer):
         return Verdict(False, "verify: FAILED: the ranks do not hold the same parameters as one another")
-    verdict = Verdict(False, "")
-    parameters = trainer.state_dict()
+    verdict, parameters = Verdict(False, ""), trainer.state_dict()
     if comm.rank == 0:
         single = train_on_one_device(config, tokens, on_step)
         exact = config.run.reduction == "ordered" and config.mesh.tp == 1 and same_sums(trainer.checkpoint, config)

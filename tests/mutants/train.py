@@ -83,7 +83,7 @@ MUTANTS = [
             '"the gradient norms", "grad_norm"',
             '"the gradient norms", "loss"',
         ),
-        ("verify: ranks may hold different parameters", "if trainer.ddp.stage < 3:", "if False:"),
+        ("verify: ranks may hold different parameters", "if trainer.ddp.stage < 3 else ()", "if False else ()"),
         (
             "verify: infinite numbers that agree pass",
             "if not all(np.isfinite(a)",

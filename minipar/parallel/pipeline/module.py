@@ -43,9 +43,8 @@ class PipelineModule(Module):
         order = make(schedule, pp.size, num_microbatches, virtual)
         per_stage, rest = divmod(len(stages), order.stages)
         if rest:
-            raise UsageError(
-                f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages} is not a whole number"
-            )
+            ratio = f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages}"
+            raise UsageError(f"{ratio} is not a whole number")
         self.mesh, self.num_microbatches, self.count = mesh, num_microbatches, len(stages)
         own = [s for s, rank in order.home.items() if rank == pp.rank]
         runs = {s: [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)] for s in own}
@@ -135,7 +134,6 @@ class _OneReplicasGradients(Owner):
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError: the replicas would drift apart."""
-        raise ValueError(
-            f"the gradients of a PipelineModule are not summed over its {self.dp.size} data-parallel replicas: write "
-            "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
-        )
+        why = f"the gradients of a PipelineModule are not summed over its {self.dp.size} data-parallel replicas"
+        remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
+        raise ValueError(f"{why}: write {remedy}")

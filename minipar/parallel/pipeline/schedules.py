@@ -73,9 +73,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     A rank runs p microbatches through its first stage, then through its second, ... UsageError if p does not divide m.
     """
     if m % p:
-        raise UsageError(
-            f"interleaved-1f1b sends microbatches through in groups of pp: microbatches/pp = {m}/{p} is not whole"
-        )
+        why = "interleaved-1f1b sends microbatches through in groups of pp"
+        raise UsageError(f"{why}: microbatches/pp = {m}/{p} is not whole")
 
     def action(r: int, kind: str, k: int) -> Action:
         """Return the k-th forward or backward of rank r; backwards take its stages from the last to the first."""
@@ -168,10 +167,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     """Return the named schedule, with v stages per rank (interleaved-1f1b: 2 if None). UsageError if there is none."""
     if name in ("pipedream", "pipedream-2bw"):
-        raise UsageError(
-            f"schedule {name} is asynchronous: it never drains and updates with older weights, so it is no step of "
-            "synchronous training; chapters/support/pipedream.py runs it (chapter 7)"
-        )
+        why = "it never drains and updates with older weights, so it is no step of synchronous training"
+        raise UsageError(f"schedule {name} is asynchronous: {why}; chapters/support/pipedream.py runs it (chapter 7)")
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name}: choose from {', '.join(SCHEDULES)}, or a FILE.csv")
     if p < 1 or m < 1 or (v is not None and v < 1):

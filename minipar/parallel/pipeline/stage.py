@@ -118,10 +118,9 @@ class PipelineExecutor:
         dtype: Any,
     ) -> None:
         if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
-            raise UsageError(
-                f"schedule {schedule.name}: 2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} "
-                f"messages in a step are more than the {USER_TAGS - FIRST_TAG} tags there are"
-            )
+            messages = f"2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} messages in a step"
+            tags = USER_TAGS - FIRST_TAG
+            raise UsageError(f"schedule {schedule.name}: {messages} are more than the {tags} tags there are")
         self.schedule, self.comm, self.stages = schedule, comm, stages
         self.actions = lower(schedule).ranks[comm.rank]
         self.shape, self.dtype = shape, dtype
