@@ -221,10 +221,9 @@ class StepComparison:
 
     def same(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Return whether rounding explains the difference, on the scale of the largest strip."""
-        return bool(
-            np.array_equal(a, b)
-            or np.abs(a - b).max() <= self.limit * max(np.abs(a).max(), np.abs(b).max()) + self.noise
-        )
+        if np.array_equal(a, b):
+            return True
+        return bool(np.abs(a - b).max() <= self.limit * max(np.abs(a).max(), np.abs(b).max()) + self.noise)
 
     def norm_ratios(self) -> dict[str, float | None]:
         """Return B's gradient norm / A's for each parameter, None where the gradients are equal."""

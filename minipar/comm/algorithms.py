@@ -57,11 +57,9 @@ def at_place(place: int, extras: int) -> int:
 def place_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) of each place: the chunk of its rank, joined with the chunk of a rank folded into it."""
     bounds = chunk_bounds(n, p)
-    q, extras, _ = fold(p, 0)
-    return tuple(
-        (bounds[2 * place][0], bounds[2 * place + 1][1]) if place < extras else bounds[place + extras]
-        for place in range(q)
-    )
+    _, extras, _ = fold(p, 0)
+    pairs = [(bounds[2 * place][0], bounds[2 * place + 1][1]) for place in range(extras)]
+    return (*pairs, *bounds[2 * extras :])
 
 
 def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None) -> Steps:

@@ -84,8 +84,7 @@ class CpuClock(Clock):
         return self._time + (time.thread_time() - self._mark)
 
     def resume(self, at: float) -> None:
-        self._time = at
-        self._mark = time.thread_time()
+        self._time, self._mark = at, time.thread_time()
 
 
 class ModelClock(Clock):
@@ -117,8 +116,7 @@ class Tracer:
     """The recorder of one rank's work, as Chrome trace events (trace.py). While off it costs one `if` per operation."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.enabled = False
+        self.clock, self.enabled = clock, False
         self.events: list[dict[str, Any]] = []
         self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}  # key -> (tid, name)
 

@@ -158,12 +158,8 @@ class MPITransport:
     launcher = "mpirun"
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices, name: str = "world") -> None:
-        self.comm = comm
-        self.notices = notices
-        self.ranks = list(ranks)
-        self.name = name
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
+        self.comm, self.notices, self.name, self.ranks = comm, notices, name, list(ranks)
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._collectives = comm.Dup()
         self._native: _Native | None = None  # for all, as they run one after the other: a new one takes longer
 

@@ -117,11 +117,8 @@ class ThreadTransport:
     notices = None  # the threads know at once that every rank waits
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
-        self.world = world
-        self.ranks = list(ranks)  # their threads' numbers
-        self.rank = rank
-        self.size = len(self.ranks)
-        self.name = name
+        self.world, self.rank, self.name = world, rank, name
+        self.ranks, self.size = list(ranks), len(ranks)  # `ranks` are their threads' numbers
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         me, other = self.ranks[self.rank], self.ranks[dest]

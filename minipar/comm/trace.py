@@ -73,8 +73,7 @@ class TimedWork(Work):
         stamp, header = np.empty(1), None
         if self.clock.logical:
             header = self.transport.irecv(stamp, source, self.tag, self)
-        payload = super().irecv(array, source)
-        seconds = self._seconds(array, source, self.rank)
+        payload, seconds = super().irecv(array, source), self._seconds(array, source, self.rank)
         return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank))
 
     def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:

@@ -168,14 +168,9 @@ class Work:
     __slots__ = tuple("_count _steps _result algorithm done missing op rank scratch size stream tag transport".split())
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
-        self.stream = stream
-        self.op = op
-        self.algorithm = algorithm
-        self.tag = tag
-        self.transport = transport = stream.transport
-        self.rank = transport.rank
-        self.size = transport.size
-        self.scratch = stream.scratch
+        self.op, self.algorithm, self.tag = op, algorithm, tag
+        self.stream, self.transport, self.scratch = stream, stream.transport, stream.scratch
+        self.rank, self.size = stream.rank, stream.size
         self._count = stream.engine.traffic.counter(op, stream.axis)
         self.missing: Request | None = None  # the message that is missing
         self.done = False

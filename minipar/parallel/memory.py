@@ -5,7 +5,7 @@ training with Adam: 16 Psi, then 4 Psi + 12 Psi/d, 2 Psi + 14 Psi/d, 16 Psi/d fo
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 
 from minipar.errors import UsageError
@@ -50,19 +50,14 @@ def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) 
     If `accumulating`, microbatches add up in whole gradients before these are reduced (`no_sync`). From stage 2 on the
     whole gradients are held next to the rank's chunk of their sum.
     """
-    return (
-        own if stage >= 3 else psi,
-        psi if stage < 2 else own + psi if accumulating else own,
-        own if stage >= 1 else psi,
-    )
+    gradients = psi if stage < 2 else own + psi if accumulating else own
+    return own if stage >= 3 else psi, gradients, own if stage >= 1 else psi
 
 
 def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
     """Compute the bytes on a rank: the paper's with own = Fraction(psi, d), a run's with elements_placed(...)."""
-    parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
-    return ModelState(
-        parameters * precision.parameters, gradients * precision.gradients, optimizer * precision.optimizer
-    )
+    held = zip(elements_held(psi, own, stage, accumulating), astuple(precision), strict=True)
+    return ModelState(*(elements * width for elements, width in held))
 
 
 def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, int]:
