@@ -82,8 +82,7 @@ def watch(train: Callable[[], tuple[Wrapper, Any, Sequence[float], Sequence[floa
     ledger = MemoryLedger()
     with ledger.recording():
         wrapper, optimizer, losses, norms = train()
-    counted = wrapper.comm.traffic.as_dict().values()
-    sent = {op: count["bytes"] for axis in counted for op, count in axis.items() if count["bytes"]}
+    sent = {op: nbytes for (op, _), (_, nbytes) in wrapper.comm.traffic.counts.items() if nbytes}
     sent.pop("control", None)  # the first step compares the ranks' models
     parameters = wrapper.model.parameters()
     whole = wrapper.gather_parameter if isinstance(wrapper, FullyShardedDataParallel) else lambda p: p.data

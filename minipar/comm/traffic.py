@@ -7,11 +7,11 @@ class Traffic:
     """The account of one rank, without 8-byte clock headers and `algorithm="mpi"`: MPI does not say what it sends."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], list[int]] = {}
+        self.counts: dict[tuple[str, str], list[int]] = {}  # (operation, axis): [messages, bytes]
 
     def counter(self, op: str, axis: str) -> list[int]:
         """Return the mutable [messages, bytes] of one operation on one axis."""
-        return self._counts.setdefault((op, axis), [0, 0])
+        return self.counts.setdefault((op, axis), [0, 0])
 
     def messages(self, op: str | None = None, axis: str | None = None) -> int:
         """Return the number of messages sent. None means every operation or every axis."""
@@ -22,18 +22,11 @@ class Traffic:
         return self._total(1, op, axis)
 
     def _total(self, which: int, op: str | None, axis: str | None) -> int:
-        return sum(count[which] for (o, a), count in self._counts.items() if op in (None, o) and axis in (None, a))
+        return sum(count[which] for (o, a), count in self.counts.items() if op in (None, o) and axis in (None, a))
 
     def reset(self) -> None:
         """Start again from zero. (A collective under way finishes on the old account.)"""
-        self._counts = {}
-
-    def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return {axis: {op: {"messages": m, "bytes": b}}}, ready for JSON."""
-        table: dict[str, dict[str, dict[str, int]]] = {}
-        for (op, axis), (messages, nbytes) in self._counts.items():
-            table.setdefault(axis, {})[op] = {"messages": messages, "bytes": nbytes}
-        return table
+        self.counts = {}
 
 
 # Closed forms for n elements over p ranks. `algorithms.fold` says which ranks rest in those for a power of two.

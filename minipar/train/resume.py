@@ -67,7 +67,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
         if flag in TAKEN and flag in saved and name not in config.given:
             values[name] = tuple(saved[flag]) if isinstance(saved[flag], list) else saved[flag]
     config = with_values(config, values)
-    _compare(checkpoint, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
+    _compare(checkpoint.path, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
     check(config)
     return config
 
@@ -75,7 +75,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
     """Raise UsageError if a file is damaged or contradicts this run. Collective; each rank reads some of the files."""
     saved, current = checkpoint.history[-1]["flags"], run_flags(config)
-    _compare(checkpoint, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
+    _compare(checkpoint.path, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if tokens is not None and checkpoint.manifest["data"] != tokens.fingerprint().hex():
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
@@ -86,22 +86,20 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
                 raise UsageError("--verify with --resume starts from step 0, but this run began with --init-from")
             names = [*UPDATE, *(["--steps"] if config.optimizer.lr_schedule == "cosine" else [])]
             why = "; --verify starts from step 0 and needs the same there"
-            _compare(checkpoint, names, period["flags"], current, why)
+            _compare(checkpoint.path, names, period["flags"], current, why)
     with agreeing(comm, "--resume"):
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
 
 
-def _compare(
-    checkpoint: Checkpoint, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str
-) -> None:
+def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str) -> None:
     """Raise UsageError with all those flags whose values differ."""
     saved = SINCE | saved
     different = [name for name in names if name not in saved or saved[name] != current[name]]
     if different:
         then = ", ".join(f"{name} {saved.get(name)}" for name in different)
         now = ", ".join(f"{name} {current[name]}" for name in different)
-        raise UsageError(f"{checkpoint.path}: written with {then}, but this run has {now}{why}")
+        raise UsageError(f"{path}: written with {then}, but this run has {now}{why}")
 
 
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:

@@ -59,15 +59,14 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> Lan
     sizes, run, mesh = config.model, config.run, config.mesh
     shape = shape_of(sizes)
     shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), (mesh.dp or 1) * mesh.tp * mesh.pp)  # no layout needs less
-    options: dict[str, Any] = {"dtype": run.dtype, "recompute": run.recompute == "full", "deferred": True}
-    options["attention"] = run.attention
+    options: dict[str, Any] = {"dtype": run.dtype, "attention": run.attention, "recompute": run.recompute == "full"}
     if sizes.model == "gpt2":
         options["dropout"] = config.optimizer.dropout
     if sizes.init_from is not None:
-        return load_pretrained(sizes.init_from, **options)
+        return load_pretrained(sizes.init_from, deferred=True, **options)
     if checkpoint is None:
-        return shape.build(seed=run.seed, **options)
-    model = checkpoint.shape.build(**options)
+        return shape.build(seed=run.seed, deferred=True, **options)
+    model = checkpoint.shape.build(deferred=True, **options)
     for name, p in model.named_parameters():
         p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
     return model

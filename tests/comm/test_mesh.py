@@ -85,16 +85,14 @@ def test_traffic_is_counted_by_operation_and_axis_on_one_account():
             mesh.dp.isend(np.zeros(5), 1).wait()
         else:
             mesh.dp.irecv(np.zeros(5), 0).wait()
-        return comm.traffic.as_dict(), comm.traffic.bytes("all_reduce"), comm.traffic.messages(axis="dp")
+        return comm.traffic.counts, comm.traffic.bytes("all_reduce"), comm.traffic.messages(axis="dp")
 
     table, total, dp_messages = run_local(6, program)[0]
     assert table == {
-        "tp": {"all_reduce": {"messages": 4, "bytes": 4 * 80}},
-        "dp": {
-            "all_reduce": {"messages": 2, "bytes": 2 * 120},
-            "barrier": {"messages": 1, "bytes": 0},
-            "send": {"messages": 1, "bytes": 40},
-        },
+        ("all_reduce", "tp"): [4, 4 * 80],
+        ("all_reduce", "dp"): [2, 2 * 120],
+        ("barrier", "dp"): [1, 0],
+        ("send", "dp"): [1, 40],
     }
     assert total == 4 * 80 + 2 * 120
     assert dp_messages == 4

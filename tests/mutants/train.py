@@ -22,8 +22,8 @@ MUTANTS = [
         ),
         (
             "trainer: --init-from drops --dropout",
-            "load_pretrained(sizes.init_from, **options)",
-            'load_pretrained(sizes.init_from, **options | {"dropout": 0.0})',
+            "load_pretrained(sizes.init_from, deferred=True, **options)",
+            'load_pretrained(sizes.init_from, deferred=True, **options | {"dropout": 0.0})',
         ),
         ("trainer: the learning rate starts again after a resume", "step, lr=o.lr", "step - self.first_step, lr=o.lr"),
         (
