@@ -10,7 +10,7 @@ from training import MLP, Done, Proxy, backward, bits, small_gpt, text
 
 from minipar.autograd import Function, no_grad
 from minipar.comm import run_local
-from minipar.memory import KINDS, MemoryLedger
+from minipar.memory import KINDS, MemoryLedger, enter
 from minipar.nn import AdamW
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard
@@ -176,7 +176,7 @@ def ledger_of(size, kind, phases, proxy=Watched):
             model = make()
             ddp = kind(model, proxy(comm, model))
             for phase in phases:
-                ledger.enter("", restart=True)
+                enter("", restart=True)
                 phase(ddp)
                 most.append(dict(zip(KINDS, np.max([held for _, held in ledger.moments], axis=0), strict=True)))
         return most
