@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "nn.llama": ["Llama", "LlamaConfig"],
         "nn.module": ["Module", "Parameter"],
         "nn.optim": ["SGD", "AdamW"],
+        "parallel.context": ["context_parallel"],
         "parallel.ddp": ["DistributedDataParallel"],
         "parallel.fsdp": ["FullyShardedDataParallel"],
         "parallel.pipeline.module": ["PipelineModule"],

@@ -14,6 +14,9 @@ RUNS = [
     ("zero", 3, ["3"]),
     ("tensor", 4, []),
     ("tensor", 4, ["llama"]),
+    ("context", 4, []),
+    ("context", 2, ["all-gather"]),
+    ("context", 2, ["ulysses"]),
     ("pipeline", 2, []),
     ("three_d", 16, []),
 ]

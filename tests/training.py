@@ -40,11 +40,11 @@ def config_for(flags: str, ranks: int | None = None) -> TrainConfig:
     """Return the resolved configuration of a command line, on `ranks` ranks or as many as its mesh has."""
     config = parse(flags.split())
     mesh = config.mesh
-    return resolve(config, (mesh.dp or 1) * mesh.tp * mesh.pp if ranks is None else ranks)
+    return resolve(config, (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp if ranks is None else ranks)
 
 
 def ranks_of(config: TrainConfig) -> int:
-    return config.mesh.dp * config.mesh.tp * config.mesh.pp
+    return config.mesh.dp * config.mesh.cp * config.mesh.tp * config.mesh.pp
 
 
 def open_checkpoint(config: TrainConfig, tokens: Tokens, comm) -> Checkpoint | None:
@@ -58,7 +58,7 @@ def open_checkpoint(config: TrainConfig, tokens: Tokens, comm) -> Checkpoint | N
 def trainer_for(config: TrainConfig, tokens: Tokens, comm=None, kind=Trainer) -> Trainer:
     """Make this rank's trainer, from the checkpoint of `--resume` if there is one."""
     comm = serial() if comm is None else comm
-    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
+    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp, cp=config.mesh.cp)
     return kind(config, mesh, tokens, open_checkpoint(config, tokens, comm))
 
 

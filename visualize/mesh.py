@@ -14,17 +14,30 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
-from visualize.style import BLUE, INK, ORANGE, PAPER, PURPLE, Picture, at_lightness, byte_label, byte_unit, picture
+from visualize.style import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    Picture,
+    at_lightness,
+    byte_label,
+    byte_unit,
+    picture,
+)
 from visualize.timeline import Trace, coordinates
 
-AXES = ("tp", "dp", "pp")  # fastest first, as in minipar.comm.communicator
-# Lightness 46, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
+AXES = ("tp", "cp", "dp", "pp")  # fastest first, as in minipar.comm.communicator
+# Lightness 46, 8, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
 LOOKS: dict[str, tuple[str, Any]] = {
     "tp": (BLUE, "-"),
+    "cp": (at_lightness(GREEN, 8), (0, (5.0, 1.0, 1.0, 1.0))),
     "dp": (ORANGE, (0, (2.4, 1.0))),
     "pp": (at_lightness(PURPLE, 25), (0, (1.0, 1.0))),
 }
-NAMES = {"tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline"}
+NAMES = {"tp": "tensor parallel", "cp": "context parallel", "dp": "data parallel", "pp": "pipeline"}
 MOST = 64  # ranks in one picture
 LABELLED = 20  # pairs of ranks whose bytes are written at their line
 THINNEST, WIDEST = 1.0, 6.0  # points
@@ -41,7 +54,7 @@ Place = tuple[float, float]  # inches, y upwards
 class MeshTraffic:
     """The bytes and messages that the ranks of a mesh sent one another over all steps of a trace.
 
-    shape  {"pp": PP, "dp": DP, "tp": TP}; rank = (pp*DP + dp)*TP + tp
+    shape  {"pp": PP, "dp": DP, "cp": CP, "tp": TP}, perhaps without cp; rank = ((pp*DP + dp)*CP + cp)*TP + tp
     steps  how many steps the trace has (1 if it marks none); what `per_step` divides by
     links  {(axis, source, dest): [messages, bytes]}, world ranks
     """
@@ -58,15 +71,17 @@ class MeshTraffic:
     @cached_property
     def unit(self) -> tuple[str, int]:
         """The unit of all bytes in a picture: that of the most that one rank sends on an axis in a step."""
-        return byte_unit(max(self.per_step(self.sent(axis, rank)[1]) for axis in AXES for rank in range(self.ranks)))
+        sent = (self.sent(axis, rank)[1] for axis in self.shape for rank in range(self.ranks))
+        return byte_unit(max(map(self.per_step, sent)))
 
     @property
     def axes(self) -> list[str]:
-        """The axes that have more than one rank, fastest first."""
-        return [axis for axis in AXES if self.shape[axis] > 1]
+        """The axes of more than one rank, fastest first. Gradients of context-parallel ranks travel on dp."""
+        several = {"dp"} if self.sent("dp")[0] else set()
+        return [axis for axis in AXES if self.shape.get(axis, 1) > 1 or axis in several]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Compute {"pp": ., "dp": ., "tp": .} of a world rank."""
+        """Compute {"pp": ., "dp": ., "cp": ., "tp": .} of a world rank."""
         return coordinates(self.shape, rank)
 
     def sent(self, axis: str, rank: int | None = None) -> tuple[int, int]:
@@ -89,17 +104,19 @@ class MeshTraffic:
 def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
     """Add up a trace's messages. UsageError if it does not say its mesh, or if a message does not fit the mesh."""
     old = "written by an older minipar? Trace again"
-    if set(trace.mesh) != set(AXES) or any(size < 1 for size in trace.mesh.values()):
+    if set(trace.mesh) | {"cp"} != set(AXES) or any(size < 1 for size in trace.mesh.values()):
         raise UsageError(f"{name} does not say its mesh: not of minipar.train --trace, or {old}")
-    traffic = MeshTraffic({axis: trace.mesh[axis] for axis in ("pp", "dp", "tp")}, max(1, len(trace.steps())))
-    product = f"pp*dp*tp = {'*'.join(map(str, traffic.shape.values()))} = {traffic.ranks}"
+    shape = {axis: trace.mesh[axis] for axis in reversed(AXES) if axis != "cp" or trace.mesh.get("cp", 1) > 1}
+    traffic = MeshTraffic(shape, max(1, len(trace.steps())))
+    product = f"{'*'.join(shape)} = {'*'.join(map(str, shape.values()))} = {traffic.ranks}"
     if len(trace.ranks) != traffic.ranks or list(trace.ranks) != list(range(traffic.ranks)):
         raise UsageError(f"{name} has {len(trace.ranks)} ranks, but its mesh {product}")
-    for message in (message for message in trace.messages if message.axis in AXES):
+    for message in (message for message in trace.messages if message.axis in shape):
         if message.nbytes is None:
             raise UsageError(f"{name} does not say how many bytes its messages have: {old}")
         source, dest = traffic.coordinates(message.source), traffic.coordinates(message.dest)
-        if [axis for axis in source if source[axis] != dest[axis]] != [message.axis]:
+        moved = {axis for axis in source if source[axis] != dest[axis]}
+        if moved != {message.axis} and not (message.axis == "dp" and moved and moved <= {"dp", "cp"}):
             raise UsageError(
                 f"{name} has a message on {message.axis} from rank {message.source} to rank {message.dest}, which do "
                 f"not lie along {message.axis} in a mesh {product}"
@@ -108,6 +125,10 @@ def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
         count[0] += 1
         count[1] += message.nbytes
     return traffic
+
+
+def _axes(traffic: MeshTraffic) -> list[str]:
+    return [axis for axis in AXES if axis in traffic.shape]
 
 
 def mesh_values(traffic: MeshTraffic) -> dict[str, Any]:
@@ -119,9 +140,11 @@ def mesh_values(traffic: MeshTraffic) -> dict[str, Any]:
     return {
         "mesh": traffic.shape,
         "steps": traffic.steps,
-        "axes": {axis: counts(axis) | {"bytes_per_step": traffic.per_step(counts(axis)["bytes"])} for axis in AXES},
+        "axes": {
+            axis: counts(axis) | {"bytes_per_step": traffic.per_step(counts(axis)["bytes"])} for axis in _axes(traffic)
+        },
         "ranks": [
-            {"rank": rank} | traffic.coordinates(rank) | {"sent": {axis: counts(axis, rank) for axis in AXES}}
+            {"rank": rank} | traffic.coordinates(rank) | {"sent": {axis: counts(axis, rank) for axis in _axes(traffic)}}
             for rank in range(traffic.ranks)
         ],
         "links": [
@@ -134,12 +157,13 @@ def mesh_values(traffic: MeshTraffic) -> dict[str, Any]:
 def plot_mesh(traffic: MeshTraffic) -> Picture:
     """Draw the ranks of a mesh as boxes, the bytes per step between them as lines, and below them bytes per axis.
 
-    Stages of a pipeline and replicas lie across and down (the more numerous across), tensor-parallel ranks on a
-    diagonal between the two, nearest. Two axes make a grid, one a circle. A line is as wide as the bytes of both
+    The two slowest axes lie across and down (the one with more ranks across), the others on a diagonal between the two,
+    tensor-parallel ranks nearest. Two axes make a grid, one a circle. A line is as wide as the bytes of both
     directions, from THINNEST points up; its heads are at the ranks that receive.
     """
     if traffic.ranks > MOST:
-        raise UsageError(f"pp*dp*tp = {traffic.ranks} ranks: more than {MOST} cannot be drawn; --json has their bytes")
+        product = "*".join(traffic.shape)
+        raise UsageError(f"{product} = {traffic.ranks} ranks: more than {MOST} cannot be drawn; --json has their bytes")
     height = 0.50 + LINE * max(1, len(traffic.axes))
     places = layout(traffic.shape, (BOX, height))
     across, down = directions(traffic.shape)
@@ -168,38 +192,37 @@ def plot_mesh(traffic: MeshTraffic) -> Picture:
 
 
 def directions(shape: dict[str, int]) -> tuple[str, str]:
-    """Choose the axes that run across the picture and down: not tp if both others have several ranks."""
-    used = [axis for axis in ("pp", "dp", "tp") if shape[axis] > 1]
-    if len(used) == 3:
-        used.remove("tp")
+    """Choose the axes that run across the picture and down: the two slowest of those that have several ranks."""
+    used = [axis for axis in reversed(AXES) if shape.get(axis, 1) > 1][:2]
     across, down, *_ = dict.fromkeys([*sorted(used, key=lambda axis: -shape[axis]), "pp", "dp"])
     return across, down
 
 
 def _lane(shape: dict[str, int], axis: str) -> float:
     """Compute the space for lines next to the boxes along an axis: 0 where all ranks are neighbours, or on a circle."""
-    several = sum(size > 1 for size in shape.values()) > 1
-    return LANE if several and shape[axis] > 2 else 0.0
+    return LANE if _is_grid(shape) and shape[axis] > 2 else 0.0
 
 
 def layout(shape: dict[str, int], box: tuple[float, float]) -> dict[int, Place]:
     """Place the middle of each rank's box of (width, height), in inches."""
     width, height = box
-    used = [axis for axis in ("pp", "dp", "tp") if shape[axis] > 1]
     total = math.prod(shape.values())
-    if len(used) < 2 and total > 2:  # one ring: the ranks around it, rank 0 at the top
+    if not _is_grid(shape) and total > 2:  # one ring: the ranks around it, rank 0 at the top
         radius = (width + ROOM) / (2 * math.sin(math.pi / total))
         angles = [math.pi / 2 - 2 * math.pi * rank / total for rank in range(total)]
         return {rank: (1.1 * radius * math.cos(a), 0.8 * radius * math.sin(a)) for rank, a in enumerate(angles)}
     across, down = directions(shape)
     right, below = width + ROOM + _lane(shape, down), height + 0.6 + _lane(shape, across)
     steps = dict.fromkeys(shape, (0.0, 0.0)) | {across: (right, 0.0), down: (0.0, -below)}
-    if len(used) == 3:
+    diagonal = [axis for axis in AXES if shape.get(axis, 1) > 1 and axis not in (across, down)]
+    if diagonal:
         # On the diagonal every row of boxes and every column is one rank wide: lines across and down pass freely.
-        x, y = width + max(0.25, _lane(shape, down)), height + LANE
-        steps["tp"] = (x, -y)
-        steps[across] = (right + (shape["tp"] - 1) * x, 0.0)
-        steps[down] = (0.0, -below - (shape["tp"] - 1) * y)
+        x, y, places_before = width + max(0.25, _lane(shape, down)), height + LANE, 1
+        for axis in diagonal:
+            steps[axis] = (places_before * x, -places_before * y)
+            places_before *= shape[axis]
+        steps[across] = (right + (places_before - 1) * x, 0.0)
+        steps[down] = (0.0, -below - (places_before - 1) * y)
     places = {}
     for rank in range(total):
         moves = [(steps[axis], place) for axis, place in coordinates(shape, rank).items()]
@@ -207,9 +230,14 @@ def layout(shape: dict[str, int], box: tuple[float, float]) -> dict[int, Place]:
     return places
 
 
+def _is_grid(shape: dict[str, int]) -> bool:
+    """Tell whether several axes have several ranks."""
+    return sum(size > 1 for size in shape.values()) > 1
+
+
 def _fields(traffic: MeshTraffic) -> bool:
     """Tell whether the stages of the pipeline have grey fields: each has several ranks."""
-    return len(traffic.axes) > 1 and traffic.shape["pp"] > 1
+    return _is_grid(traffic.shape) and traffic.shape["pp"] > 1
 
 
 def _stages(axes: Axes, traffic: MeshTraffic, places: dict[int, Place], height: float) -> None:
@@ -291,31 +319,41 @@ def _route(
     (x0, y0), (x1, y1) = places[low], places[high]
     x, y, length = (x0 + x1) / 2, (y0 + y1) / 2, math.hypot(x1 - x0, y1 - y0)
     position = traffic.coordinates(low)
-    between = traffic.coordinates(high)[axis] - position[axis] - 1
+    moved = [each for each, at in traffic.coordinates(high).items() if at != position[each]]
+    between = traffic.coordinates(high)[axis] - position[axis] - 1 if moved == [axis] else 1
+    depth = sum(size > 1 for size in traffic.shape.values())
     straight = (places[low], places[high])
-    if len(traffic.axes) < 2:
+    if depth < 2:
         out = math.hypot(x, y) or 1.0
+        if moved != [axis]:  # gradients, beside the line of cp
+            return straight, "arc3,rad=-0.25", (x - 0.4 * (y1 - y0) / length, y + 0.4 * (x1 - x0) / length)
         return straight, "arc3", (x + 0.42 * x / out, y + 0.2 * y / out) if traffic.ranks > 2 else (x, y + 0.2)
-    if between == 0 and len(traffic.axes) < 3:
+    if between == 0 and depth < 3:
         return straight, "arc3", (x, y + 0.18) if y0 == y1 else (x + 0.4, y)
     if between == 0:
         # Where no other line passes: between two groups of tensor-parallel ranks, below the upper rank, right of it.
         if y0 == y1:
-            last = places[low - position["tp"] + traffic.shape["tp"] - 1][0]
+            near = (at for at in places if _same(traffic, low, at, directions(traffic.shape)))
+            last = max(places[at][0] for at in near)
             return straight, "arc3", (last + (BOX + ROOM) / 2, y + 0.15)
         return straight, "arc3", (x - 0.36, y0 - height / 2 - 0.18) if x0 == x1 else (x + 0.42, y + 0.1)
-    lane = 0.14 + 0.26 * between / (traffic.shape[axis] - 2)
-    if y0 == y1:
+    lane = 0.14 + 0.26 * between / max(1, traffic.shape[axis] - 2)
+    if moved == [axis] and y0 == y1:
         over = height / 2 + lane
         ends = ((x0 + 0.25, y0), (x1 - 0.25, y1))
         return ends, f"bar,fraction={-over / (length - 0.5)}", (x, y + over + 0.1)
-    if x0 == x1:
+    if moved == [axis] and x0 == x1:
         over = BOX / 2 + lane
         ends = ((x0, y0 - 0.15), (x1, y1 + 0.15))
         return ends, f"bar,fraction={over / (length - 0.3)}", (x - over, y)
     swing = 1.3 + 0.5 * between
     middle = (x + 0.3 + swing / 2 * (y0 - y1) / length, y + swing / 2 * (x1 - x0) / length)
     return ((x0 + 0.3, y0), (x1 + 0.3, y1)), f"arc3,rad={-swing / length}", middle
+
+
+def _same(traffic: MeshTraffic, rank: int, other: int, axes: tuple[str, ...]) -> bool:
+    """Tell whether two ranks have the same place on these axes."""
+    return all(traffic.coordinates(rank)[axis] == traffic.coordinates(other)[axis] for axis in axes)
 
 
 def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
@@ -333,7 +371,8 @@ def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
         ranks = [traffic.sent(axis, rank)[1] for rank in range(traffic.ranks)]
         labels = [byte_label(traffic.per_step(total), traffic.unit) for total in (min(ranks), max(ranks))]
         span = " to ".join(dict.fromkeys(labels))
-        name = f"{axis}, {NAMES[axis]}, {traffic.shape[axis]} {'stages' if axis == 'pp' else 'ranks'}"
+        size = str(traffic.shape[axis]) + f" x {traffic.shape.get('cp')}" * (axis == "dp" and "cp" in traffic.shape)
+        name = f"{axis}, {NAMES[axis]}, {size} {'stages' if axis == 'pp' else 'ranks'}"
         cells = (name, byte_label(traffic.per_step(nbytes), traffic.unit), span, f"{traffic.per_step(messages):,}")
         for x, cell in zip(columns, cells, strict=True):
             axes.text(x, y, cell, ha="left" if x == columns[0] else "right", **look)

@@ -21,17 +21,14 @@ ALL = slice(None)
 METHODS = ("auto", "blockwise", "full")
 
 
-# ---- on arrays, in blocks: FlashAttention (Dao et al. 2022, arXiv 2205.14135) ----------------------------------------
-
-
 def attend(
     q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Array | None = None, keep_scale: float = 1.0
 ) -> tuple[Array, Array]:
     """Compute softmax(scale q k^T) v, and the log-sum-exp of each row's scores: (B, a, T, d) and (B, a, T).
 
-    q (B, a, T, d), k and v (B, n, S, d). If `causal`, q and k are at the same positions and no query sees a later key;
-    otherwise each sees all keys. Memory grows as T + S. With `keep` (booleans (B, a, T, S)) the probabilities go
-    through dropout; the log-sum-exp is that of all scores.
+    In blocks, as FlashAttention (Dao et al. 2022, arXiv 2205.14135). q (B, a, T, d), k and v (B, n, S, d). If `causal`,
+    q and k are at the same positions and no query sees a later key; otherwise each sees all keys. Memory grows as T +
+    S. With `keep` (booleans (B, a, T, S)) the probabilities go through dropout; the log-sum-exp is that of all scores.
     """
     batch, heads, length, dim = q.shape
     out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)  # a view (B, a, T, d) of (B, T, h)
@@ -148,10 +145,8 @@ def _product(a: Array, b: Array) -> Array:
     return xp.matmul(a, b)
 
 
-# ---- on arrays, whole: the probabilities, (B, n, a/n, T, T), take the place of the log-sum-exp -----------------------
-
-
 def _attend_full(q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any, keep_scale: float) -> Any:
+    """Compute `attend` with whole matrices; the probabilities (B, n, a/n, T, T) take the log-sum-exp's place."""
     batch, heads, length, dim = q.shape
     q_, k_, v_, keep_ = (_group(x, k, ()) for x in (q, k, v, keep))
     p = xp.matmul(q_, k_.swapaxes(-1, -2))
@@ -187,17 +182,15 @@ def _full_backward(
     xp.matmul(*transposed(dscores, q_), out=dk)
 
 
-# ---- as one node -----------------------------------------------------------------------------------------------------
+class CausalAttention(Function):
+    """Attention of packed q, k and v by a pair of functions on arrays, which are called as attend, attend_backward."""
 
-
-class _CausalAttention(Function):
     def forward(
-        self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, keep_scale: float, full: bool
+        self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, keep_scale: float, functions: Any
     ) -> Array:
         self.qkv, self.heads, self.kv_heads, self.keep, self.keep_scale = qkv, heads, kv_heads, keep, keep_scale
         q, k, v = self.split(qkv)
-        self.scale, self.full = q.shape[-1] ** -0.5, full
-        compute = _attend_full if full else attend
+        self.scale, (compute, self.compute_backward) = q.shape[-1] ** -0.5, functions
         self.output, self.kept = compute(q, k, v, True, self.scale, keep, keep_scale)
         return self.output.swapaxes(1, 2).reshape(*qkv.shape[:2], heads * q.shape[-1])  # in memory already (B, T, h)
 
@@ -210,8 +203,8 @@ class _CausalAttention(Function):
         dqkv = xp.empty_like(self.qkv)
         dout = grad.reshape(*grad.shape[:2], self.heads, -1).swapaxes(1, 2)  # (B, a, T, d)
         dropout, gradients = (self.keep, self.keep_scale), self.split(dqkv)
-        compute: Any = _full_backward if self.full else attend_backward
-        compute(dout, *self.split(self.qkv), self.output, self.kept, True, self.scale, *dropout, None, gradients)
+        results = self.output, self.kept
+        self.compute_backward(dout, *self.split(self.qkv), *results, True, self.scale, *dropout, None, gradients)
         return dqkv, None, None, None, None, None
 
 
@@ -232,5 +225,5 @@ def causal_attention(
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
     full = method == "full" or (method == "auto" and qkv.shape[1] <= QUERY_BLOCK)
-    kv_heads = heads if kv_heads is None else kv_heads
-    return _CausalAttention.apply(qkv, heads, kv_heads, keep, 1 / (1 - probability), full)
+    functions = (_attend_full, _full_backward) if full else (attend, attend_backward)
+    return CausalAttention.apply(qkv, heads, kv_heads or heads, keep, 1 / (1 - probability), functions)

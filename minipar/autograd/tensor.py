@@ -193,8 +193,6 @@ class Tensor:
             self.grad = xp.array(contribution)  # a copy: other edges may hold the same array
         hold("buffers", self.grad)  # flat gradient storage has been named already; this is a gradient outside it
 
-    # ---- operations: each is defined once, here ----------------------------------------------------------------------
-
     @operation
     def __add__(a: Any, b: Any) -> Any:
         return a + b, lambda g: g, lambda g: g

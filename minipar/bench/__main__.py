@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.bench import collectives, layouts, machine, pipeline, step
+from minipar.bench import collectives, context, layouts, machine, pipeline, step
 from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
 from minipar.errors import UsageParser
@@ -14,6 +14,7 @@ SUBCOMMANDS = {
     "zero": (step.add_step_flags, step.run_zero),
     "overlap": (step.add_overlap_flags, step.run_overlap),
     "pipeline": (pipeline.add_arguments, pipeline.run),
+    "context": (context.add_arguments, context.run),
     "machine": (machine.add_arguments, machine.run),
     "layouts": (layouts.add_layouts_flags, layouts.run_layouts),
     "modelled": (layouts.add_modelled_flags, layouts.run_modelled),

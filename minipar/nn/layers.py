@@ -7,7 +7,7 @@ batch. Whoever computes a sample, or a part of it, gets its part of that one mas
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -116,11 +116,11 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class MaskSlice:
-    """A slice of a dropout mask, `index` of `count` equal parts of `dim`: what a tensor-parallel rank holds."""
+    """What a rank applies of a dropout mask, whose `dim` is `count` times as long: `part` of the indices along it."""
 
     dim: int
-    index: int
     count: int
+    part: Callable[[np.ndarray], np.ndarray]
 
 
 class Dropout(Module):
@@ -128,7 +128,7 @@ class Dropout(Module):
 
     def __init__(self, name: str, p: float) -> None:
         self.name, self.p = name, p  # the masks are drawn by name
-        self.mask_slice: MaskSlice | None = None  # of each mask, where the layer applies only a slice
+        self.mask_slices: list[MaskSlice] = []  # where the layer applies a part of each mask; the outer cut first
 
     def keep(self, shape: tuple[int, ...]) -> Array | None:
         """Draw the mask for an array of this shape, True where an element stays. None while dropout is off."""
@@ -137,14 +137,14 @@ class Dropout(Module):
             return None
         if len(keys.samples) != shape[0]:
             raise ValueError(f"dropout {self.name}: {shape[0]} samples, but keys for {len(keys.samples)}")
-        whole, part = list(shape), [slice(None)] * len(shape)
-        if self.mask_slice is not None:
-            dim, size = self.mask_slice.dim, shape[self.mask_slice.dim]
-            whole[dim] = size * self.mask_slice.count
-            part[dim] = slice(self.mask_slice.index * size, (self.mask_slice.index + 1) * size)
+        whole = list(shape)
+        for cut in self.mask_slices:
+            whole[cut.dim] *= cut.count
         generators = [generator(keys.seed, f"dropout {self.name} {keys.step} {sample}") for sample in keys.samples]
-        drawn = (each.random(whole[1:], dtype=np.float32) for each in generators)
-        return from_host(np.stack([values[tuple(part[1:])] >= self.p for values in drawn]))
+        masks = np.stack([each.random(whole[1:], dtype=np.float32) >= self.p for each in generators])
+        for cut in self.mask_slices:
+            masks = masks.take(cut.part(np.arange(masks.shape[cut.dim])), cut.dim)
+        return from_host(masks)
 
     def forward(self, x: Tensor) -> Tensor:
         keep = self.keep(x.shape)

@@ -1,11 +1,11 @@
 """The traffic of a training step in closed form, from its layout: the bytes that each rank sends on each mesh axis.
 
-    predicted_traffic(StepLayout(...), rank) -> {"dp": bytes, "tp": bytes, "pp": bytes}
+    predicted_traffic(StepLayout(...), rank) -> {"dp": bytes, "cp": bytes, "tp": bytes, "pp": bytes}
 
 These are formulas, without a communicator. Tests compare them with the counters of every rank, using ==. B is the
-samples of a microbatch, T tokens per sample, m microbatches, h hidden, V vocabulary, L layers; d, t and p are the ranks
-of dp, tp and pp; n = B T h. The bytes of a collective are `wire_bytes`: an all-reduce of x elements over t ranks sends
-2x(t-1)/t if t divides x.
+samples of a microbatch, T tokens per sample, m microbatches, h hidden, V vocabulary, L layers; d, c, t and p are the
+ranks of dp, cp, tp and pp; n = B T/c h. Gradients travel over dp and cp together, and are counted as dp. The bytes of a
+collective are `wire_bytes`: an all-reduce of x elements over t ranks sends 2x(t-1)/t if t divides x.
 """
 
 import math
@@ -35,10 +35,12 @@ class StepLayout:
     microbatches: int
     itemsize: int  # bytes of an element
     dp: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     zero_stage: int = 0
     schedule: Schedule | None = None  # None if pp = 1
+    context_parallel: str = "ring"
     sequence_parallel: bool = False
     recompute: bool = False
     reduction: str = "ring"
@@ -51,8 +53,18 @@ class StepLayout:
 
     @property
     def norm_rows(self) -> int:
-        """The number of chunks of the gradient whose squares a rank sums: all d without ZeRO, its own with it."""
-        return 1 if self.zero_stage else self.dp
+        """The number of chunks of the gradient whose squares a rank sums: all d c without ZeRO, its own with it."""
+        return 1 if self.zero_stage else self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks over which gradients are summed and ZeRO shards: d c."""
+        return self.dp * self.cp
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of one microbatch on a rank: B T/c."""
+        return self.samples * self.length // self.cp
 
     @cached_property
     def homes(self) -> list[int]:
@@ -73,32 +85,30 @@ class StepLayout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a world rank's coordinate on each axis. ValueError for a rank that the layout does not have."""
-        if not 0 <= rank < self.dp * self.tp * self.pp:
-            raise ValueError(f"rank {rank} of dp*tp*pp = {self.dp}*{self.tp}*{self.pp}")
+        if not 0 <= rank < self.replicas * self.tp * self.pp:
+            raise ValueError(f"rank {rank} of dp*cp*tp*pp = {self.dp}*{self.cp}*{self.tp}*{self.pp}")
         coordinates = {}
         for axis in DeviceMesh.AXES:
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         return coordinates
 
-    def placements(self, dp: int = 0, tp: int = 0, pp: int = 0) -> list[Placement]:
-        """Return the placements of the parameters that pipeline rank `pp` owns, for its ranks `dp` and `tp`.
+    def placements(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> list[Placement]:
+        """Return the placements of the parameters that pipeline rank `pp` owns, for its ranks `dp`, `tp` and `cp`.
 
         The strategies record the same placements when they are applied to the model.
         """
-        units = _units(self.model, pipelined=self.schedule is not None)
+        units, sequence = _units(self.model, pipelined=self.schedule is not None), self.sequence_parallel
         placements = []
         for i, unit in enumerate(units):
             if self.homes[i] != pp:  # in a pipeline a unit is a part of the model
                 continue
             kinds, sizes = [], []
             for name, shape in unit:
-                kind = Replicate()
-                if self.tp > 1:
-                    kind = tensor_placement(name, shape, tp, self.tp, self.sequence_parallel)
+                kind = tensor_placement(name, shape, tp, self.tp, sequence) if self.tp > 1 else Replicate()
                 kinds.append(kind)
                 sizes.append(math.prod(kind.local_shape(shape) if isinstance(kind, Shard) else shape))
             for j, (name, shape) in enumerate(unit):
-                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), dp, self.dp)
+                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), dp * self.cp + cp, self.replicas)
                 placements.append(Placement(name, shape, kinds[j], pp, flat, i, len(units)))
         return placements
 
@@ -172,23 +182,24 @@ def end_gathers(schedule: Schedule, head_too: bool) -> int:
 def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
     """Compute the bytes that a world rank sends on each axis in a step. ValueError for a rank that there is not."""
     coordinates = layout.coordinates(rank)
-    dp, tp, pp = (coordinates[axis] for axis in ("dp", "tp", "pp"))
-    return {"dp": dp_bytes(layout, dp, pp), "tp": tp_bytes(layout, tp, pp), "pp": pp_bytes(layout, pp)}
+    dp, cp, tp, pp = (coordinates[axis] for axis in ("dp", "cp", "tp", "pp"))
+    sent = {"dp": dp_bytes(layout, dp * layout.cp + cp, pp), "cp": cp_bytes(layout, pp)}
+    return sent | {"tp": tp_bytes(layout, tp, pp), "pp": pp_bytes(layout, pp)}
 
 
 def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
-    """Compute the bytes that data-parallel rank `rank` on pipeline rank `pp` sends over dp, summed over its buckets:
+    """Compute the bytes that rank `rank` of dp x cp on pipeline rank `pp` sends over both, summed over its buckets:
 
         stage 0     all-reduce                                        2 Psi (d-1)/d elements
         stage 1, 2  reduce-scatter, then all-gather                   the same
         stage 3     reduce-scatter, and the gathers of `buckets`      about (2m+1) Psi (d-1)/d
 
-    Psi is the parameters of this rank. The loss adds an all-reduce of one float64, and from stage 1 on the norm adds
-    another. Rajbhandari et al. 2020, section 7; there stage 3 gathers once for each forward and backward, 3 Psi in all.
+    Psi is the parameters of this rank, and d stands for d c. The loss adds an all-reduce of one float64, and from stage
+    1 on the norm adds another. Rajbhandari et al. 2020, section 7; there stage 3 gathers twice, so 3 Psi in all.
     """
 
     def wire(op: str, algorithm: str, elements: int, itemsize: int = layout.itemsize) -> int:
-        return wire_bytes(op, algorithm, elements, itemsize, layout.dp, rank)
+        return wire_bytes(op, algorithm, elements, itemsize, layout.replicas, rank)
 
     total = (1 if layout.zero_stage == 0 else 2) * wire("all_reduce", "ordered", 1, FLOAT64)
     for bucket in buckets(layout, pp):
@@ -196,6 +207,26 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         total += layout.syncs * wire(reduce, layout.reduction, bucket.elements)
         total += bucket.gathers * wire("all_gather", "pairwise", bucket.elements)
     return total
+
+
+def cp_bytes(layout: StepLayout, pp: int) -> int:
+    """Compute the bytes that a rank on pipeline rank `pp` sends over cp: per microbatch and layer, with u = B T/c,
+
+        ring         2(c-1) u h_kv elements   and in backward as many, and 2c u h_kv: the gradients make c hops
+        all-gather   2(c-1) u h_kv            and in backward 4(c-1) u h_kv
+        ulysses      2(h + h_kv) u (c-1)/c    and in backward the same
+
+    With recompute forward runs again. Under tensor parallelism a rank has h/t and h_kv/t columns.
+    """
+    c, u, h, model = layout.cp, layout.tokens, layout.model.n_embd // layout.tp, layout.model
+    if c == 1:
+        return 0
+    h_kv = h * model.n_kv_head // model.n_head
+    forward = backward = 2 * (h + h_kv) * u * (c - 1) // c
+    if layout.context_parallel != "ulysses":
+        forward = 2 * (c - 1) * u * h_kv
+        backward = forward + 2 * (c if layout.context_parallel == "ring" else c - 1) * u * h_kv
+    return layout.microbatches * layout.blocks(pp) * ((1 + layout.recompute) * forward + backward) * layout.itemsize
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
@@ -215,15 +246,14 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     def wire(op: str, elements: int, algorithm: str = layout.reduction, itemsize: int = layout.itemsize) -> int:
         return wire_bytes(op, algorithm, elements, itemsize, layout.tp, rank)
 
-    tokens = layout.samples * layout.length
-    n = tokens * layout.model.n_embd
+    n = layout.tokens * layout.model.n_embd
     once = wire("all_reduce", n)
     if layout.sequence_parallel:
         once = wire("all_gather", n, "ring" if layout.reduction == "ring" else "pairwise") + wire("reduce_scatter", n)
     first, last = layout.ends
     total = (6 if layout.recompute else 4) * layout.blocks(pp) * once + ((pp == first) + (pp == last)) * once
     if pp == last:
-        total += wire("all_reduce", tokens) + wire("all_reduce", 2 * tokens)
+        total += wire("all_reduce", layout.tokens) + wire("all_reduce", 2 * layout.tokens)
     total *= layout.microbatches
     if layout.sequence_parallel:
         total += layout.syncs * sum(wire("all_reduce", bucket.partial) for bucket in buckets(layout, pp))
@@ -244,9 +274,7 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     home, stages = layout.schedule.home, layout.schedule.stages
     neighbours = [s + step for s in range(stages) if home[s] == rank for step in (-1, 1)]
     crossed = sum(0 <= s < stages and home[s] != rank for s in neighbours)
-    elements = layout.samples * layout.length * layout.model.n_embd
-    if layout.sequence_parallel:
-        elements //= layout.tp
+    elements = layout.tokens * layout.model.n_embd // (layout.tp if layout.sequence_parallel else 1)
     total = crossed * layout.microbatches * elements * layout.itemsize
     first, last = layout.ends
     if layout.model.tie_word_embeddings and first != last and rank in (first, last):

@@ -89,8 +89,6 @@ class Wrapper(Owner, ABC):
     def _reduce(self, bucket: Bucket) -> Work:
         """Start to sum a bucket's gradient over the ranks."""
 
-    # ---- backward goes through the buckets ---------------------------------------------------------------------------
-
     def _reset(self) -> None:
         self._works: list[Work] = []  # the reductions under way, one per bucket that has started
         self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
@@ -123,8 +121,6 @@ class Wrapper(Owner, ABC):
             work.wait()
         self._reset()
         self._state = "summed"
-
-    # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets of all ranks, the same value on every rank; all ranks call it.
@@ -194,8 +190,6 @@ class Wrapper(Owner, ABC):
             )
         self._state = "local"
 
-    # ---- what optimizers ask -----------------------------------------------------------------------------------------
-
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer holds parameters of this model that this stage does not give it."""
         given = set(self.parameters())
@@ -215,8 +209,6 @@ class Wrapper(Owner, ABC):
     def forget_gradients(self) -> None:
         """Forget what was summed; `zero_grad` of a model or an optimizer calls it."""
         self._state = "none"
-
-    # ---- the whole gradient, the whole state -------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""

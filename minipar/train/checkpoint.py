@@ -84,9 +84,6 @@ def checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
 class Checkpoint:
     """A checkpoint to read: `directory`, and `text`, the bytes of its manifest.
 
@@ -173,9 +170,6 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
             mean.reshape(-1)[...] = local_part(placement.tp, checkpoint.array(kind, placement.name), elements_of(p))
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------------
-
-
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
     """Write DIR/step-N after `step` optimizer steps. Collective; UsageError on every rank if one of them cannot.
 
@@ -226,9 +220,6 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-# ---- the directory ---------------------------------------------------------------------------------------------------
 
 
 def checkpoints(root: Path) -> list[tuple[int, Path]]:

@@ -17,6 +17,7 @@ from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig
 from minipar.nn.transformer import TransformerConfig
+from minipar.parallel import context
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
@@ -70,6 +71,11 @@ class MeshConfig:
 
     dp: int | None = option(None, int, COUNT, "N", "data-parallel replicas (default: as many as there are ranks)")
     tp: int = option(1, int, COUNT, "T", "tensor-parallel ranks that share each layer; they must divide the heads")
+    cp: int = option(1, int, COUNT, "C", "context-parallel ranks that share each sample's tokens; 2*C must divide them")
+    context_parallel: str = option("ring", str, choices=context.METHODS,
+        help="keys and values travel around a ring, or are gathered, or each rank takes all tokens of some heads")
+    cp_order: str = option("zigzag", str, choices=context.ORDERS,
+        help="zigzag: an early and a late part of each sample, equal work on every rank; contiguous: the r-th part")
     pp: int = option(1, int, COUNT, "P", "pipeline ranks, each with its own layers")
     schedule: str | None = option(None, str, None, "NAME",
         f"order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
@@ -272,12 +278,13 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--sync-every-microbatch keeps gradients sharded between microbatches, but {whole}")
     if mesh.sequence_parallel and mesh.tp == 1:
         raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
+    if mesh.cp == 1 and {"mesh.context_parallel", "mesh.cp_order"} & config.given:
+        raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
     for flag, value in (("--schedule", mesh.schedule), ("--virtual-stages", mesh.virtual_stages)):
         if value is not None and mesh.pp == 1:
             raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
     if mesh.pp > 1 and mesh.sync_every_microbatch:
-        several = "a pipeline works on several microbatches at a time, so its gradients travel once per step"
-        raise UsageError(f"--sync-every-microbatch with --pp: {several}")
+        raise UsageError("--sync-every-microbatch: a pipeline mixes microbatches; its gradients travel once per step")
     if config.data.eval_data is not None and config.data.eval_every is None:
         raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
     if run.save_every is not None and run.save is None:
@@ -327,13 +334,16 @@ def with_shape(config: TrainConfig, shape: TransformerConfig) -> TrainConfig:
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not divide."""
-    tp = config.mesh.tp
-    dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp)["dp"]
-    sequence = config.mesh.sequence_parallel
+    cp, tp = config.mesh.cp, config.mesh.tp
+    dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp, cp)["dp"]
     check_sizes(config)
     config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
     model = config.model
-    check_shape(shape_of(model), tp, model.seq_len if sequence else None)
+    if cp > 1:
+        context.check_length(model.seq_len, cp, config.mesh.cp_order)
+    check_shape(shape_of(model), tp, model.seq_len // cp if config.mesh.sequence_parallel else None)
+    if config.mesh.context_parallel == "ulysses":
+        context.check_heads(model.heads // tp, shape_of(model).n_kv_head // tp, cp)
     batch, m = config.data.global_batch, config.data.microbatches
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")

@@ -4,7 +4,7 @@ import hashlib
 import mmap
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +123,7 @@ class Batches:
 
     def __init__(self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int) -> None:
         self.tokens, self.seq_len, self.global_batch, self.order, self.seed = tokens, seq_len, global_batch, order, seed
+        self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # of samples (B, T): context parallelism's tokens
 
     def positions(self, step: int) -> np.ndarray:
         """Return the text position of every input token of the step, (B, T) int64. Its target is the next one."""
@@ -137,7 +138,7 @@ class Batches:
         return starts.astype(np.int64)[:, None] + offsets
 
     def batch(self, step: int, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of the given samples (0 <= i < B) of a step, both (len(samples), T) int64.
+        """Return inputs and targets of the given samples (0 <= i < B) of a step: (len(samples), T) int64, or a `part`.
 
         Raises UsageError for a token outside the vocabulary in any sample of the step, so that every rank raises it.
         """
@@ -146,4 +147,4 @@ class Batches:
         inputs, targets = self.tokens.read(chosen), self.tokens.read(chosen + 1)
         if len(self.tokens.ids) > SCAN_LIMIT:
             self.tokens.check(np.append(positions, positions + 1))
-        return inputs, targets
+        return self.part(inputs), self.part(targets)

@@ -40,8 +40,9 @@ class Evaluation:
             for sample in range(dp.rank, len(losses), dp.size):  # the same number on every rank: ZeRO 3 gathers
                 start = self.starts[min(sample, count - 1)]
                 window = self.tokens.read(slice(start, start + length + 1))
-                losses[sample] = _sample_loss(trainer, window[None, :-1], window[None, 1:])
-        for comm in (dp, trainer.mesh.pp):
+                inputs, targets = (trainer.context.part(tokens[None]) for tokens in (window[:-1], window[1:]))
+                losses[sample] = _sample_loss(trainer, inputs, targets)
+        for comm in (trainer.mesh.dp_cp, trainer.mesh.pp):
             comm.all_reduce(losses, algorithm="ordered")
         total = np.cumsum(losses[:count])[-1]  # adds from left to right; sum would add in pairs
         return float(f"{total / (count * length):.{DIGITS[trainer.config.run.dtype]}g}")

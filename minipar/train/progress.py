@@ -182,7 +182,8 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
     """Return the first lines of a run: the model, the data, the layout and the number of ranks."""
     mesh, model, data = config.mesh, config.model, config.data
-    tensor = f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
+    tensor = f", cp={mesh.cp} ({mesh.context_parallel})" if mesh.cp > 1 else ""
+    tensor += f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
     kind, heads = ("GPT", "") if model.model == "gpt2" else ("Llama", f" on {model.kv_heads} of keys and values")
@@ -198,13 +199,14 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
 def notes(config: TrainConfig) -> list[str]:
     """Warn about valid but wasteful settings of a resolved configuration: a line for each."""
     mesh, m = config.mesh, config.data.microbatches
-    stage, several = mesh.zero_stage, mesh.dp != 1 and m > 1
+    stage, replicas = mesh.zero_stage, (mesh.dp or 1) * mesh.cp
+    several = replicas > 1 and m > 1
     gathers = f"gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per step"
     remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
     whole = f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}"
     why = "one microbatch" if m == 1 else "--schedule naive"
     warnings = {
-        f"--zero-stage {stage} shards nothing: dp = 1": stage > 0 and mesh.dp == 1,
+        f"--zero-stage {stage} shards nothing: dp = 1": stage > 0 and replicas == 1,
         f"--zero-stage 3 {gathers}": stage == 3 and several,
         whole: stage >= 2 and several and not mesh.sync_every_microbatch,
         f"{why}: the pipeline's ranks work one after another": mesh.pp > 1 and (m == 1 or mesh.schedule == "naive"),

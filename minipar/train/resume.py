@@ -14,13 +14,13 @@ from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
-SINCE = {"--model": "gpt2", "--kv-heads": None, "--ffn": None}  # in checkpoints that are older than these flags
+SINCE = {"--model": "gpt2", "--kv-heads": None, "--ffn": None, "--cp": 1}  # in checkpoints that are older
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
-SUMS = "--dp --microbatches --tp --reduction --sync-every-microbatch --device".split()
+SUMS = "--dp --cp --microbatches --tp --reduction --sync-every-microbatch --device".split()
 
 
 def run_flags(config: TrainConfig) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: d
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
     current = run_flags(config)
-    periods = [] if checkpoint is None else [period["flags"] for period in checkpoint.history]
+    periods = [] if checkpoint is None else [SINCE | period["flags"] for period in checkpoint.history]
     # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
     same_norm = (not config.optimizer.clip_grad or (then.get("--pp") == 1) == (config.mesh.pp == 1) for then in periods)
     return all(same_norm) and all(then.get(name) == current[name] for then in periods for name in SUMS)

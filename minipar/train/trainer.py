@@ -26,6 +26,7 @@ from minipar.nn.optim import AdamW, learning_rate
 from minipar.nn.pretrained import load_pretrained
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 from minipar.parallel.buckets import by_unit
+from minipar.parallel.context import context_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
 from minipar.parallel.pipeline.actions import Action
@@ -58,7 +59,8 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> Lan
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
     sizes, run, mesh = config.model, config.run, config.mesh
     shape = shape_of(sizes)
-    shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), (mesh.dp or 1) * mesh.tp * mesh.pp)  # no layout needs less
+    ranks = (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp
+    shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), ranks)  # no layout needs less
     options: dict[str, Any] = {"dtype": run.dtype, "attention": run.attention, "recompute": run.recompute == "full"}
     if sizes.model == "gpt2":
         options["dropout"] = config.optimizer.dropout
@@ -76,7 +78,7 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
     """Return the layout of a resolved configuration. `shape` is the model's, if the flags do not say all of it."""
     mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
-    same = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "sync_every_microbatch")
+    same = ("dp", "cp", "tp", "pp", "context_parallel", "sequence_parallel", "zero_stage", "sync_every_microbatch")
     return StepLayout(
         shape or shape_of(config.model),
         length=config.model.seq_len,
@@ -112,6 +114,9 @@ class Trainer:
         self.last_microbatch: int | None = data.microbatches - 1  # its backward starts the sum of the gradients
         self.recording = False
         self.record: Record | None = None  # on rank 0; see start_record
+        # Context parallelism gives this rank its tokens of each sample, and attention those of the other ranks.
+        method, order = config.mesh.context_parallel, config.mesh.cp_order
+        self.context = context_parallel(self.model, mesh.cp, method, order, config.run.reduction)
         self.ddp = self._parallelize()
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
@@ -119,6 +124,7 @@ class Trainer:
         self.batches = Batches(
             tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
+        self.batches.part = self.context.part
 
     def _parallelize(self) -> Wrapper:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
@@ -134,15 +140,15 @@ class Trainer:
             pipeline = PipelineParallel(model, mesh.pp, schedule, config.model.seq_len)
             options["groups"] = pipeline.groups
             options["runs"] = [stage.parts for stage in pipeline.stages.values()]
-        # Data parallelism or ZeRO owns the gradients of what is left.
+        # Data parallelism or ZeRO owns the gradients of what is left. Ranks of dp and of cp have other tokens.
         if config.mesh.memory_limit is not None:
             limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
             placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
             accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
-            check_limit(limit, placements, mesh.dp.size, stage, dtype, accumulating)
-        ddp = shard(model, mesh.dp, config.mesh.zero_stage, config.run.reduction, **options)
+            check_limit(limit, placements, mesh.dp_cp.size, stage, dtype, accumulating)
+        ddp = shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
         if schedule is not None and pipeline is not None:
-            length = config.model.seq_len // (mesh.tp.size if config.mesh.sequence_parallel else 1)
+            length = config.model.seq_len // mesh.cp.size // (mesh.tp.size if config.mesh.sequence_parallel else 1)
             shape = (self.samples_per_microbatch, length, model.config.n_embd)
             self.pipeline = pipeline
             self.executor = PipelineExecutor(schedule, mesh.pp, pipeline.stages, shape, np.dtype(config.run.dtype))
@@ -191,7 +197,7 @@ class Trainer:
                     loss += self.backward_microbatch(step, replica, m)
                 if sync:
                     self.ddp.synchronize()
-        return float(self.mesh.dp.all_reduce(np.array([loss]), algorithm="ordered")[0])
+        return float(self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm="ordered")[0])
 
     def _run_schedule(self, step: int, pipeline: PipelineParallel, samples: Sequence[range]) -> float:
         """Run forward and backward of each microbatch m, samples[m], of this replica; return the summed loss."""
@@ -243,7 +249,7 @@ class Trainer:
         """Record every further step for `minipar.compare`: rank 0 gets all gradients and parameters. Collective."""
         config, parameters, self.recording = self.config, self.state_dict(), True
         if self.mesh.world.rank == 0:
-            facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp")}
+            facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "cp", "tp", "pp")}
             facts |= {"microbatches": config.data.microbatches, "tokens": self.tokens_per_step}
             with writing(f"--record {directory}"):
                 self.record = Record(directory, parameters, dtype=config.run.dtype, **facts)
@@ -261,7 +267,8 @@ class Trainer:
         save(self.mesh.world, directory, step, self.optimizer, header)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, self.mesh.tp, self.mesh.pp)
+        mesh = self.mesh
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp_cp, mesh.tp, mesh.pp)
 
     @property
     def units(self) -> int:

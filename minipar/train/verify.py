@@ -99,12 +99,12 @@ def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> V
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
-    """Return True on every rank if the ranks of each dp axis hold the same bits; at ZeRO stage 3 they share none."""
+    """Return True on every rank if the ranks of dp and cp hold the same bits; at ZeRO stage 3 they share none."""
     digest = hashlib.sha256()
     for bucket in trainer.ddp.buckets if trainer.ddp.stage < 3 else ():
         for p in bucket.parameters:
             digest.update(np.ascontiguousarray(to_host(p.data)).data)
-    same = len(set(trainer.mesh.dp.all_gather_bytes(digest.digest()))) == 1
+    same = len(set(trainer.mesh.dp_cp.all_gather_bytes(digest.digest()))) == 1
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
@@ -121,7 +121,8 @@ def verify(
     verdict, parameters = Verdict(False, ""), trainer.state_dict()
     if comm.rank == 0:
         single = train_on_one_device(config, tokens, on_step)
-        exact = config.run.reduction == "ordered" and config.mesh.tp == 1 and same_sums(trainer.checkpoint, config)
+        ordered = config.run.reduction == "ordered" and config.mesh.cp == config.mesh.tp == 1
+        exact = ordered and same_sums(trainer.checkpoint, config)
         verdict = compare((parameters, results), single, exact=exact, ranks=comm.size)
     with comm.engine.patient():
         return Verdict(*json.loads(comm.all_gather_bytes(json.dumps(astuple(verdict)).encode())[0]))
@@ -144,7 +145,7 @@ class OneDevice(Trainer):
     """
 
     def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
-        mesh = replace(config.mesh, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
+        mesh = replace(config.mesh, cp=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
         super().__init__(replace(config, mesh=mesh), DeviceMesh(serial()), tokens)
         self.replicas = range(config.mesh.dp or 1)
 

@@ -52,10 +52,19 @@ def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches):
     assert [row["bubble_closed_form"] for row in rows] == pytest.approx(closed)
 
 
-def test_pipeline_needs_two_ranks():
-    result = run_mpi(1, ["-m", "minipar.bench", "pipeline"], timeout=30)
+def test_context_compares_the_orders_with_their_fractions():
+    rows = bench(4, *"context --seq-len 32 --heads 1 --repeat 2".split())
+    assert [(row["order"], row["ranks"], row["published"]) for row in rows] == [
+        ("zigzag", 4, 1), ("contiguous", 4, pytest.approx(33 / 57)),
+    ]  # fmt: skip
+    assert all(row["seconds"] > 0 and row["efficiency"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("subcommand", ["pipeline", "context"])
+def test_these_need_two_ranks(subcommand):
+    result = run_mpi(1, ["-m", "minipar.bench", subcommand], timeout=30)
     assert result.returncode == 2
-    assert result.stderr.startswith("minipar: error: bench pipeline needs at least 2 ranks")
+    assert result.stderr.startswith(f"minipar: error: bench {subcommand} needs at least 2 ranks")
 
 
 @pytest.mark.parametrize(

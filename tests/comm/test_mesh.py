@@ -7,24 +7,32 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 
 
-def test_tp_is_fastest_then_dp_then_pp():
+def test_tp_is_fastest_then_cp_then_dp_then_pp():
     def program(comm):
         mesh = DeviceMesh(comm, tp=2, dp=3, pp=2)
-        assert mesh.rank_at() == comm.rank
+        assert mesh.rank_at() == comm.rank and mesh.cp.size == 1 and mesh.dp_cp is mesh.dp
         return mesh.coordinates, mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks
 
     placed = run_local(12, program)
-    assert placed[0] == ({"tp": 0, "dp": 0, "pp": 0}, [0, 1], [0, 2, 4], [0, 6])
-    assert placed[9] == ({"tp": 1, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
+    assert placed[0] == ({"tp": 0, "cp": 0, "dp": 0, "pp": 0}, [0, 1], [0, 2, 4], [0, 6])
+    assert placed[9] == ({"tp": 1, "cp": 0, "dp": 1, "pp": 1}, [8, 9], [7, 9, 11], [3, 9])
+
+
+def test_dp_cp_has_the_ranks_of_both_axes_in_their_order():
+    def program(comm):
+        mesh = DeviceMesh(comm, tp=2, cp=3, dp=2, pp=2)
+        assert mesh.rank_at() == comm.rank == ((mesh.pp.rank * 2 + mesh.dp.rank) * 3 + mesh.cp.rank) * 2 + mesh.tp.rank
+        assert mesh.dp_cp.rank == mesh.dp.rank * 3 + mesh.cp.rank
+        return mesh.coordinates, mesh.cp.ranks, mesh.dp.ranks, mesh.dp_cp.ranks, mesh.dp_cp.axis
+
+    placed = run_local(24, program)
+    assert placed[0] == ({"tp": 0, "cp": 0, "dp": 0, "pp": 0}, [0, 2, 4], [0, 6], [0, 2, 4, 6, 8, 10], "dp")
+    assert placed[21] == ({"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [19, 21, 23], [15, 21], [13, 15, 17, 19, 21, 23], "dp")
 
 
 def test_each_axis_has_its_own_ranks_in_any_order_of_axes():
     class PipelineFastest(DeviceMesh):
-        AXES = ("pp", "dp", "tp")
-
-        def rank_at(self, **coordinates):
-            place = self.coordinates | coordinates
-            return (place["tp"] * self.shape["dp"] + place["dp"]) * self.shape["pp"] + place["pp"]
+        AXES = ("pp", "cp", "dp", "tp")
 
     def program(comm):
         mesh = PipelineFastest(comm, tp=2, dp=3, pp=2)
@@ -48,7 +56,7 @@ def test_a_mesh_of_some_ranks_knows_their_world_ranks():
 
 
 def test_dp_takes_what_tp_and_pp_leave():
-    assert run_local(8, lambda comm: DeviceMesh(comm, tp=2, pp=2).shape)[0] == {"tp": 2, "dp": 2, "pp": 2}
+    assert run_local(8, lambda comm: DeviceMesh(comm, tp=2, pp=2).shape)[0] == {"tp": 2, "cp": 1, "dp": 2, "pp": 2}
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) 
         for result in trainer.train():
             results.append(result)
             trainer.recording = trainer.recording and len(results) < RECORDED
-            sent = {axis: comm.traffic.bytes(axis=axis) for axis in ("dp", "tp", "pp")}
+            sent = {axis: comm.traffic.bytes(axis=axis) for axis in trainer.mesh.AXES}
             comm.traffic.reset()
     place = trainer.mesh.coordinates
     most = [max(held[i] for _, held in ledger.moments) for i in range(len(STATE))]  # in the last step

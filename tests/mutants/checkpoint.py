@@ -14,7 +14,7 @@ MUTANTS = [
             "if checkpoint.step >= config.optimizer.steps:",
         ),
         ("resume: another text is accepted", 'checkpoint.manifest["data"] != tokens.fingerprint().hex()', "False"),
-        ("resume: another dp adds in the same order", 'SUMS = "--dp --microbatches', 'SUMS = "--microbatches'),
+        ("resume: another dp adds in the same order", 'SUMS = "--dp --cp', 'SUMS = "--cp'),
     ),
     *mistakes(
         "minipar/train/checkpoint.py",

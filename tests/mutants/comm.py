@@ -125,10 +125,10 @@ MUTANTS = [
         "comm/test_mesh.py",
         (
             "mesh: pp and dp exchanged",
-            '(place["pp"] * self.shape["dp"] + place["dp"])',
-            '(place["dp"] * self.shape["pp"] + place["pp"])',
+            'AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")',
+            'AXES: tuple[str, ...] = ("tp", "cp", "pp", "dp")',
         ),
-        ("mesh: sizes that do not divide the ranks are accepted", "else ranks % product:", "else ranks < product:"),
+        ("mesh: sizes that do not divide the ranks are accepted", "else ranks % needed:", "else ranks < needed:"),
     ),
     *mistakes(
         "minipar/comm/launch.py",

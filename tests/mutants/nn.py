@@ -68,10 +68,10 @@ MUTANTS = [
         ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
         (
             "dropout: every rank takes the first slice of a mask",
-            "slice(self.mask_slice.index * size, (self.mask_slice.index + 1) * size)",
-            "slice(0, size)",
+            "cut.part(np.arange(masks.shape[cut.dim]))",
+            "np.arange(masks.shape[cut.dim] // cut.count)",
         ),
-        ("dropout: drops what should stay", ">= self.p for values", "< self.p for values"),
+        ("dropout: drops what should stay", ">= self.p", "< self.p"),
     ),
     *mistakes(
         "minipar/nn/module.py",

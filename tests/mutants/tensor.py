@@ -33,8 +33,8 @@ MUTANTS = [
         ("tensor: heads cut across q, k and v", '"attn.c_attn.weight": (1, 3)', '"attn.c_attn.weight": (1, 1)'),
         (
             "tensor: every rank draws the first rank's heads' masks",
-            "MaskSlice(dim=1, index=group.rank,",
-            "MaskSlice(dim=1, index=0,",
+            "MaskSlice(1, group.size, partial(group.part, dim=0))",
+            "MaskSlice(1, group.size, lambda whole: whole[: len(whole) // group.size])",
         ),
         ("tensor: a step does not sum partial gradients", "p.owner = tensor", "pass"),
         (
@@ -61,6 +61,54 @@ MUTANTS = [
         "train/test_llama.py",
         ("traffic: an untied embedding is gathered for its backward", "(unit == 0 and not tied)", "False"),
         ("traffic: an untied head is exchanged", "if layout.model.tie_word_embeddings and first", "if first"),
+    ),
+    *mistakes(
+        "minipar/parallel/context.py",
+        "parallel/test_context.py",
+        ("context: zigzag without the zag", "np.concatenate([early, late[::-1]]", "np.concatenate([early, late]"),
+        (
+            "context: an early query sees later keys",
+            "[(whole, slice(0, half))] if source < rank",
+            "[(whole, whole)] if source < rank",
+        ),
+        (
+            "context: a late query does not see all keys",
+            "else [(slice(half, tokens), whole)]",
+            "else [(slice(half, tokens), slice(0, half))]",
+        ),
+        ("context: gradients of keys stop one hop short", "        return messages[1].wait()", "        return part"),
+        ("context: the ring sends its own keys again and again", "            kv = following", "            pass"),
+        (
+            "context: the next block waits for this one",
+            "            yield source, kv\n",
+            "            [m.wait() for m in messages]\n            yield source, kv\n",
+        ),
+        (
+            "context: the gather's gradients are in the order of arrival",
+            "sorted(zip(self.sources, parts, strict=True), key=lambda x: x[0])",
+            "list(zip(self.sources, parts, strict=True))",
+        ),
+        ("context: dropout of the first rank's keys", "[source, columns]]", "[0, columns]]"),
+        (
+            "context: positions from 0",
+            "return from_host(tokens(np.arange(c * count)))",
+            "return from_host(np.arange(count))",
+        ),
+        (
+            "context: tokens' masks are cut inside the tensor-parallel cut",
+            "mask_slices.insert(0, MaskSlice(1, c, tokens))",
+            "mask_slices.append(MaskSlice(1, c, tokens))",
+        ),
+        (
+            "context: ulysses takes the first heads' masks",
+            "np.split(keep, c, axis=1)[self.rank]",
+            "np.split(keep, c, axis=1)[0]",
+        ),
+        (
+            "context: ulysses keeps the order of arrival",
+            "whole[:, self.places(whole.shape[1])] = ",
+            "whole.reshape(x.shape[0], self.size, x.shape[1], -1)[...] = ",
+        ),
     ),
     *mistakes(
         "minipar/parallel/pipeline/stage.py",

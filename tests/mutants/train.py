@@ -42,7 +42,7 @@ MUTANTS = [
         "train/test_unseen_by_verify.py",
         (
             "trainer: --memory-limit of the world's size",
-            "placements, mesh.dp.size, stage",
+            "placements, mesh.dp_cp.size, stage",
             "placements, mesh.world.size, stage",
         ),
         (
@@ -63,7 +63,7 @@ MUTANTS = [
         ),
         (
             "trainer: the loss of one replica",
-            'self.mesh.dp.all_reduce(np.array([loss]), algorithm="ordered")[0]',
+            'self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm="ordered")[0]',
             "loss",
         ),
         (
@@ -75,7 +75,7 @@ MUTANTS = [
     *mistakes(
         "minipar/train/verify.py",
         "train/test_unseen_by_verify.py train/test_train.py",
-        ("verify: never exact", "exact = config.run.reduction", "exact = False and config.run.reduction"),
+        ("verify: never exact", "exact = ordered and", "exact = False and"),
         ("verify: differences on the whole model's scale", "scales.get(name))", "max(scales.values()))"),
         ("verify: a bound four times as wide", "(5 * steps - 4)", "(5 * steps)"),
         (

@@ -23,9 +23,9 @@ SHAPE = "--layers 1 --hidden 12 --heads 3 --seq-len 8 --steps 3 --dtype float64 
 TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
 
 
-def mask(shape, keys=KEYS, name="h.0.attn.attn_dropout", p=0.4, window=None):
+def mask(shape, keys=KEYS, name="h.0.attn.attn_dropout", p=0.4, windows=()):
     layer = Dropout(name, p)
-    layer.mask_slice = window
+    layer.mask_slices += windows
     with dropping(keys):
         return layer.keep(shape)
 
@@ -77,9 +77,24 @@ def test_a_window_sees_its_slice_of_the_one_mask(dim, count):
     shape[dim] = 2 * count
     whole = mask(tuple(shape))
     shape[dim] = 2
-    parts = [mask(tuple(shape), window=MaskSlice(dim, index, count)) for index in range(count)]
+    parts = [mask(tuple(shape), windows=[window(dim, index, count)]) for index in range(count)]
     assert np.array_equal(np.concatenate(parts, axis=dim), whole)
     assert count == 1 or not np.array_equal(parts[0], parts[1])
+
+
+def window(dim, index, count):
+    """The `index`-th of `count` equal parts."""
+    return MaskSlice(dim, count, lambda whole: np.split(whole, count)[index])
+
+
+def test_windows_along_several_dims_and_one_inside_another():
+    """As a rank's heads, its queries by position, all keys; and a tensor-parallel rank's share of a rank's tokens."""
+    whole = mask((3, 4, 6, 6))
+    rows, every = MaskSlice(2, 3, lambda whole: whole[[1, 4]]), MaskSlice(3, 3, np.asarray)
+    assert np.array_equal(mask((3, 2, 2, 2), windows=[rows, window(1, 1, 2), every]), whole[:, 2:, [1, 4]])
+    whole = mask((3, 12, 5))
+    outer = MaskSlice(1, 3, lambda whole: whole[[0, 1, 10, 11]])
+    assert np.array_equal(mask((3, 2, 5), windows=[outer, window(1, 1, 2)]), whole[:, [10, 11]])
 
 
 def test_a_samples_mask_is_its_own_whatever_batch_it_is_in():

@@ -2,10 +2,11 @@
 
 import pytest
 from combinations import TEXT, VOCAB
+from training import trainer_for
 
-from minipar.comm import DeviceMesh, run_local
+from minipar.comm import run_local
 from minipar.train.config import parse, resolve
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.trainer import step_layout
 
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8"
 LAYOUTS = {
@@ -14,6 +15,7 @@ LAYOUTS = {
     "--tp 4 --sequence-parallel": 4,
     "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 1 --sequence-parallel": 8,
     "--pp 2 --microbatches 2 --schedule zbv": 2,
+    "--dp 2 --cp 2 --tp 2 --zero-stage 2": 8,
 }
 
 
@@ -23,8 +25,7 @@ def test_computed_placements_are_the_recorded_ones(flags):
     config = resolve(parse(f"{SHAPE} {flags}".split()), ranks)
 
     def rank(comm):
-        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-        ddp = Trainer(config, mesh, TEXT).ddp
+        ddp = trainer_for(config, TEXT, comm).ddp
         return [p.placement for bucket in reversed(ddp.buckets) for p in bucket.parameters]
 
     layout = step_layout(config)

@@ -20,7 +20,7 @@ from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers,
 from minipar.train.config import schedule_of
 from minipar.train.trainer import make_model, step_layout
 
-AXES = ("dp", "tp", "pp")
+AXES = ("dp", "cp", "tp", "pp")
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"
 
 
@@ -106,7 +106,7 @@ def summed(layout, axis):
 
 
 def test_one_device_sends_nothing():
-    assert predicted_traffic(SERIAL, 0) == {"dp": 0, "tp": 0, "pp": 0}
+    assert predicted_traffic(SERIAL, 0) == dict.fromkeys(AXES, 0)
 
 
 @pytest.mark.parametrize("d", [2, 4, 8])
@@ -174,7 +174,7 @@ def test_zbv_gathers_the_embedding_for_head_and_lookup_at_once():
 
 
 def test_a_rank_that_is_not_there():
-    with pytest.raises(ValueError, match=r"rank 8 of dp\*tp\*pp = 2\*2\*2"):
+    with pytest.raises(ValueError, match=r"rank 8 of dp\*cp\*tp\*pp = 2\*1\*2\*2"):
         predicted_traffic(replace(SERIAL, dp=2, tp=2, pp=2, schedule=make("1f1b", 2, M)), 8)
     assert dp_bytes(SERIAL, 0, 0) == 0
 

@@ -43,6 +43,8 @@ LAYOUTS = {
     "dp 3 x tp 2, stage 1, sequence": "--dp 3 --tp 2 --zero-stage 1 --sequence-parallel",
     "pp 3 x tp 2": "--pp 3 --tp 2 --microbatches 3 --schedule gpipe",
     "dp 8, stage 3": "--dp 8 --zero-stage 3",
+    "cp 2, stage 1": "--dp 1 --cp 2 --zero-stage 1",
+    "dp 2 x cp 2 x tp 2, stage 3, Ulysses": "--dp 2 --cp 2 --tp 2 --zero-stage 3 --context-parallel ulysses",
 }
 # Those that add the same numbers in the same order, and so train the same bits as one another.
 ALIKE = {name for name, flags in LAYOUTS.items() if "--dp 2" in flags and "--tp" not in flags}

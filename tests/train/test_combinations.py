@@ -53,8 +53,8 @@ def test_the_choice_covers_every_pair_of_values_of_two_axes():
 
 def test_every_layout_meets_every_schedule_and_every_stage():
     layouts = {c.layout for c in covering()}
-    sizes = [s for s in itertools.product((1, 2, 3, 4, 8), repeat=3) if 2 <= s[0] * s[1] * s[2] <= 8]
-    assert layouts == set(sizes) and len(layouts) == 28
+    sizes = [s for s in itertools.product((1, 2, 3, 4, 8), repeat=3) if s[0] * s[1] * s[2] <= 8]
+    assert layouts == set(sizes) and len(layouts) == 29
     pipelines = [layout for layout in layouts if layout[2] > 1]
     assert {(c.layout, c.schedule) for c in covering()} >= set(itertools.product(pipelines, AXES["schedule"][1:]))
     assert {(c.layout, c.zero) for c in covering()} == set(itertools.product(layouts, range(4)))
@@ -232,12 +232,12 @@ class LossOfOneReplica(Trainer):
             return array
 
     def _forward_backward(self, step):
-        right = self.mesh.dp
-        self.mesh.dp = self.Comm(right)
+        right = self.mesh.dp_cp
+        self.mesh.dp_cp = self.Comm(right)
         try:
             return super()._forward_backward(step)
         finally:
-            self.mesh.dp = right
+            self.mesh.dp_cp = right
 
 
 # What each mistake shows in, at the least.

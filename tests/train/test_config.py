@@ -34,7 +34,8 @@ def test_every_flag_arrives_where_it_belongs():
         "--reduction": "ordered", "--metrics": "m.jsonl", "--trace": "t.json", "--clock": "cpu",
         "--network": (1e-6, 1e-9), "--export": "d", "--zero-stage": 2, "--memory-limit": 5000,
         "--memory": "l.json", "--tp": 2, "--dropout": 0.1, "--save": "c", "--save-every": 5, "--resume": "c",
-        "--eval-every": 7, "--eval-data": "e.txt", "--record": "r", "--attention": "full",
+        "--eval-every": 7, "--eval-data": "e.txt", "--record": "r", "--attention": "full", "--cp": 2,
+        "--context-parallel": "ulysses", "--cp-order": "contiguous",
     }  # fmt: skip
     argv = [
         str(word)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from launcher import run_mpi
+from training import ranks_of, trainer_for
 
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
@@ -27,13 +28,15 @@ LAYOUTS = {
     "zbv": "--pp 2 --microbatches 2 --schedule zbv",
     "3D, sequence, stage 3": "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 3 --sequence-parallel",
     "recompute": "--recompute full",
+    "cp 2 x dp 2": "--cp 2 --dp 2",
+    "cp 2 x pp 2, stage 3": "--cp 2 --dp 1 --pp 2 --microbatches 2 --zero-stage 3",
 }
 
 
 def config_of(flags):
     words = f"{FLAGS} {flags}".split()
     mesh = parse(words).mesh
-    return resolve(parse(words), (mesh.dp or 1) * mesh.tp * mesh.pp)
+    return resolve(parse(words), (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp)
 
 
 def train(flags, steps=2):
@@ -42,15 +45,14 @@ def train(flags, steps=2):
     tokens, evaluation = hold_out(config, TEXT)
 
     def rank(comm):
-        mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp)
-        trainer, results, losses = Trainer(config, mesh, tokens), [], []
+        trainer, results, losses = trainer_for(config, tokens, comm), [], []
         for step in range(steps):
             result = trainer.step(step)
             results.append((result.loss, result.grad_norm))
             losses.append(evaluation.loss(trainer) if evaluation is not None else None)
         return results, losses
 
-    return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)
+    return run_local(ranks_of(config), rank)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -70,7 +70,7 @@ BAD_INPUT = {
     "tp times dp that is not the world": (2, "--tp 2 --dp 2", "dp*tp = 2*2 = 4, but mpirun started 2 ranks"),
     "no ranks at all": (2, "--tp 0", "tp"),
     "a sequence that tp does not divide": (2, "--tp 2 --sequence-parallel --seq-len 63",
-        "seq-len/tp = 63/2 is not a whole number"),
+        "tokens/tp = 63/2 is not a whole number"),
     "sequence parallelism without tp": (2, "--sequence-parallel", "--sequence-parallel splits the sequence over the"),
     "everything dropped": (2, "--tp 2 --dropout 1", "dropout"),
     "less than nothing dropped": (2, "--tp 2 --dropout -0.1", "dropout"),

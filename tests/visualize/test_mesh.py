@@ -37,7 +37,9 @@ def program(comm, path, sizes, steps=2):
             mesh.pp.irecv(np.empty(7), mesh.pp.rank - 1).wait()
         with comm.tracer.region("optimizer"):
             pass
-    counted = {axis: (comm.traffic.messages(axis=axis), comm.traffic.bytes(axis=axis)) for axis in AXES}
+    counted = {
+        axis: (comm.traffic.messages(axis=axis), comm.traffic.bytes(axis=axis)) for axis in ("tp", "cp", "dp", "pp")
+    }
     save_chrome_trace(str(path), comm, mesh)
     return counted
 
@@ -65,27 +67,29 @@ def test_bytes_and_messages_are_counted_and_the_closed_form(tmp_path, sizes):
     assert traffic.shape == {"pp": 1, "dp": 1, "tp": 1} | sizes and traffic.steps == 2
     for rank in range(traffic.ranks):
         place = traffic.coordinates(rank)
-        for axis in AXES:
+        for axis in traffic.shape:
             assert traffic.sent(axis, rank) == counted[rank][axis]
             p, n = traffic.shape[axis], ELEMENTS[axis]
             ring = wire_bytes("all_reduce", "ring", n, 8, p, place[axis])
             handed_on = 7 * 8 if axis == "pp" and place["pp"] + 1 < p else 0
             assert traffic.per_step(traffic.sent(axis, rank)[1]) == ring + handed_on
     numbers = mesh_values(traffic)
-    for axis in AXES:
+    for axis in traffic.shape:
         total = sum(each[axis][1] for each in counted)
         assert numbers["axes"][axis]["bytes"] == total and numbers["axes"][axis]["bytes_per_step"] == total // 2
         assert numbers["axes"][axis]["messages"] == sum(each[axis][0] for each in counted)
         assert sum(link["bytes"] for link in numbers["links"] if link["axis"] == axis) == total
     for each, counts in zip(numbers["ranks"], counted, strict=True):
-        assert {axis: (c["messages"], c["bytes"]) for axis, c in each["sent"].items()} == counts
+        assert {axis: (c["messages"], c["bytes"]) for axis, c in each["sent"].items()} == {
+            axis: counts[axis] for axis in traffic.shape
+        }
 
 
 def test_coordinates_are_the_meshs():
     def coordinates(comm):
-        return DeviceMesh(comm, pp=3, dp=2, tp=2).coordinates
+        return DeviceMesh(comm, pp=3, dp=2, cp=1, tp=2).coordinates
 
-    traffic = MeshTraffic({"pp": 3, "dp": 2, "tp": 2}, 1)
+    traffic = MeshTraffic({"pp": 3, "dp": 2, "cp": 1, "tp": 2}, 1)
     assert [traffic.coordinates(rank) for rank in range(12)] == run_local(12, coordinates)
 
 
@@ -197,16 +201,52 @@ def test_boxes_lie_apart_and_tensor_parallel_ranks_nearest(sizes):
     for (x0, y0), (x1, y1) in combinations(places.values(), 2):
         assert abs(x0 - x1) > BOX + 0.1 or abs(y0 - y1) > 1.1
     near = {}
-    for axis in AXES if min(sizes) > 1 else ():
+    for axis in shape if min(sizes) > 1 else ():
         step = {"tp": 1, "dp": shape["tp"], "pp": shape["tp"] * shape["dp"]}[axis]
         near[axis] = float(np.hypot(*np.subtract(places[0], places[step])))
     assert not near or near["tp"] == min(near.values())
 
 
+def train_in_context(comm, path, sizes):
+    """A message around cp, and a sum over dp and cp together, as training sends them."""
+    mesh = DeviceMesh(comm, **sizes)
+    start_trace(comm)
+    comm.traffic.reset()
+    mesh.cp.all_gather(np.ones(50), algorithm="ring")
+    mesh.dp_cp.all_reduce(np.ones(600), algorithm="ordered")
+    mesh.tp.all_reduce(np.ones(100), algorithm="ring")
+    save_chrome_trace(str(path), comm, mesh)
+    return {axis: comm.traffic.bytes(axis=axis) for axis in mesh.AXES}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"cp": 4},
+        {"dp": 2, "cp": 2},
+        {"dp": 2, "cp": 2, "tp": 2},
+        {"pp": 2, "cp": 4},
+        {"pp": 2, "dp": 2, "cp": 2, "tp": 2},
+    ],
+    ids=str,
+)
+def test_gradients_are_drawn_between_ranks_of_dp_and_cp(tmp_path, sizes):
+    path = tmp_path / "trace.json"
+    counted = run_local(int(np.prod(list(sizes.values()))), train_in_context, path, sizes, clock="model")
+    traffic = mesh_traffic(read_trace(str(path)))
+    assert [{axis: traffic.sent(axis, rank)[1] for axis in AXES} for rank in range(traffic.ranks)] == counted
+    drawn = lines(plot_mesh(traffic))
+    assert set(drawn) == {(axis, min(s, d), max(s, d)) for axis, s, d in traffic.links}
+    replicas = sizes.get("dp", 1) * sizes["cp"]
+    assert sum(axis == "dp" for axis, *_ in drawn) == replicas * (replicas - 1) // 2 * traffic.ranks // replicas
+    for (x0, y0), (x1, y1) in combinations(layout(traffic.shape, (BOX, 1.0)).values(), 2):
+        assert abs(x0 - x1) > BOX + 0.1 or abs(y0 - y1) > 1.1
+
+
 def test_axes_differ_in_grey_and_in_pattern():
     light = sorted(lightness(colour) for colour, _ in LOOKS.values())
     assert min(b - a for a, b in zip(light, light[1:], strict=False)) > 15
-    assert len({str(dashes) for _, dashes in LOOKS.values()}) == 3
+    assert len({str(dashes) for _, dashes in LOOKS.values()}) == 4
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

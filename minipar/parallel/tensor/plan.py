@@ -92,13 +92,13 @@ class TensorParallel(Owner):
                 gradient[...] = total[start:stop].reshape(gradient.shape)
 
 
-def check_shape(model: TransformerConfig, tp: int, sequence_length: int | None = None) -> None:
-    """Raise UsageError if tp does not divide the heads, the MLP's columns, or the sequence length if one is given."""
+def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
+    """Raise UsageError if tp does not divide the heads, the MLP's columns, or the tokens of a sequence if given."""
     layers.check_divides("heads/tp", model.n_head, tp, "each tensor-parallel rank has whole heads")
     layers.check_divides("kv-heads/tp", model.n_kv_head, tp, "each tensor-parallel rank has whole heads of k and v")
     layers.check_divides("ffn/tp", model.n_inner, tp, "each tensor-parallel rank has whole columns")
-    if sequence_length is not None:
-        layers.check_divides("seq-len/tp", sequence_length, tp, "--sequence-parallel splits the tokens evenly")
+    if tokens is not None:
+        layers.check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
 
 
 def tensor_parallel(
@@ -133,8 +133,8 @@ def tensor_parallel(
         if kinds:
             setattr(modules[parent], attribute, kinds[0].from_serial(module, group, sequence))
         elif isinstance(module, Dropout) and (sequence or attribute == "attn_dropout"):
-            # Of (B, heads, T, T) or (B, T, h).
-            module.mask_slice = MaskSlice(dim=1, index=group.rank, count=group.size)
+            # Of (B, heads, T, T) or (B, T, h). With context parallelism the T are a rank's, so this cut comes last.
+            module.mask_slices.append(MaskSlice(1, group.size, partial(group.part, dim=0)))
         elif hasattr(module, "kv_heads"):
             module.heads //= group.size
             module.kv_heads //= group.size

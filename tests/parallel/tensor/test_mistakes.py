@@ -112,7 +112,7 @@ class ForgetsTheMaskSlices(Trainer):
         for module in (self.model, *(part for block in self.model.h for part in (block.attn, block.mlp))):
             for dropout in vars(module).values():
                 if isinstance(dropout, Dropout):
-                    dropout.mask_slice = None
+                    dropout.mask_slices.clear()
 
 
 @pytest.mark.parametrize("sequence", [False, True])

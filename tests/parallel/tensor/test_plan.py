@@ -239,7 +239,7 @@ def test_shapes_that_do_not_divide_are_refused_with_the_equation():
         check_shape(llama, 6)
     with pytest.raises(UsageError, match=r"ffn/tp = 30/4 is not a whole number"):
         check_shape(replace(llama, intermediate_size=30), 4)
-    with pytest.raises(UsageError, match=r"seq-len/tp = 8/3 is not a whole number"):
+    with pytest.raises(UsageError, match=r"tokens/tp = 8/3 is not a whole number"):
         check_shape(shape, 3, 8)
     with pytest.raises(UsageError, match=r"heads/tp = 6/5 is not a whole number"):
         run_local(5, lambda comm: tensor_parallel(GPT(GPTConfig(13, 8, 24, 1, 6)), comm))

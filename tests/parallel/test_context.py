@@ -1,0 +1,388 @@
+"""Claims about context parallelism: who sees whom, equality with one device, bytes, work, memory, and mistakes."""
+
+from fractions import Fraction
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from combinations import TEXT, VOCAB
+from training import config_for, trainer_for, verdicts
+
+from minipar.autograd import Tensor, causal_attention, flop_counter
+from minipar.comm import Communicator, DeviceMesh, run_local
+from minipar.comm.clock import Network
+from minipar.errors import UsageError
+from minipar.memory import KINDS, MemoryLedger
+from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
+from minipar.parallel.context import METHODS, ORDERS, ContextParallel, context_parallel, visible
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.tensor.plan import tensor_parallel
+from minipar.train.trainer import Trainer
+
+B, HEADS, SIZE = 2, 8, 4
+RANDOM = np.random.Generator(np.random.Philox(61))
+RANKS = [2, 3, 4, 8]
+WAYS = [(method, order) for method in METHODS for order in ORDERS]
+
+
+# ---- who sees whom ---------------------------------------------------------------------------------------------------
+
+
+def places_of(order, rank, ranks, length):
+    """A rank's positions, written out once more."""
+    cut = np.array_split(range(length), ranks if order == "contiguous" else 2 * ranks)
+    return [*cut[rank]] if order == "contiguous" else [*cut[rank], *cut[2 * ranks - 1 - rank]]
+
+
+def seen_pairs(order, rank, source, ranks, tokens):
+    """The (query, key) positions of a block, as `visible` says."""
+    own, other = (places_of(order, r, ranks, ranks * tokens) for r in (rank, source))
+    seen = visible(order, rank, source, tokens)
+    pairs = [(q, k) for rows, columns in seen for q in own[rows] for k in other[columns]]
+    return [(q, k) for q, k in pairs if k <= q] if source == rank else pairs
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [1, *RANKS])
+def test_every_query_sees_itself_and_all_before_it_once(order, ranks):
+    length = 4 * ranks
+    pairs = [pair for r in range(ranks) for s in range(ranks) for pair in seen_pairs(order, r, s, ranks, 4)]
+    assert sorted(pairs) == [(q, k) for q in range(length) for k in range(q + 1)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_lock_step_efficiency_is_the_published_fraction(order, ranks):
+    """Work / (ranks * the sum over steps of the most that any rank does in it)."""
+    n = 4
+    steps = [[len(seen_pairs(order, r, (r - s) % ranks, ranks, n)) for r in range(ranks)] for s in range(ranks)]
+    efficiency = Fraction(sum(map(sum, steps)), ranks * sum(map(max, steps)))
+    assert efficiency == (1 if order == "zigzag" else Fraction(ranks * n + 1, (2 * ranks - 1) * n + 1))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_parts_of_all_ranks_are_the_sequence(order):
+    x = RANDOM.integers(0, 9, (3, 24))
+    parts = run_local(4, lambda comm: (ContextParallel(comm, order=order).part(x), comm.rank))
+    for part, rank in parts:
+        assert np.array_equal(part, x[:, places_of(order, rank, 4, 24)])
+
+
+# ---- attention: one device's, and its bytes --------------------------------------------------------------------------
+
+
+def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="ring", length=48):
+    """This rank's (part of one device's result, own; one device's gradient, own; elements sent forward, in all)."""
+    random = np.random.Generator(np.random.Philox(62))
+    qkv, dy = (random.standard_normal((B, length, heads * SIZE)) for heads in (HEADS + 2 * kv_heads, HEADS))
+    keep = random.random((B, HEADS, length, length)) >= probability if probability else None
+    whole = Tensor(qkv, requires_grad=True)
+    y = causal_attention(whole, HEADS, kv_heads, keep, probability)
+    y.backward(dy)
+    context = ContextParallel(comm, method, order, reduction)
+    own = Tensor(context.part(qkv), requires_grad=True)
+    masks = keep if keep is None or method == "ulysses" else context.part(keep, 2)
+    over_ranks = partial(context.ulysses, causal_attention) if method == "ulysses" else context.block_attention
+    out = over_ranks(own, HEADS, kv_heads, masks, probability)
+    forward = comm.traffic.bytes() // 8
+    out.backward(context.part(dy))
+    return context.part(y.data), out.data, context.part(whole.grad), own.grad, forward, comm.traffic.bytes() // 8
+
+
+@pytest.mark.parametrize(("method", "order"), WAYS)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_attention_over_ranks_is_one_devices(method, order, ranks, probability):
+    if method == "ulysses" and HEADS % ranks:
+        return
+    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, method, order, HEADS, probability):
+        np.testing.assert_allclose(out, y, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(gradient, dqkv, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ulysses_has_the_bits_of_one_device(order, ranks):
+    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, "ulysses", order, HEADS, 0.3):
+        assert np.array_equal(out, y) and np.array_equal(gradient, dqkv)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_ring_and_the_gather_add_up_the_same(order):
+    """Forward takes the blocks in one order; gradients of keys and values are added in another."""
+    ring, gathered = (run_local(4, attention, method, order) for method in ("ring", "all-gather"))
+    for (_, a, _, da, *_), (_, b, _, db, *_) in zip(ring, gathered, strict=True):
+        queries = HEADS * SIZE
+        assert np.array_equal(a, b) and np.array_equal(da[..., :queries], db[..., :queries])
+        np.testing.assert_allclose(da, db, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("reduction", ["ring", "ordered"])
+@pytest.mark.parametrize("kv_heads", [8, 4, 2])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_attention_sends_the_published_elements(ranks, kv_heads, reduction):
+    u, h, h_kv, c = B * 48 // ranks, HEADS * SIZE, kv_heads * SIZE, ranks
+    expected = {"ring": (2 * (c - 1) * u * h_kv, (6 * c - 4) * u * h_kv)}
+    expected["all-gather"] = (2 * (c - 1) * u * h_kv, 6 * (c - 1) * u * h_kv)
+    if HEADS % c == kv_heads % c == 0:
+        expected["ulysses"] = (2 * (h + h_kv) * u * (c - 1) // c, 4 * (h + h_kv) * u * (c - 1) // c)
+    for method, elements in expected.items():
+        for *_, forward, both in run_local(ranks, attention, method, "zigzag", kv_heads, 0.0, reduction):
+            assert (forward, both) == elements, method
+
+
+def operations(comm, method, order, network=None):
+    """The operations of this rank's forward, and the time that they take, with a message's, at one per second."""
+    comm = Communicator(comm.transport, clock="model", network=network)
+    counted = []
+    context = ContextParallel(comm, method, order)
+    qkv = Tensor(np.ones((1, 16, 3 * HEADS * SIZE)))
+    over_ranks = partial(context.ulysses, causal_attention) if method == "ulysses" else context.block_attention
+
+    def count(flops):
+        counted.append(flops)
+        comm.clock.advance(flops)
+
+    with flop_counter(count):
+        over_ranks(qkv, HEADS)
+    return sum(counted), comm.clock.now()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_counted_work_is_the_squares_that_a_rank_sees(method):
+    """In squares of 16 queries and keys, the diagonal's as a whole: r + 1 by rank, or (c+1)/2 on every rank."""
+    square, c = 2 * 2 * HEADS * SIZE * 16 * 16, 4
+    work = {order: [count for count, _ in run_local(c, operations, method, order)] for order in ORDERS}
+    if method == "ulysses":
+        assert work["zigzag"] == work["contiguous"] == [square * c * c // c] * c
+    else:
+        assert work["contiguous"] == [square * (rank + 1) for rank in range(c)]
+        assert work["zigzag"] == [square * (c + 1) // 2] * c
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_next_block_travels_while_this_one_is_computed(order):
+    """Messages that take as long as half a square are not seen. Ones that take three squares are, less a product."""
+    square = 2 * 2 * HEADS * SIZE * 16 * 16
+    seen = {}
+    for squares in (0, 0.5, 3):
+        timed = run_local(4, operations, "ring", order, Network(alpha=squares * square))
+        seen[squares] = max(seconds for _, seconds in timed) / square
+    assert seen[0] == seen[0.5] == (2.5 if order == "zigzag" else 4)
+    assert seen[3] == 3 * 3 + (0.5 if order == "zigzag" else 1)
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+X = RANDOM.integers(0, VOCAB, (3, 48))
+Y = np.where(RANDOM.random((3, 48)) < 0.2, -100, RANDOM.integers(0, VOCAB, (3, 48)))  # targets are not spread evenly
+
+
+def gradients(comm, method="ring", order="zigzag", dropout=0.2, recompute=False):
+    model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=dropout, recompute=recompute)
+    context = context_parallel(model, comm, method, order)
+    ddp = DistributedDataParallel(model, comm)
+    with dropping(DropoutKeys(3, 1, [4, 5, 9])):
+        loss = ddp.loss(context.part(X), context.part(Y))
+    loss.backward()
+    return loss.item(), {name: p.grad.copy() for name, p in model.named_parameters()}
+
+
+@cache
+def one_device(dropout):
+    return run_local(1, gradients, "ring", "zigzag", dropout)[0]
+
+
+@pytest.mark.parametrize(("method", "order"), WAYS)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_model_has_one_devices_loss_and_gradients(method, order, ranks, recompute):
+    loss, expected = one_device(0.2)
+    for own, found in run_local(ranks, gradients, method, order, 0.2, recompute):
+        assert own == pytest.approx(loss, rel=1e-14)
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-13 * np.abs(gradient).max(), err_msg=name)
+
+
+def test_one_rank_changes_nothing():
+    def rank(comm):
+        model = GPT(GPTConfig(VOCAB, 7, 24, 1, 4), seed=4)
+        before = model.h[0].attn.attention
+        context = context_parallel(model, comm)
+        return model.h[0].attn.attention is before and np.array_equal(context.part(X[:, :7]), X[:, :7])
+
+    assert run_local(1, rank) == [True]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tensor_and_context_parallelism_go_on_in_either_order(method):
+    """The masks too: a rank's heads are cut from the model's, its tokens from the sequence."""
+
+    def loss(comm, context_first):
+        mesh = DeviceMesh(comm, tp=2, cp=2)
+        model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=0.2)
+        if context_first:
+            context = context_parallel(model, mesh.cp, method)
+        tensor_parallel(model, mesh.tp, sequence=True)
+        if not context_first:
+            context = context_parallel(model, mesh.cp, method)
+        ddp = DistributedDataParallel(model, mesh.dp_cp)
+        with dropping(DropoutKeys(3, 1, [4, 5, 9])):
+            return ddp.loss(context.part(X), context.part(Y)).item()
+
+    for context_first in (False, True):
+        assert run_local(4, loss, context_first) == [pytest.approx(one_device(0.2)[0], rel=1e-14)] * 4
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--cp 2 --seq-len 6": "seq-len/(2*cp) = 6/4 is not a whole number",
+    "--cp 4 --seq-len 12 --cp-order contiguous": None,
+    "--cp 4 --seq-len 12": "seq-len/(2*cp) = 12/8 is not a whole number",
+    "--cp 4 --seq-len 14 --cp-order contiguous": "seq-len/cp = 14/4 is not a whole number",
+    "--cp 2 --tp 4 --seq-len 12 --sequence-parallel": "tokens/tp = 6/4 is not a whole number",
+    "--cp 3 --seq-len 12 --context-parallel ulysses": "heads/cp = 8/3 is not a whole number",
+    "--cp 4 --tp 4 --seq-len 32 --context-parallel ulysses": "heads/cp = 2/4 is not a whole number",
+    "--context-parallel ring": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
+    "--cp-order zigzag": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
+    "--cp 0": "--cp 0 is outside [1, inf)",
+    "--cp 2 --context-parallel rings": "invalid choice: 'rings' (choose from 'ring', 'all-gather', 'ulysses')",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(flags):
+    line = f"--layers 2 --hidden 32 --heads 8 {flags}"
+    if REFUSED[flags] is None:
+        assert config_for(line).mesh.cp == 4
+        return
+    with pytest.raises(UsageError) as caught:
+        config_for(line)
+    assert REFUSED[flags] in str(caught.value)
+
+
+def test_the_library_refuses_too():
+    def rank(comm):
+        context = ContextParallel(comm, "ulysses")
+        for call in (
+            lambda: context.part(X[:, :6]),
+            lambda: context.ulysses(causal_attention, Tensor(np.zeros((1, 8, 9))), 3),
+            lambda: ContextParallel(comm, "rings"),
+            lambda: ContextParallel(comm, order="striped"),
+        ):
+            with pytest.raises(UsageError, match=r"6/4|3/2|'rings': expected ring, all|'striped': expected zigzag"):
+                call()
+        model = GPT(GPTConfig(VOCAB, 48, 24, 1, 8))
+        context_parallel(model, comm)
+        with pytest.raises(ValueError, match=r"2 ranks \* 48 tokens, but the model has 48 positions"):
+            model(X)  # every rank has the whole sequence
+
+    run_local(2, rank)
+
+
+# ---- training: memory and mistakes -----------------------------------------------------------------------------------
+
+SHAPE = f"--layers 2 --hidden 24 --heads 8 --seq-len 48 --vocab-size {VOCAB} --dtype float64 --eps 1e-5 --steps 2"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_are_divided_by_cp(method):
+    """Of a step's peak, to a tenth: what a method receives for a moment is not kept for backward."""
+
+    def activations(flags):
+        config = config_for(f"{SHAPE} --hidden 48 --seq-len 96 --global-batch 4 {flags}")
+
+        def rank(comm):
+            ledger = MemoryLedger()
+            with ledger.recording():
+                trainer_for(config, TEXT, comm).step(0)
+            return max(held[KINDS.index("activations")] for _, held in ledger.moments)
+
+        return run_local(config.mesh.cp, rank)
+
+    serial = "full" if method == "ulysses" else "blockwise"
+    (one,), ranks = activations(f"--attention {serial}"), activations(f"--cp 4 --context-parallel {method}")
+    assert all(own == pytest.approx(one / 4, rel=0.1) for own in ranks)
+
+
+class LossTimesCp(Trainer):
+    """Each rank divides by the count of its own targets (Megatron-LM issue 906)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.tokens_per_step //= self.mesh.cp.size
+
+
+class OneHopShort(Trainer):
+    """Gradients of keys and values stop at the left neighbour of their owner (TransformerEngine pull request 2484)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        context, comm = self.context, self.mesh.cp
+
+        def sum_gradients(parts):
+            total = None
+            for _, part in parts:
+                if total is not None:
+                    sent = comm.isend(total, (comm.rank + 1) % comm.size)
+                    part += comm.irecv(np.empty_like(part), (comm.rank - 1) % comm.size).wait()
+                    sent.wait()
+                total = part
+            return total
+
+        context.sum_gradients = sum_gradients
+
+
+class StaleInBackward(Trainer):
+    """Backward multiplies with the keys and values that forward ended with (NeMo Automodel pull request 3157)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        blocks = self.context.blocks
+
+        def stale(k, v):
+            last = None
+            for source, block in blocks(k, v):
+                yield source, block if last is None else last
+                last = block
+
+        summed = self.context.sum_gradients
+
+        def sum_gradients(parts):
+            self.context.blocks = stale
+            try:
+                return summed(parts)
+            finally:
+                self.context.blocks = blocks
+
+        self.context.sum_gradients = sum_gradients
+
+
+class PositionsFromZero(Trainer):
+    """Each rank counts the positions of its tokens from 0."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.model.positions = np.arange
+
+
+class OnlyOverDp(Trainer):
+    """The printed loss is that of the first rank of cp."""
+
+    def _forward_backward(self, step):
+        right, self.mesh.dp_cp = self.mesh.dp_cp, self.mesh.dp
+        try:
+            return super()._forward_backward(step)
+        finally:
+            self.mesh.dp_cp = right
+
+
+MISTAKES = [LossTimesCp, OneHopShort, StaleInBackward, PositionsFromZero, OnlyOverDp]
+
+
+@pytest.mark.parametrize("kind", [Trainer, *MISTAKES], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("order", ORDERS)
+def test_mistakes_that_others_shipped_are_caught(kind, order):
+    config = config_for(f"{SHAPE} --dp 2 --cp 4 --global-batch 4 --cp-order {order}")
+    assert all(verdict.passed == (kind is Trainer) for verdict in verdicts(config, TEXT, kind))
