@@ -13,8 +13,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "autograd": ["Tensor", "causal_attention", "checkpoint", "cross_entropy_sum", "gelu", "no_grad"],
-        "comm.communicator": ["Communicator", "DeviceMesh"],
+        "comm.communicator": ["Communicator"],
         "comm.launch": ["launch"],
+        "comm.mesh": ["DeviceMesh"],
         "errors": ["CommunicationError", "UsageError"],
         "nn.gpt": ["GPT", "GPTConfig"],
         "nn.layers": ["Embedding", "LayerNorm", "Linear", "RMSNorm"],

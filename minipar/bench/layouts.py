@@ -22,7 +22,8 @@ from minipar.bench import add_model_flags, publish
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
 from minipar.comm.clock import ModelClock, Network
-from minipar.comm.communicator import Communicator, DeviceMesh
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from minipar.bench import add_model_flags, check_positive, publish
-from minipar.comm.communicator import Communicator, DeviceMesh
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Schedule, parse_action

@@ -2,7 +2,7 @@
 
 Reading order. One call goes through the first three files:
 
-    communicator    the operations: check the arrays, choose an algorithm, run it. DeviceMesh: a communicator per axis
+    communicator    the operations: check the arrays, choose an algorithm, run it. mesh: a communicator per axis
     algorithms      chunks of an array, and each algorithm of an operation as a generator of messages
     transport       isend and irecv, the interface. mpi and threads implement it
     work            drives the generators, blocking or asynchronous; a user's single messages
@@ -19,8 +19,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "algorithms": ["chunk_bounds"],
         "clock": ["CpuClock", "ModelClock", "Network", "Tracer", "WallClock"],
-        "communicator": ["ALGORITHMS", "Communicator", "DeviceMesh"],
+        "communicator": ["ALGORITHMS", "Communicator"],
         "launch": ["main", "world"],
+        "mesh": ["DeviceMesh"],
         "threads": ["run_local", "serial"],
         "trace": ["save_chrome_trace", "start_trace"],
         "traffic": ["Traffic", "messages", "wire_bytes"],

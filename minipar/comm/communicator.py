@@ -1,10 +1,8 @@
-"""Communicator: the operations of the ranks of a group. DeviceMesh: one communicator per axis."""
+"""Communicator: the operations of the ranks of a group."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import reduce
-from itertools import pairwise, product
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -284,58 +282,3 @@ def _alone(work: Work, flat: np.ndarray, out: np.ndarray | None = None, *_: Any)
     if out is not None:
         out[...] = flat
     yield ()
-
-
-class DeviceMesh:
-    """The ranks as a grid: world = pp x dp x cp x tp, rank = ((pp*DP + dp)*CP + cp)*TP + tp.
-
-    tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`, `mesh.tp` and
-    `mesh.pp` are the Communicators of this rank's row along each axis, and `mesh.coordinates` is its place.
-    `mesh.dp_cp`, whose axis is named dp, has the ranks of both: they hold different tokens and the same parameters, so
-    gradients are summed over it. With dp=None the data axis takes what cp*tp*pp leaves. UsageError with the product for
-    sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree on these four axes.
-    """
-
-    AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first
-
-    def __init__(self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1) -> None:
-        self.world = comm
-        self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp, cp)
-        self.coordinates: dict[str, int] = {}
-        rest = comm.rank
-        for axis in self.AXES:
-            rest, self.coordinates[axis] = divmod(rest, self.shape[axis])
-        self.tp = self._along("tp")
-        self.cp = self._along("cp")
-        self.dp = self._along("dp")
-        self.pp = self._along("pp")
-        self.dp_cp = self.dp if self.cp.size == 1 else self._along("dp", "cp")
-
-    def rank_at(self, **coordinates: int) -> int:
-        """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""
-        place = self.coordinates | coordinates
-        return reduce(lambda rank, axis: rank * self.shape[axis] + place[axis], reversed(self.AXES), 0)
-
-    def _along(self, *axes: str) -> Communicator:
-        """Make the Communicator of this rank's row along one axis, or its plane along several, the slowest first."""
-        places = product(*(range(self.shape[axis]) for axis in axes))
-        return self.world.row([self.rank_at(**dict(zip(axes, place, strict=True))) for place in places], axes[0])
-
-
-def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int = 1) -> dict[str, int]:
-    """Return the size of each axis; dp=None takes what the others leave. UsageError if the sizes do not fit."""
-    given = {} if dp is None else {"dp": dp}  # shown in errors
-    given |= {axis: size for axis, size in (("cp", cp), ("tp", tp), ("pp", pp)) if size != 1}
-    for axis, size in given.items():
-        if size < 1:
-            raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")
-    needed = prod(given.values())
-    if ranks != needed if dp is not None else ranks % needed:
-        equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}" + (f" = {needed}" * (len(given) > 1))
-        if ranks == 1:
-            start = f"start {needed} with mpirun -n {needed} python ..."
-            raise UsageError(f"{equation}, but this process is one rank; {start}")
-        if dp is None and needed < ranks:
-            raise UsageError(f"{equation} does not divide the {ranks} ranks that {launcher} started")
-        raise UsageError(f"{equation}, but {launcher} started {ranks} ranks")
-    return {"tp": tp, "cp": cp, "dp": dp or ranks // needed, "pp": pp}

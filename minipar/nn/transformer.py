@@ -2,7 +2,7 @@
 
 Each strategy changes these things of a serial model, on every rank. Tensor parallelism replaces layers by parallel
 ones, divides each attention's heads, and replaces the two functions that see the whole vocabulary, `project` and
-`criterion`. It also gives a `mask_slice` to each Dropout that sees a slice of an activation. Pipeline parallelism runs
+`criterion`. It also gives `mask_slices` to each Dropout that sees a slice of an activation. Pipeline parallelism runs
 a consecutive range of `parts` on each rank. A tied token embedding may then be on two ranks, so the head has a leaf of
 its own (`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO move all parameters into
 flat storage and add gradient hooks. ZeRO stage 3 also replaces the `run` of each part by one that gathers the part's

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from minipar.comm.communicator import DeviceMesh
+from minipar.comm.mesh import DeviceMesh
 from minipar.comm.traffic import wire_bytes
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.buckets import by_unit

@@ -11,8 +11,9 @@ import numpy as np
 
 from minipar import backend
 from minipar.comm.clock import Network
-from minipar.comm.communicator import Communicator, DeviceMesh
+from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
+from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import save_chrome_trace, start_trace
 from minipar.errors import UsageError, printable, writing
 from minipar.memory import MemoryLedger

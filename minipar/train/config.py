@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from minipar.autograd import METHODS
-from minipar.comm.communicator import mesh_shape
+from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig

@@ -17,7 +17,7 @@ from minipar import backend
 from minipar.autograd import Tensor, flop_counter
 from minipar.backend import from_host, xp
 from minipar.comm.clock import ModelClock
-from minipar.comm.communicator import DeviceMesh
+from minipar.comm.mesh import DeviceMesh
 from minipar.errors import writing
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
@@ -57,8 +57,7 @@ class StepResult:
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
-    sizes, run, mesh = config.model, config.run, config.mesh
-    shape = shape_of(sizes)
+    sizes, run, mesh, shape = config.model, config.run, config.mesh, shape_of(config.model)
     ranks = (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp
     shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), ranks)  # no layout needs less
     options: dict[str, Any] = {"dtype": run.dtype, "attention": run.attention, "recompute": run.recompute == "full"}

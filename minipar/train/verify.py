@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minipar.backend import Array, to_host
-from minipar.comm.communicator import DeviceMesh
+from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import serial
 from minipar.memory import hold
 from minipar.parallel.ddp import DistributedDataParallel

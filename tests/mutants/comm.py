@@ -121,7 +121,7 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/comm/communicator.py",
+        "minipar/comm/mesh.py",
         "comm/test_mesh.py",
         (
             "mesh: pp and dp exchanged",

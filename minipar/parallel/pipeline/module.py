@@ -8,7 +8,8 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
-from minipar.comm.communicator import Communicator, DeviceMesh
+from minipar.comm.communicator import Communicator
+from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter, Part
 from minipar.parallel.pipeline.schedules import make
