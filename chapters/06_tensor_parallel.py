@@ -781,10 +781,10 @@ for name in MISTAKES:
     say(f"{name:<31} loss {loss:.3f}   caught by: {', '.join(sorted(noticed)) or 'nothing'}")
     assert noticed == (CATCHING[name] if t > 1 else set())  # with one rank there is nothing to forget
     right = right or loss
-    assert loss < np.log(V) and (name[0] == "4" or abs(loss / right - 1) < 0.01)
+    assert loss < np.log(V) and (name[0] == "4" or abs(loss / right - 1) < 0.03)
 
 # %% [markdown]
-# **A falling loss proves little.** With mistakes 1, 2, 3 and 5 the third loss is within one percent of the right one.
+# **A falling loss proves little.** With mistakes 1, 2, 3 and 5 the third loss is within three percent of the right one.
 # With mistake 4 the reported loss falls too, though it is itself computed with the mistake: the maxima of the ranks are
 # close to one another at first, so the gradient is nearly right.
 #

@@ -70,7 +70,7 @@ def counted_step(comm: Communicator, trainer: Trainer, step: int = 0) -> tuple[S
     """Take a step; return its result and the bytes that this rank sent in it, by axis."""
     comm.traffic.reset()
     result = trainer.step(step)
-    return result, {axis: comm.traffic.bytes(axis=axis) for axis in AXES}
+    return result, {axis: comm.traffic.bytes(axis=axis) for axis in (*AXES, "cp")}
 
 
 def bits(state: dict[str, np.ndarray]) -> str:

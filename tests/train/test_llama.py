@@ -53,7 +53,7 @@ def from_directory(folder, flags):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tied_llama_trains_as_one_device_and_sends_as_said(layout, start):
     config = from_directory(start, LAYOUTS[layout])
-    axes = ("dp", "tp", "pp")
+    axes = ("dp", "cp", "tp", "pp")
 
     def inspect(comm):
         trainer = trainer_for(config, TEXT, comm)
