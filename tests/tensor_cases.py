@@ -8,6 +8,7 @@ from training import joined, on_each_rank
 
 from minipar.nn import GPT, DropoutKeys, GPTConfig, Linear, dropping
 from minipar.parallel.placement import Shard
+from minipar.parallel.tensor.layers import split
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
@@ -24,6 +25,15 @@ VOCAB, HIDDEN, LAYERS = 13, 24, 2
 RANDOM = np.random.Generator(np.random.Philox(51))
 ROWS = RANDOM.integers(0, VOCAB, (3, 10))
 TEXT = Tokens(RANDOM.integers(0, VOCAB, 500).astype(np.uint8), "a random text", VOCAB)
+
+
+def close(a, b, bound=1e-13):
+    return a.shape == b.shape and np.abs(a - b).max() <= bound * np.abs(b).max()
+
+
+def split_along(weight, group, dim):
+    """Leave this rank its part of a parameter."""
+    split(weight, group.shard(dim, weight.shape[dim]))
 
 
 def model_of(tp, dropout=0.0, recompute=False, layers=LAYERS, dtype="float64", deferred=False):

@@ -29,7 +29,7 @@ from visualize.style import (
 )
 from visualize.timeline import Trace, coordinates
 
-AXES = ("tp", "cp", "dp", "pp")  # fastest first, as in minipar.comm.communicator
+AXES = ("tp", "cp", "dp", "pp")  # fastest first, as in minipar.comm.mesh
 # Lightness 46, 8, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
 LOOKS: dict[str, tuple[str, Any]] = {
     "tp": (BLUE, "-"),

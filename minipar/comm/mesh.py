@@ -14,8 +14,8 @@ class DeviceMesh:
     tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`, `mesh.tp` and
     `mesh.pp` are the Communicators of this rank's row along each axis, and `mesh.coordinates` is its place.
     `mesh.dp_cp`, whose axis is named dp, has the ranks of both: they hold different tokens and the same parameters, so
-    gradients are summed over it. With dp=None the data axis takes what cp*tp*pp leaves. UsageError with the product for
-    sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree on these four axes.
+    gradients are summed over it. dp=None takes what the others leave. UsageError for sizes that do not fit. NB:
+    Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree on these four axes.
     """
 
     AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first

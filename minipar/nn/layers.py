@@ -116,7 +116,7 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class MaskSlice:
-    """What a rank applies of a dropout mask, whose `dim` is `count` times as long: `part` of the indices along it."""
+    """A rank's part of a dropout mask: `part` of the indices along `dim`, which has `count` times as many."""
 
     dim: int
     count: int
@@ -140,11 +140,12 @@ class Dropout(Module):
         whole = list(shape)
         for cut in self.mask_slices:
             whole[cut.dim] *= cut.count
-        generators = [generator(keys.seed, f"dropout {self.name} {keys.step} {sample}") for sample in keys.samples]
-        masks = np.stack([each.random(whole[1:], dtype=np.float32) >= self.p for each in generators])
+        own = [np.arange(size) for size in whole[1:]]  # the indices of this rank's part, along each dim
         for cut in self.mask_slices:
-            masks = masks.take(cut.part(np.arange(masks.shape[cut.dim])), cut.dim)
-        return from_host(masks)
+            own[cut.dim - 1] = cut.part(own[cut.dim - 1])
+        generators = [generator(keys.seed, f"dropout {self.name} {keys.step} {sample}") for sample in keys.samples]
+        masks = (each.random(whole[1:], dtype=np.float32) >= self.p for each in generators)  # one sample at a time
+        return from_host(np.stack([mask[np.ix_(*own)] if self.mask_slices else mask for mask in masks]))
 
     def forward(self, x: Tensor) -> Tensor:
         keep = self.keep(x.shape)

@@ -1,12 +1,11 @@
-"""What GPT-2 and Llama have in common: the sizes that others read, and the parts that run one after another.
+"""The common part of GPT-2 and Llama: the sizes that others read, and the parts that run one after another.
 
-Each strategy changes these things of a serial model, on every rank. Tensor parallelism replaces layers by parallel
-ones, divides each attention's heads, and replaces the two functions that see the whole vocabulary, `project` and
-`criterion`. It also gives `mask_slices` to each Dropout that sees a slice of an activation. Pipeline parallelism runs
-a consecutive range of `parts` on each rank. A tied token embedding may then be on two ranks, so the head has a leaf of
-its own (`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO move all parameters into
-flat storage and add gradient hooks. ZeRO stage 3 also replaces the `run` of each part by one that gathers the part's
-parameters before and frees them after. A rank that holds some of a sequence's tokens replaces `positions`.
+Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel ones, divides each
+attention's heads, and replaces the two functions that see the whole vocabulary, `project` and `criterion`. Context
+parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each Dropout that sees a part of an
+activation. Pipeline parallelism runs a range of `parts` on each rank. A tied token embedding may then be on two ranks,
+so the head has a leaf of its own (`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO
+move all parameters into flat storage and add gradient hooks. ZeRO stage 3 wraps the `run` of each part, too.
 """
 
 from collections.abc import Callable, Mapping

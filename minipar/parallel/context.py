@@ -47,7 +47,7 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
 def visible(order: str, rank: int, source: int, tokens: int) -> list[tuple[slice, slice]]:
     """Return which of a rank's `tokens` queries see which keys of rank `source`: one pair of slices, or none.
 
-    Its own keys they see causally. Of another rank's, each of these queries sees each of these keys.
+    Queries see the rank's own keys causally. They see all of the returned keys of another rank.
     """
     whole, half = slice(0, tokens), tokens // 2
     if rank == source:

@@ -26,7 +26,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial(Replicate):
-    """As Replicate, but the gradient covers this rank's tokens only (norms and row biases, in sequence parallelism)."""
+    """A whole parameter whose gradient covers this rank's tokens only: norms, row biases with sequence parallelism."""
 
 
 @dataclass(frozen=True)

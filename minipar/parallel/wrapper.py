@@ -1,4 +1,4 @@
-"""What data parallelism and every ZeRO stage share: the loss, the pass of backward through buckets, checks of a script.
+"""The base of data parallelism and every ZeRO stage: the loss, backward through the buckets, checks of a script.
 
 While backward runs, a wrapper starts to reduce each bucket as soon as it is complete; a strategy says in `_reduce`
 what that sends. Optimizers ask the wrapper before and after each update (`Parameter.owner`), so that a step before the

@@ -68,8 +68,8 @@ MUTANTS = [
         ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
         (
             "dropout: every rank takes the first slice of a mask",
-            "cut.part(np.arange(masks.shape[cut.dim]))",
-            "np.arange(masks.shape[cut.dim] // cut.count)",
+            "= cut.part(own[cut.dim - 1])",
+            "= own[cut.dim - 1][: len(own[cut.dim - 1]) // cut.count]",
         ),
         ("dropout: drops what should stay", ">= self.p", "< self.p"),
     ),

@@ -5,7 +5,7 @@ from mutants.mutant import mistakes
 MUTANTS = [
     *mistakes(
         "minipar/parallel/tensor/layers.py",
-        "parallel/tensor/test_layers.py",
+        "parallel/tensor/test_layers.py parallel/tensor/test_vocabulary.py",
         ("tensor: a row layer's bias counts t times", "else y + self.bias", "else y + self.bias * self.group.size"),
         (
             "tensor: another rank's tokens look up row 0",
@@ -18,7 +18,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/parallel/tensor/mappings.py",
-        "parallel/tensor/test_mappings.py parallel/tensor/test_layers.py",
+        "parallel/tensor/test_mappings.py parallel/tensor/test_layers.py parallel/tensor/test_vocabulary.py",
         ("tensor: copy_to sums no gradients", "(x, _same, group.sum)", "(x, _same, _same)"),
         (
             "tensor: every rank takes the first part",

@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     *mistakes(
         "visualize/schedule.py",
-        "visualize/test_schedule.py",
+        "visualize/test_schedule.py visualize/test_schedule_command.py",
         ("schedule: a bubble's percentage is a fraction", "{100 * float(bubble):.1f}", "{float(bubble):.1f}"),
         (
             "schedule: a stage's time as that of a rank's layers",

@@ -1,6 +1,5 @@
 """Pictures of schedules: a box for each action at its time, numbers that fit, colours that can be told apart."""
 
-import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import FillBetweenPolyCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 
-from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.pipeline.simulate import Durations, peak_live, simulate
 from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
@@ -320,130 +319,6 @@ def test_a_ranks_stages_have_shades_of_their_own():
     assert chunks(make("zbv", 2, 4)) == {0: 0, 3: 1, 1: 0, 2: 1}
     texts = plot_schedule(timeline("zbv", 2, 2)).legends[0].get_texts()
     assert [text.get_text() for text in texts][-2:] == ["idle", "the rank's first stage, second (with a bar)"]
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def told(capsys, *arguments) -> dict:
-    """What `visualize schedule ... --json -` says, and that it says nothing else."""
-    assert main(["schedule", *map(str, arguments), "--json", "-"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return json.loads(printed.out)
-
-
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (4, 8, 2), (4, 8, 3), (8, 16, 2)])
-def test_json_gives_the_closed_forms(capsys, p, m, v):
-    size = ["--stages", p, "--microbatches", m]
-    for name, bubble, peaks in (
-        ("naive", (p - 1) / p, [1] * p),
-        ("gpipe", (p - 1) / (m + p - 1), [m] * p),
-        ("1f1b", (p - 1) / (m + p - 1), [min(m, p - r) for r in range(p)]),
-    ):
-        got = told(capsys, "--schedule", name, *size, "--forward", "1/3", "--backward-weight", "0.7")
-        assert got["bubble_fraction"] == bubble and got["peak_activations"] == peaks
-        assert (got["schedule"], got["stages"], got["microbatches"], got["virtual_stages"]) == (name, p, m, 1)
-    got = told(capsys, "--schedule", "interleaved-1f1b", *size, "--virtual-stages", v)
-    assert got["bubble_fraction"] == (p - 1) / (v * m + p - 1) and got["virtual_stages"] == v
-    assert told(capsys, "--schedule", "1f1b", *size)["makespan"] == 3 * (m + p - 1)
-
-
-def test_json_gives_zero_bubbles_table(capsys):
-    times = ["--forward", 18.522, "--backward-input", 18.086, "--backward-weight", 9.337, "--comm", 0.601]
-    for name, rate in (("1f1b", 0.2431), ("zb-h1", 0.1585), ("zb-h2", 0.1083)):
-        got = told(capsys, "--schedule", name, "--stages", 8, "--microbatches", 24, *times)
-        assert round(got["bubble_rate"], 4) == rate
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_through_csv_and_is_the_same(capsys, tmp_path, name):
-    path = str(tmp_path / "own.csv")
-    size = ["--schedule", name, "--stages", "2", "--microbatches", "4"]
-    assert main(["schedule", *size, "--csv", path]) == 0
-    assert capsys.readouterr().out == f"{path}\n"
-    assert load_csv(path).ranks == make(name, 2, 4).ranks
-    times = ["--forward", "2", "--comm", "0.5"]
-    assert told(capsys, "--schedule", path, *times) == told(capsys, *size, *times) | {"schedule": "own"}
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_the_command_draws_and_says_what_it_wrote(capsys, tmp_path, suffix):
-    out, numbers = tmp_path / "new" / f"s.{suffix}", tmp_path / "s.json"
-    size = ["--schedule", "zbv", "--stages", "2", "--microbatches", "3"]
-    assert main(["schedule", *size, "--out", str(out), "--json", str(numbers)]) == 0
-    assert capsys.readouterr() == (f"{out}\n{numbers}\n", "")
-    assert out.stat().st_size > 3000 and json.loads(numbers.read_text())["schedule"] == "zbv"
-    assert told(capsys, *size, "--out", str(out)) == json.loads(numbers.read_text()), "and nothing beside it"
-
-
-GOOD = "0F0,,,0B0\n,1F0,1B0,\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (None, "cannot be read: No such file or directory"),
-        ("", "holds no actions"),
-        ("0F0,0X0\n", "rank 0, cell 2: unknown action '0X0'"),
-        (GOOD.replace("1B0", "1B0,1B0"), "rank 1, 1B0: done 2 times"),
-        (GOOD.replace("1B0", ""), "1B0 is missing"),
-        ("0B0,0F0\n", "rank 0, 0B0: comes before 0F0"),
-        (
-            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n",
-            "rank 1, 1F0: needs 0F0 from rank 0, but rank 1 has no 1RECV",
-        ),
-        (
-            "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
-            "rank 0 before 0B0, which needs 1B0; rank 1 before 1F1, which needs 0F1",
-        ),
-    ],
-)
-def test_a_bad_file_is_one_line_with_action_and_rank(capsys, tmp_path, content, line):
-    path, out = tmp_path / "bad.csv", tmp_path / "out.png"
-    if content is not None:
-        path.write_text(content)
-    assert main(["schedule", "--schedule", str(path), "--out", str(out), "--json", "-"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("visualize: error: ") and printed.err.count("\n") == 1
-    assert line in printed.err and not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--schedule", "1f1b", "--stages", "4", "--microbatches", "8"], "give --out FIG, --json FILE or --csv FILE"),
-        (["--json", "-"], "the following arguments are required: --schedule"),
-        (["--schedule", "1f1b", "--json", "-"], "1f1b needs --stages P and --microbatches M"),
-        (["--schedule", "2f2b", "--json", "-"], "schedule 2f2b: choose from naive"),
-        (["--schedule", "{csv}", "--stages", "2", "--json", "-"], "--stages 2: {csv} says this itself"),
-        (["--schedule", "{csv}", "--virtual-stages", "2", "--json", "-"], "--virtual-stages 2: {csv} says this"),
-        (["--schedule", "{csv}", "--out", "x.gif"], "--out x.gif: the name must end in"),
-        (["--schedule", "{csv}", "--json", "{csv}/x"], "--json {csv}/x cannot be written"),
-        (["--schedule", "{csv}", "--csv", "{csv}/x"], "--csv {csv}/x cannot be written"),
-        (["--schedule", "{csv}", "--json", "-", "--forward", "nan"], "--forward: invalid duration (as 3, 0.5 or 1/3)"),
-        (["--schedule", "{csv}", "--json", "-", "--forward=-1"], "--forward: invalid duration"),
-        (["--schedule", "{csv}", "--json", "-", "--comm", "1/0"], "--comm: invalid duration"),
-        (["--schedule", "{csv}", "--json", "-", "--comm", "1e99999999"], "--comm: invalid duration"),
-        (
-            ["--schedule", "{csv}", "--json=-", "--forward=0", "--backward-input=0", "--backward-weight=0"],
-            "= 0: the schedule takes no time",
-        ),
-        (["--schedule", "1f1b", "--stages=0", "--microbatches=8", "--json=-"], "pp = 0"),
-        (["--schedule", "1f1b", "--stages=99999", "--microbatches=99999", "--json=-"], "more than can be shown"),
-        (
-            ["--schedule", "1f1b", "--stages=4", "--microbatches=8", "--virtual-stages=2", "--json=-"],
-            "1 stage per rank",
-        ),
-        (["--schedule", "interleaved-1f1b", "--stages=4", "--microbatches=6", "--json=-"], "6/4 is not whole"),
-    ],
-)
-def test_wrong_flags_are_one_line_and_exit_code_2(capsys, tmp_path, arguments, line):
-    path = tmp_path / "good.csv"
-    path.write_text(GOOD)
-    assert main(["schedule", *(text.format(csv=path) for text in arguments)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and line.format(csv=path) in printed.err
 
 
 def test_the_gallery_can_be_drawn_again(capsys, tmp_path, monkeypatch):
