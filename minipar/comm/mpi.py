@@ -77,14 +77,13 @@ class _Native(_Receive):
 
     handle: MPI.Prequest
     collective: Any = None
-    sent: Any = None  # the same message, to the right neighbour
 
     def test(self) -> bool:
         if not self.done:
             if not _Receive.test(self):
                 return False
             self.peer = -1  # what is missing now is no rank's message
-        return self.collective.Test() and self.sent.Test()
+        return self.collective.Test()
 
     def describe(self) -> str:
         return f"{self.owner.title()}: MPI's own collective" if self.done else Half.describe(self)
@@ -199,7 +198,7 @@ class MPITransport:
             native = self._native = _Native(owner, "receive from", -1, 0, tag, handle)
         native.owner, native.peer, native.tag, native.done = owner, self.ranks[self.rank - 1], tag, False
         native.handle.Start()
-        native.sent = self._collectives.Isend(EMPTY, (self.rank + 1) % self.size, tag)
+        self._collectives.Send(EMPTY, (self.rank + 1) % self.size, tag)  # an empty message leaves at once
         native.collective = collective
         return native
 
