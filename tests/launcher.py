@@ -171,9 +171,9 @@ def _start(
     options: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     python = sys.executable
-    after = str(max(0.5, timeout - DUMP_BEFORE_DEADLINE))
+    dump_at = str(time.monotonic() + timeout - DUMP_BEFORE_DEADLINE)  # a rank may start seconds after mpirun
     mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
-    command = [*mpirun, python, __file__, folder, after, *argv]
+    command = [*mpirun, python, __file__, folder, dump_at, *argv]
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | OPEN_MPI | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
     return subprocess.Popen(
@@ -203,12 +203,12 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def _run_rank() -> None:
-    folder, after, *argv = sys.argv[1:]
+    folder, dump_at, *argv = sys.argv[1:]
     rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
     # Kept open for as long as the process lives: the timer writes to its descriptor.
     file = open(Path(folder) / f"rank{rank}.stack", "w", encoding="utf-8")
-    faulthandler.dump_traceback_later(float(after), exit=False, file=file)
+    faulthandler.dump_traceback_later(max(0.1, float(dump_at) - time.monotonic()), exit=False, file=file)
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
