@@ -255,8 +255,8 @@ if comm.rank == 0:
 # The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only: nodes need no count,
 # because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after
 # its visit, `vars(node).clear()`, which frees what forward kept for it: memory falls while backward goes on. And it
-# sends contributions to leaves before those to nodes. `_close_use` counts a use as done. After the last one the leaf's
-# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there.
+# sends contributions to leaves before those to nodes. `_close_use` adds the gradient of one use. After the last one the
+# leaf's *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there.
 
 # %%
 if comm.rank == 0:

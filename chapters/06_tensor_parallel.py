@@ -208,11 +208,11 @@ say(f"each rank sent {sent_forward:,} bytes in forward and as many in backward: 
 #
 # ## 6.3 The layers, and a block
 #
-# In the library $f$ and $g$ are autograd Functions, so they can stand between any operations.
+# In the library $f$ and $g$ are operations of autograd, so they can stand between any others.
 
 # %%
 if rank == 0:
-    show_source(mappings._Mapping, mappings.copy_to, mappings.reduce_from)
+    show_source(mappings._mapping, mappings.copy_to, mappings.reduce_from)
     show_source(ColumnParallelLinear.forward, RowParallelLinear.forward)
 
 up = ColumnParallelLinear(h, 4 * h, comm, name="up", dtype="float64")

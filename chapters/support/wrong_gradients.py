@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, fused
+from minipar.autograd import Tensor, fused, operation
 from minipar.backend import Array
 
 
@@ -24,15 +24,12 @@ def constant_statistics(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
     return ConstantStatistics.apply(x, gain, bias, 1e-5)
 
 
-class OtherGelu(fused._Gelu):
-    """GELU: forward is the tanh approximation, backward the derivative of x Phi(x), which is Phi(x) + x phi(x)."""
+@operation
+def other_gelu(x: Array) -> Any:
+    """Apply the tanh approximation of GELU with the derivative of x Phi(x), which is Phi(x) + x phi(x)."""
 
-    def backward(self, grad: Array) -> Any:
-        x = self.x
+    def gradient(g: Array) -> Array:
         distribution = 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-        return grad * (distribution + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
+        return g * (distribution + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
 
-
-def other_gelu(x: Tensor) -> Tensor:
-    """Apply GELU with the derivative of the other one."""
-    return OtherGelu.apply(x)
+    return fused.gelu(Tensor(x)).data, gradient

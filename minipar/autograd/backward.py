@@ -15,14 +15,14 @@ from minipar.backend import Array, setting
 from minipar.memory import hold
 
 
+@dataclass
 class LazyGradient:
     """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
 
     Layers give their weight gradients this way: straight into flat storage, or later (`defer_weight_gradients`).
     """
 
-    def __init__(self, compute: Callable[[Array | None], Array]) -> None:
-        self.compute = compute
+    compute: Callable[[Array | None], Array]
 
 
 class Leaf(Protocol):
@@ -49,6 +49,7 @@ def run_backward(root: Node, gradient: Array) -> None:
     """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
     nodes, counts = reachable(root)
     gradients: dict[Node, Array] = {root: gradient}  # of the nodes to come, each added up over its output's users
+    deferred = _deferral.get()
     with _running_pass(counts) as uses:
         while nodes:
             node = nodes.pop()  # the largest number: all users of its output are done
@@ -57,8 +58,12 @@ def run_backward(root: Node, gradient: Array) -> None:
             # Leaves first: while an input's gradient is still on its way from other ranks (a LazyGradient that waits),
             # the weight's gradient is computed.
             for edge, result in edges:
-                if edge is not None and not isinstance(edge, Node):
-                    _send_to_leaf(edge, result, uses)
+                if edge is None or isinstance(edge, Node):
+                    continue
+                if deferred is not None and isinstance(result, LazyGradient):
+                    deferred.append((edge, result, uses))
+                else:
+                    _close_use(edge, result, uses)
             for edge, result in edges:
                 if isinstance(edge, Node) and result is not None:
                     if isinstance(result, LazyGradient):
@@ -136,19 +141,10 @@ def queue_callback(callback: Callable[[], None]) -> None:
     current.callbacks.append(callback)
 
 
-def _send_to_leaf(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Leaf, int]) -> None:
-    """Add a node's gradient to a leaf, or put it off if it is a weight gradient and these are deferred."""
-    queue = _deferral.get()
-    if isinstance(gradient, LazyGradient) and queue is not None:
-        queue.put(leaf, gradient, uses)
-        return
+def _close_use(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Leaf, int]) -> None:
+    """Add the gradient of one use of `leaf`; after the last use its gradient is complete and its hooks run."""
     if gradient is not None:
         leaf.accumulate(gradient)
-    _close_use(leaf, uses)
-
-
-def _close_use(leaf: Leaf, uses: dict[Leaf, int]) -> None:
-    """Count one use of `leaf` as done; after the last one its gradient is complete and its hooks run."""
     uses[leaf] -= 1
     if uses[leaf] == 0:
         del uses[leaf]  # or a recomputed block's input would live, with its gradient, until the outer pass ends
@@ -156,26 +152,15 @@ def _close_use(leaf: Leaf, uses: dict[Leaf, int]) -> None:
             hook(leaf)
 
 
-class DeferredGradients:
-    """The weight gradients that backward passes have put off; `run()` computes them in the order of those passes."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[Leaf, LazyGradient, dict[Leaf, int]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def put(self, leaf: Leaf, gradient: LazyGradient, uses: dict[Leaf, int]) -> None:
-        """Append a gradient, with the uses of leaves that its pass still counts."""
-        self._queue.append((leaf, gradient, uses))
+class DeferredGradients(deque[tuple[Leaf, LazyGradient, dict[Leaf, int]]]):
+    """The weight gradients that backward passes have put off, each with the uses that its pass still counts."""
 
     def run(self) -> None:
-        """Compute and accumulate every waiting gradient; hooks run as parameters become complete."""
+        """Compute and accumulate every gradient in the order of the passes; hooks run as parameters become complete."""
         with _running_pass({}):
-            while self._queue:
-                leaf, gradient, uses = self._queue.popleft()  # its saved activations are freed when it is done
-                leaf.accumulate(gradient)
-                _close_use(leaf, uses)
+            while self:
+                leaf, gradient, uses = self.popleft()  # its saved activations are freed when it is done
+                _close_use(leaf, gradient, uses)
 
 
 _deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)

@@ -135,24 +135,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return _LayerNorm.apply(x, weight, None, eps)
 
 
-class _Gelu(Function):
-    def forward(self, x: Array) -> Array:
-        # t = tanh(s (x + c x^3)); gelu = x (1 + t) / 2. Products, not powers: x**3 is many times slower than x*x*x.
-        t = x * x
-        t *= GELU_CUBIC
-        t += 1
-        t *= x
-        t *= GELU_SCALE
-        xp.tanh(t, out=t)
-        self.x, self.t = x, t
-        y = t + 1
-        y *= x
-        y *= 0.5
-        return y
+@operation
+def gelu(x: Array) -> Any:
+    """Apply GPT-2's `gelu_new`, the tanh approximation (Hendrycks and Gimpel 2016)."""
+    # t = tanh(s (x + c x^3)); gelu = x (1 + t) / 2. Products, not powers: x**3 is many times slower than x*x*x.
+    t = x * x
+    t *= GELU_CUBIC
+    t += 1
+    t *= x
+    t *= GELU_SCALE
+    xp.tanh(t, out=t)
+    y = t + 1
+    y *= x
+    y *= 0.5
 
-    def backward(self, grad: Array) -> Array:
+    def gradient(g: Array) -> Array:
         # d gelu / dx = (1 + t)/2 + x (1 - t^2) s (1 + 3 c x^2) / 2 = (1 + t) (1 + (1 - t) x s (1 + 3 c x^2)) / 2
-        x, t = self.x, self.t
         inner = x * x
         inner *= 3 * GELU_CUBIC * GELU_SCALE
         inner += GELU_SCALE
@@ -163,13 +161,10 @@ class _Gelu(Function):
         xp.subtract(2, t, out=t)
         inner *= t
         inner *= 0.5
-        inner *= grad
+        inner *= g
         return inner
 
-
-def gelu(x: Tensor) -> Tensor:
-    """Apply GPT-2's `gelu_new`, the tanh approximation (Hendrycks and Gimpel 2016)."""
-    return _Gelu.apply(x)
+    return y, gradient
 
 
 @operation

@@ -46,25 +46,12 @@ class StepLayout:
     reduction: str = "ring"
     sync_every_microbatch: bool = False
 
-    @property
-    def syncs(self) -> int:
-        """The number of times per step that gradients are reduced."""
-        return self.microbatches if self.sync_every_microbatch else 1
-
-    @property
-    def norm_rows(self) -> int:
-        """The number of chunks of the gradient whose squares a rank sums: all d c without ZeRO, its own with it."""
-        return 1 if self.zero_stage else self.replicas
-
-    @property
-    def replicas(self) -> int:
-        """The number of ranks over which gradients are summed and ZeRO shards: d c."""
-        return self.dp * self.cp
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of one microbatch on a rank: B T/c."""
-        return self.samples * self.length // self.cp
+    replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed and ZeRO shards: d c
+    tokens = property(lambda self: self.samples * self.length // self.cp)  # of one microbatch on a rank: B T/c
+    syncs = property(lambda self: self.microbatches if self.sync_every_microbatch else 1)  # times gradients are reduced
+    # Chunks of the gradient whose squares a rank sums for the norm: all d c without ZeRO, its own with it.
+    norm_rows = property(lambda self: 1 if self.zero_stage else self.replicas)
+    ends = property(lambda self: (self.homes[0], self.homes[-1]))  # the pipeline ranks with the embedding and the head
 
     @cached_property
     def homes(self) -> list[int]:
@@ -73,11 +60,6 @@ class StepLayout:
             return [0] * (self.model.n_layer + 2)
         cuts = balanced_cuts(part_costs(self.model, self.length), self.schedule.stages)
         return [self.schedule.home[stage] for stage, count in enumerate(cuts) for _ in range(count)]
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The pipeline ranks with the first part (embedding) and with the last (head, loss)."""
-        return self.homes[0], self.homes[-1]
 
     def blocks(self, pp: int) -> int:
         """Count the transformer layers of a pipeline rank."""
@@ -121,17 +103,17 @@ def _units(config: TransformerConfig, pipelined: bool) -> list[list[tuple[str, t
     return [[(names[p], p.shape) for p in unit] for unit in (part_groups(model) if pipelined else by_unit(model))]
 
 
-@dataclass(frozen=True)
-class BucketTraffic:
-    """The properties of a bucket on one rank that decide its traffic."""
+def bucket_elements(layout: StepLayout, pp: int, kind: type[Replicate] = Replicate) -> Counter[int]:
+    """Count the elements of each bucket of pipeline rank `pp`, by unit; only those that tp places as `kind`."""
+    elements: Counter[int] = Counter()
+    for p in layout.placements(pp=pp):
+        assert p.dp is not None
+        elements[p.unit] += p.dp.size * isinstance(p.tp, kind)
+    return elements
 
-    elements: int  # sent together over dp
-    partial: int  # those whose gradient is first summed over tp
-    gathers: int  # of its parameters per step
 
-
-def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
-    """Return the buckets of pipeline rank `pp`, from its parameters' placements.
+def gathers(layout: StepLayout, unit: int) -> int:
+    """Count how often the parameters of a bucket are gathered over dp in a step.
 
     Stages 1 and 2 gather the updated parameters once. Stage 3 gathers each block for each forward and each backward, 2m
     times, and an untied embedding or head m times: the lookup's backward reads no table, the head's follows its forward
@@ -139,24 +121,13 @@ def buckets(layout: StepLayout, pp: int) -> list[BucketTraffic]:
     first, that one is gathered once more to be sent there.
     """
     first, last = layout.ends
-    tied = layout.model.tie_word_embeddings
-    elements: Counter[int] = Counter()
-    partial: Counter[int] = Counter()
-    for p in layout.placements(pp=pp):
-        assert p.dp is not None
-        elements[p.unit] += p.dp.size
-        partial[p.unit] += p.dp.size * isinstance(p.tp, Partial)
-
-    def gathers(unit: int) -> int:
-        if layout.zero_stage < 3:
-            return int(layout.zero_stage > 0)
-        if unit == layout.model.n_layer + 1 or (unit == 0 and not tied):  # a part that reads no other unit
-            return layout.microbatches
-        if layout.schedule is not None and unit == 0:
-            return end_gathers(layout.schedule, first == last) + (first != last)
-        return 2 * layout.microbatches
-
-    return [BucketTraffic(elements[unit], partial[unit], gathers(unit)) for unit in sorted(elements)]
+    if layout.zero_stage < 3:
+        return int(layout.zero_stage > 0)
+    if unit == layout.model.n_layer + 1 or (unit == 0 and not layout.model.tie_word_embeddings):
+        return layout.microbatches  # a part that reads no other unit
+    if layout.schedule is not None and unit == 0:
+        return end_gathers(layout.schedule, first == last) + (first != last)
+    return 2 * layout.microbatches
 
 
 def end_gathers(schedule: Schedule, head_too: bool) -> int:
@@ -192,7 +163,7 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
         stage 0     all-reduce                                        2 Psi (d-1)/d elements
         stage 1, 2  reduce-scatter, then all-gather                   the same
-        stage 3     reduce-scatter, and the gathers of `buckets`      about (2m+1) Psi (d-1)/d
+        stage 3     reduce-scatter, and as many gathers as `gathers`  about (2m+1) Psi (d-1)/d
 
     Psi is the parameters of this rank, and d stands for d c. The loss adds an all-reduce of one float64, and from stage
     1 on the norm adds another. Rajbhandari et al. 2020, section 7; there stage 3 gathers twice, so 3 Psi in all.
@@ -202,10 +173,10 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         return wire_bytes(op, algorithm, elements, itemsize, layout.replicas, rank)
 
     total = (1 if layout.zero_stage == 0 else 2) * wire("all_reduce", "ordered", 1, FLOAT64)
-    for bucket in buckets(layout, pp):
-        reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
-        total += layout.syncs * wire(reduce, layout.reduction, bucket.elements)
-        total += bucket.gathers * wire("all_gather", "pairwise", bucket.elements)
+    reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
+    for unit, elements in bucket_elements(layout, pp).items():
+        total += layout.syncs * wire(reduce, layout.reduction, elements)
+        total += gathers(layout, unit) * wire("all_gather", "pairwise", elements)
     return total
 
 
@@ -256,7 +227,7 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         total += wire("all_reduce", layout.tokens) + wire("all_reduce", 2 * layout.tokens)
     total *= layout.microbatches
     if layout.sequence_parallel:
-        total += layout.syncs * sum(wire("all_reduce", bucket.partial) for bucket in buckets(layout, pp))
+        total += layout.syncs * sum(wire("all_reduce", n) for n in bucket_elements(layout, pp, Partial).values())
     return total + wire("all_reduce", layout.norm_rows, "ordered", FLOAT64)
 
 

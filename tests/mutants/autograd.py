@@ -48,7 +48,7 @@ MUTANTS = [
         ("backward: callbacks run after an inner pass too", "    if outer is None:", "    if True:"),
         ("backward: a recomputed block's input stays until the outer pass ends", "del uses[leaf]", "pass"),
         ("backward: saved arrays are not freed", "vars(node).clear()", "pass"),
-        ("backward: deferred gradients are computed in reverse order", "self._queue.popleft()", "self._queue.pop()"),
+        ("backward: deferred gradients are computed in reverse order", "self.popleft()", "self.pop()"),
         ("backward: a leaf's hooks do not run", "            hook(leaf)", "            pass"),
     ),
     *mistakes(

@@ -59,7 +59,11 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "train/test_llama.py",
-        ("traffic: an untied embedding is gathered for its backward", "(unit == 0 and not tied)", "False"),
+        (
+            "traffic: an untied embedding is gathered for its backward",
+            "(unit == 0 and not layout.model.tie_word_embeddings)",
+            "False",
+        ),
         ("traffic: an untied head is exchanged", "if layout.model.tie_word_embeddings and first", "if first"),
     ),
     *mistakes(

@@ -16,7 +16,15 @@ from minipar.nn import GPTConfig
 from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.pipeline.schedules import SCHEDULES, make, save_csv
 from minipar.parallel.tensor.mappings import TensorGroup
-from minipar.parallel.traffic import StepLayout, buckets, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
+from minipar.parallel.traffic import (
+    StepLayout,
+    bucket_elements,
+    dp_bytes,
+    end_gathers,
+    pp_bytes,
+    predicted_traffic,
+    tp_bytes,
+)
 from minipar.train.config import schedule_of
 from minipar.train.trainer import make_model, step_layout
 
@@ -160,8 +168,8 @@ def test_the_schedule_does_not_change_what_dp_and_tp_send():
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_a_pipelines_buckets_are_on_one_rank_and_are_the_model(name, p):
     layout = replace(SERIAL, model=GPTConfig(16, T, H, 17, 8), pp=p, schedule=make(name, p, 8), zero_stage=3)
-    of_rank = [list(buckets(layout, rank)) for rank in range(p)]
-    assert sum(bucket.elements for some in of_rank for bucket in some) == PSI + (17 - L) * (12 * H * H + 13 * H)
+    of_rank = [bucket_elements(layout, rank) for rank in range(p)]
+    assert sum(some.total() for some in of_rank) == PSI + (17 - L) * (12 * H * H + 13 * H)
     assert sum(len(some) for some in of_rank) == 17 + 2
     assert sum(layout.blocks(rank) for rank in range(p)) == 17
 

@@ -79,7 +79,7 @@ def check_divides(what: str, size: int, ranks: int, why: str = "each tensor-para
 
 class _ParallelLayer(Module):
     group: TensorGroup
-    sequence: bool
+    sequence = False
 
     @classmethod
     def from_serial(cls, layer: Module, group: TensorGroup, sequence: bool) -> Self:
@@ -97,9 +97,9 @@ class ColumnParallelLinear(_ParallelLayer, Linear):
     """
 
     def __init__(
-        self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, groups: int = 1, **options: Any
+        self, n_in: int, n_out: int, comm: Communicator, *, name: str, groups: int = 1, **options: Any
     ) -> None:
-        self.group, self.sequence = TensorGroup.of(comm), False
+        self.group = TensorGroup(comm)
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0 if self.transposed else 1, n_out, groups))
@@ -118,8 +118,8 @@ class RowParallelLinear(_ParallelLayer, Linear):
     sum over the ranks. UsageError if t does not divide n_in. Sends what `leave` sends.
     """
 
-    def __init__(self, n_in: int, n_out: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
-        self.group, self.sequence = TensorGroup.of(comm), False
+    def __init__(self, n_in: int, n_out: int, comm: Communicator, *, name: str, **options: Any) -> None:
+        self.group = TensorGroup(comm)
         check_divides(f"{name}: n_in/tp", n_in, self.group.size)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(1 if self.transposed else 0, n_in))
@@ -137,8 +137,8 @@ class VocabParallelEmbedding(_ParallelLayer, Embedding):
     (B, T) -> (B, T, h). Tokens of other ranks give zeros. Zeros pad V to a multiple of t. Sends what `leave` sends.
     """
 
-    def __init__(self, count: int, dim: int, comm: Communicator | TensorGroup, *, name: str, **options: Any) -> None:
-        self.group, self.sequence = TensorGroup.of(comm), False
+    def __init__(self, count: int, dim: int, comm: Communicator, *, name: str, **options: Any) -> None:
+        self.group = TensorGroup(comm)
         super().__init__(count, dim, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0, count))
         self.materialize()
@@ -165,23 +165,18 @@ class EnteringNorm(_ParallelLayer, RMSNorm):
         return enter(super().forward(x), self.group, self.sequence)
 
 
-class VocabParallelHead:
-    """The head over a split vocabulary: x, (V/t, h) -> logits (B, T, V/t), which are not gathered.
+def vocab_parallel_head(x: Tensor, weight: Tensor, vocab_size: int, group: TensorGroup, sequence: bool) -> Tensor:
+    """Compute the logits of a split vocabulary, which are not gathered: x, weight (V/t, h) -> (B, T, V/t).
 
     Rows that pad the vocabulary to a multiple of t get -inf, whose softmax is 0. Sends what `enter` sends.
     """
-
-    def __init__(self, vocab_size: int, group: TensorGroup, sequence: bool) -> None:
-        self.vocab_size, self.group, self.sequence = vocab_size, group, sequence
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        logits = column_linear(x, weight, None, self.group, self.sequence, transposed=True)
-        real = self.vocab_size - self.group.rank * weight.shape[0]  # the rows from here on are padding
-        if real >= weight.shape[0]:
-            return logits
-        mask = xp.zeros(weight.shape[0], dtype=logits.dtype)
-        mask[max(0, real) :] = -xp.inf
-        return logits + mask
+    logits = column_linear(x, weight, None, group, sequence, transposed=True)
+    real = vocab_size - group.rank * weight.shape[0]  # the rows from here on are padding
+    if real >= weight.shape[0]:
+        return logits
+    mask = xp.zeros(weight.shape[0], dtype=logits.dtype)
+    mask[max(0, real) :] = -xp.inf
+    return logits + mask
 
 
 class _VocabParallelCrossEntropy(CrossEntropyFunction):
@@ -217,4 +212,5 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Array, group: Comm
     Every rank gets the same loss: log sum exp(logits) - logits[target] over the whole vocabulary. With N = B T, forward
     all-reduces N maxima and 2N sums (exponentials, target logits); gathering would send N V. Backward sends nothing.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, TensorGroup.of(group))
+    group = group if isinstance(group, TensorGroup) else TensorGroup(group)
+    return _VocabParallelCrossEntropy.apply(logits, targets, group)

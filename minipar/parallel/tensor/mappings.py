@@ -1,7 +1,7 @@
 """The communication of tensor and sequence parallelism: four mappings between what ranks share and what each rank has.
 
 The ranks of a TensorGroup compute one layer together. An activation inside the layer differs from rank to rank; outside
-it is the same on every rank, or each rank has its tokens. A mapping is an autograd Function that takes an activation
+it is the same on every rank, or each rank has its tokens. A mapping is an operation that takes an activation
 across this border, and its backward is the adjoint of its forward: of a copy the sum, of a gather the sum's part.
 
     mapping          forward          backward         elements sent per rank    in Megatron-LM
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from minipar.autograd import Function, Tensor
+from minipar.autograd import Tensor, operation
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
@@ -34,11 +34,6 @@ class TensorGroup:
     def __init__(self, comm: Communicator, reduction: str = "ring") -> None:
         self.comm, self.reduction = comm, reduction
         self.rank, self.size = comm.rank, comm.size
-
-    @staticmethod
-    def of(group: "Communicator | TensorGroup") -> "TensorGroup":
-        """Return a TensorGroup of a communicator (with ring sums), or the group itself."""
-        return group if isinstance(group, TensorGroup) else TensorGroup(group)
 
     def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
         """Return the placement of a parameter that is split along `dim`, whose whole length is `size`."""
@@ -73,15 +68,10 @@ class TensorGroup:
         return lambda: work.wait().reshape(parts.shape[1:])
 
 
-class _Mapping(Function):
-    """A function between what ranks share and what each rank has; `adjoint` is its backward."""
-
-    def forward(self, x: Array, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Array:
-        self.adjoint = adjoint
-        return function(x)
-
-    def backward(self, grad: Array) -> Any:
-        return self.adjoint(grad), None, None
+@operation
+def _mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Any:
+    """Apply a function between what ranks share and what each rank has; `adjoint` is its backward."""
+    return function(x), lambda g: adjoint(g)
 
 
 def _same(x: Array) -> Array:
@@ -90,19 +80,19 @@ def _same(x: Array) -> Array:
 
 def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
     """Pass on x, which each rank will use differently, so that its gradient is the sum of the ranks'."""
-    return _Mapping.apply(x, _same, group.sum)
+    return _mapping(x, _same, group.sum)
 
 
 def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
     """Sum the ranks' partial results; every rank gets the sum, and passes its whole gradient back."""
-    return _Mapping.apply(x, group.sum, _same)
+    return _mapping(x, group.sum, _same)
 
 
 def all_gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the ranks' parts along `dim`; each rank will use the whole differently, so backward sums as in `copy_to`."""
-    return _Mapping.apply(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
+    return _mapping(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
 
 
 def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Sum the ranks' partial results and keep this rank's part along `dim`."""
-    return _Mapping.apply(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))
+    return _mapping(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))

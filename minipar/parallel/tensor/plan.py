@@ -124,7 +124,8 @@ def tensor_parallel(
         if isinstance(placement, Partial):
             p.owner = tensor
             tensor.partial.append(p)
-    model.project = layers.VocabParallelHead(model.config.vocab_size, group, sequence)
+    size = model.config.vocab_size
+    model.project = partial(layers.vocab_parallel_head, vocab_size=size, group=group, sequence=sequence)
     model.criterion = partial(layers.vocab_parallel_cross_entropy_sum, group=group)
     modules: dict[str, Any] = dict(model.named_modules())
     for name, module in modules.items():

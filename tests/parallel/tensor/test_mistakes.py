@@ -1,6 +1,7 @@
 """Mistakes in tensor parallelism that the comparison with one device must catch. Each is a trainer that makes one."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from training import ForgetsTheSumOverTensorRanks, takes_all_for
 from minipar.autograd import linear
 from minipar.nn import Dropout
 from minipar.parallel.placement import Partial, Replicate, Shard, update
-from minipar.parallel.tensor.layers import RowParallelLinear, VocabParallelHead, leave
+from minipar.parallel.tensor.layers import RowParallelLinear, leave
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import PLAN, TensorParallel
 from minipar.train.trainer import Trainer
@@ -134,8 +135,7 @@ class SeesThePadding(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        head = self.model.project
-        self.model.project = VocabParallelHead(10**9, head.group, head.sequence)
+        self.model.project = partial(self.model.project, vocab_size=10**9)
 
 
 def test_padding_that_the_softmax_sees():

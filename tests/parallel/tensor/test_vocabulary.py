@@ -12,8 +12,8 @@ from minipar.parallel.placement import Partial, Placement
 from minipar.parallel.tensor.layers import (
     SequenceEmbedding,
     VocabParallelEmbedding,
-    VocabParallelHead,
     vocab_parallel_cross_entropy_sum,
+    vocab_parallel_head,
 )
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
@@ -92,7 +92,7 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     weight = Parameter(np.random.Generator(np.random.Philox(2)).standard_normal((vocab, H)))
     split_along(weight, group, 0)
     x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
-    logits = VocabParallelHead(vocab, group, sequence)(x, weight)
+    logits = vocab_parallel_head(x, weight, vocab, group, sequence)
     comm.traffic.reset()
     loss = vocab_parallel_cross_entropy_sum(logits, targets, group)
     sent = {key: tuple(count) for key, count in comm.traffic.counts.items()}
