@@ -11,6 +11,7 @@ array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +27,11 @@ def chunk_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     size, longer = divmod(n, p)
     starts = [r * size + min(r, longer) for r in range(p + 1)]
     return tuple(zip(starts[:-1], starts[1:], strict=True))
+
+
+def bounds_of(counts: Sequence[int] | np.ndarray) -> Bounds:
+    """Return (start, stop) of stretches of these lengths, one after another."""
+    return list(pairwise([0, *np.cumsum(counts, dtype=int).tolist()]))
 
 
 def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarray]:
@@ -138,11 +144,16 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
             yield (link.isend(x, (link.rank + distance) % p),)
 
 
-def pairwise_all_to_all(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
-    """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. (p-1) alpha + n(p-1)/p beta."""
+def pairwise_all_to_all(
+    link: Link, x: np.ndarray, out: np.ndarray, sends: Bounds | None = None, receives: Bounds | None = None
+) -> Steps:
+    """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. (p-1) alpha + n(p-1)/p beta.
+
+    `sends` and `receives` are the chunks of x and of out, if they are not equal. Empty ones are sent, too.
+    """
     p, r = link.size, link.rank
-    sent, received = chunks(x, p), out.reshape(p, -1)
-    received[r] = sent[r]
+    sent, received = chunks(x, p, sends), chunks(out, p, receives)
+    received[r][...] = sent[r]
     for step in range(p - 1):
         dest, source = (r + step + 1) % p, (r - step - 1) % p
         yield link.isend(sent[dest], dest), link.irecv(received[source], source)

@@ -1,15 +1,14 @@
 """Communicator: the operations of the ranks of a group."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from minipar import backend
 from minipar.backend import Array
-from minipar.comm.algorithms import GENERATORS, Bounds, chunks, gather, ring_all_gather
+from minipar.comm.algorithms import GENERATORS, Bounds, bounds_of, chunks, gather, ring_all_gather
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps
 from minipar.comm.work import Finished, Stream, Work
@@ -27,6 +26,7 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
 }
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none
 
+Counts = tuple[Sequence[int], Sequence[int]] | None
 Result = Any  # the array, or with async_op the Work whose wait() returns it
 
 
@@ -132,12 +132,27 @@ class Communicator(Stream):
             own[...] = flat
         return self._run("all_gather", algorithm, out, host, async_op, host)
 
-    def all_to_all(self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False) -> Result:
-        """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. Sent per rank: n(p-1)/p bytes."""
-        algorithm = choose("all_to_all", algorithm, x.nbytes)
-        flat = self._flat(x, "all_to_all")
-        out, host = self._output("all_to_all", x, out, self.size * chunks(flat, self.size)[self.rank].size)
-        return self._run("all_to_all", algorithm, out, host, async_op, flat, host)
+    def all_to_all(
+        self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False, counts: Counts = None
+    ) -> Result:
+        """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. Return out, or a Work.
+
+        `counts` are (sends, receives), if the chunks of x are not `chunk_bounds`: sends[j] elements for rank j, and
+        receives[j] from it. Sent per rank: all of x but its own chunk, n(p-1)/p bytes if chunks are equal.
+        """
+        algorithm, bounds = choose("all_to_all", algorithm, x.nbytes), []
+        flat, r = self._flat(x, "all_to_all"), self.rank
+        size = self.size * chunks(flat, self.size)[r].size
+        if counts is not None:
+            sends, receives = (list(map(int, each)) for each in counts)
+            complete = len(sends) == len(receives) == self.size and sends[r] == receives[r]
+            if not complete or min(sends + receives) < 0 or sum(sends) != flat.size:
+                given = f"counts {sends}, {receives} of {flat.size} elements"
+                rule = f"one for each rank, for rank {r} the same; what is sent adds up to the elements"
+                raise CommunicationError(f"{self.label}, all_to_all: {given}: expected {rule}")
+            bounds, size = [bounds_of(sends), bounds_of(receives)], sum(receives)
+        out, host = self._output("all_to_all", x, out, size)
+        return self._run("all_to_all", algorithm, out, host, async_op, flat, host, *bounds)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
         """Copy x of `root` to every rank, in place. Sent: n bytes per child in a binomial tree, n(p-1) in all."""
@@ -176,7 +191,7 @@ class Communicator(Stream):
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
         self._control(ring_all_gather, lengths)
-        bounds = list(pairwise([0, *np.cumsum(lengths).tolist()]))
+        bounds = bounds_of(lengths)
         everything = np.empty(bounds[-1][1], np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
         return everything, bounds
@@ -211,6 +226,8 @@ class Communicator(Stream):
     ) -> Result:
         """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
         elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
+        if type(combine) is list:  # of the chunks of an all-to-all: each rank has its own number of elements
+            elements = elements[:0]
         tag = self.next_tag(op, algorithm, elements, combine)
         work = self._kind()(self, op, algorithm, tag)
         generator = _alone if self.size == 1 else GENERATORS[op].get(algorithm, _native)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from minipar.comm.algorithms import chunk_bounds
+from minipar.comm.algorithms import Bounds, chunk_bounds
 from minipar.comm.transport import USER_TAGS, Half, Link, Request, meaning
 from minipar.errors import CommunicationError, UsageError
 
@@ -211,15 +211,16 @@ class MPITransport:
                 return self.comm.Ireduce_scatter(_typed(x), _typed(out), self._counts(x, 1), REDUCTIONS[combine])
             case "all_gather", (out,):
                 return self.comm.Iallgatherv(MPI.IN_PLACE, [out, self._counts(out, out.itemsize), BYTE])
-            case "all_to_all", (x, out):
-                received = [out.nbytes // self.size] * self.size
-                return self.comm.Ialltoallv([x, self._counts(x, x.itemsize), BYTE], [out, received, BYTE])
+            case "all_to_all", (x, out, *bounds):
+                sends, receives = bounds or (None, None)
+                received = self._counts(out, out.itemsize, receives)
+                return self.comm.Ialltoallv([x, self._counts(x, x.itemsize, sends), BYTE], [out, received, BYTE])
             case "broadcast", (x, root):
                 return self.comm.Ibcast([x, x.nbytes, BYTE], root)
         return self.comm.Ibarrier()
 
-    def _counts(self, x: np.ndarray, unit: int) -> list[int]:
-        return [unit * (stop - start) for start, stop in chunk_bounds(x.size, self.size)]
+    def _counts(self, x: np.ndarray, unit: int, bounds: Bounds | None = None) -> list[int]:
+        return [unit * (stop - start) for start, stop in bounds or chunk_bounds(x.size, self.size)]
 
 
 def _typed(x: np.ndarray) -> list[Any]:

@@ -126,4 +126,6 @@ class Half:
             what = f"rank {self.peer} called {sent}{another}, but this rank {called}"
             what += f" ({arrived} bytes arrived, {self.nbytes} expected)"
         remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
+        if sent == called and sent.startswith("all_to_all"):
+            remedy += ", or with counts of which each rank receives what the others send it"
         return CommunicationError(f"{self.owner.title()}: {what}; {remedy}")

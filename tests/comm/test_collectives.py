@@ -1,6 +1,7 @@
 """Every collective, every algorithm, over threads: equal to NumPy, at 1 to 8 ranks, at every awkward size."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -91,6 +92,41 @@ def test_all_to_all_transposes_chunks(p):
             np.testing.assert_array_equal(out, np.concatenate(expected))
 
     run_local(p, program)
+
+
+def counts_between(p, seed=1):
+    """counts[i, j]: what rank i sends to rank j. Some ranks send or receive nothing."""
+    counts = np.random.default_rng(seed).integers(0, 4, (p, p))
+    counts[p // 2] = counts[:, p // 3] = 0
+    return counts
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_an_all_to_all_takes_unequal_counts(p):
+    counts, columns = counts_between(p), 3
+
+    def message(source, dest):
+        return 100 * source + 10 * dest + np.arange(columns * counts[source, dest])
+
+    def program(comm):
+        r = comm.rank
+        x = np.concatenate([message(r, j) for j in range(p)]).reshape(-1, columns)
+        expected = np.concatenate([message(i, r) for i in range(p)])
+        sizes = columns * counts[r], columns * counts[:, r]
+        np.testing.assert_array_equal(comm.all_to_all(x, counts=sizes), expected)
+        work = comm.all_to_all(x, np.zeros(expected.size, int), async_op=True, counts=sizes)
+        np.testing.assert_array_equal(work.wait(), expected)
+        assert comm.traffic.bytes("all_to_all") == 2 * 8 * columns * (counts[r].sum() - counts[r, r])
+        assert comm.traffic.messages("all_to_all") == 2 * (p - 1)
+
+    run_local(p, program)
+
+
+@pytest.mark.parametrize("counts", [([1, 1], [1, 1]), ([4, -1], [4, 0]), ([3], [3]), ([2, 1], [1, 1])])
+def test_an_all_to_all_rejects_counts_that_do_not_fit(counts):
+    given = "rank ., all_to_all: counts " + re.escape(f"{counts[0]}, {counts[1]} of 3 elements: expected one for each")
+    with pytest.raises(CommunicationError, match=given):
+        run_local(2, lambda comm: comm.all_to_all(np.ones(3), counts=counts))
 
 
 @pytest.mark.parametrize("p", RANKS)

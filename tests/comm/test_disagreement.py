@@ -31,6 +31,11 @@ MISTAKES = {
         "comm.reduce_scatter(np.ones(47), algorithm='ring')",  # rank 1's messages may have the same size
         ("with another number of elements",),
     ),
+    "counts of an all-to-all": (
+        "comm.all_to_all(np.ones(3 * comm.size), counts=([3] * comm.size, [3] * comm.size))",
+        "comm.all_to_all(np.ones(2 * comm.size), counts=([2] * comm.size, [2] * comm.size))",
+        ("sent", "were expected", "counts of which each rank receives what the others send it"),
+    ),
     "operation": (
         "comm.barrier()",
         "comm.all_reduce(np.ones(100))",

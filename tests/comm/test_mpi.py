@@ -47,6 +47,20 @@ def program(comm):
                     assert comm.traffic.bytes(op) == wire_bytes(op, algorithm, n, x.itemsize, p, r, **where)
                     assert comm.traffic.messages(op) == messages(op, algorithm, p, r, **where)
 
+    from mpi4py import MPI
+    for seed, columns in ((1, 1), (2, 1000)):  # some ranks send or receive nothing
+        sizes = columns * np.random.default_rng(seed).integers(0, 4, (p, p))
+        sizes[p // 2] = sizes[:, p // 3] = 0
+        sends, receives = sizes[r], sizes[:, r]
+        x, expected = np.random.default_rng(r).standard_normal(sends.sum()), np.zeros(receives.sum())
+        MPI.COMM_WORLD.Alltoallv([x, sends.tolist()], [expected, receives.tolist()])
+        for algorithm in ALGORITHMS["all_to_all"]:
+            comm.traffic.reset()
+            assert np.array_equal(comm.all_to_all(x, algorithm=algorithm, counts=(sends, receives)), expected)
+            if algorithm != "mpi":
+                assert comm.traffic.bytes("all_to_all") == 8 * (sends.sum() - sends[r])
+                assert comm.traffic.messages("all_to_all") == p - 1
+
     x = [np.random.default_rng(rank).standard_normal(1001) for rank in range(p)]
     expected = x[0].copy()
     for other in x[1:]:

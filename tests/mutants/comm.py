@@ -29,6 +29,11 @@ MUTANTS = [
         ),
         ("auto: one array too many is small", "nbytes < FEW_STEPS_BELOW", "nbytes <= FEW_STEPS_BELOW"),
         ("a blocking call overtakes asynchronous ones", "type(work) is Work and not self.queue", "type(work) is Work"),
+        (
+            "all_to_all: counts that do not add up",
+            "if not complete or min(sends + receives) < 0 or sum(sends) != flat.size:",
+            "if not complete or min(sends + receives) < 0:",
+        ),
         ("a message to a rank that does not exist", "if not 0 <= peer < self.size:", "if not 0 <= peer <= self.size:"),
     ),
     *mistakes(
@@ -54,6 +59,11 @@ MUTANTS = [
             "all_to_all: chunks in the order of their arrival",
             "link.irecv(received[source], source)",
             "link.irecv(received[dest], source)",
+        ),
+        (
+            "all_to_all: receives as much as it sends",
+            "sent, received = chunks(x, p, sends), chunks(out, p, receives)",
+            "sent, received = chunks(x, p, sends), chunks(out, p, sends)",
         ),
         ("all_gather: does not wait for what it sends", "    yield requests", "    yield requests[::2]"),
     ),
