@@ -57,10 +57,9 @@ from chapters.support.show import printer
 from minipar.autograd import DeferredGradients, defer_weight_gradients
 from minipar.comm import run_local, world
 from minipar.parallel.pipeline import schedules
-from minipar.parallel.pipeline.actions import Schedule, parse_action
+from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check, lower
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, PipelineStage
 
 comm = world()

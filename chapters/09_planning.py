@@ -62,8 +62,8 @@ import numpy as np
 from chapters.support.mistakes_planning import MISTAKES, alarms, recommended
 from chapters.support.share_work import shared
 from chapters.support.three_models import ASK, LARGE, MIDDLE, SHORT, SMALL, fastest, first_choice, scaling, spending
+from minipar.parallel.pipeline.actions import Durations, peak_live, simulate
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Durations, peak_live, simulate
 from minipar.plan import rank_bytes
 from minipar.plan.cluster import GPUS, Assumptions, Cluster, gather_seconds
 from minipar.plan.layout import Layout

@@ -16,8 +16,8 @@ import pytest
 
 from minipar.errors import UsageError
 from minipar.parallel.memory import FLOAT32, FLOAT64, model_state
+from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import MODELS, ModelShape
 from minipar.plan.rank_bytes import memory, volume

@@ -14,10 +14,9 @@ from typing import Any
 from matplotlib import rc_context
 
 from minipar.errors import UsageError, UsageParser, printable, write_json, write_out
-from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make, save_csv
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from visualize import mesh, schedule, style, timeline
 from visualize.comparison import plot_comparison, read_comparison
 from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics

@@ -1,6 +1,6 @@
 """Pictures of pipeline schedules: a row for each rank, a box for each action, and the activations alive meanwhile.
 
-A schedule's timeline comes from the simulator (`minipar.parallel.pipeline.simulate`) or from the trace of a run.
+A schedule's timeline comes from the simulator (`simulate` of `minipar.parallel.pipeline.actions`) or from the trace of a run.
 Several are drawn on one time axis.
 """
 
@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError, printable
+from minipar.parallel.pipeline.actions import Durations, Slot, Time, Timeline, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import Durations, Slot, Time, Timeline, simulate
 from visualize.boxes import (
     DIGIT_WIDTH,
     FILL,

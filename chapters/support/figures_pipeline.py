@@ -14,10 +14,9 @@ from matplotlib.patches import Patch, Rectangle
 from chapters.support.show import in_notebook
 from minipar.bench.pipeline import timeline_of
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Action
+from minipar.parallel.pipeline.actions import Action, Durations, Slot, Time, Timeline, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import Durations, Slot, Time, Timeline, simulate
 from visualize.boxes import KINDS, action_of
 from visualize.schedule import NAMES, gallery, plot_schedule
 from visualize.style import COLOURS, INK, Picture, ink_on, picture

@@ -13,8 +13,8 @@ from chapters.support.published_runs import KORTHIKANTI, NARAYANAN, narayanan
 from chapters.support.three_models import ASK, BATCH, LENGTH, MIDDLE
 from minipar.comm import Communicator, DeviceMesh, run_local
 from minipar.parallel.memory import FLOAT64
+from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import peak_live
 from minipar.plan import rank_bytes
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MEGATRON, Framework, Layout

@@ -14,7 +14,7 @@ from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_loca
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.pipeline.simulate import Durations, Timeline
+from minipar.parallel.pipeline.actions import Durations, Timeline
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens, load_tokens

@@ -20,8 +20,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Schedule, parse_action
-from minipar.parallel.pipeline.simulate import Durations, Slot, Time, Timeline, simulate
+from minipar.parallel.pipeline.actions import Durations, Schedule, Slot, Time, Timeline, parse_action, simulate
 from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve, schedule_of
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer

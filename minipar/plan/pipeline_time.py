@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.plan.layout import Layout
 
 MOST_ACTIONS = 60_000  # of a simulated schedule: a second or so

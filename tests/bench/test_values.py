@@ -10,8 +10,8 @@ import pytest
 from minipar.bench import largest, layouts, machine, pipeline, step
 from minipar.bench.costs import BLOCK, BLOCKS, SUMS, Shape
 from minipar.comm import run_local, serial
+from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.train.config import DataConfig, ModelConfig, TrainConfig
 
 

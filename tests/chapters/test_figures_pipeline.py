@@ -16,9 +16,8 @@ from chapters.support.figures_pipeline import (
 )
 from minipar.bench.pipeline import mean_durations
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Action
+from minipar.parallel.pipeline.actions import Action, Durations, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from visualize import parse_trace
 
 

@@ -16,9 +16,9 @@ from chapters.support.train_pipelines import (
 )
 from minipar.comm import run_local
 from minipar.errors import UsageError
+from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.train.trainer import Trainer
 
 

@@ -138,7 +138,7 @@ MUTANTS = [
         ("schedules: zb-h2 puts W off as little as zb-h1", "delay=2 * r", "delay=r"),
     ),
     *mistakes(
-        "minipar/parallel/pipeline/simulate.py",
+        "minipar/parallel/pipeline/actions.py",
         "parallel/pipeline/test_schedules.py",
         (
             "simulator: a message within a rank takes time",

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 from planning import layout
 
+from minipar.parallel.pipeline.actions import peak_live
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import peak_live
 from minipar.plan.layout import MEGATRON, MINIPAR, PRECISIONS
 from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import in_flight, layer_activations, layer_state, memory, rank_parameters, volume

@@ -10,8 +10,8 @@ from launcher import run_mpi
 from training import verdicts
 
 from minipar.errors import UsageError
+from minipar.parallel.pipeline.actions import simulate
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.simulate import simulate
 from minipar.train.config import schedule_of
 from minipar.train.progress import notes
 

@@ -8,8 +8,8 @@ from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bit
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
+from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, save_csv
-from minipar.parallel.pipeline.simulate import Durations, simulate
 from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.train.config import schedule_of
 from minipar.train.data import load_tokens

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import FillBetweenPolyCollection, PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 
+from minipar.parallel.pipeline.actions import Durations, peak_live, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import Durations, peak_live, simulate
 from visualize import gallery, live_activations, plot_schedule, plot_schedules
 from visualize.__main__ import main
 from visualize.boxes import KINDS, chunks, fitting, legend_handles, palette

@@ -2,7 +2,7 @@
 
 from chapters.exercises.graders.schedules import timeline_of
 from chapters.exercises.grading import Hint, call, require
-from minipar.parallel.pipeline.simulate import peak_live
+from minipar.parallel.pipeline.actions import peak_live
 
 SIZES = ((2, 2), (2, 6), (3, 5), (4, 4), (4, 8), (8, 8), (8, 24))
 

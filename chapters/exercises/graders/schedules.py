@@ -2,9 +2,8 @@
 
 from chapters.exercises.grading import Hint, require
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Schedule, parse_action
+from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.simulate import Durations, simulate
 
 DURATIONS = Durations(forward=1, backward_input=1, backward_weight=1)  # B takes 2
 

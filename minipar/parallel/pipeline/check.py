@@ -9,8 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule
-from minipar.parallel.pipeline.simulate import peak_live, simulate
+from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, peak_live, simulate
 
 
 def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, Action] | None:

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
-from minipar.parallel.pipeline.simulate import Durations, simulate
+from minipar.parallel.pipeline.actions import Action, Durations, Schedule, parse_action, simulate
 
 _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 

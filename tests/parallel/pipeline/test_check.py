@@ -11,10 +11,9 @@ import pytest
 
 from minipar.comm import run_local
 from minipar.errors import CommunicationError, UsageError
-from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
+from minipar.parallel.pipeline.actions import Action, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check, lower
 from minipar.parallel.pipeline.schedules import load_csv, make, save_csv
-from minipar.parallel.pipeline.simulate import simulate
 
 SOME = [
     *[(name, p, m, None) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv")

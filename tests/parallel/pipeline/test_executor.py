@@ -15,10 +15,9 @@ from pipeline_cases import SCALE, TEXT, B, H, T, differing, execute, execute_ran
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
+from minipar.parallel.pipeline.actions import Action, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check, lower
 from minipar.parallel.pipeline.schedules import load_csv, make, save_csv
-from minipar.parallel.pipeline.simulate import simulate
 from minipar.parallel.pipeline.stage import PipelineStage
 
 # Schedule, ranks, microbatches, layers, stages per rank: fewer microbatches than ranks, more, as many, not a multiple;

@@ -10,10 +10,9 @@ from functools import cache
 import pytest
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Schedule
+from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from minipar.parallel.pipeline.simulate import Durations, simulate
 
 SIZES, MICROBATCHES = range(1, 9), range(1, 17)
 EQUAL = Durations(1, 1, 1)
