@@ -4,7 +4,6 @@
 
 from minipar.autograd.attention import METHODS, causal_attention
 from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
-from minipar.autograd.checkpoint import checkpoint, randomness
 from minipar.autograd.fused import (
     IGNORE_INDEX,
     cross_entropy,
@@ -19,4 +18,4 @@ from minipar.autograd.fused import (
     rotary,
     swiglu,
 )
-from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, operation
+from minipar.autograd.tensor import Function, Tensor, checkpoint, grad_enabled, no_grad, operation, randomness

@@ -1,14 +1,15 @@
 """Tensor and its operations, and Function, which records the graph that a backward pass goes through.
 
 An operation of Tensor is one method: its rule gives the result and, next to it, the gradient of each input. An
-operation that does more (saves something cheaper than its inputs, computes a gradient later) is a Function.
+operation that does more is a Function: it saves something cheaper than its inputs, computes a gradient later, or, as
+`checkpoint`, computes a whole block again.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, ParamSpec
@@ -22,6 +23,8 @@ from minipar.memory import hold, is_recording
 P = ParamSpec("P")
 _number = itertools.count()
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
+# The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
+randomness: ContextVar[Any] = ContextVar("randomness", default=None)
 
 
 def no_grad() -> AbstractContextManager[Any]:
@@ -283,3 +286,30 @@ class Tensor:
     def mean(self, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
         total = self.sum(dim, keepdims)
         return total * (total.size / self.size)
+
+
+class _Checkpoint(Function):
+    def forward(self, function: Callable[..., Tensor], arity: int, *arrays: Array) -> Array:
+        # Only the function's own inputs are kept; parameters are listed as inputs so that they count as used here.
+        self.function, self.inputs = function, arrays[:arity]
+        self.randomness = randomness.get()
+        with no_grad():
+            return function(*(Tensor(array) for array in self.inputs)).data
+
+    def backward(self, grad: Array) -> Any:
+        arity, total = len(self.inputs), len(self.needs)
+        inputs = [Tensor(x, need) for x, need in zip(self.inputs, self.needs[2 : 2 + arity], strict=True)]
+        with setting(randomness, self.randomness), setting(grad_enabled, True):  # even inside `no_grad`
+            output = self.function(*inputs)
+        output.backward(grad)  # parameters receive their gradients in here
+        return (None, None, *(x.grad for x in inputs), *(None,) * (total - 2 - arity))
+
+
+def checkpoint(function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
+    """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again (Chen et al. 2016).
+
+    The second run computes the same bits, with the same dropout masks. NB: recompute, or activation checkpointing.
+    `parameters` are the leaves that `function` uses besides `inputs`. They are listed so that no gradient hook runs
+    before this block's backward, and so that the result requires a gradient even if no input does.
+    """
+    return _Checkpoint.apply(function, len(inputs), *inputs, *parameters)
