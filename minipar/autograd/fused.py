@@ -65,32 +65,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     return LinearFunction.apply(x, weight, bias, transposed)
 
 
-class _Embedding(Function):
-    def forward(self, weight: Array, index: Array) -> Array:
-        self.index, self.shape = index, weight.shape
-        return weight[index]
-
-    def backward(self, grad: Array) -> Any:
-        index, shape = self.index.reshape(-1), self.shape
-        rows = grad.reshape(-1, shape[1])  # (N, h)
-
-        def scatter(out: Array | None) -> Array:
-            """Set out[v] to the sum of the rows whose index is v, in a third of the time of `add.at`."""
-            if out is None:
-                out = xp.empty(shape, dtype=rows.dtype)
-            out[...] = 0
-            order = xp.argsort(index, kind="stable")
-            ordered = index[order]
-            starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # of each token
-            out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
-            return out
-
-        return LazyGradient(scatter), None
-
-
-def embedding(weight: Tensor, index: Array) -> Tensor:
+@operation
+def embedding(weight: Any, index: Array) -> Any:
     """Look up rows of `weight` (V, h) by an integer array of any shape: (...,) -> (..., h)."""
-    return _Embedding.apply(weight, index)
+    shape = weight.shape
+
+    def scatter(g: Array, out: Array | None) -> Array:
+        """Set out[v] to the sum of the rows of g whose index is v, in a third of the time of `add.at`."""
+        rows, tokens = g.reshape(-1, shape[1]), index.reshape(-1)  # (N, h), (N,)
+        out = xp.empty(shape, dtype=rows.dtype) if out is None else out
+        out[...] = 0
+        order = xp.argsort(tokens, kind="stable")
+        ordered = tokens[order]
+        starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # of each token
+        out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
+        return out
+
+    return weight[index], lambda g: LazyGradient(lambda out: scatter(g, out))
 
 
 class _LayerNorm(Function):

@@ -73,9 +73,9 @@ class Function(Node):
         return output
 
 
-def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
+def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | LazyGradient:
     """Sum `grad` over the dims that broadcasting `shape` added or stretched: the adjoint of broadcasting."""
-    if grad.shape == shape:
+    if isinstance(grad, LazyGradient) or grad.shape == shape:
         return grad
     grad = grad.sum(axis=tuple(range(grad.ndim - len(shape))))
     stretched = tuple(i for i, n in enumerate(shape) if n == 1 and grad.shape[i] != 1)
@@ -108,7 +108,7 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
 
     The rule returns its result, then for each of its inputs, in order, the function from the gradient g of the result
     to that of the input. Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index)
-    have no function. Constants (Python numbers, arrays) may be given instead of tensors.
+    have no function. Constants (Python numbers, arrays) may be given instead of tensors. A gradient may be lazy.
     """
     node: type[_Operation] = type(rule.__name__.strip("_").capitalize(), (_Operation,), {"rule": staticmethod(rule)})
 
