@@ -22,6 +22,7 @@ from minipar.record import strips
 # What it usually means if B's gradient is this many times A's, and if A's is this many times B's.
 CAUSES = {
     "dp": ("summed over dp, though each rank's is already that of the global mean", "divided by dp once too often"),
+    "cp": ("of a loss times cp, or summed over cp once more", "divided by cp once too often, or not summed over it"),
     "tp": ("summed over tp, though each rank has it whole", "divided by tp, or not summed over it"),
     "pp": ("added on each pipeline rank", "divided by pp, or kept on one pipeline rank only"),
     "microbatches": ("not divided by the microbatches", "divided by the microbatches twice, or of one of them only"),
@@ -264,7 +265,7 @@ def describe(names: Sequence[str], every: Iterable[str]) -> str:
     kinds = dict.fromkeys(blocks[name][1] for name in names if name in blocks)
     if chosen == {name for name in blocks if blocks[name][1] in kinds}:
         return f"{', '.join(kinds)} of every block"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names) if len(names) <= 3 else f"{len(names)} parameters, first {names[0]}, last {names[-1]}"
 
 
 def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], difference: float = 0.0) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ class Record:
     """
 
     def __init__(self, directory: str | Path, parameters: Arrays, **facts: object) -> None:
-        """Write run.json. `facts` can be dtype, dp, tp, pp, microbatches, and the tokens of a global batch."""
+        """Write run.json. `facts` can be dtype, dp, cp, tp, pp, microbatches, and the tokens of a global batch."""
         self.directory = Path(directory)
         self.directory.mkdir(parents=True)  # FileExistsError: the steps of another run are not mixed in
         self.parameters = {name: np.array(values) for name, values in parameters.items()}

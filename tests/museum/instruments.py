@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 from training import config_for, ranks_of, trainer_for
 
-from minipar.bench.layouts import framework_of, layout_of, shape_of
+from minipar.bench.layouts import framework_of, layout_of
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
@@ -25,6 +25,7 @@ from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
+from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
 from minipar.train.checkpoint import prepare_directory
 from minipar.train.config import TrainConfig, schedule_of
@@ -58,8 +59,8 @@ def configuration(flags: str, steps: int = STEPS) -> TrainConfig:
 def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield a name and a digest for each array that other ranks hold too; the same name promises the same digest.
 
-    Every data-parallel rank holds its replica's parameters (ZeRO stages 0 to 2), every tensor-parallel rank those that
-    are not split, and the last pipeline rank a copy of the token embedding.
+    Every data- and context-parallel rank holds its replica's parameters (ZeRO stages 0 to 2), every tensor-parallel
+    rank those that are not split, and the last pipeline rank a copy of the token embedding.
     """
     place = trainer.mesh.coordinates
     for name, p in trainer.model.named_parameters():
@@ -68,6 +69,16 @@ def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
         if trainer.ddp.stage < 3 and (is_here or is_copy):
             part = place["tp"] if isinstance(p.placement.tp, Shard) else "all"
             yield f"{name}, part {part}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
+
+
+def planned_peak(config: TrainConfig) -> float:
+    """Compute the planner's bytes of the fullest rank. Of each sample a context-parallel rank computes T/c tokens."""
+    sizes, is_gpt2 = config.model, config.model.model == "gpt2"
+    size = sizes.layers, sizes.hidden, sizes.heads, sizes.vocab_size
+    llama = {"tied": False, "gated": True, "biases": False, "norm_biases": False}
+    options = {"positions": sizes.seq_len} if is_gpt2 else {"kv_heads": sizes.kv_heads, "ffn": sizes.ffn, **llama}
+    length = sizes.seq_len // config.mesh.cp
+    return memory(ModelShape(*size, **options), layout_of(config), length, framework_of(config)).total
 
 
 def predicted_state(config: TrainConfig, place: dict[str, int]) -> list[int]:
@@ -127,7 +138,7 @@ def look(flags: str, resume_after: int | None = None, record: str | None = None)
             flags += f" --resume {folder}"
         config = configuration(flags)
         ranks = run_local(ranks_of(config), look_at_rank, config, tokens, record)
-    planned = memory(shape_of(config), layout_of(config), config.model.seq_len, framework_of(config)).total
+    planned = planned_peak(config)
     together: dict[str, set[str]] = {}
     for rank in ranks:
         for name, digest in rank["digests"].items():

@@ -315,7 +315,7 @@ class LossTimesCp(Trainer):
 
 
 class OneHopShort(Trainer):
-    """Gradients of keys and values stop at the left neighbour of their owner (TransformerEngine pull request 2484)."""
+    """Gradients of keys and values stop at the left neighbour of their owner (TransformerEngine issue 2484)."""
 
     def __init__(self, *args):
         super().__init__(*args)
