@@ -27,7 +27,7 @@ PREFIX = "transformer."  # of the names in GPT2LMHeadModel's files; GPT2Model's 
 HEAD = "lm_head.weight"  # the token embedding once more, in some files
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not parameters, in files of old versions
 _LAYER = re.compile(r"(?:h|model\.layers)\.(\d+)\.")
-_READABLE = ("F64", "F32", "F16")  # safetensors' names of the dtypes that NumPy has too
+_READABLE = ("F64", "F32", "F16", "BF16")  # dtypes, by safetensors' names
 _LARGEST_SIZE = 2**31 - 1
 _DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
 # With other values of these settings the model would be another function than the one implemented here.
@@ -109,22 +109,32 @@ def load_pretrained(
 ) -> LanguageModel:
     """Load the model of a directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
+    The weights are in model.safetensors or, without that, in the files that model.safetensors.index.json names.
     `options` are those of the model's class. Raises UsageError that names the file and every missing, unexpected or
     misshapen tensor.
     """
     config = load_config(directory)
-    path = Path(directory) / "model.safetensors"
-    if not path.is_file():
-        raise UsageError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
-    try:
-        with safe_open(path, "np") as file:
-            names = [name for name in file.keys() if not name.endswith(_BUFFERS)]
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-            kinds = {name: file.get_slice(name).get_dtype() for name in names}
-    except (SafetensorError, OSError, TypeError, KeyError) as error:
-        raise UsageError(f"{path} is not a safetensors file that can be read: {error}") from None
-    tied = HEAD in names and config.tie_word_embeddings
-    stored = {name.removeprefix(PREFIX): name for name in names if not (tied and name == HEAD)}
+    path = Path(directory) / "model.safetensors"  # or the index of several files; errors name it
+    weight_map: Any = {}  # each tensor's file
+    if not os.path.exists(path) and os.path.isfile(f"{path}.index.json"):
+        path = Path(f"{path}.index.json")
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
+            raise UsageError(f"{path}: weight_map: expected for each tensor the name of a file in this directory")
+    files, shapes, kinds = {}, {}, {}
+    for part in map(Path(directory).joinpath, sorted(set(weight_map.values())) or ["model.safetensors"]):
+        if not os.path.isfile(part):
+            raise UsageError(f"{part}: {'not a regular file' if os.path.exists(part) else 'no such file'}")
+        try:
+            with safe_open(part, "np") as file:
+                for name in file.keys():
+                    if weight_map.get(name, part.name) == part.name and not name.endswith(_BUFFERS):
+                        files[name], tensor = part, file.get_slice(name)
+                        shapes[name], kinds[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+        except (SafetensorError, OSError, TypeError, KeyError) as error:
+            raise UsageError(f"{part} is not a safetensors file that can be read: {error}") from None
+    tied = HEAD in files and config.tie_word_embeddings
+    stored = {name.removeprefix(PREFIX): name for name in files if not (tied and name == HEAD)}
     layers = {match[1] for name in stored if (match := _LAYER.match(name))}
     for i in range(config.n_layer):  # before the model is built, because n_layer may be a mistake and very large
         if str(i) not in layers:
@@ -138,14 +148,14 @@ def load_pretrained(
         raise UsageError(f"{named}: {error}") from None
     for name, kind in kinds.items():
         if kind not in _READABLE:
-            raise UsageError(f"{path}: {name} is stored as {kind}; expected one of {', '.join(_READABLE)}")
+            raise UsageError(f"{files[name]}: {name} is stored as {kind}; expected one of {', '.join(_READABLE)}")
     if tied:
         embedding = next(name for name, p in model.named_parameters() if p is model.token_embedding)
-        with safe_open(path, "np") as file:
-            if not np.array_equal(file.get_tensor(HEAD), file.get_tensor(stored[embedding])):
-                raise UsageError(f"{path}: {HEAD} differs from {embedding}, but the head is tied to it")
+        if not np.array_equal(*(_tensor(files[name], name) for name in (HEAD, stored[embedding]))):
+            raise UsageError(f"{path}: {HEAD} differs from {embedding}, but the head is tied to it")
     for name, parameter in model.named_parameters():
-        parameter.deferred = Deferred(parameter.shape, parameter.dtype, partial(_read, path, stored[name], dtype))
+        read = partial(_read, files[stored[name]], stored[name], dtype)
+        parameter.deferred = Deferred(parameter.shape, parameter.dtype, read)
     if not deferred:
         config.check_memory(np.dtype(dtype).itemsize)
         model.materialize()
@@ -154,8 +164,20 @@ def load_pretrained(
 
 def _read(path: Path, key: str, dtype: str) -> Array:
     """Read one tensor, converted to `dtype`."""
+    return from_host(np.ascontiguousarray(_tensor(path, key), dtype=dtype))
+
+
+def _tensor(path: Path, key: str) -> np.ndarray:
+    """Read one tensor in its own dtype, or float32 for bfloat16, which NumPy lacks: a bfloat16 is its upper 16 bits."""
     with safe_open(path, "np") as file:
-        return from_host(np.ascontiguousarray(file.get_tensor(key), dtype=dtype))
+        tensor = file.get_slice(key)
+        if tensor.get_dtype() != "BF16":
+            return file.get_tensor(key)
+    with path.open("rb") as raw:  # 8 bytes with the length of the header, which is JSON, then the tensors
+        length = int.from_bytes(raw.read(8), "little")
+        start = 8 + length + json.loads(raw.read(length))[key]["data_offsets"][0]
+    upper = np.memmap(path, "<u2", "r", start, tuple(tensor.get_shape()))
+    return (upper.astype("<u4") << 16).view("<f4")
 
 
 def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:

@@ -81,7 +81,12 @@ def tensors(data: bytes) -> st.SearchStrategy[bytes]:
 def model_directories(draw: st.DrawFn) -> Case:
     model = exported(draw(st.sampled_from(("gpt2", "llama"))))
     files: dict[str, bytes | str] = {f"m/{name}": content for name, content in model.items()}
-    if draw(st.booleans()):
+    if draw(st.integers(0, 3)) == 0:  # the weights are a shard of an index
+        files["m/a.safetensors"] = files.pop("m/model.safetensors")
+        names = [name for name in header_of(model["model.safetensors"]) if name != "__metadata__"]
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}
+        files["m/model.safetensors.index.json"] = draw(or_no_file(json_files(index)))
+    elif draw(st.booleans()):
         files["m/config.json"] = draw(or_no_file(json_files(json.loads(model["config.json"]))))
     else:
         files["m/model.safetensors"] = draw(or_no_file(tensors(model["model.safetensors"])))

@@ -114,6 +114,24 @@ def test_a_directory_saved_there_computes_the_same_here(config, recompute, tmp_p
     assert_same_function(model, reference, config)
 
 
+@pytest.mark.parametrize("config", SHAPES[:2])
+@pytest.mark.parametrize(
+    ("dtype", "shards"), [(torch.bfloat16, 1), (torch.bfloat16, 3), (torch.float16, 3), (torch.float32, 3)]
+)
+def test_a_directory_of_16_bits_or_shards_loads_exactly(config, dtype, shards, tmp_path):
+    """transformers writes the weights rounded to the dtype, reads them again, and computes with them in float64."""
+    written = theirs(config).to(dtype)
+    size = sum(p.numel() * p.element_size() for p in written.parameters())
+    written.save_pretrained(tmp_path, max_shard_size=size // shards + 1)
+    assert (len(list(tmp_path.glob("model-*.safetensors"))) > 1) == (shards > 1)
+    assert (tmp_path / "model.safetensors").exists() == (shards == 1)
+    reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    model = load_pretrained(tmp_path, dtype="float64")
+    weights = dict(reference.named_parameters())
+    assert all(np.array_equal(p.data, weights[name].detach().numpy()) for name, p in model.named_parameters())
+    assert_same_function(model, reference, config)
+
+
 @pytest.mark.parametrize("config", SHAPES)
 def test_a_directory_exported_here_computes_the_same_there(config, tmp_path):
     model = Llama(config, seed=5, dtype="float64")
