@@ -265,7 +265,7 @@ def describe(names: Sequence[str], every: Iterable[str]) -> str:
     kinds = dict.fromkeys(blocks[name][1] for name in names if name in blocks)
     if chosen == {name for name in blocks if blocks[name][1] in kinds}:
         return f"{', '.join(kinds)} of every block"
-    return ", ".join(names) if len(names) <= 3 else f"{len(names)} parameters, first {names[0]}, last {names[-1]}"
+    return ", ".join(names) if len(names) <= 3 else f"some from {names[0]} to {names[-1]}"
 
 
 def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], difference: float = 0.0) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ def as_text(finding: Finding) -> str:
     for found in finding.differences:
         ratio = "no constant ratio" if found.ratio is None else f"B = {found.ratio:.5g} A"
         count = f" ({len(found.parameters)} of {finding.parameters} parameters)" if found.parameters else ""
-        lines.append(f"  {found.quantity}: {ratio}: {found.group}{count}")
+        lines.append(f"  {found.quantity}: {ratio.replace('= 1 A', 'is nearly A')}: {found.group}{count}")
         lines += [f"    {cause}" for cause in found.causes]
     return "".join(f"{printable(line)}\n" for line in lines)
 

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from training import config_for, ranks_of, trainer_for
@@ -78,7 +79,8 @@ def planned_peak(config: TrainConfig) -> float:
     llama = {"tied": False, "gated": True, "biases": False, "norm_biases": False}
     options = {"positions": sizes.seq_len} if is_gpt2 else {"kv_heads": sizes.kv_heads, "ffn": sizes.ffn, **llama}
     length = sizes.seq_len // config.mesh.cp
-    return memory(ModelShape(*size, **options), layout_of(config), length, framework_of(config)).total
+    layout = layout_of(replace(config, mesh=replace(config.mesh, cp=1)))
+    return memory(ModelShape(*size, **options), layout, length, framework_of(config)).total
 
 
 def predicted_state(config: TrainConfig, place: dict[str, int]) -> list[int]:
