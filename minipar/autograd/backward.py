@@ -4,7 +4,7 @@ Nodes are numbered as they are created, so every input of a node has a smaller n
 the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -73,10 +73,10 @@ def run_backward(root: Node, gradient: Array) -> None:
             del edges  # frees what the next node's backward does not need
 
 
-def reachable(root: Node) -> tuple[list[Node], dict[Leaf, int]]:
+def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
     """Return all nodes from `root` down, inputs before users, and the number of edges that lead to each leaf."""
     nodes, stack = {root}, [root]
-    uses: dict[Leaf, int] = {}
+    uses: Counter[Leaf] = Counter()
     while stack:
         node = stack.pop()
         if not hasattr(node, "edges"):
@@ -87,7 +87,7 @@ def reachable(root: Node) -> tuple[list[Node], dict[Leaf, int]]:
                     nodes.add(edge)
                     stack.append(edge)
             elif edge is not None:
-                uses[edge] = uses.get(edge, 0) + 1
+                uses[edge] += 1
     return sorted(nodes, key=lambda node: node.number), uses
 
 
@@ -103,7 +103,7 @@ def _input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
 class _Pass:
     """A backward pass that is running, together with the passes inside it (recompute)."""
 
-    uses: dict[Leaf, int] = field(default_factory=dict)  # the edges to each leaf that it has not gone through yet
+    uses: Counter[Leaf] = field(default_factory=Counter)  # the edges to each leaf that it has not gone through yet
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # run at its end
 
 
@@ -111,7 +111,7 @@ _running: ContextVar[_Pass | None] = ContextVar("running_backward", default=None
 
 
 @contextmanager
-def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
+def _running_pass(counts: Counter[Leaf]) -> Iterator[Counter[Leaf]]:
     """Add these uses of leaves to the pass that is running, or start one. Yields the uses that are still to come.
 
     A backward inside a backward (recompute) adds to the outer pass's count, which already holds the checkpointed call's
@@ -119,8 +119,7 @@ def _running_pass(counts: dict[Leaf, int]) -> Iterator[dict[Leaf, int]]:
     """
     outer = _running.get()
     current = _Pass() if outer is None else outer
-    for leaf, count in counts.items():
-        current.uses[leaf] = current.uses.get(leaf, 0) + count
+    current.uses.update(counts)  # adds up
     with setting(_running, current):
         yield current.uses
     if outer is None:
@@ -141,7 +140,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
     current.callbacks.append(callback)
 
 
-def _close_use(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Leaf, int]) -> None:
+def _close_use(leaf: Leaf, gradient: Array | LazyGradient | None, uses: Counter[Leaf]) -> None:
     """Add the gradient of one use of `leaf`; after the last use its gradient is complete and its hooks run."""
     if gradient is not None:
         leaf.accumulate(gradient)
@@ -152,12 +151,12 @@ def _close_use(leaf: Leaf, gradient: Array | LazyGradient | None, uses: dict[Lea
             hook(leaf)
 
 
-class DeferredGradients(deque[tuple[Leaf, LazyGradient, dict[Leaf, int]]]):
+class DeferredGradients(deque[tuple[Leaf, LazyGradient, Counter[Leaf]]]):
     """The weight gradients that backward passes have put off, each with the uses that its pass still counts."""
 
     def run(self) -> None:
         """Compute and accumulate every gradient in the order of the passes; hooks run as parameters become complete."""
-        with _running_pass({}):
+        with _running_pass(Counter()):
             while self:
                 leaf, gradient, uses = self.popleft()  # its saved activations are freed when it is done
                 _close_use(leaf, gradient, uses)

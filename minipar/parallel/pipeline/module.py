@@ -58,7 +58,8 @@ class PipelineModule(Module):
                 p.owner = _OneReplicasGradients(mesh.dp)
         if self.loss_module is not None:
             runs[order.stages - 1].pop()  # its loss_sum is called instead of its forward
-        self.executor = _HeadedExecutor(order, pp, {s: PipelineStage(run) for s, run in runs.items()})
+        held = {s: PipelineStage(run) for s, run in runs.items()}
+        self.executor = _HeadedExecutor(order, pp, held, shape=(), dtype=None)
 
     def _part(self, stage: Stage, i: int) -> Part:
         module = stage if isinstance(stage, Module) else stage(self.mesh)
@@ -98,14 +99,8 @@ class PipelineModule(Module):
 class _HeadedExecutor(PipelineExecutor):
     """A PipelineExecutor that does not know the activations' shapes; a header announces each one."""
 
-    def __init__(self, schedule: Any, comm: Communicator, stages: dict[int, PipelineStage]) -> None:
-        super().__init__(schedule, comm, stages, (), np.float32)
-        self._sent_like: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}  # by stage and microbatch
-
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
-        stage, direction, m = key
-        if direction == "F":
-            self._sent_like[stage - 1, m] = array.shape, array.dtype
+        if key[1] == "F":
             header = np.zeros(HEADER, np.int64)
             header[: 2 + array.ndim] = DTYPES.index(str(array.dtype)), array.ndim, *array.shape
             self._sent.append(self.comm.isend(header, peer, tag))
@@ -114,8 +109,8 @@ class _HeadedExecutor(PipelineExecutor):
     def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
         stage, direction, m = key
         if direction == "B":  # a gradient has its activation's shape and dtype
-            shape, dtype = self._sent_like.pop((stage, m))
-            return self.comm.irecv(xp.empty(shape, dtype=dtype), peer, tag).wait
+            _, activation = self.stages[stage].alive[m]
+            return self.comm.irecv(xp.empty(activation.shape, dtype=activation.dtype), peer, tag).wait
         header = np.empty(HEADER, np.int64)
         message = self.comm.irecv(header, peer, tag)
 
