@@ -114,7 +114,7 @@ def test_the_chapters_are_found():
 
 # `make test` runs chapter 0 on eight ranks and chapter 1 on three. `make reference` runs the rest, which take up to two
 # minutes each, and all notebooks.
-RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 8)]
+RUNS = [(chapter, ranks) for chapter in CHAPTERS for ranks in (1, 2, 3, 5, 8)]
 SHORT = {("00_in_one_file", 8), ("01_autograd", 3)}
 
 

@@ -215,7 +215,7 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     """Return the command line as a checked TrainConfig. UsageError; SystemExit(0) after `--help`, printed by rank 0."""
     # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
-    prog, description = "mpirun -n N python -m minipar.train", "Train a GPT across N ranks."
+    prog, description = "mpirun -n N python -m minipar.train", "Train a GPT or a Llama across N ranks."
     parser = UsageParser(prog=prog, description=description, allow_abbrev=False, prints=rank == 0)
     groups = {section: parser.add_argument_group(getattr(TrainConfig(), section).__doc__) for section in SECTIONS}
     for section, field, flag, default in flags(TrainConfig()):
