@@ -7,7 +7,7 @@ import sys
 from minipar.errors import UsageError, error_line, suggest
 
 COMMANDS = {
-    "train": ("minipar.train", "train a GPT; on N ranks: mpirun -n N minipar train ..."),
+    "train": ("minipar.train", "train a GPT or a Llama; on N ranks: mpirun -n N minipar train ..."),
     "plan": ("minipar.plan", "find the fastest layouts of a model on a cluster; needs no MPI"),
     "generate": ("minipar.generate", "continue a text with a trained model"),
     "compare": ("minipar.compare", "name the step, parameters and factor by which two runs differ"),
