@@ -8,7 +8,6 @@ message's sender and receiver, and records the message's bytes at its start.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,31 +17,11 @@ from minipar.comm.transport import Request
 from minipar.comm.work import Stream, Work
 
 
-@dataclass(slots=True, eq=False)
-class TimedMessage:
-    """A message with the sender's clock ahead of it: an 8-byte header with the same tag, not counted as traffic."""
-
-    payload: Request
-    header: Request | None  # None on a wall clock
-    stamp: np.ndarray
-    seconds: float = 0.0  # the network's price, on a logical clock
-    arrow: str = ""  # the name of this message in the trace; "" for a message sent
-
-    def test(self) -> bool:
-        return (self.header is None or self.header.test()) and self.payload.test()
-
-    def describe(self) -> str:
-        return self.payload.describe()
-
-    @property
-    def peer(self) -> int | None:
-        return self.payload.peer
-
-
 class TimedWork(Work):
     """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
 
-    It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
+    On a logical clock each message has a header with its sender's clock ahead of it: 8 bytes with the same tag, not
+    counted as traffic. The operation starts at the later of the call and the end of the previous operation. Each arriving message moves it to
     max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes).
     """
 
@@ -54,27 +33,31 @@ class TimedWork(Work):
         self.asked = self.called  # when the caller last tested or waited
         self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
         self.nbytes = 0  # sent
+        self.headers: dict[Request, list[Request]] = {}  # of each message; none on a wall clock
+        self.arrivals: dict[Request, tuple[np.ndarray, float, str]] = {}  # sender's clock, network's price, arrow
 
     def isend(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""
         self.nbytes += array.nbytes
         leaves = max(self.time, self.port) if self.clock.logical else self.clock.now()
-        stamp, header = np.array([leaves]), None
+        headers = []
         if self.clock.logical:
             self.port = leaves + self._seconds(array, self.rank, dest)
-            header = self.transport.isend(stamp, dest, self.tag, self)
+            headers = [self.transport.isend(np.array([leaves]), dest, self.tag, self)]
         payload, arrow = super().isend(array, dest), self._arrow(self.rank, dest)
+        self.headers[payload] = headers
         if self.tracer.enabled:
             self.tracer.arrow(self._track(), arrow, leaves, array.nbytes)
-        return TimedMessage(payload, header, stamp)
+        return payload
 
     def irecv(self, array: np.ndarray, source: int) -> Request:
         """Start to receive a message, behind its header on a logical clock."""
-        stamp, header = np.empty(1), None
-        if self.clock.logical:
-            header = self.transport.irecv(stamp, source, self.tag, self)
+        stamp = np.empty(1)
+        headers = [self.transport.irecv(stamp, source, self.tag, self)] if self.clock.logical else []
         payload, seconds = super().irecv(array, source), self._seconds(array, source, self.rank)
-        return TimedMessage(payload, header, stamp, seconds, self._arrow(source, self.rank))
+        self.headers[payload] = headers
+        self.arrivals[payload] = stamp, seconds, self._arrow(source, self.rank)
+        return payload
 
     def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
         ranks = self.transport.ranks
@@ -108,12 +91,13 @@ class TimedWork(Work):
         return result
 
     def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
-        """Yield the same steps and take their time. Begins when it is the operation's turn."""
+        """Yield the same steps, with headers, and take their time. Begins when it is the operation's turn."""
         stream = self.stream
         self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.clock.now()
         self.port = stream.port
         for requests in steps:
             yield requests
+            yield self._headers_of(requests)
             self._settle(requests)
         stream.end, stream.port = self.time, self.port
         self._record()
@@ -125,26 +109,30 @@ class TimedWork(Work):
                 self.time = self.called if self.clock.logical else self.clock.now()
                 self._record()
             yield requests
+            yield self._headers_of(requests)
             if self.op == "recv":
                 self.started = self.time = self.asked
                 self._settle(requests)
                 self._record()
             self.clock.resume(max(self.asked, self.time))
 
-    def _settle(self, requests: Iterable[Any]) -> None:
+    def _headers_of(self, requests: Iterable[Request]) -> list[Request]:
+        return [header for request in requests for header in self.headers.pop(request, ())]
+
+    def _settle(self, requests: Iterable[Request]) -> None:
         """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
-        incoming = [each for each in requests if isinstance(each, TimedMessage) and each.arrow]
+        incoming = [self.arrivals.pop(request) for request in requests if request in self.arrivals]
         if self.clock.logical:
-            for request in incoming:
-                sent = float(request.stamp[0])
+            for stamp, seconds, _ in incoming:
+                sent = float(stamp[0])
                 self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
-                self.time = max(self.time, sent + request.seconds)
+                self.time = max(self.time, sent + seconds)
         else:
             before, self.time = self.time, self.clock.now()
             self.waited += self.time - before
         if self.tracer.enabled:
-            for request in incoming:
-                self.tracer.arrow(self._track(), request.arrow, self.time)
+            for _, _, arrow in incoming:
+                self.tracer.arrow(self._track(), arrow, self.time)
 
     def _record(self) -> None:
         if self.tracer.enabled:

@@ -24,15 +24,7 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
 from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
-SHAPE = (
-    "--model",
-    "--layers",
-    "--hidden",
-    "--heads",
-    "--kv-heads",
-    "--ffn",
-    "--vocab-size",
-)  # flags of the model's shape
+SHAPE = "--model --layers --hidden --heads --kv-heads --ffn --vocab-size".split()  # flags of the model's shape
 COUNT = "[1, inf)"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -233,12 +225,10 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
         groups[section].add_argument(flag, help=text, **arguments)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        own, typed = (
-            [flag for _, _, flag, _ in flags(TrainConfig())],
-            [word for word in unknown if word.startswith("-")],
-        )
-        similar = dict.fromkeys(filter(None, (suggest(word.partition("=")[0], own) for word in typed)))
-        question = f"; did you mean {', '.join(similar)}?" if similar else ""
+        own = [flag for _, _, flag, _ in flags(TrainConfig())]
+        close = [suggest(word.partition("=")[0], own) for word in unknown if word.startswith("-")]
+        similar = ", ".join(dict.fromkeys(filter(None, close)))
+        question = f"; did you mean {similar}?" if similar else ""
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
     config = dataclasses.replace(with_values(TrainConfig(), values), given=frozenset(values))

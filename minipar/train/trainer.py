@@ -132,26 +132,21 @@ class Trainer:
         if mesh.tp.size > 1:
             tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
-        schedule = schedule_of(config) if config.mesh.pp > 1 else None
-        pipeline = None
-        options: dict[str, Any] = {"groups": by_unit(model) if schedule is None else part_groups(model)}
-        if schedule is not None and mesh.pp.size > 1:
-            pipeline = PipelineParallel(model, mesh.pp, schedule, config.model.seq_len)
-            options["groups"] = pipeline.groups
-            options["runs"] = [stage.parts for stage in pipeline.stages.values()]
+        options: dict[str, Any] = {"groups": by_unit(model) if config.mesh.pp == 1 else part_groups(model)}
+        if mesh.pp.size > 1:
+            schedule, length = schedule_of(config), config.model.seq_len
+            pipeline = self.pipeline = PipelineParallel(model, mesh.pp, schedule, length)
+            options = {"groups": pipeline.groups, "runs": [stage.parts for stage in pipeline.stages.values()]}
+            local = length // mesh.cp.size // (mesh.tp.size if config.mesh.sequence_parallel else 1)
+            shape = (self.samples_per_microbatch, local, model.config.n_embd)
+            self.executor = PipelineExecutor(schedule, mesh.pp, pipeline.stages, shape, np.dtype(config.run.dtype))
         # Data parallelism or ZeRO owns the gradients of what is left. Ranks of dp and of cp have other tokens.
         if config.mesh.memory_limit is not None:
             limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
             placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
             accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
             check_limit(limit, placements, mesh.dp_cp.size, stage, dtype, accumulating)
-        ddp = shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
-        if schedule is not None and pipeline is not None:
-            length = config.model.seq_len // mesh.cp.size // (mesh.tp.size if config.mesh.sequence_parallel else 1)
-            shape = (self.samples_per_microbatch, length, model.config.n_embd)
-            self.pipeline = pipeline
-            self.executor = PipelineExecutor(schedule, mesh.pp, pipeline.stages, shape, np.dtype(config.run.dtype))
-        return ddp
+        return shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
 
     def train(self) -> Iterator[StepResult]:
         """Take the configured steps that the checkpoint has not taken, and yield the result of each."""

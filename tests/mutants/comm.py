@@ -103,7 +103,7 @@ MUTANTS = [
         (
             "trace: transmission counts as waiting",
             "max(0.0, sent - self.time)",
-            "max(0.0, sent + request.seconds - self.time)",
+            "max(0.0, sent + seconds - self.time)",
         ),
         ("trace: messages of a rank leave all at once", "leaves + self._seconds(array, self.rank, dest)", "leaves"),
         ("trace: a slice does not say its bytes", "self.nbytes += array.nbytes", "pass"),
