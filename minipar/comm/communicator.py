@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar import backend
-from minipar.backend import Array
+from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import GENERATORS, Bounds, bounds_of, chunks, gather, ring_all_gather
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps
@@ -66,8 +65,6 @@ class Communicator(Stream):
             self.engine.progress()
             self.clock.resume(now)
 
-    # -- the two operations -----------------------------------------------------------------------------------------
-
     def isend(self, array: Array, dest: int, tag: int = 0) -> Work:
         """Start to send a contiguous array, counted as operation "send". Leave it alone until the Work is done."""
         return self._message("send", dest, tag, self._flat(array, "send"))
@@ -87,8 +84,6 @@ class Communicator(Stream):
         if array is not None and type(array) is not np.ndarray:
             steps = _copy_back(steps, host, array)
         return work.start(steps, array)
-
-    # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Result:
         """Replace x, of any shape, by the sum (or the maximum) over all ranks. Return x, or a Work.
@@ -170,17 +165,15 @@ class Communicator(Stream):
         if self.size > 1:
             self._run("barrier", algorithm, None, None, False)
 
-    # -- control data: small, and outside of the clocks and the trace -----------------------------------------------
-
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order, on every rank. Counted as operation "control"."""
+        """Return every rank's bytes, in rank order. Operation "control": no clock and no trace sees it."""
         everything, bounds = self._place(data)
         if everything.size:
             self._control(ring_all_gather, everything, bounds)
         return [part.tobytes() for part in chunks(everything, self.size, bounds)]
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
-        """Return every rank's bytes on `root`, in rank order, and None elsewhere. Counted as operation "control"."""
+        """Return on `root` what `all_gather_bytes` returns everywhere, and None elsewhere."""
         everything, bounds = self._place(data)
         self._control(gather, everything, bounds, root)
         parts = chunks(everything, self.size, bounds)
@@ -218,8 +211,6 @@ class Communicator(Stream):
         self.rows += 1
         name = f"{self.name}/{self.rows}.{axis}{members[0]}"
         return Communicator(self.transport.group(members, name), axis, parent=self)
-
-    # -- how an operation starts --------------------------------------------------------------------------------------
 
     def _run(
         self, op: str, algorithm: str, x: Array, host: np.ndarray | None, async_op: bool, *arguments: Any
@@ -261,7 +252,7 @@ class Communicator(Stream):
             if not x.flags.c_contiguous:
                 raise ValueError(f"{self.label}, {op}: an array of shape {x.shape} is not contiguous; send a copy")
             return x.ravel()  # a view
-        return np.ascontiguousarray(backend.to_host(x)).reshape(-1)
+        return np.ascontiguousarray(to_host(x)).reshape(-1)
 
     def _room(self, x: Array, op: str) -> np.ndarray:
         """Return a flat host array for x's new values: x's own memory, or new memory if x is a device array."""
@@ -270,7 +261,7 @@ class Communicator(Stream):
     def _output(self, op: str, x: Array, out: Array | None, size: int) -> tuple[Array, np.ndarray]:
         """Return the array for a result of `size` elements, and the flat host array of its values."""
         if out is None:
-            out = np.empty(size, x.dtype) if backend.is_host(x) else backend.xp.empty(size, dtype=x.dtype)
+            out = np.empty(size, x.dtype) if is_host(x) else xp.empty(size, dtype=x.dtype)
         elif out.size != size or out.dtype != x.dtype:
             given = f"out has {out.size} elements of {out.dtype}"
             raise CommunicationError(f"{self.label}, {op}: {given}, expected {size} of {x.dtype}")
@@ -291,7 +282,7 @@ def _native(work: Work, *arguments: Any) -> Steps:
 def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -> Steps:
     """Run `steps` on the staged copy, then copy the result to the device."""
     yield from steps
-    x[...] = backend.from_host(host.reshape(x.shape))
+    x[...] = from_host(host.reshape(x.shape))
 
 
 def _alone(work: Work, flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from minipar.comm.algorithms import Bounds, chunk_bounds
-from minipar.comm.transport import USER_TAGS, Half, Link, Request, meaning
+from minipar.comm.transport import USER_TAGS, Link, Request, meaning
 from minipar.errors import CommunicationError, UsageError
 
 BYTE = MPI.BYTE
@@ -40,7 +40,7 @@ STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves
 
 
 @dataclass(slots=True, eq=False)
-class _Request(Half):
+class _Request(Request):
     """A request of MPI for a message."""
 
     handle: MPI.Request
@@ -86,7 +86,7 @@ class _Native(_Receive):
         return self.collective.Test()
 
     def describe(self) -> str:
-        return f"{self.owner.title()}: MPI's own collective" if self.done else Half.describe(self)
+        return f"{self.owner.title()}: MPI's own collective" if self.done else Request.describe(self)
 
 
 class Notices:

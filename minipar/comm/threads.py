@@ -17,7 +17,7 @@ import numpy as np
 from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS, Half, Link, Request
+from minipar.comm.transport import USER_TAGS, Link, Request
 from minipar.errors import CommunicationError, UsageError
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -29,7 +29,7 @@ class _Released(BaseException):
 
 
 @dataclass(slots=True, eq=False)
-class _Message(Half):
+class _Message(Request):
     """One half of a message, and the request for it."""
 
     array: np.ndarray

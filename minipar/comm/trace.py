@@ -20,9 +20,9 @@ from minipar.comm.work import Stream, Work
 class TimedWork(Work):
     """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
 
-    On a logical clock each message has a header with its sender's clock ahead of it: 8 bytes with the same tag, not
-    counted as traffic. The operation starts at the later of the call and the end of the previous operation. Each arriving message moves it to
-    max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes).
+    It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
+    max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes). On a logical
+    clock the sender's clock goes ahead of each message: a header of 8 bytes with the same tag, not counted as traffic.
     """
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:

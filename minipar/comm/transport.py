@@ -40,18 +40,44 @@ def meaning(tag: int) -> str:
     return f"{op} {reduction}of {dtype} ({ALGORITHM_CODES[tag >> 3 & 7]}, operation {tag >> 19 & 127})"
 
 
-class Request(Protocol):
-    """Something that completes: a message, or a whole collective."""
+@dataclass(slots=True, eq=False)
+class Request:
+    """One rank's half of a message, which completes. (Of MPI's own collective it is the message that checks the call.)
 
-    @property
-    def peer(self) -> int | None:
-        """Return the world rank that has to act for it, if that is one."""
+    Each transport adds how it completes.
+    """
+
+    owner: "Link"
+    direction: str  # "send to" or "receive from"
+    peer: int  # the world rank that has to act for it
+    nbytes: int
+    tag: int
 
     def test(self) -> bool:
         """Return True once it is complete, without blocking. CommunicationError for a message of another size."""
+        raise NotImplementedError
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
+        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
+
+    def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
+        """Return the error for a message of another size (bytes) or tag than this receive expects."""
+        sent, called = meaning(sent_tag), meaning(self.tag)
+        if sent_tag == self.tag:
+            what = f"rank {self.peer} sent {arrived} bytes ({called}), but {self.nbytes} were expected"
+        else:
+            another = ", with another number of elements" if sent == called else ""
+            what = f"rank {self.peer} called {sent}{another}, but this rank {called}"
+            what += f" ({arrived} bytes arrived, {self.nbytes} expected)"
+        remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
+        if sent == called and sent.startswith("all_to_all"):
+            remedy += ", or with counts of which each rank receives what the others send it"
+        return CommunicationError(f"{self.owner.title()}: {what}; {remedy}")
+
+
+# An algorithm is a generator. It yields the requests that must be done before it continues.
+Steps = Generator[Iterable[Request], None, None]
 
 
 class Link(Protocol):
@@ -97,35 +123,3 @@ class Transport(Protocol):
 
     def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
         """Start the library's own collective, and compare its tag with a neighbour's. UsageError if there is none."""
-
-
-# An algorithm is a generator. It yields the requests that must be done before it continues.
-Steps = Generator[Iterable[Request], None, None]
-
-
-@dataclass(slots=True, eq=False)
-class Half:
-    """The sending or the receiving half of a message, as errors print it. Each transport adds how it completes."""
-
-    owner: Link
-    direction: str  # "send to" or "receive from"
-    peer: int  # world rank
-    nbytes: int
-    tag: int
-
-    def describe(self) -> str:
-        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
-
-    def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
-        """Return the error for a message of another size (bytes) or tag than this receive expects."""
-        sent, called = meaning(sent_tag), meaning(self.tag)
-        if sent_tag == self.tag:
-            what = f"rank {self.peer} sent {arrived} bytes ({called}), but {self.nbytes} were expected"
-        else:
-            another = ", with another number of elements" if sent == called else ""
-            what = f"rank {self.peer} called {sent}{another}, but this rank {called}"
-            what += f" ({arrived} bytes arrived, {self.nbytes} expected)"
-        remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
-        if sent == called and sent.startswith("all_to_all"):
-            remedy += ", or with counts of which each rank receives what the others send it"
-        return CommunicationError(f"{self.owner.title()}: {what}; {remedy}")

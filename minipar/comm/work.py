@@ -165,20 +165,16 @@ class Work:
     advances when its caller tests it or waits for it, in any order.
     """
 
-    __slots__ = tuple("_count _steps _result algorithm done missing op rank scratch size stream tag transport".split())
+    __slots__ = "_count _steps _result algorithm done missing op rank scratch single size stream tag transport".split()
 
     def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
         self.op, self.algorithm, self.tag = op, algorithm, tag
         self.stream, self.transport, self.scratch = stream, stream.transport, stream.scratch
         self.rank, self.size = stream.rank, stream.size
         self._count = stream.engine.traffic.counter(op, stream.axis)
+        self.single = tag < USER_TAGS  # a message of the user, which does not wait for its turn
         self.missing: Request | None = None  # the message that is missing
         self.done = False
-
-    @property
-    def single(self) -> bool:
-        """True for a message of the user, which does not wait for its turn."""
-        return self.tag < USER_TAGS
 
     def isend(self, array: np.ndarray, dest: int) -> Request:
         count = self._count
@@ -240,8 +236,6 @@ class Work:
 
 class Finished:
     """A Work of one rank alone, which has nothing to do."""
-
-    done, missing = True, None
 
     def __init__(self, result: Any) -> None:
         self._result = result

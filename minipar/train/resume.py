@@ -74,12 +74,13 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
     """Raise UsageError if a file is damaged or contradicts this run. Collective; each rank reads some of the files."""
+    saved, current = checkpoint.history[-1]["flags"], run_flags(config)
+    _compare(checkpoint.path, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if tokens is not None and checkpoint.manifest["data"] != tokens.fingerprint().hex():
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
     if config.run.verify:
-        current = run_flags(config)
         for period in checkpoint.history:
             if period["flags"].get("--init-from") is not None:
                 raise UsageError("--verify with --resume starts from step 0, but this run began with --init-from")

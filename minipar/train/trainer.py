@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from minipar import backend
 from minipar.autograd import Tensor, flop_counter
-from minipar.backend import from_host, xp
+from minipar.backend import from_host, synchronize, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import writing
@@ -167,7 +166,7 @@ class Trainer:
                     step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
                 )
                 self.optimizer.step()
-                backend.synchronize()
+                synchronize()
             if self.pipeline is not None:  # outside the region, because the last stage computes nothing here
                 self.pipeline.send_tied_weight(self.ddp.gather_parameter)
         seconds = time.perf_counter() - start
