@@ -41,32 +41,28 @@ class Clock:
 
     name: str
     logical = True
-    _time = 0.0
+    ticks: Callable[[], float]  # what moves it between communication calls
+
+    def __init__(self) -> None:
+        self._time, self._mark = 0.0, self.ticks()
 
     def now(self) -> float:
         """Return the present time."""
-        return self._time
+        return self._time + (self.ticks() - self._mark)
 
     def resume(self, at: float) -> None:
         """Continue at time `at`, after a communication call. A wall clock has nothing to do."""
-        self._time = at
+        self._time, self._mark = at, self.ticks()
 
 
 class WallClock(Clock):
     """Real time: seconds since the last call of `align` (at first, since the clock was made)."""
 
-    name = "wall"
-    logical = False
-
-    def __init__(self) -> None:
-        self.align()
+    name, logical, ticks = "wall", False, time.perf_counter
 
     def align(self) -> None:
         """Set the clock to 0."""
-        self._origin = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._origin
+        self._mark = self.ticks()
 
     def resume(self, at: float) -> None:
         pass
@@ -75,24 +71,16 @@ class WallClock(Clock):
 class CpuClock(Clock):
     """Logical time: this thread's CPU time between communication calls. The calls take only what messages impose."""
 
-    name = "cpu"
-
-    def __init__(self) -> None:
-        self._mark = time.thread_time()
-
-    def now(self) -> float:
-        return self._time + (time.thread_time() - self._mark)
-
-    def resume(self, at: float) -> None:
-        self._time, self._mark = at, time.thread_time()
+    name, ticks = "cpu", time.thread_time
 
 
 class ModelClock(Clock):
     """Logical time that only `advance`, by a cost model's times, and messages move: exact and repeatable."""
 
-    name = "model"
+    name, ticks = "model", float  # float() is 0
 
     def __init__(self, flops_per_second: float = 1e12) -> None:
+        super().__init__()
         self.flops_per_second = flops_per_second
 
     def advance(self, seconds: float) -> None:

@@ -167,27 +167,24 @@ class Communicator(Stream):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Operation "control": no clock and no trace sees it."""
-        everything, bounds = self._place(data)
-        if everything.size:
-            self._control(ring_all_gather, everything, bounds)
-        return [part.tobytes() for part in chunks(everything, self.size, bounds)]
+        return [part.tobytes() for part in self._gather(ring_all_gather, data)]
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
         """Return on `root` what `all_gather_bytes` returns everywhere, and None elsewhere."""
-        everything, bounds = self._place(data)
-        self._control(gather, everything, bounds, root)
-        parts = chunks(everything, self.size, bounds)
+        parts = self._gather(gather, data, root)
         return [part.tobytes() for part in parts] if self.rank == root else None
 
-    def _place(self, data: bytes) -> tuple[np.ndarray, Bounds]:
-        """Return an array with room for every rank's bytes and this rank's own in it, and each rank's place there."""
+    def _gather(self, generator: Callable[..., Steps], data: bytes, *arguments: Any) -> list[np.ndarray]:
+        """Return every rank's bytes, on the ranks where the generator gathers them."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
         self._control(ring_all_gather, lengths)
         bounds = bounds_of(lengths)
         everything = np.empty(bounds[-1][1], np.uint8)
         everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
-        return everything, bounds
+        if everything.size:
+            self._control(generator, everything, bounds, *arguments)
+        return chunks(everything, self.size, bounds)
 
     def agree(self, error: str | None = None) -> None:
         """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""

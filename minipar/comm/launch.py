@@ -257,7 +257,12 @@ def _check_mpi_library() -> None:
         why = "mpirun's variables are set, but mpirun has not started this process"
         raise UsageError(f"PMI_FD={descriptor}: {why}; unset PMI_FD, PMI_RANK and PMI_SIZE") from None
     hydra, open_mpi = "PMI_SIZE" in os.environ, "OMPI_COMM_WORLD_SIZE" in os.environ
-    library = _mpi_library()
+    try:
+        # mpi4py's wheels choose between libraries and register them here. A build for one library has no choice.
+        _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")
+        library = _mpiabi._get_mpiabi() if "mpi4py.MPI" in _mpiabi._registry else None
+    except (ImportError, AttributeError, RuntimeError, OSError):
+        return  # which library `from mpi4py import MPI` loads is not known
     variable = "set the environment variable MPI4PY_MPIABI"
     if library == "mpich" and open_mpi and not hydra:
         remedy = f"{variable}=openmpi, or install Open MPI in an environment of its own"
@@ -265,16 +270,6 @@ def _check_mpi_library() -> None:
     if library == "openmpi" and hydra and not open_mpi and "SLURM_STEP_ID" not in os.environ:
         remedy = f"{variable}=mpich, or start with Open MPI's mpirun"
         raise UsageError(f"mpirun is MPICH's, but mpi4py loads Open MPI: {remedy}")
-
-
-def _mpi_library() -> str | None:
-    """Return "mpich" or "openmpi", the library that `from mpi4py import MPI` would load. None if that is not known."""
-    try:
-        _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")
-        # mpi4py's wheels choose between libraries and register them here. A build for one library has no choice.
-        return _mpiabi._get_mpiabi() if "mpi4py.MPI" in _mpiabi._registry else None
-    except (ImportError, AttributeError, RuntimeError, OSError):
-        return None
 
 
 def _prints_error() -> bool:

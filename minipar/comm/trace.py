@@ -40,10 +40,9 @@ class TimedWork(Work):
         """Start to send a message, behind its header on a logical clock."""
         self.nbytes += array.nbytes
         leaves = max(self.time, self.port) if self.clock.logical else self.clock.now()
-        headers = []
         if self.clock.logical:
             self.port = leaves + self._seconds(array, self.rank, dest)
-            headers = [self.transport.isend(np.array([leaves]), dest, self.tag, self)]
+        headers = [self.transport.isend(np.array([leaves]), dest, self.tag, self)] if self.clock.logical else []
         payload, arrow = super().isend(array, dest), self._arrow(self.rank, dest)
         self.headers[payload] = headers
         if self.tracer.enabled:
