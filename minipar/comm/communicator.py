@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
-from minipar.comm.algorithms import GENERATORS, Bounds, bounds_of, chunks, gather, ring_all_gather
+from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, gather, ring_all_gather
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps
 from minipar.comm.work import Finished, Stream, Work
