@@ -265,7 +265,11 @@ def describe(names: Sequence[str], every: Iterable[str]) -> str:
     kinds = dict.fromkeys(blocks[name][1] for name in names if name in blocks)
     if chosen == {name for name in blocks if blocks[name][1] in kinds}:
         return f"{', '.join(kinds)} of every block"
-    return ", ".join(names) if len(names) <= 3 else f"some from {names[0]} to {names[-1]}"
+    if len(names) <= 3:
+        return ", ".join(names)
+    order = list(every)
+    has_all = order.index(names[-1]) - order.index(names[0]) == len(names) - 1
+    return f"{'' if has_all else 'some from '}{names[0]} to {names[-1]}"
 
 
 def causes(quantity: str, ratio: float | None, facts: Mapping[str, float], difference: float = 0.0) -> tuple[str, ...]:

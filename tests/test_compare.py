@@ -119,6 +119,7 @@ MISTAKES = {
     "the loss times cp": (times(5), 5, "all parameters", "5 = cp: the gradient is of a loss times cp"),
     "not summed over cp": (times(1 / 5), 1 / 5, "all parameters", "1/5 = 1/cp: the gradient is divided by cp"),
     "up to an attention": (times(7, r"wte|\.[01]\.|2.ln_1|2.attn.c_attn"), 7, "some from wte.weight to h.2.attn", ""),
+    "a whole MLP": (times(7, "2.mlp"), 7, "h.2.mlp.c_fc.weight to h.2.mlp.c_proj.bias", ""),
     "microbatches forgotten": (times(8), 8, "all parameters", "8 = microbatches: the gradient is not divided by"),
     "a sum over tokens": (times(512), 512, "all parameters", "512 = tokens: the gradient is that of the sum"),
     "a wrong sign": (times(-1), -1, "all parameters", "a wrong sign"),

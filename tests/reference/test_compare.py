@@ -249,7 +249,7 @@ MISTAKES = {
     FrozenPositions: ("gradient", 0, "wpe.weight", "missing in B"),
     TiedTwice: ("gradient", 2, "the token embedding, to which a tied head belongs", "2 = dp"),
     OneStage: ("gradient", 3, "block 1 and ln_f.weight and ln_f.bias", "3 = microbatches: "),
-    WrongSign: ("gradient", -1, "h.0.mlp.c_fc.weight, h.0.mlp.c_fc.bias", "a wrong sign"),
+    WrongSign: ("gradient", -1, "h.0.mlp.c_fc.weight to h.0.mlp.c_proj.bias", "a wrong sign"),
     RowsOfOneRank: ("gradient", 2, "tp rank 1's part (of 2) of attn.c_proj.weight, mlp.c_proj.weight", "2 = tp: "),
     LossOnly: ("loss", None, "", "B - A = log 2 = log dp: logits"),
     DecaysEverything: ("update", None, "", "weight decay, betas, eps"),
