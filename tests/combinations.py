@@ -51,6 +51,7 @@ AXES = {
     "schedule": [None, *SCHEDULES],
     "sequence": [False, True],
     "microbatches": [1, 2, 3, 4, 8],
+    "replicas": [1, 2, 4],  # of ZeRO's shards
     "zero": [0, 1, 2, 3],
     "recompute": [False, True],
     "dropout": [False, True],
@@ -76,6 +77,7 @@ class Combination:
     clip: bool = False
     reduction: str = "ordered"
     context: str = ""
+    replicas: int = 1
 
     @property
     def cp(self) -> int:
@@ -97,6 +99,7 @@ class Combination:
         line += f" --model {self.model}" if self.model != "gpt2" else ""
         line += f" --schedule {self.schedule}" if self.schedule else ""
         line += f" {self.context}" if self.context else ""
+        line += f" --zero-replicas {self.replicas}" if self.replicas > 1 else ""
         for flag, given in (("--sequence-parallel", self.sequence), ("--recompute full", self.recompute)):
             line += f" {flag}" if given else ""
         for flag, given in (("--dropout 0.1", self.dropout), ("--clip-grad 0.5", self.clip)):
@@ -128,7 +131,9 @@ def context_ranks(flags: str) -> int:
 
 def legal(some: dict) -> bool:
     """Whether these values of some axes go together; the rest is refused, and other tests say how."""
-    _, tp, pp = some.get("layout", (None, None, None))
+    dp, tp, pp = some.get("layout", (None, None, None))
+    if (replicas := some.get("replicas", 1)) > 1 and (some.get("zero") == 0 or (dp is not None and dp % replicas)):
+        return False  # nothing to repeat, or groups of unequal size
     if {"layout", "context"} <= some.keys() and not 2 <= np.prod(some["layout"]) * context_ranks(some["context"]) <= 8:
         return False
     schedule, m = some.get("schedule", ...), some.get("microbatches")
@@ -152,14 +157,14 @@ def pairs(some: dict) -> set:
 def every_legal_pair() -> set:
     """Of all legal combinations, one by one."""
     found = set()
-    for values in itertools.product(*list(AXES.values())[:5]):
+    for values in itertools.product(*list(AXES.values())[:6]):
         some = dict(zip(AXES, values, strict=False))
         if legal(some):
             found |= pairs(some)
-    # The last six axes go with everything, but for dropout and Llama.
+    # The last six axes go with everything, but for stage 0 and replicas of shards, and for dropout and Llama.
     single = {item for pair in found for item in pair}
-    free = [(axis, value) for axis in list(AXES)[5:] for value in AXES[axis]]
-    found |= set(itertools.product(single, free))
+    free = [(axis, value) for axis in list(AXES)[6:] for value in AXES[axis]]
+    found |= {(a, b) for a, b in itertools.product(single, free) if legal(dict([a, b]))}
     return found | {(a, b) for a, b in itertools.combinations(free, 2) if a[0] != b[0] and legal(dict([a, b]))}
 
 

@@ -212,6 +212,13 @@ def takes_all_for(kind: type[Replicate]) -> type[Trainer]:
     return Mistaken
 
 
+def talk_through(kind, ddp: Wrapper) -> None:
+    """Let the buckets of a wrapper talk through a `kind` of communicator, a Proxy."""
+    comm = kind(ddp.shard_comm)
+    for bucket in ddp.buckets:
+        object.__setattr__(bucket, "comm", comm)
+
+
 class ForgetsTheSumOverTensorRanks(Trainer):
     """The gradients of parameters that every tensor-parallel rank holds cover this rank's tokens only."""
 

@@ -196,7 +196,7 @@ class OffByOne(ZeroStage1):
     def __init__(self, model: Any, comm: Communicator, algorithm: str, **options: Any) -> None:
         super().__init__(model, comm, algorithm, **options)
         for bucket, chunk in self.chunks.items():
-            start, _ = bucket.chunk(comm.rank, comm.size)
+            start, _ = bucket.chunk
             first = max(bucket.start + start - 1, 0)
             data = self.buffers.parameters[first : first + chunk.data.size]
             self.chunks[bucket] = Chunk(bucket, data, chunk.gradient, self)

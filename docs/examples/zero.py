@@ -1,4 +1,4 @@
-"""ZeRO: only the wrapper differs from ddp.py. mpirun -n 4 python docs/examples/zero.py 3 (the stage: 1, 2 or 3)"""
+"""ZeRO: only the wrapper differs from ddp.py. mpirun -n 4 python docs/examples/zero.py 3 (the stage) 2 (replicas)"""
 
 import sys
 
@@ -20,7 +20,9 @@ def batches(rank, size, steps=20):
 
 def main(world):
     model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=16, n_embd=32, n_layer=2, n_head=4))
-    zero = mp.shard(model, world, stage=int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    stage = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    replicas = int(sys.argv[2]) if len(sys.argv) > 2 else 1  # 2: hybrid sharding, within each half of the ranks
+    zero = mp.shard(model, world, stage, replicas=replicas)
     optimizer = mp.AdamW(zero.parameters(), lr=1e-2)
     for x, y in batches(world.rank, world.size):
         loss = zero.loss(x, y)  # the mean over the tokens of all ranks

@@ -67,7 +67,7 @@ LAYOUTS = (
     "--dp 2 --tp 2 --pp 2 --zero-stage 2 --microbatches 4",
     "--dp 2 --tp 2 --pp 2 --sequence-parallel --recompute full --microbatches 4",
 )
-MESH_SETTINGS = ("dp", "tp", "pp", "zero_stage", "sequence_parallel", "sync_every_microbatch")
+MESH_SETTINGS = ("dp", "tp", "pp", "zero_stage", "zero_replicas", "sequence_parallel", "sync_every_microbatch")
 MODEL_SIZES = ("layers", "hidden", "heads", "seq_len", "vocab_size")
 NETWORK = Network(alpha=20e-6, beta=1e-9)
 RECORDED = 2  # steps with the ledger: the second begins with all that the first one left
@@ -98,6 +98,7 @@ def layout_of(config: TrainConfig) -> Layout:
         microbatch=data.global_batch // (mesh.dp * data.microbatches),
         microbatches=data.microbatches,
         zero=mesh.zero_stage,
+        zero_replicas=mesh.zero_replicas,
         schedule=schedule,
         virtual_stages=(mesh.virtual_stages or 2) if schedule == "interleaved-1f1b" else 1,
         sequence_parallel=mesh.sequence_parallel,

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
@@ -206,6 +206,20 @@ class Work:
                 if not request.test():
                     self.stream.engine.wait(request)
         return result
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Call `call()` once the operation is finished; what it issues starts no earlier on a logical clock."""
+        self._steps = chain(self._steps, self._ended(call))
+        if self.done:
+            next(self._steps, None)
+
+    def _ended(self, call: Callable[[], object]) -> Iterator[Request]:
+        clock = self.stream.clock
+        now = clock.now()
+        clock.resume(getattr(self, "time", now))
+        call()
+        clock.resume(now)
+        yield from ()
 
     def test(self) -> bool:
         """Advance the operation if possible, and return True once it is finished."""

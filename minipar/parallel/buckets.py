@@ -19,14 +19,17 @@ from minipar.parallel.placement import BucketSlice, placement_of, update
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
 
+Groups = Sequence[Sequence[Parameter]]  # all parameters of a model in its order, cut into buckets
+
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Neighbouring parameters that travel together: elements start:stop of the flat order."""
+    """Neighbouring parameters that travel together: elements start:stop of the flat order. `comm` has their chunks."""
 
     parameters: tuple[Parameter, ...]
     start: int
     stop: int
+    comm: Communicator
 
     @property
     def size(self) -> int:
@@ -39,9 +42,10 @@ class Bucket:
             yield p, array[offset : offset + p.size].reshape(p.shape)
             offset += p.size
 
-    def chunk(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return (start, stop), counted from the bucket's start, of the chunk that belongs to `rank`."""
-        return chunk_bounds(self.size, ranks)[rank]
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Return (start, stop), counted from the bucket's start, of this rank's chunk."""
+        return chunk_bounds(self.size, self.comm.size)[self.comm.rank]
 
     def complete(self) -> None:
         """Make the gradient storage valid: add tied gradients, and write zeros where backward left no gradient."""
@@ -90,10 +94,11 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     return groups
 
 
-def make_buckets(groups: Sequence[Sequence[Parameter]], comm: Communicator) -> list[Bucket]:
+def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[Bucket]:
     """Make and place a bucket for each group, in the order in which they travel: the last group first.
 
-    The groups, one after another, are the flat order. ValueError for parameters of several dtypes, or of none.
+    The groups, one after another, are the flat order. Of several groups of ranks that hold all chunks, `comm` is the
+    one with number `replica`. ValueError for parameters of several dtypes, or of none.
     """
     dtypes = {str(p.dtype) for group in groups for p in group}
     if len(dtypes) != 1:
@@ -101,11 +106,11 @@ def make_buckets(groups: Sequence[Sequence[Parameter]], comm: Communicator) -> l
     buckets: list[Bucket] = []
     start = 0
     for i, group in enumerate(groups):
-        bucket = Bucket(tuple(group), start, start + sum(p.size for p in group))
+        bucket = Bucket(tuple(group), start, start + sum(p.size for p in group), comm)
         buckets.insert(0, bucket)
         offset = 0
         for p in group:
-            update(p, dp=BucketSlice(offset, p.size, bucket.size, comm.rank, comm.size))
+            update(p, dp=BucketSlice(offset, p.size, bucket.size, comm.rank, comm.size, replica))
             if placement_of(p).units == 0:  # a pipeline numbers the units of all its ranks
                 update(p, unit=i, units=len(groups))
             offset += p.size
@@ -118,7 +123,7 @@ class FlatBuffers:
 
     def __init__(self, buckets: Sequence[Bucket], gradients: bool = True) -> None:
         members = [p for bucket in reversed(buckets) for p in bucket.parameters]
-        whole = Bucket(tuple(members), 0, sum(p.size for p in members))
+        whole = Bucket(tuple(members), 0, sum(p.size for p in members), buckets[0].comm)
         dtype = members[0].dtype
         self.parameters: Array = xp.empty(whole.size, dtype=dtype)
         self.gradients: Array = xp.zeros(whole.size, dtype=dtype) if gradients else None

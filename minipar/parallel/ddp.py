@@ -5,13 +5,11 @@ soon as backward has completed it (wrapper.py). In both the loss is a sum over t
 the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
 """
 
-from collections.abc import Sequence
-
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
-from minipar.nn.module import Module, Parameter
-from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, by_size
+from minipar.nn.module import Module
+from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, Groups, by_size
 from minipar.parallel.wrapper import Wrapper
 
 
@@ -61,7 +59,7 @@ class DistributedDataParallel(Wrapper):
         comm: Communicator,
         algorithm: str = "ring",
         *,
-        groups: Sequence[Sequence[Parameter]] | None = None,
+        groups: Groups | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     ) -> None:

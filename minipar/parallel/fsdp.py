@@ -46,7 +46,7 @@ class FullyShardedDataParallel(ShardedGradients):
         for p, view in bucket.views(full):
             p.move_to(view)
         self._checksum = zlib.crc32(to_host(full).data, self._checksum)
-        start, stop = bucket.chunk(self.comm.rank, self.comm.size)
+        start, stop = bucket.chunk
         data = full[start:stop].copy()
         self._free(bucket)
         hold("parameters", data)
@@ -61,7 +61,7 @@ class FullyShardedDataParallel(ShardedGradients):
         if bucket not in self._gathered:
             full = self._allocate("buffers", bucket.size)
             chunk = self.chunks[bucket].data
-            self._gathered[bucket] = full, self.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
+            self._gathered[bucket] = full, bucket.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
 
     def _gather(self, buckets: Sequence[Bucket], following: Sequence[Bucket]) -> None:
         """Wait for these buckets' parameters; start to gather those that are needed next."""
@@ -113,5 +113,5 @@ class FullyShardedDataParallel(ShardedGradients):
         """Gather one parameter, whole, on every rank; all ranks call it. Sends the bucket that holds it."""
         (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
         full = self._allocate("buffers", bucket.size)
-        self.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
+        bucket.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
         return dict(bucket.views(full))[parameter]

@@ -73,6 +73,7 @@ class BucketSlice:
     bucket_size: int
     rank: int
     ranks: int
+    replica: int = 0  # which of the groups that hold all chunks (hybrid sharding)
 
     def elements(self, rank: int, ranks: int) -> range:
         """Return the parameter's elements in chunk `rank` of a bucket that is cut into `ranks` chunks."""

@@ -15,7 +15,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, Part
-from minipar.parallel.buckets import Bucket, by_unit, parts_of
+from minipar.parallel.buckets import Bucket, Groups, by_unit, parts_of
 from minipar.parallel.placement import ParameterShard, bucket_slice
 from minipar.parallel.wrapper import Wrapper
 
@@ -40,15 +40,19 @@ class Chunk:
 class ShardedDataParallel(Wrapper):
     """A model whose optimizer state is sharded over `comm`, one Chunk per bucket; the base class of the ZeRO stages.
 
-    `groups` are the units, in the model's order, where they are not `by_unit(model)`.
+    `groups` are the units, in the model's order, where they are not `by_unit(model)`. With `replicas` = q > 1 (hybrid
+    sharding), s = d/q neighbouring ranks hold one replica of the shards. Gradients are reduce-scattered within it, then
+    each rank all-reduces its chunk over the q ranks that hold the same one: another 2 (Psi/s)(q-1)/q elements per rank.
+    All else is sent within the s ranks: read s for d in what the stages send. NB: PyTorch's HYBRID_SHARD.
     """
 
     sharded = True
 
     def __init__(
-        self, model: Module, comm: Communicator, algorithm: str, groups: Sequence[Sequence[Parameter]] | None = None
+        self, model: Module, comm: Communicator, algorithm: str, groups: Groups | None = None, replicas: int = 1
     ) -> None:
-        super().__init__(model, comm, algorithm, by_unit(model) if groups is None else groups)
+        super().__init__(model, comm, algorithm, by_unit(model) if groups is None else groups, replicas)
+        self._across: list[Work] = []  # the sums over replicas under way
         p = self.buckets[-1].parameters[0]
         self.dtype = p.dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
@@ -65,8 +69,19 @@ class ShardedDataParallel(Wrapper):
         hold(kind, array)
         return array
 
+    def _reduce_scatter(self, bucket: Bucket, full: Array, out: Array) -> Work:
+        """Start to sum a full gradient over the ranks into a chunk: within a replica, then over the replicas."""
+        work: Work = bucket.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True)
+        if (replicas := self.replica_comm) is not None:
+            start = partial(replicas.all_reduce, out, algorithm=self.algorithm, async_op=True)
+            work.then(lambda: self._across.append(start()))  # in the order of the buckets, as those arrive
+        return work
+
     def synchronize(self) -> None:
         super().synchronize()
+        for work in self._across:
+            work.wait()
+        self._across = []
         for shard in self.parameters():
             shard.grad = shard.grad_buffer
 
@@ -198,7 +213,7 @@ class ShardedGradients(ShardedDataParallel):
             self._late.append((chunk, out))
         for p in bucket.parameters:
             p.grad = p.grad_buffer = None  # the message alone holds the full gradient now, and frees it
-        return self.comm.reduce_scatter(self._full.pop(bucket), out=out, algorithm=self.algorithm, async_op=True)
+        return self._reduce_scatter(bucket, self._full.pop(bucket), out)
 
     def synchronize(self) -> None:
         super().synchronize()

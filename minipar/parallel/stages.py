@@ -24,11 +24,16 @@ def shard(model: Module, comm: Communicator, stage: int, algorithm: str = "ring"
         raise ValueError(f"ZeRO stage {stage}: expected 0, 1, 2 or 3")
     if stage == 0:
         options.setdefault("groups", by_unit(model))
+        if (replicas := options.pop("replicas", 1)) != 1:
+            raise ValueError(f"replicas = {replicas}: ZeRO stage 0 shards nothing; give stage 1, 2 or 3")
     if stage < 2:
         options.pop("runs", None)  # the parts of a pipeline's stages: gradients or parameters come and go with them
     return STAGES[stage](model, comm, algorithm, **options)
 
 
-def fully_shard(model: Module, comm: Communicator, algorithm: str = "ring") -> FullyShardedDataParallel:
-    """Wrap `model` over `comm` at ZeRO stage 3. NB: torch.distributed.fsdp.fully_shard is PyTorch's FSDP2."""
-    return FullyShardedDataParallel(model, comm, algorithm)
+def fully_shard(model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> FullyShardedDataParallel:
+    """Wrap `model` over `comm` at ZeRO stage 3; with `replicas=2` shard within each half of the ranks.
+
+    NB: torch.distributed.fsdp.fully_shard is PyTorch's FSDP2, whose 2-D mesh has the replicas on its first axis.
+    """
+    return FullyShardedDataParallel(model, comm, algorithm, **options)

@@ -36,7 +36,8 @@ def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slic
     for i, p in enumerate(parameters):
         placement, held = placement_of(p), elements_of(p)
         own = range(p.size) if placement.dp is None else placement.dp.own
-        if not own or (not isinstance(placement.tp, Shard) and placement.tp.rank > 0):
+        copied = not isinstance(placement.tp, Shard) and placement.tp.rank > 0
+        if not own or copied or (placement.dp is not None and placement.dp.replica > 0):
             continue
         cut = None
         if isinstance(placement.tp, Shard):

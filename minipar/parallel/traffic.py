@@ -11,8 +11,9 @@ collective are `wire_bytes`: an all-reduce of x elements over t ranks sends 2x(t
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
+from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.traffic import wire_bytes
 from minipar.nn.transformer import TransformerConfig
@@ -39,6 +40,7 @@ class StepLayout:
     tp: int = 1
     pp: int = 1
     zero_stage: int = 0
+    zero_replicas: int = 1
     schedule: Schedule | None = None  # None if pp = 1
     context_parallel: str = "ring"
     sequence_parallel: bool = False
@@ -46,7 +48,8 @@ class StepLayout:
     reduction: str = "ring"
     sync_every_microbatch: bool = False
 
-    replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed and ZeRO shards: d c
+    replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed: d c
+    shards = property(lambda self: self.replicas // self.zero_replicas)  # ranks over which ZeRO shards: s = d c/q
     tokens = property(lambda self: self.samples * self.length // self.cp)  # of one microbatch on a rank: B T/c
     syncs = property(lambda self: self.microbatches if self.sync_every_microbatch else 1)  # times gradients are reduced
     # Chunks of the gradient whose squares a rank sums for the norm: all d c without ZeRO, its own with it.
@@ -81,6 +84,7 @@ class StepLayout:
         """
         units, sequence = _units(self.model, pipelined=self.schedule is not None), self.sequence_parallel
         placements = []
+        replica, place = divmod(dp * self.cp + cp, self.shards)
         for i, unit in enumerate(units):
             if self.homes[i] != pp:  # in a pipeline a unit is a part of the model
                 continue
@@ -90,7 +94,7 @@ class StepLayout:
                 kinds.append(kind)
                 sizes.append(math.prod(kind.local_shape(shape) if isinstance(kind, Shard) else shape))
             for j, (name, shape) in enumerate(unit):
-                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), dp * self.cp + cp, self.replicas)
+                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), place, self.shards, replica)
                 placements.append(Placement(name, shape, kinds[j], pp, flat, i, len(units)))
         return placements
 
@@ -165,19 +169,29 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         stage 1, 2  reduce-scatter, then all-gather                   the same
         stage 3     reduce-scatter, and as many gathers as `gathers`  about (2m+1) Psi (d-1)/d
 
-    Psi is the parameters of this rank, and d stands for d c. The loss adds an all-reduce of one float64, and from stage
-    1 on the norm adds another. Rajbhandari et al. 2020, section 7; there stage 3 gathers twice, so 3 Psi in all.
+    Psi is the parameters of this rank, and d stands for s = d c/q: with q > 1, `replica_bytes` come on top. The loss
+    adds an all-reduce of one float64 over d c ranks, and from stage 1 on the norm adds another over s. Rajbhandari et
+    al. 2020, section 7; there stage 3 gathers twice, so 3 Psi in all.
     """
 
     def wire(op: str, algorithm: str, elements: int, itemsize: int = layout.itemsize) -> int:
-        return wire_bytes(op, algorithm, elements, itemsize, layout.replicas, rank)
+        return wire_bytes(op, algorithm, elements, itemsize, layout.shards, rank % layout.shards)
 
-    total = (1 if layout.zero_stage == 0 else 2) * wire("all_reduce", "ordered", 1, FLOAT64)
+    total = wire_bytes("all_reduce", "ordered", 1, FLOAT64, layout.replicas, rank)
+    total += wire("all_reduce", "ordered", 1, FLOAT64) * (layout.zero_stage > 0) + replica_bytes(layout, rank, pp)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
     for unit, elements in bucket_elements(layout, pp).items():
         total += layout.syncs * wire(reduce, layout.reduction, elements)
         total += gathers(layout, unit) * wire("all_gather", "pairwise", elements)
     return total
+
+
+def replica_bytes(layout: StepLayout, rank: int, pp: int) -> int:
+    """Compute what of `dp_bytes` leaves the replica: all-reduces of its chunks, 2 (Psi/s) (q-1)/q elements."""
+    replica, place = divmod(rank, layout.shards)
+    own = [chunk_bounds(elements, layout.shards)[place] for elements in bucket_elements(layout, pp).values()]
+    q, wire = layout.zero_replicas, partial(wire_bytes, "all_reduce", layout.reduction, itemsize=layout.itemsize)
+    return layout.syncs * sum(wire(stop - start, p=q, rank=replica) for start, stop in own)
 
 
 def cp_bytes(layout: StepLayout, pp: int) -> int:

@@ -18,7 +18,7 @@ from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module, Owner, Parameter, owners_of
-from minipar.parallel.buckets import Bucket, make_buckets
+from minipar.parallel.buckets import Bucket, Groups, make_buckets
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import place
 from minipar.parallel.state import gather_state
@@ -55,11 +55,13 @@ class Wrapper(Owner, ABC):
     stage = 0  # of ZeRO
 
     def __init__(
-        self, model: Module, comm: Communicator, algorithm: str, groups: Sequence[Sequence[Parameter]]
+        self, model: Module, comm: Communicator, algorithm: str, groups: Groups, replicas: int = 1
     ) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
+        # ZeRO shards over the first, and sums the shards' gradients over the second too.
+        self.shard_comm, self.replica_comm = (comm, None) if replicas == 1 else comm.levels(replicas)
         self.syncing = True  # False inside `no_sync`
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._start_checked = False
@@ -70,7 +72,8 @@ class Wrapper(Owner, ABC):
         for p in model.parameters():
             p.owner = self
         place(model)
-        self.buckets = make_buckets(groups, comm)  # in reverse parameter order, as backward completes them
+        # In reverse parameter order, as backward completes them.
+        self.buckets = make_buckets(groups, self.shard_comm, comm.rank // self.shard_comm.size)
         self._bucket_of: dict[Tensor, int] = {}
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
@@ -223,7 +226,7 @@ class Wrapper(Owner, ABC):
         if self._state != "summed":
             remedy = "call it after the backward pass of the last microbatch, outside `no_sync`"
             raise RuntimeError(f"clip_grad_norm() before the gradients were summed over the ranks: {remedy}")
-        return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.comm)
+        return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.shard_comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the whole model on rank 0, as `gather_state` does. ValueError if other axes have placed the model."""

@@ -28,7 +28,7 @@ class WholeParameters(ShardedDataParallel):
         super().__init__(model, comm, algorithm, **options)
         self.buffers = FlatBuffers(self.buckets, gradients=self.stage == 1)
         for bucket in reversed(self.buckets):
-            start, stop = bucket.chunk(comm.rank, comm.size)
+            start, stop = bucket.chunk
             own = slice(bucket.start + start, bucket.start + stop)
             whole = self.buffers.gradients
             gradient = self._allocate("gradients", stop - start) if whole is None else whole[own]
@@ -39,7 +39,7 @@ class WholeParameters(ShardedDataParallel):
         works = []
         for bucket, chunk in self.chunks.items():
             out = self.buffers.parameters[bucket.start : bucket.stop]
-            works.append(self.comm.all_gather(chunk.data, out=out, algorithm="pairwise", async_op=True))
+            works.append(bucket.comm.all_gather(chunk.data, out=out, algorithm="pairwise", async_op=True))
         for work in works:
             work.wait()
 
@@ -56,7 +56,7 @@ class ZeroStage1(WholeParameters):
     def _reduce(self, bucket: Bucket) -> Work:
         # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
         full, out = self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient
-        return self.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True)
+        return self._reduce_scatter(bucket, full, out)
 
 
 class ZeroStage2(WholeParameters, ShardedGradients):
@@ -92,7 +92,7 @@ class ZeroOptimizer:
             p.placement = p.placement or Placement(str(i), p.shape)
         (self.bucket,) = make_buckets([self.parameters], comm)
         self.buffers = FlatBuffers([self.bucket])
-        own = slice(*self.bucket.chunk(comm.rank, comm.size))
+        own = slice(*self.bucket.chunk)
         self.chunk = Chunk(self.bucket, self.buffers.parameters[own], self.buffers.gradients[own], None)
         self.optimizer = optimizer(self.chunk.shards, **options)
 

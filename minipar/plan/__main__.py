@@ -35,7 +35,13 @@ def stages(text: str) -> tuple[int, ...]:
     return read
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Read whole numbers from 1 up: 4, or several as 1,2,4."""
+    return tuple(count(size) for size in text.split(","))
+
+
 count.__name__ = "whole number from 1 up"  # argparse's name for it
+sizes.__name__ = "list of whole numbers from 1 up, such as 1,2,4"
 stages.__name__ = "list of stages from 0 to 3, such as 0,1,3"
 
 
@@ -58,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     narrow.add_argument("--pp", type=count, metavar="N", help="stages")
     narrow.add_argument("--microbatch", type=count, metavar="N", help="sequences in one")
     narrow.add_argument("--zero-stage", type=stages, metavar="0,1,2,3", help="one ZeRO stage, or those to try")
+    narrow.add_argument("--zero-replicas", type=sizes, metavar="1,Q", help="groups of near ranks within which ZeRO "
+                        "shards (HSDP), or several to try (default 1)")  # fmt: skip
     narrow.add_argument("--schedule", choices=list(SCHEDULES))
     narrow.add_argument("--recompute", choices=RECOMPUTE)
     narrow.add_argument("--sequence-parallel", choices=("on", "off"), help="where tp > 1 (default: what is faster)")
@@ -126,6 +134,7 @@ def read_request(args: argparse.Namespace) -> Request:
             tp=args.tp,
             pp=args.pp,
             zero=args.zero_stage,
+            zero_replicas=args.zero_replicas,
             recompute=args.recompute,
             schedule=args.schedule,
             microbatch=args.microbatch,

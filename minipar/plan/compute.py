@@ -77,6 +77,7 @@ class UnitTime(StageTime):
     tp        the communication in these: waiting, and what hidden collectives cost the computation
     gather    all-gather of the unit's parameters over dp
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
+    across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's shards
     partial   sum over tp of the gradients of which each tp rank has only its tokens' share; it precedes `reduce`
     """
 
@@ -84,6 +85,7 @@ class UnitTime(StageTime):
     gather: float
     reduce: float
     partial: float
+    across: float = 0.0
 
     def launched_in(self, seconds: float) -> UnitTime:
         """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer than the GPU."""
@@ -116,7 +118,7 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 
 @lru_cache(maxsize=4096)
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    parameters = rank_parameters(model, layout) / (layout.dp if layout.zero else 1)  # that the rank updates
+    parameters = rank_parameters(model, layout) / (layout.shards if layout.zero else 1)  # that the rank updates
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
     else:
@@ -210,15 +212,17 @@ class _TensorParallel:
 
 
 def _over_dp(cluster: Cluster, layout: Layout, parameters: int, replicated: int) -> dict[str, float]:
-    """Return gather, reduce and partial (UnitTime) of a unit with these `parameters` on a rank.
+    """Return gather, reduce, partial and across (UnitTime) of a unit with these `parameters` on a rank.
 
     `replicated` of them are on every tp rank.
     """
-    precision, t = layout.precision, layout.tp
-    reduce = gather_seconds(cluster, parameters * precision.gradients, t, layout.dp)
+    precision, t, s, q = layout.precision, layout.tp, layout.shards, layout.zero_replicas
+    reduce = gather_seconds(cluster, parameters * precision.gradients, t, s)
+    between_replicas = gather_seconds(cluster, parameters * precision.gradients / s, t * s, q)
     partial = 2 * gather_seconds(cluster, replicated * precision.gradients, 1, t) if layout.sequence_parallel else 0.0
     return {
-        "gather": fetch_seconds(cluster, parameters * precision.parameters, t, layout.dp),
+        "gather": fetch_seconds(cluster, parameters * precision.parameters, t, layout.shards),
         "reduce": reduce if layout.zero else cluster.assumptions.all_reduce * reduce,
         "partial": partial,
+        "across": cluster.assumptions.all_reduce * between_replicas,
     }

@@ -33,6 +33,7 @@ class Layout:
     microbatch: int
     microbatches: int
     zero: int = 0
+    zero_replicas: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
@@ -47,6 +48,11 @@ class Layout:
     @property
     def mesh(self) -> tuple[int, int, int]:
         return self.dp, self.tp, self.pp
+
+    @property
+    def shards(self) -> int:
+        """Return the number of neighbouring ranks over which ZeRO shards: s = d/q."""
+        return self.dp // self.zero_replicas
 
     @property
     def splits_backward(self) -> bool:
@@ -73,6 +79,7 @@ class Layout:
 
     def __str__(self) -> str:
         words = [f"dp {self.dp}", f"tp {self.tp}", f"pp {self.pp}", f"ZeRO-{self.zero}"]
+        words[-1] += f" in {self.zero_replicas} replicas" if self.zero_replicas > 1 else ""
         words.append(f"microbatch {self.microbatch} x {self.microbatches}")
         if self.pp > 1:
             words.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))

@@ -107,8 +107,8 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     precision, kept = layout.precision, framework.kept
     psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp)
     accumulating = layout.microbatches > 1 and not framework.every_microbatch
-    copy = framework.gradient_copy * psi / (layout.dp if layout.zero >= 2 else 1)
-    state = model_state(psi, Fraction(psi, layout.dp), layout.zero, precision, accumulating)
+    copy = framework.gradient_copy * psi / (layout.shards if layout.zero >= 2 else 1)
+    state = model_state(psi, Fraction(psi, layout.shards), layout.zero, precision, accumulating)
 
     layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)
     tokens = length * layout.microbatch * precision.parameters
@@ -166,11 +166,12 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
          not counted.
     dp   (d-1)/d times: 2 psi elements at ZeRO stages 0 and 1; 2 psi at stage 2 and (2 m + 1) psi at stage 3, or
          (m + 1) psi and 3 m psi where gradients are reduced after every microbatch (Rajbhandari et al. 2020, section 7,
-         for m = 1).
+         for m = 1). With q replicas of the shards d is s = d/q, and 2 psi/s (q-1)/q are summed between replicas at
+         each reduction.
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
-    t, d, m = layout.tp, layout.dp, layout.microbatches
+    t, s, q, m = layout.tp, layout.shards, layout.zero_replicas, layout.microbatches
     hidden = layout.microbatch * length * model.hidden * layout.precision.parameters
     sums = 12 if layout.recompute == "full" else 8
     tp = Fraction(sums * hidden * (t - 1), t) * m * layout.layers_per_rank(model)
@@ -181,4 +182,6 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     reductions = m if framework.every_microbatch else 1
     gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[layout.zero]
     width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
-    return Volume(tp=tp, pp=pp, dp=Fraction(width * rank_parameters(model, layout) * (d - 1), d))
+    psi = rank_parameters(model, layout)
+    across = Fraction(2 * reductions * layout.precision.gradients * psi * (q - 1), s * q)
+    return Volume(tp=tp, pp=pp, dp=Fraction(width * psi * (s - 1), s) + across)

@@ -170,7 +170,8 @@ def _settings(plan: Plan) -> list[str]:
     layout = plan.layout
     virtual = f" v={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
     return [
-        *(str(size) for size in (*layout.mesh, layout.zero)),
+        *(str(size) for size in layout.mesh),
+        f"{layout.zero}" + (f" x{layout.zero_replicas}" if layout.zero_replicas > 1 else ""),
         f"{layout.microbatch} x {layout.microbatches}",
         layout.schedule + virtual if layout.pp > 1 else "-",
         layout.recompute,

@@ -40,6 +40,7 @@ class SearchSpace:
     tp: int | None = None
     pp: int | None = None
     zero: int | tuple[int, ...] | None = None
+    zero_replicas: tuple[int, ...] | None = None
     recompute: str | None = None
     schedule: str | None = None
     microbatch: int | None = None
@@ -54,6 +55,11 @@ class SearchSpace:
         if self.zero is None:
             return [0, 1, 2, 3]
         return [self.zero] if isinstance(self.zero, int) else sorted(set(self.zero))
+
+    def replicas(self, zero: int, dp: int) -> list[int]:
+        """Return the numbers of replicas of ZeRO's shards to try: 1 unless the user asks for others."""
+        tried = sorted(set(self.zero_replicas or (1,)))
+        return [q for q in tried if q == 1 or (zero > 0 and dp % q == 0)]
 
     def recomputations(self, schedule: str) -> list[str]:
         """Return the kinds of recomputation to try.
@@ -92,8 +98,9 @@ def layouts(
         for microbatch in microbatch_sizes(samples, space):
             m = samples // microbatch
             for schedule, v in schedules(model, pp, m, space.schedule):
-                choices = space.zero_stages(dp), space.recomputations(schedule), space.sequence_choices(tp)
-                for zero, recompute, sequence_parallel in product(*choices):
+                sharded = [(zero, q) for zero in space.zero_stages(dp) for q in space.replicas(zero, dp)]
+                choices = sharded, space.recomputations(schedule), space.sequence_choices(tp)
+                for (zero, replicas), recompute, sequence_parallel in product(*choices):
                     yield Layout(
                         dp=dp,
                         tp=tp,
@@ -101,6 +108,7 @@ def layouts(
                         microbatch=microbatch,
                         microbatches=m,
                         zero=zero,
+                        zero_replicas=replicas,
                         schedule=schedule,
                         virtual_stages=v,
                         sequence_parallel=sequence_parallel,
@@ -285,6 +293,9 @@ def check_layout(model: ModelShape, layout: Layout, cluster: Cluster, global_bat
     if dp * microbatch * m != global_batch:
         product = f"dp*microbatch*microbatches = {dp}*{microbatch}*{m} = {dp * microbatch * m}"
         raise UsageError(f"{product}, but the global batch is {global_batch}")
+    if (q := layout.zero_replicas) > 1 and (layout.zero == 0 or dp % q):
+        why = f"dp/replicas = {dp}/{q} is not a whole number" if layout.zero else "ZeRO stage 0 shards nothing"
+        raise UsageError(f"{q} replicas of shards, but {why}")
     if not tp_divides(model, tp):
         raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
     if pp > model.layers:
@@ -362,6 +373,7 @@ def _wider_choices(
     """
     choices: dict[str, tuple[object, list[tuple[int | str, SearchSpace]]]] = {
         "--zero-stage": (space.zero, [(stage, replace(space, zero=stage)) for stage in range(4)]),
+        "--zero-replicas": (space.zero_replicas, [(1, replace(space, zero_replicas=None))]),
         "--recompute": (space.recompute, [(kind, replace(space, recompute=kind)) for kind in RECOMPUTE]),
         "--pp": (space.pp, [(pp, replace(space, pp=pp)) for pp in divisors(cluster.gpus)]),
     }
@@ -377,6 +389,7 @@ def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, spa
     if (space.attention, space.recompute) == ("flash", "selective"):
         return "flash attention keeps no scores, so there is nothing for selective recomputation: none or full"
     fixed = [f"{n} {getattr(space, n)}" for n in ("dp", "tp", "pp", "schedule", "microbatch") if getattr(space, n)]
+    fixed += [f"replicas of shards {', '.join(map(str, space.zero_replicas))}"] if space.zero_replicas else []
     only = f" with {', '.join(fixed)}" if fixed else ""
     return (
         f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of {cluster.per_host}, "

@@ -52,12 +52,13 @@ class StepTime:
 class UnitPass:
     """A forward or backward pass of one unit: it waits for its parameters, computes, and sends its gradients.
 
-    `gather` and `reduce` are the seconds of these collectives, 0 where there is none.
+    `gather`, `reduce` and `across` (UnitTime) are the seconds of these collectives, 0 where there is none.
     """
 
     seconds: float
     gather: float = 0.0
     reduce: float = 0.0
+    across: float = 0.0
 
 
 def overlapped(
@@ -65,11 +66,12 @@ def overlapped(
 ) -> tuple[float, float]:
     """Return (end of the computation, end of the communication) of passes that begin at `start`.
 
-    The collectives run one after the other in a stream that is busy until `stream`. The next unit's gather begins when
+    The collectives run one after the other in a stream that is busy until `stream`, those between replicas in another
+    one (FSDP2's two streams): the next reduce-scatter does not wait for them. The next unit's gather begins when
     a unit asks for its own parameters (FSDP's prefetch). With `few_gradients` (ZeRO stages 2 and 3) a unit waits until
     at most FULL_GRADIENTS whole gradients exist with its own.
     """
-    now = arrival = start
+    now, arrival, far = start, start, stream
     reduced: list[float] = []
     for i, unit in enumerate(passes):
         if i == 0 and unit.gather:
@@ -81,10 +83,11 @@ def overlapped(
         if few_gradients and len(reduced) >= FULL_GRADIENTS:
             now = max(now, reduced[-FULL_GRADIENTS])
         now += unit.seconds
-        if unit.reduce:
+        if unit.reduce or unit.across:
             stream = max(stream, now) + unit.reduce
+            far = max(far, stream) + unit.across
             reduced.append(stream)
-    return now, stream
+    return now, max(stream, far)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
@@ -166,11 +169,13 @@ class Stages:
                     seconds=seconds + (unit.partial if reduces else 0.0),
                     gather=unit.gather if reads else 0.0,
                     reduce=unit.reduce if reduces else 0.0,
+                    across=unit.across if reduces else 0.0,
                 )
             )
         if not self.hides_reductions:
-            together = sum(one.reduce for one in passes)
-            passes = [replace(one, reduce=0.0) for one in passes[:-1]] + [replace(passes[-1], reduce=together)]
+            together = {name: sum(getattr(one, name) for one in passes) for name in ("reduce", "across")}
+            earlier = [replace(one, reduce=0.0, across=0.0) for one in passes[:-1]]
+            passes = [*earlier, replace(passes[-1], **together)]
         return passes
 
     def stage_time(self, units: Sequence[UnitTime], messages: int = 1) -> StageTime:
@@ -188,6 +193,7 @@ class Stages:
                 inputs = overlapped(self.backward_passes(units))[0] - weights
         if self.reduces_each_microbatch:  # reductions continue during the next action, but do not pile up
             sent = sum(unit.reduce + (unit.gather if self.gathers else 0.0) for unit in units)
+            sent = max(sent, sum(unit.across for unit in units))
             inputs = max(inputs, sent - weights)
         wait = messages * self.hop_wait
         return StageTime(forward=forward + wait, backward_input=inputs + wait, backward_weight=weights)
@@ -202,6 +208,7 @@ class Stages:
             seconds=head_forward.seconds + head_backward.seconds,
             gather=head_forward.gather,
             reduce=head_backward.reduce,
+            across=head_backward.across,
         )
         return [*forward, head, *backward]
 
@@ -240,7 +247,7 @@ class Stages:
         before the reduction.
         """
         if self.reduces_each_microbatch:  # within each action's time, except for the last bucket
-            return self.units.layer.reduce
+            return self.units.layer.reduce + self.units.layer.across
         # Before a stage's last gradients, those of later stages were summed over tp, unless I goes on without them.
         partial = [0.0] * (self.last + 1)
         if not self.layout.splits_backward:
@@ -256,14 +263,14 @@ class Stages:
                 if embedding is not None:
                     arrival = pipeline.ranks_end[self.layout.rank_of(self.last)] + tied
                     now = max(now + embedding.seconds, arrival)
-                    stream = max(now, stream) + embedding.reduce
+                    stream = max(now, stream) + embedding.reduce + embedding.across
                 end = max(end, now, stream)
         return max(0.0, end - pipeline.makespan)
 
     def dp_seconds(self, stages: Sequence[int]) -> float:
         """Return the seconds of all collectives over dp in a step of a rank, except for the gather after the update."""
         m, units = self.layout.microbatches, [unit for s in stages for unit in self.units_of(s)]
-        seconds = sum(unit.reduce for unit in units) * (m if self.reduces_each_microbatch else 1)
+        seconds = sum(unit.reduce + unit.across for unit in units) * (m if self.reduces_each_microbatch else 1)
         if self.gathers:
             seconds += sum(unit.gather * (2 if unit is self.units.layer else 1) for unit in units) * m
         return seconds
@@ -327,11 +334,11 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     if cluster.framework.embedding_returns and tied and layout.zero == 3:
         pp += stages.units.embedding.gather  # to be sent, the embedding is gathered once more
 
-    # Scalars: the loss over pp and dp; the norm over tp and pp, and over dp where each rank has a shard of gradients.
+    # Scalars: the loss over pp and dp; the norm over tp and pp, and over the ranks with the shards of a gradient.
     scalar_tp = scalar_seconds(cluster, 1, layout.tp)
     scalar_dp = scalar_seconds(cluster, layout.tp, layout.dp)
     scalar_pp = scalar_seconds(cluster, layout.tp * layout.dp, layout.pp)
-    dp += (2 if layout.zero else 1) * scalar_dp
+    dp += scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if layout.zero else 0.0)
     return replace(passes, tp=passes.tp + scalar_tp, pp=pp + 2 * scalar_pp, dp=dp, optimizer=stages.units.update)
 
 
@@ -353,7 +360,7 @@ def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) ->
     pipeline = stages.simulated() if exact else None
     if pipeline is None:
         exposed = [stages.units.layer] if stages.hides_reductions else units
-        makespan, late = stages.closed_form(), sum(unit.reduce for unit in exposed)
+        makespan, late = stages.closed_form(), sum(unit.reduce + unit.across for unit in exposed)
     else:
         makespan, late = pipeline.makespan, stages.late_reduction(pipeline, tied)
     bubble = max(0.0, makespan - compute - tp - hops - gathers)

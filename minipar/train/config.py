@@ -76,6 +76,8 @@ class MeshConfig:
         help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
     zero_stage: int = option(0, int, "[0, 3]", "K",
         "what data-parallel ranks shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters too")
+    zero_replicas: int = option(1, int, COUNT, "Q",
+        "with --zero-stage: shard within Q groups of near ranks, such as hosts, and sum gradients over groups (HSDP)")
     sync_every_microbatch: bool = option(False, bool,
         help="with --zero-stage 2 or 3: reduce-scatter after every microbatch, which keeps gradients sharded and sends "
              "them M times; without it microbatches accumulate in whole gradients, sent once")
@@ -263,6 +265,8 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--clock {run.clock} is the time of a trace; give --trace FILE.json too")
     if any(run.network) and run.clock == "wall":
         raise UsageError("--network prices messages on the clocks cpu and model; the wall clock takes what they take")
+    if mesh.zero_replicas > 1 and mesh.zero_stage == 0:
+        raise UsageError(f"--zero-replicas {mesh.zero_replicas} repeats shards; give --zero-stage 1, 2 or 3 too")
     if mesh.sync_every_microbatch and mesh.zero_stage < 2:
         whole = f"with --zero-stage {mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
         raise UsageError(f"--sync-every-microbatch keeps gradients sharded between microbatches, but {whole}")
@@ -326,6 +330,8 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not divide."""
     cp, tp = config.mesh.cp, config.mesh.tp
     dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp, cp)["dp"]
+    if dp % (replicas := config.mesh.zero_replicas):
+        raise UsageError(f"dp/zero-replicas = {dp}/{replicas} is not a whole number")
     check_sizes(config)
     config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
     model = config.model

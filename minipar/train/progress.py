@@ -186,11 +186,12 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     tensor += f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
+    zero = f"ZeRO stage {mesh.zero_stage}" + f" in {mesh.zero_replicas} replicas" * (mesh.zero_replicas > 1)
     kind, heads = ("GPT", "") if model.model == "gpt2" else ("Llama", f" on {model.kv_heads} of keys and values")
     return (
         f"minipar: {kind} with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{heads}, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
-        f"minipar: {ranks} rank{'s' * (ranks > 1)}, dp={mesh.dp}{tensor}{pipeline}, ZeRO stage {mesh.zero_stage}, "
+        f"minipar: {ranks} rank{'s' * (ranks > 1)}, dp={mesh.dp}{tensor}{pipeline}, {zero}, "
         f"global batch {data.global_batch} x {model.seq_len} tokens, {data.microbatches} "
         f"microbatch{'es' * (data.microbatches > 1)} per replica, {config.run.reduction} reduction"
     )
@@ -199,14 +200,15 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
 def notes(config: TrainConfig) -> list[str]:
     """Warn about valid but wasteful settings of a resolved configuration: a line for each."""
     mesh, m = config.mesh, config.data.microbatches
-    stage, replicas = mesh.zero_stage, (mesh.dp or 1) * mesh.cp
+    stage, replicas = mesh.zero_stage, (mesh.dp or 1) * mesh.cp // mesh.zero_replicas
     several = replicas > 1 and m > 1
     gathers = f"gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per step"
     remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
     whole = f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}"
     why = "one microbatch" if m == 1 else "--schedule naive"
+    groups = f" in {mesh.zero_replicas} replicas" * (mesh.zero_replicas > 1)
     warnings = {
-        f"--zero-stage {stage} shards nothing: dp = 1": stage > 0 and replicas == 1,
+        f"--zero-stage {stage} shards nothing: dp = {mesh.dp}{groups}": stage > 0 and replicas == 1,
         f"--zero-stage 3 {gathers}": stage == 3 and several,
         whole: stage >= 2 and several and not mesh.sync_every_microbatch,
         f"{why}: the pipeline's ranks work one after another": mesh.pp > 1 and (m == 1 or mesh.schedule == "naive"),

@@ -76,7 +76,8 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
     """Return the layout of a resolved configuration. `shape` is the model's, if the flags do not say all of it."""
     mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
-    same = ("dp", "cp", "tp", "pp", "context_parallel", "sequence_parallel", "zero_stage", "sync_every_microbatch")
+    same = ["dp", "cp", "tp", "pp", "context_parallel", "sequence_parallel"]
+    same += ["zero_stage", "zero_replicas", "sync_every_microbatch"]
     return StepLayout(
         shape or shape_of(config.model),
         length=config.model.seq_len,
@@ -139,12 +140,14 @@ class Trainer:
             local = length // mesh.cp.size // (mesh.tp.size if config.mesh.sequence_parallel else 1)
             shape = (self.samples_per_microbatch, local, model.config.n_embd)
             self.executor = PipelineExecutor(schedule, mesh.pp, pipeline.stages, shape, np.dtype(config.run.dtype))
+        if config.mesh.zero_stage > 0:  # not so on a single device that verifies
+            options["replicas"] = config.mesh.zero_replicas
         # Data parallelism or ZeRO owns the gradients of what is left. Ranks of dp and of cp have other tokens.
         if config.mesh.memory_limit is not None:
             limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
             placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
             accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
-            check_limit(limit, placements, mesh.dp_cp.size, stage, dtype, accumulating)
+            check_limit(limit, placements, mesh.dp_cp.size // config.mesh.zero_replicas, stage, dtype, accumulating)
         return shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
 
     def train(self) -> Iterator[StepResult]:
@@ -261,7 +264,7 @@ class Trainer:
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp_cp, mesh.tp, mesh.pp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.ddp.shard_comm, mesh.tp, mesh.pp)
 
     @property
     def units(self) -> int:

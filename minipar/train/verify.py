@@ -99,12 +99,12 @@ def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> V
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
-    """Return True on every rank if the ranks of dp and cp hold the same bits; at ZeRO stage 3 they share none."""
-    digest = hashlib.sha256()
-    for bucket in trainer.ddp.buckets if trainer.ddp.stage < 3 else ():
-        for p in bucket.parameters:
-            digest.update(np.ascontiguousarray(to_host(p.data)).data)
-    same = len(set(trainer.mesh.dp_cp.all_gather_bytes(digest.digest()))) == 1
+    """Return True on every rank if the ranks of dp and cp hold the same bits; at ZeRO stage 3 replicas of shards do."""
+    ddp, digest = trainer.ddp, hashlib.sha256()
+    for p in ddp.parameters() if ddp.stage == 3 else [p for bucket in ddp.buckets for p in bucket.parameters]:
+        digest.update(np.ascontiguousarray(to_host(p.data)).data)
+    holders = ddp.comm if ddp.stage < 3 else ddp.replica_comm
+    same = holders is None or len(set(holders.all_gather_bytes(digest.digest()))) == 1
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
@@ -141,13 +141,14 @@ class OneDevice(Trainer):
     """A trainer that computes all replicas and microbatches one after another on one device, with the same sums.
 
     It adds the replicas' gradients in rank order, as the `ordered` all-reduce does, to the bit. That needs two more
-    arrays of all gradients (three with `--sync-every-microbatch`).
+    arrays of all gradients (three with `--sync-every-microbatch`, and one more for the groups of `--zero-replicas`).
     """
 
     def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
         mesh = replace(config.mesh, cp=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
         super().__init__(replace(config, mesh=mesh), DeviceMesh(serial()), tokens)
         self.replicas = range(config.mesh.dp or 1)
+        self.shards = len(self.replicas) // config.mesh.zero_replicas
 
     def _forward_backward(self, step: int) -> float:
         assert isinstance(self.ddp, DistributedDataParallel)
@@ -166,12 +167,15 @@ class OneDevice(Trainer):
             return copy
 
         with self.ddp.no_sync():
-            buffer[...] = _sum(_sum(gradient(replica, each) for replica in self.replicas) for each in together)
+            # Hybrid sharding sums first within groups of `shards` replicas, then over the groups.
+            groups = [self.replicas[first : first + self.shards] for first in self.replicas[:: self.shards]]
+            sums = (_sum(_sum(gradient(r, each) for r in group) for group in groups) for each in together)
+            buffer[...] = _sum(sums)
         self.ddp.synchronize()
         return float(_sum(iter(losses.values())))
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, chunks=len(self.replicas))
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, chunks=self.shards)
 
 
 def _sum(values: Iterator[Any]) -> Any:

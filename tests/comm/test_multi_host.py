@@ -1,9 +1,13 @@
-"""Two hosts: training over TCP between them equals one device, and tensor parallelism stays inside a host."""
+"""Two hosts: training over TCP between them equals one device; tensor parallelism and shards stay inside a host."""
 
 import pytest
 import two_hosts
 from launcher import run_mpi
 
+from minipar.comm import wire_bytes
+from minipar.parallel.traffic import replica_bytes
+from minipar.train.config import parse, resolve
+from minipar.train.trainer import step_layout
 from visualize import mesh_traffic, read_trace
 
 SMALL = "--layers 2 --hidden 64 --heads 4 --seq-len 32 --steps 3 --dtype float64 --verify".split()
@@ -45,6 +49,47 @@ def test_training_on_two_hosts_equals_one_device(machine, tmp_path, per_host, in
         # Above what the ranks count: headers, MPI's and Hydra's own messages, the trace itself on its way to rank 0.
         slack = 200_000 + (trace.stat().st_size if way == "received" else 0)
         assert counted < wire[way] < 1.1 * counted + slack
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_a_hierarchical_all_reduce_sends_less_over_the_cable(machine, tmp_path, hierarchical):
+    """8 MB on 2 x 2 ranks: 2(n/s)(q-1)/q from each rank of a host, 8 MB; a ring of four sends 2n(3/4), 12 MB."""
+    script = f"""
+import numpy as np
+from minipar.comm import world
+from minipar.comm.communicator import hierarchical_all_reduce
+comm, x = world(), np.ones(2**20)
+inside, across = comm.levels(2)
+if {hierarchical}:
+    hierarchical_all_reduce(x, inside, across)
+else:
+    comm.all_reduce(x, algorithm="ring")
+assert (x == 4).all()
+"""
+    done = run_mpi(4, script, 60, before=two_hosts.prefix(tmp_path), options=two_hosts.options(tmp_path, 2))
+    assert done.returncode == 0, done.stderr[-2000:]
+    n = 8 * 2**20
+    counted = 2 * wire_bytes("all_reduce", "ring", 2**19, 8, 2, 0) if hierarchical else 2 * n * 3 // 4
+    assert counted == (n if hierarchical else 3 * n // 2)
+    for nbytes in two_hosts.on_the_wire(tmp_path).values():
+        assert counted < nbytes < 1.1 * counted + 200_000
+
+
+def test_hybrid_sharding_sends_sums_of_shards_over_the_cable(machine, tmp_path):
+    """Stage 3 of two microbatches: parameters are gathered inside each host; the chunks' gradients cross once."""
+    trace, flags = tmp_path / "trace.json", ["--zero-stage", "3", "--zero-replicas", "2", "--microbatches", "2"]
+    done = run(tmp_path, 2, *flags, "--reduction", "ordered", "--trace", str(trace))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "verify: 4 ranks = 1 device, bit for bit" in done.stdout
+    layout = step_layout(resolve(parse([*SMALL, *flags]), 4))
+    losses = 3 * 2 * 8  # of each step: those of host b's ranks, to rank 0, and the sum back to each of them
+    links = mesh_traffic(read_trace(str(trace))).links
+    for way, host in (("sent", 0), ("received", 1)):
+        crossing = {(s, d): nbytes for (_, s, d), (_, nbytes) in links.items() if s // 2 == host != d // 2}
+        counted = 3 * sum(replica_bytes(layout, rank, 0) for rank in (2 * host, 2 * host + 1))
+        assert sum(crossing.values()) == counted + losses, crossing
+        slack = 200_000 + (trace.stat().st_size if way == "received" else 0)
+        assert counted < two_hosts.on_the_wire(tmp_path)[way] < 1.1 * counted + slack
 
 
 def test_a_pipeline_across_hosts_equals_one_device(machine, tmp_path):

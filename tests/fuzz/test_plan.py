@@ -69,6 +69,7 @@ FLAGS = {
     "--pp": ["1", "2", "8"],
     "--microbatch": ["1", "2"],
     "--zero-stage": ["0", "1", "2", "3", "0,1,3"],
+    "--zero-replicas": ["1", "2", "1,2", "0", "999999999999"],
     "--schedule": ["1f1b", "gpipe", "naive", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"],
     "--recompute": ["none", "selective", "full"],
     "--sequence-parallel": ["on", "off"],

@@ -116,6 +116,7 @@ FLAGS = {
     "--context-parallel": ["ring", "all-gather", "ulysses"],
     "--cp-order": ["zigzag", "contiguous"],
     "--zero-stage": ["0", "1", "2", "3"],
+    "--zero-replicas": ["1", "2", "3", "0"],
     "--sync-every-microbatch": [],
     "--memory-limit": ["1", "1.5MB", "512 KiB", "1e9"],
     "--layers": ["1", "2"],

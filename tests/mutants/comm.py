@@ -42,6 +42,13 @@ MUTANTS = [
         ("an operation that nobody waits for is not reported", "self.engine.unwaited[work] =", "_ ="),
     ),
     *mistakes(
+        "minipar/comm/communicator.py",
+        "comm/test_hierarchical.py",
+        ("levels: ranks dealt in turn are neighbours", "range(first, first + near)", "range(place, self.size, hosts)"),
+        ("levels: groups of unequal size", "self.size % hosts", "False"),
+        ("hierarchical: the whole array crosses", "across.all_reduce(chunk,", "across.all_reduce(x,"),
+    ),
+    *mistakes(
         "minipar/comm/algorithms.py",
         "comm/test_barrier.py comm/test_collectives.py comm/test_delays.py",
         (
@@ -120,6 +127,12 @@ MUTANTS = [
         "comm/test_collectives.py comm/test_disagreement.py comm/test_threads.py",
         ("traffic: elements are counted as bytes", "count[1] += array.nbytes", "count[1] += array.size"),
         ("tags: without the number of elements", "(elements.size & 127) << 12 | ", ""),
+    ),
+    *mistakes(
+        "minipar/comm/work.py",
+        "parallel/test_hybrid.py",
+        ("then: what follows starts when the program notices", 'clock.resume(getattr(self, "time", now))', "pass"),
+        ("then: nothing follows what is done already", "            next(self._steps, None)", "            pass"),
     ),
     *mistakes(
         "minipar/comm/work.py",

@@ -85,7 +85,8 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/state.py",
         "parallel/test_state.py",
-        ("state: every tp rank owns what all hold", "placement.tp.rank > 0)", "placement.tp.rank > 99)"),
+        ("state: every tp rank owns what all hold", "placement.tp.rank > 0\n", "placement.tp.rank > 99\n"),
+        ("state: every replica of a shard owns it", "placement.dp.replica > 0)", "placement.dp.replica > 99)"),
         (
             "state: a shard is read at its place in the whole",
             "slice(own.start - held.start, own.stop - held.start)",
@@ -93,12 +94,18 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/parallel/sharding.py",
+        "parallel/test_hybrid.py",
+        ("hybrid: nothing is summed over the replicas", "work.then(lambda: self._across.append(start()))", "pass"),
+        ("hybrid: the sums over the replicas are not waited for", "for work in self._across:", "for work in ():"),
+    ),
+    *mistakes(
         "minipar/parallel/stages.py",
         "parallel/test_contract.py",
         (
             "stages: fully_shard keeps whole parameters",
-            "return FullyShardedDataParallel(model, comm, algorithm)",
-            "return shard(model, comm, 2, algorithm)",
+            "return FullyShardedDataParallel(model, comm, algorithm, **options)",
+            "return shard(model, comm, 2, algorithm, **options)",
         ),
     ),
     *mistakes(
@@ -127,6 +134,11 @@ MUTANTS = [
         ("wrapper: no_sync sends all the same", "if not self.syncing:", "if False:"),
         ("wrapper: gradients are read before they have arrived", "            work.wait()", "            pass"),
         ("wrapper: partial gradients travel before their sum over tp", "self.before_reduce(bucket.parameters)", "pass"),
+    ),
+    *mistakes(
+        "minipar/parallel/traffic.py",
+        "parallel/test_hybrid.py",
+        ("traffic: the norm of replicas is summed over all ranks", "rank % layout.shards)", "rank)"),
     ),
     *mistakes(
         "minipar/parallel/wrapper.py",

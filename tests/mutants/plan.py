@@ -82,7 +82,11 @@ MUTANTS = [
         "minipar/plan/step_time.py",
         "plan/test_step_time.py",
         ("step: a unit computes before its parameters arrive", "now = max(now, own_arrival)", "pass"),
-        ("step: one scalar over dp with ZeRO too", "(2 if layout.zero else 1) * scalar_dp", "scalar_dp"),
+        (
+            "step: one scalar over dp with ZeRO too",
+            "scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if layout.zero else 0.0)",
+            "scalar_dp",
+        ),
         (
             "step: activations between stages are always whole",
             "slices = layout.tp if cluster.framework.scattered_hops else layout.sequence_slices",

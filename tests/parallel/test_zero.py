@@ -20,6 +20,7 @@ from training import (
     on_each_rank,
     reports,
     small_gpt,
+    talk_through,
     text,
 )
 
@@ -297,7 +298,7 @@ class ForgetsABucket(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.ddp.comm = self.Comm(self.ddp.comm)
+        talk_through(self.Comm, self.ddp)
 
 
 class KeepsTheFirstSum(Trainer):
@@ -312,7 +313,7 @@ class KeepsTheFirstSum(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.ddp.comm = self.Comm(self.ddp.comm)
+        talk_through(self.Comm, self.ddp)
 
 
 MISTAKES = {

@@ -121,6 +121,15 @@ def test_replicas_and_several_zero_stages_narrow_the_search(capsys):
     assert {one["zero_stage"] for one in found_plans(capsys, dp="16", zero_stage="0", top="50")} == {0}
 
 
+def test_replicas_of_shards_are_those_that_are_asked_for(capsys):
+    assert {one["zero_replicas"] for one in found_plans(capsys, top="50")} == {1}
+    plans = found_plans(capsys, zero_stage="3", zero_replicas="1,2,4", top="50")
+    assert {one["zero_replicas"] for one in plans} == {1, 2, 4}
+    assert all(one["dp"] % one["zero_replicas"] == 0 for one in plans)
+    assert main(changed(zero_stage="3", zero_replicas="2")) == 0
+    assert " 3 x2 " in capsys.readouterr().out
+
+
 def test_tp_goes_over_hosts_only_where_it_is_asked_for(capsys):
     assert max(one["tp"] for one in found_plans(capsys, top="50")) == 8
     asked = found_plans(capsys, tp="16", top="50")
@@ -207,6 +216,8 @@ def changed(**given):
         ({"dp": "9" * 4000}, "at most 1048576"),
         ({"zero_stage": "0,4"}, "--zero-stage"),
         ({"zero_stage": "0,,1"}, "--zero-stage"),
+        ({"zero_replicas": "0"}, "--zero-replicas"),
+        ({"zero_replicas": "7", "zero_stage": "3"}, "no layout divides with replicas of shards 7"),
         ({"program": "nanotrom"}, "did you mean nanotron?"),
         ({"program": "x" * 5000}, "neither a JSON file nor one of megatron, megatron-2021, "),
         ({"pp": "1", "schedule": "1f1b"}, "--schedule 1f1b is a pipeline's, but --pp 1 is none"),

@@ -64,6 +64,21 @@ def test_model_state_follows_the_zero_paper(stage, own, shared, dp):
     assert total == pytest.approx(own * psi + shared * psi / dp, rel=1e-12)
 
 
+@pytest.mark.parametrize(("s", "q"), [(8, 1), (8, 64), (2, 4), (1, 8)])
+def test_hybrid_sharding_holds_and_sends_its_formulas(s, q):
+    """16 psi/s bytes; inside 2 psi, or (2m+1) psi at stage 3, times (s-1)/s; across 2 (psi/s)(q-1)/q elements."""
+    for zero, inside in ((1, 2), (2, 2), (3, 2 * 3 + 1)):
+        one = layout(dp=s * q, zero=zero, zero_replicas=q, microbatches=3)
+        psi, held = rank_parameters(GPT3, one), memory(GPT3, one, 2048, MINIPAR)
+        assert held.optimizer == pytest.approx(12 * psi / s, rel=1e-12)
+        if zero == 3:
+            assert memory(GPT3, one, 2048).parameters == pytest.approx(2 * psi / s, rel=1e-12)
+        across = Fraction(2 * psi * (q - 1), s * q)
+        assert volume(GPT3, one, 2048, MINIPAR).dp == 2 * (Fraction(inside * psi * (s - 1), s) + across)
+    every = layout(dp=s * q, zero=3, zero_replicas=q, microbatches=3)  # Megatron's program reduces each microbatch
+    assert volume(GPT3, every, 2048).dp == 2 * (Fraction(9 * psi * (s - 1), s) + 3 * across)
+
+
 def test_gradients_in_fp32_take_two_bytes_more():
     narrow, wide = (memory(GPT3, layout(precision=PRECISIONS[name]), 2048) for name in ("fp16", "bf16"))
     assert wide.gradients - narrow.gradients == 2 * GPT3.parameters

@@ -184,6 +184,38 @@ def test_the_users_replicas_and_zero_stages():
     assert {one.zero for one in alone} == {0}
 
 
+def test_replicas_of_shards_divide_dp_and_need_a_zero_stage():
+    every = list(layouts(GPT2, a100s(16), 64, SearchSpace(zero_replicas=(1, 2, 4))))
+    assert {one.zero_replicas for one in every} == {1, 2, 4}
+    assert all(one.zero_replicas == 1 or (one.zero and one.dp % one.zero_replicas == 0) for one in every)
+    assert [one for one in every if one.zero_replicas == 1] == list(layouts(GPT2, a100s(16), 64))
+    assert "ZeRO-3 in 4 replicas" in {part for one in every for part in str(one).split(", ")}
+
+
+@pytest.mark.parametrize(
+    ("zero", "replicas", "words"), [(0, 2, "ZeRO stage 0 shards nothing"), (3, 3, "dp/replicas = 8/3 is not a whole")]
+)
+def test_replicas_that_contradict_the_layout_are_refused(zero, replicas, words):
+    one = replace(EIGHT, zero=zero, zero_replicas=replicas)
+    with pytest.raises(UsageError, match=words):
+        judge(GPT2, one, a100s(8), 64, 1024)
+
+
+def test_hybrid_sharding_is_for_many_hosts_with_one_card_each():
+    """Stage 3 on 64 hosts whose ring is one card wide: what crosses falls by the 8 GPUs of a host, and time with it. On
+    one host it is slower or as fast. A model that fits only on all GPUs together does not fit in a replica."""
+    model = find_model("megatron-7.5b")
+    space = SearchSpace(tp=1, pp=1, zero=3, recompute="full", microbatch=1)
+    few = replace(a100s(512), framework=replace(MINIPAR, ring_per_card=False))
+    times = {
+        q: judge(model, next(layouts(model, few, 512, replace(space, zero_replicas=(q,)))), few, 512, 2048).time.total
+        for q in (1, 64)
+    }
+    assert times[64] < 0.7 * times[1]
+    with pytest.raises(UsageError, match=r"What would fit: .*--zero-replicas 1 \("):
+        plan(find_model("megatron-22b"), a100s(512), 512, 2048, replace(space, zero_replicas=(128,)))
+
+
 def test_a_tp_over_hosts_is_a_multiple_of_a_host():
     """96 heads: 16 and 48 are two and six hosts, 12 is none, and 64 does not divide the heads."""
     found = {tp: list(layouts(GPT3, a100s(192), 192, SearchSpace(tp=tp))) for tp in (16, 48, 12, 64)}

@@ -56,6 +56,22 @@ def test_collectives_over_dp_take_the_time_of_their_bytes(model, zero, precision
         assert rank.dp_seconds([0]) + rank.refresh_seconds() == pytest.approx(sent * cluster.inside.beta, rel=1e-12)
 
 
+@pytest.mark.parametrize("framework", [MEGATRON, MINIPAR], ids=["megatron", "minipar"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sums_over_replicas_take_the_time_of_their_bytes(zero, framework):
+    one, cluster = layout(dp=8, zero=zero, zero_replicas=2, microbatches=3), wires(framework=framework)
+    rank = stages(GPT2, one, cluster)
+    sent = float(volume(GPT2, one, LENGTH, framework).dp)
+    assert rank.dp_seconds([0]) + rank.refresh_seconds() == pytest.approx(sent * cluster.inside.beta, rel=1e-12)
+
+
+def test_sums_over_replicas_travel_next_to_reduce_scatters():
+    one = UnitPass(seconds=1.0, reduce=2.0, across=3.0)
+    assert overlapped([one, one]) == (2.0, 9.0)  # 1 + 2, then 3 + 3 behind the second reduce-scatter
+    assert overlapped([replace(one, reduce=0.0)]) == (1.0, 4.0)
+    assert overlapped([one, replace(one, across=0.0)]) == (2.0, 6.0)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_with_zero_a_rank_updates_its_shard(zero):
     whole = stages(GPT2, layout(microbatches=3), wires()).units.update

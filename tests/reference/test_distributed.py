@@ -59,6 +59,7 @@ CASES = [
     *[Case("zero-1", f"--dp {n} --zero-stage 1", n) for n in (2, 4)],
     *[Case("fully-shard-keeps", f"--dp {n} --zero-stage 2", n) for n in (2, 4)],
     *[Case("fully-shard", f"--dp {n} --zero-stage 3", n, m) for n in (2, 4) for m in (1, 2)],
+    *[Case("hybrid-shard", f"--dp {n} --zero-stage 3 --zero-replicas 2", n, m) for n in (2, 4) for m in (1, 2)],
     *[Case("tensor", f"--tp {n}", n) for n in (2, 4)],
     *[Case("tensor-sequence", f"--tp {n} --sequence-parallel", n) for n in (2, 4)],
     Case("fully-shard-tensor-sequence", "--dp 2 --tp 2 --zero-stage 3 --sequence-parallel", 4, 2),

@@ -117,6 +117,14 @@ def fully_sharded(case, weights, reshard: bool = True) -> Program:
     return Program([model], partial(accumulate, model, partial(reductions_off, model), case["microbatches"], mesh))
 
 
+def hybrid_sharded(case, weights) -> Program:
+    """Apply `fully_shard` on a 2-D mesh: two replicas, sharded over half of the processes each."""
+    grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    every = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = shard_blocks(GPT(weights, case["heads"]), grid)
+    return Program([model], partial(accumulate, model, partial(reductions_off, model), case["microbatches"], every))
+
+
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
@@ -218,6 +226,7 @@ STRATEGIES = {
     "ddp": data_parallel,
     "zero-1": zero_redundancy,
     "fully-shard": fully_sharded,
+    "hybrid-shard": hybrid_sharded,
     "fully-shard-keeps": partial(fully_sharded, reshard=False),
     "tensor": tensor_parallel,
     "tensor-sequence": partial(tensor_parallel, sequence=True),

@@ -22,6 +22,7 @@ from training import (
     OwnChunksNorm,
     Proxy,
     takes_all_for,
+    talk_through,
 )
 
 from minipar.comm import chunk_bounds, run_local
@@ -218,7 +219,7 @@ class ForgetsTheSumOverReplicas(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.ddp.comm = self.Comm(self.ddp.comm)
+        talk_through(self.Comm, self.ddp)
 
 
 class NormOfOnePipelineRank(Trainer):

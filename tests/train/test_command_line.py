@@ -152,6 +152,9 @@ BAD_INPUT = {
     "gradients kept sharded at stage 1": (2, "--sync-every-microbatch --zero-stage 1",
         "with --zero-stage 1 every rank has them whole; it needs stage 2 or 3"),
     "gradients kept sharded without a stage": (2, "--sync-every-microbatch", "with --zero-stage 0 every rank has them"),
+    "replicas of shards that there are not": (2, "--zero-replicas 2",
+        "--zero-replicas 2 repeats shards; give --zero-stage 1, 2 or 3 too"),
+    "groups of unequal size": (4, "--zero-stage 3 --zero-replicas 3", "dp/zero-replicas = 4/3 is not a whole number"),
     "no such device": (2, "--device tpu", "tpu"),
 }  # fmt: skip
 

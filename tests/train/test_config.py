@@ -35,7 +35,7 @@ def test_every_flag_arrives_where_it_belongs():
         "--network": (1e-6, 1e-9), "--export": "d", "--zero-stage": 2, "--memory-limit": 5000,
         "--memory": "l.json", "--tp": 2, "--dropout": 0.1, "--save": "c", "--save-every": 5, "--resume": "c",
         "--eval-every": 7, "--eval-data": "e.txt", "--record": "r", "--attention": "full", "--cp": 2,
-        "--context-parallel": "ulysses", "--cp-order": "contiguous",
+        "--context-parallel": "ulysses", "--cp-order": "contiguous", "--zero-replicas": 4,
     }  # fmt: skip
     argv = [
         str(word)

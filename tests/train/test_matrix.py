@@ -92,6 +92,8 @@ def test_usual_layouts_have_no_notes():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_on_one_replica_shards_nothing(stage):
     assert f"--zero-stage {stage} shards nothing: dp = 1" in notes_on(f"--tp 2 --zero-stage {stage} --microbatches 2")
+    replicas = f"--zero-stage {stage} shards nothing: dp = 2 in 2 replicas"
+    assert replicas in notes_on(f"--dp 2 --zero-stage {stage} --zero-replicas 2")
 
 
 def test_stage_3_gathers_again_for_each_microbatch():

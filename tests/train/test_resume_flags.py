@@ -68,7 +68,7 @@ def test_what_decides_the_values_is_taken_and_the_layout_is_not():
     all_flags = {flag for _, _, flag, _ in flags(TrainConfig())}
     assert set(MUST_AGREE) < set(TAKEN) < all_flags
     layout = "--dp --cp --context-parallel --cp-order --tp --pp --schedule --virtual-stages --sequence-parallel "
-    layout += "--zero-stage --sync-every-microbatch"
+    layout += "--zero-stage --zero-replicas --sync-every-microbatch"
     files = "--metrics --trace --memory --record --save --save-every --resume --export --verify --clock --network"
     assert all_flags - set(TAKEN) == {
         *layout.split(), *files.split(), "--microbatches", "--memory-limit", "--init-from", "--device", "--recompute",

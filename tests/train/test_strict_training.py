@@ -68,6 +68,8 @@ def data_parallel_training(flags):
         "--zero-stage 2 --reduction ordered",
         "--zero-stage 2 --sync-every-microbatch",
         "--zero-stage 3 --recompute full",
+        "--zero-stage 1 --zero-replicas 2",
+        "--zero-stage 3 --zero-replicas 2 --sync-every-microbatch",
         "--zero-stage 3 --reduction ordered --sync-every-microbatch",
     ],
 )

@@ -1,0 +1,130 @@
+"""Claims about two levels of ranks: what an all-reduce sends inside hosts and across, its messages, and its bits."""
+
+import functools
+import operator
+
+import numpy as np
+import pytest
+from launcher import run_mpi
+from transports import run_late
+
+from minipar.comm import ModelClock, Network, chunk_bounds, messages, run_local, wire_bytes
+from minipar.comm.communicator import hierarchical_all_reduce
+from minipar.errors import CommunicationError, UsageError
+
+GRIDS = [(1, 4), (2, 2), (2, 4), (4, 2), (3, 2), (2, 3), (4, 1)]  # hosts, ranks per host
+ALGORITHMS = ["ring", "ordered"]
+
+
+def fractions(n, rank):
+    """Values whose sum depends on the order of addition."""
+    return np.random.default_rng(rank).standard_normal(n) * 10.0 ** (rank % 5)
+
+
+def summed(comm, hosts, n, algorithm):
+    inside, across = comm.levels(hosts)
+    x = fractions(n, comm.rank)
+    comm.traffic.reset()
+    assert hierarchical_all_reduce(x, inside, across, algorithm) is x
+    counts = {op: tuple(count) for (op, _), count in comm.traffic.counts.items()}
+    return x, counts, (inside.rank, across.rank)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("hosts", "near"), GRIDS)
+def test_bytes_and_messages_of_each_level_are_the_formulas(hosts, near, algorithm):
+    """n bytes, s ranks on each of q hosts: 2n(s-1)/s inside and 2(n/s)(q-1)/q across, in 2(s-1) + 2(q-1) messages."""
+    n = 3 * hosts * near  # elements, of which every chunk of a chunk is whole
+    for _, counts, _ in run_local(hosts * near, summed, hosts, n, algorithm):
+        sent = {op: counts.get(op, (0, 0)) for op in ("reduce_scatter", "all_gather", "all_reduce")}
+        inside, across = sent["reduce_scatter"][1] + sent["all_gather"][1], sent["all_reduce"][1]
+        assert inside == 2 * 8 * n * (near - 1) // near
+        assert across == 2 * (8 * n // near) * (hosts - 1) // hosts
+        assert sum(count for count, _ in sent.values()) == 2 * (near - 1) + 2 * (hosts - 1)
+        assert sum(count for count, _ in sent.values()) <= messages("all_reduce", "ring", hosts * near, 0)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 23, 1000])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_of_any_size_each_rank_sends_what_the_closed_forms_say(algorithm, n):
+    for _, counts, (place, host) in run_local(6, summed, 2, n, algorithm):
+        start, stop = chunk_bounds(n, 3)[place]
+        assert counts["reduce_scatter"][1] == wire_bytes("reduce_scatter", algorithm, n, 8, 3, place)
+        assert counts["all_gather"][1] == wire_bytes("all_gather", "pairwise", n, 8, 3, place)
+        assert counts["all_reduce"][1] == wire_bytes("all_reduce", algorithm, stop - start, 8, 2, host)
+
+
+@pytest.mark.parametrize("n", [1, 7, 1000])
+@pytest.mark.parametrize(("hosts", "near"), GRIDS)
+def test_ordered_is_one_device_that_adds_in_the_nested_order(hosts, near, n):
+    """Each host's ranks from left to right, then the hosts; other bits than all ranks from left to right."""
+    arrays = [fractions(n, rank) for rank in range(hosts * near)]
+    add = functools.partial(functools.reduce, operator.add)
+    expected = add([add(arrays[host * near : (host + 1) * near]) for host in range(hosts)])
+    results = run_local(hosts * near, summed, hosts, n, "ordered")
+    assert {x.tobytes() for x, _, _ in results} == {expected.tobytes()}
+    if n == 1000 and hosts > 1 and near > 1:
+        assert expected.tobytes() != add(arrays).tobytes()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_ranks_end_with_the_same_bits_over_late_messages(algorithm):
+    expected = run_local(6, summed, 3, 100, algorithm)
+    late, _ = run_late(6, summed, 5, 3, 100, algorithm)
+    assert {x.tobytes() for x, *_ in (*late, *expected)} == {expected[0][0].tobytes()}
+
+
+def test_the_same_over_mpi_as_over_threads():
+    program = """
+import numpy as np
+from minipar.comm import world
+from test_hierarchical import summed
+comm = world()
+x, counts, place = summed(comm, 2, 23, "ordered")
+lines = comm.gather_bytes(f"{x.tobytes().hex()[:64]} {counts} {place}".encode())
+if lines is not None:
+    print(b"\\n".join(lines).decode())
+"""
+    result = run_mpi(4, "import sys\nsys.path.insert(0, 'tests/comm')\n" + program, timeout=60)
+    assert result.returncode == 0, result.stderr
+    threads = run_local(4, summed, 2, 23, "ordered")
+    assert result.stdout.splitlines() == [f"{x.tobytes().hex()[:64]} {counts} {place}" for x, counts, place in threads]
+
+
+def test_any_shape_works_and_what_is_not_contiguous_is_refused():
+    def program(comm):
+        inside, across = comm.levels(2)
+        x = np.full((3, 5), comm.rank)
+        assert (hierarchical_all_reduce(x, inside, across) == 6).all() and x.shape == (3, 5)
+        with pytest.raises(ValueError, match="not contiguous"):
+            hierarchical_all_reduce(x.T, inside, across)
+
+    run_local(4, program)
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(6, 4), (4, 3), (2, 0)])
+def test_groups_of_unequal_size_are_refused_with_the_arithmetic(ranks, hosts):
+    def program(comm):
+        comm.levels(hosts)
+
+    with pytest.raises((UsageError, CommunicationError), match=f"{ranks} ranks / {hosts} groups is not a whole number"):
+        run_local(ranks, program)
+
+
+def test_over_slow_links_between_hosts_it_is_quicker_than_a_ring():
+    """Two hosts of four ranks, 8 MB. Only a quarter crosses, on each of four links: the time falls by as much."""
+    n, near, slow = 2**20, Network(0.0, 1e-10), 1e-8
+    hosts = Network(near.alpha, near.beta, between=Network(0.0, slow), per_host=4)
+
+    def seconds(comm, hierarchical):
+        x = np.ones(n)
+        if hierarchical:
+            hierarchical_all_reduce(x, *comm.levels(2))
+        else:
+            comm.all_reduce(x, algorithm="ring")
+        return comm.clock.now()
+
+    flat, nested = (max(run_local(8, seconds, way, clock=ModelClock.name, network=hosts)) for way in (False, True))
+    inside, across = 2 * 8 * n * 3 / 4 * near.beta, 2 * (8 * n / 4) / 2 * slow
+    assert nested == pytest.approx(inside + across, rel=1e-12)
+    assert flat == pytest.approx(2 * 8 * n * 7 / 8 * slow, rel=1e-12) and flat > 5 * nested

@@ -1,0 +1,329 @@
+"""Claims about hybrid sharding: its bits are one device's in nested order; its bytes and memory are the formulas."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import training
+from training import MLP, Done, Proxy, bits, on_each_rank, reports, small_gpt, talk_through, trainer_for
+
+from minipar.comm import Network, run_local, start_trace, wire_bytes
+from minipar.errors import CommunicationError, UsageError
+from minipar.memory import KINDS, MemoryLedger
+from minipar.nn import AdamW, GPTConfig
+from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
+from minipar.parallel.stages import fully_shard, shard
+from minipar.parallel.traffic import StepLayout, dp_bytes, replica_bytes
+from minipar.train.data import load_tokens
+from minipar.train.resume import same_sums
+from minipar.train.trainer import Trainer, step_layout
+from minipar.train.verify import OneDevice, relative_difference, train_on_one_device
+
+# Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.
+SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3 --clip-grad 0.5"
+TOKENS = load_tokens(None, vocab_size=256, seq_len=11)
+SHARDED = [1, 2, 3]
+GRIDS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (3, 3)]  # ranks, replicas
+
+
+def config_for(ranks, flags):
+    return training.config_for(f"{SHAPE} --global-batch {6 * ranks} {flags}", ranks)
+
+
+def train(ranks, flags):
+    """(bits of every parameter, every loss and gradient norm), the same on all ranks."""
+    results = on_each_rank(
+        config_for(ranks, flags), TOKENS, lambda trainer, steps: (bits(trainer.state_dict()), reports(steps))
+    )
+    assert all(steps == results[0][1] for _, steps in results)
+    return results[0]
+
+
+def one_device(ranks, flags):
+    state, results = train_on_one_device(config_for(ranks, flags), TOKENS)
+    return bits(state), reports(results)
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["", "--microbatches 3"])
+@pytest.mark.parametrize(("ranks", "replicas"), GRIDS)
+def test_every_stage_trains_one_devices_bits_in_the_nested_order(ranks, replicas, flags):
+    flags = f"{flags} --reduction ordered --zero-replicas {replicas}"
+    expected = one_device(ranks, f"{flags} --zero-stage 1")
+    for stage in SHARDED:
+        assert train(ranks, f"{flags} --zero-stage {stage}") == expected, f"stage {stage}"
+
+
+def test_the_nested_order_gives_other_bits_than_rank_after_rank():
+    flags = "--reduction ordered --zero-stage 3"
+    assert one_device(6, f"{flags} --zero-replicas 2")[0] != one_device(6, flags)[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_microbatch_may_be_summed_over_the_replicas(stage):
+    flags = f"--microbatches 3 --reduction ordered --zero-stage {stage} --sync-every-microbatch --zero-replicas 2"
+    assert train(6, flags) == one_device(6, flags)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), GRIDS)
+def test_in_a_ring_all_stages_train_the_same_bits(ranks, replicas):
+    runs = [train(ranks, f"--zero-stage {stage} --zero-replicas {replicas}") for stage in SHARDED]
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("reduction", ["ring", "ordered"])
+def test_after_a_step_it_is_plain_data_parallelism_to_1e_12(reduction):
+    """The gradients of the first step: AdamW would divide each by its own size."""
+    plain = OneDevice(config_for(6, ""), TOKENS)
+    plain.step(0)
+    expected = plain.state_dict(gradients=True)
+    flags = f"--reduction {reduction} --zero-stage 3 --zero-replicas 3"
+
+    def gradients(comm):
+        trainer = trainer_for(config_for(6, flags), TOKENS, comm)
+        trainer.step(0)
+        return trainer.state_dict(gradients=True)
+
+    result = run_local(6, gradients)[0]
+    assert list(result) == list(expected)
+    for name, gradient in expected.items():
+        scale = np.abs(gradient).max() + np.abs(expected["wte.weight"]).max()
+        assert relative_difference(result[name], gradient, scale) <= 1e-12, name
+
+
+def points(rank):
+    random = np.random.default_rng(rank)
+    return random.standard_normal((3, 3)), random.standard_normal((3, 1))
+
+
+@pytest.mark.parametrize("make", [MLP, lambda: small_gpt(deferred=True)], ids=["MLP", "GPT"])
+def test_a_script_shards_within_replicas_with_one_argument(make):
+    """`fully_shard(model, world, replicas=2)` on four ranks trains what it does on one device, and holds a half."""
+
+    def script(comm, replicas):
+        model = fully_shard(make(), comm, "ordered", replicas=replicas)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            share = points(0) if make is MLP else training.text([0, 1])  # the same for all: 1, 2 and 4 times it is one
+            loss = model.loss(*share)
+            loss.backward()
+            losses.append((loss.item(), model.clip_grad_norm(0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(p.size for p in model.parameters()), losses, model.state_dict()
+
+    (psi, losses, state), *_ = run_local(1, script, 1)
+    halves = run_local(4, script, 2)
+    assert [half for half, *_ in halves[:2]] == [half for half, *_ in halves[2:]]
+    assert sum(half for half, *_ in halves) == 2 * psi
+    np.testing.assert_allclose([losses for _, losses, _ in halves], [losses] * 4, rtol=1e-11)
+    for name, array in state.items():
+        np.testing.assert_allclose(halves[0][2][name], array, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+# Every chunk of a chunk is whole: blocks of 12 h^2 + 13 h = 7,224 elements, 624 at the ends.
+EVEN = "--layers 4 --hidden 24 --heads 8 --seq-len 8 --vocab-size 16 --dtype float32"
+PSI = 4 * 7224 + 624
+TEXT = training.Tokens(np.arange(500, dtype=np.uint8) % 16, "a text", 16)
+
+
+def counted(ranks, flags):
+    """Each rank's bytes of the second step on dp, by operation."""
+    config = training.config_for(f"{EVEN} --global-batch {6 * ranks} {flags}", ranks)
+
+    def rank(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        trainer.step(0)
+        comm.traffic.reset()
+        trainer.step(1)
+        assert comm.traffic.bytes(axis="dp") == comm.traffic.bytes()
+        return {op: comm.traffic.bytes(op) for op in ("reduce_scatter", "all_gather", "all_reduce")}
+
+    return config, run_local(ranks, rank)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize(("s", "q"), [(2, 2), (4, 2), (2, 3), (1, 4)])
+def test_bytes_inside_and_across_are_the_formulas(s, q, stage, m):
+    """Inside 2 Psi (s-1)/s, at stage 3 (2m+1) Psi (s-1)/s; across 2 (Psi/s)(q-1)/q whatever m is. And float64s."""
+    config, sent = counted(s * q, f"--zero-stage {stage} --zero-replicas {q} --microbatches {m}")
+    for rank, bytes_of in enumerate(sent):
+        inside, across = bytes_of["reduce_scatter"] + bytes_of["all_gather"], bytes_of["all_reduce"]
+        assert inside == 4 * (2 * m + 1 if stage == 3 else 2) * PSI * (s - 1) // s
+        scalars = wire_bytes("all_reduce", "ordered", 1, 8, s * q, rank)  # the loss, of all ranks
+        scalars += wire_bytes("all_reduce", "ordered", 1, 8, s, rank % s)  # the norm: replicas hold the same shards
+        assert across - scalars == 4 * 2 * (PSI // s) * (q - 1) // q == replica_bytes(step_layout(config), rank, 0)
+        assert dp_bytes(step_layout(config), rank, 0) == inside + across
+
+
+def test_replicas_on_hosts_divide_what_crosses_between_them():
+    """Of 64 hosts of 8 GPUs, a ring of all 512 sends (2m+1) Psi over every card, hybrid sharding about 2 Psi/8."""
+    layout = StepLayout(GPTConfig(16, 8, 24, 4, 8), 8, 1, 4, itemsize=4, dp=512, zero_stage=3)
+    hybrid = replace(layout, zero_replicas=64)
+    assert replica_bytes(layout, 0, 0) == 0
+    assert replica_bytes(hybrid, 0, 0) * 30 < dp_bytes(layout, 0, 0)
+
+
+def test_a_state_is_gathered_from_one_replica_alone():
+    def sent(comm):
+        model = fully_shard(small_gpt(deferred=True), comm, replicas=2)
+        model.state_dict()
+        return comm.traffic.bytes("send")
+
+    _, half, *others = run_local(4, sent)
+    assert half > 0 and others == [0, 0]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (6, 2), (6, 3)])
+def test_model_state_is_that_of_s_ranks_at_every_moment(ranks, replicas, stage):
+    """Not of all: 16 Psi/s bytes at stage 3 in float32, or in mixed precision."""
+    config = config_for(ranks, f"--dtype float32 --zero-stage {stage} --zero-replicas {replicas}")
+
+    def rank(comm):
+        with (ledger := MemoryLedger()).recording():
+            trainer = trainer_for(config, TOKENS, comm)
+            for _ in trainer.train():
+                pass
+        placed = elements_placed(step_layout(config).placements(dp=comm.rank), trainer.ddp.shard_comm.rank)
+        return list(ledger.moments), placed
+
+    results = run_local(ranks, rank)
+    s, psi = ranks // replicas, results[0][1][0]
+    for moments, (_, own) in results:
+        state = model_state(psi, own, stage, OF_DTYPE["float32"])
+        assert {held[: KINDS.index("optimizer") + 1] for _, held in moments} == {
+            (state.parameters, state.gradients, state.optimizer)
+        }
+    assert [own for _, (_, own) in results[:s]] * replicas == [own for _, (_, own) in results]
+    assert sum(own for _, (_, own) in results) == replicas * psi
+    assert model_state(s * psi, psi, 3, MIXED).total == 16 * psi
+
+
+# ---- when the sums start ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_the_sum_over_replicas_hides_behind_backward(ranks):
+    """It begins when the bucket's reduce-scatter ends, whenever the program notices: a model clock repeats it. On two
+    ranks a replica has one rank, whose reduce-scatter is done at once."""
+    network = Network(alpha=1.0, beta=0.125)
+
+    def program(comm):
+        start_trace(comm)
+        start = comm.clock.now()
+        inside, across = comm.levels(2)
+        later = []
+        work = inside.reduce_scatter(np.ones(32), out=(out := np.zeros(64 // ranks)), algorithm="ring", async_op=True)
+        work.then(lambda: later.append(across.all_reduce(out, algorithm="ring", async_op=True)))
+        comm.clock.advance(1000.0)
+        work.wait()
+        assert (later[0].wait() == ranks).all()
+        slices = {event["name"]: event for event in comm.tracer.events if event.get("cat") == "communication"}
+        first, second = slices["reduce_scatter"], slices["all_reduce"]
+        return comm.clock.now() - start, second["ts"] - first["ts"] - first["dur"], second["dur"] / 1e6
+
+    share = 64 / ranks * 8
+    for now, gap, seconds in run_local(ranks, program, clock="model", network=network):
+        assert now == 1000.0 and gap == 0
+        assert seconds == 2 * (1.0 + share / 2 * 0.125)
+
+
+def test_a_training_on_a_model_clock_repeats_its_time_exactly():
+    config = config_for(4, "--zero-stage 3 --zero-replicas 2 --microbatches 2")
+
+    def seconds(comm):
+        for _ in trainer_for(config, TOKENS, comm).train():
+            pass
+        return comm.clock.now()
+
+    runs = [run_local(4, seconds, clock="model", network=Network(1e-6, 1e-9)) for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2] and runs[0][0] > 0
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "replicas", "why"), [
+    (3, 3, "4 ranks / 3 groups is not a whole number"),
+    (1, 0, "4 ranks / 0 groups is not a whole number"),
+    (0, 2, "replicas = 2: ZeRO stage 0 shards nothing; give stage 1, 2 or 3"),
+])  # fmt: skip
+def test_replicas_that_do_not_fit_are_refused_by_name(stage, replicas, why):
+    with pytest.raises((UsageError, ValueError, CommunicationError), match=why):
+        run_local(4, lambda comm: shard(MLP(), comm, stage, replicas=replicas))
+
+
+def test_a_run_resumed_with_other_replicas_promises_no_bits():
+    """One device cannot repeat a run whose steps added in two orders."""
+
+    class Saved:
+        history = ({"flags": {}},)
+
+    config = config_for(4, "--zero-stage 3 --zero-replicas 2")
+    flags = "--dp 4 --cp 1 --microbatches 1 --tp 1 --reduction ring --sync-every-microbatch False --device cpu"
+    saved = dict(zip(flags.split()[::2], (4, 1, 1, 1, "ring", False, "cpu"), strict=True)) | {"--pp": 1}
+    for replicas, same in ((2, True), (1, False)):
+        Saved.history = ({"flags": saved | {"--zero-replicas": replicas}},)
+        assert same_sums(Saved, config) == same
+    Saved.history = ({"flags": saved},)  # written before there were replicas of shards
+    assert same_sums(Saved, replace(config, mesh=replace(config.mesh, zero_replicas=1)))
+
+
+# ---- mistakes, made on purpose ---------------------------------------------------------------------------------------
+
+
+class ForgetsTheSumOverReplicas(Trainer):
+    """Each replica of the shards trains on its own samples."""
+
+    class Comm(Proxy):
+        def all_reduce(self, x, **options):
+            return Done(x)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ddp.replica_comm = self.Comm(self.ddp.replica_comm)
+
+
+class CountsTheNormOfEveryReplica(Trainer):
+    """The squares of the shards, summed over all ranks: each is counted q times."""
+
+    def _clip_grad_norm(self, max_norm):
+        right, self.ddp.shard_comm = self.ddp.shard_comm, self.ddp.comm
+        try:
+            return super()._clip_grad_norm(max_norm)
+        finally:
+            self.ddp.shard_comm = right
+
+
+class SumsOverReplicasTooEarly(Trainer):
+    """What is summed over replicas is one rank's chunk, not its replica's sum."""
+
+    class Comm(Proxy):
+        def reduce_scatter(self, full, out, **options):
+            work = self.comm.reduce_scatter(full, out=np.empty_like(out), **options)
+            out[...] = full[: out.size]
+            return work
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        talk_through(self.Comm, self.ddp)
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+@pytest.mark.parametrize("kind", [
+    ForgetsTheSumOverReplicas, CountsTheNormOfEveryReplica, SumsOverReplicasTooEarly,
+])  # fmt: skip
+def test_verify_catches_the_mistake(kind, stage):
+    flags = f"--zero-stage {stage} --zero-replicas 2 --reduction ordered"
+    assert all(verdict.passed for verdict in training.verdicts(config_for(4, flags), TOKENS))
+    assert all("FAILED" in verdict.line for verdict in training.verdicts(config_for(4, flags), TOKENS, kind))
