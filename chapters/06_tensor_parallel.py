@@ -212,7 +212,7 @@ say(f"each rank sent {sent_forward:,} bytes in forward and as many in backward: 
 
 # %%
 if rank == 0:
-    show_source(mappings._mapping, mappings.copy_to, mappings.reduce_from)
+    show_source(mappings.mapping, mappings.copy_to, mappings.reduce_from)
     show_source(ColumnParallelLinear.forward, RowParallelLinear.forward)
 
 up = ColumnParallelLinear(h, 4 * h, comm, name="up", dtype="float64")

@@ -18,4 +18,4 @@ from minipar.autograd.fused import (
     rotary,
     swiglu,
 )
-from minipar.autograd.tensor import Function, Tensor, checkpoint, grad_enabled, no_grad, operation, randomness
+from minipar.autograd.tensor import Function, Tensor, checkpoint, grad_enabled, mapping, no_grad, operation, randomness

@@ -119,6 +119,12 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     return apply
 
 
+@operation
+def mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Any:
+    """Apply a linear function whose adjoint is its backward: strategies send activations with it."""
+    return function(x), lambda g: adjoint(g)
+
+
 class Tensor:
     """An array with a gradient, `grad`, which is None until a backward pass reaches the tensor.
 

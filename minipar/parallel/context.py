@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, operation
+from minipar.autograd import Tensor, mapping
 from minipar.autograd.attention import CausalAttention, attend, attend_backward, merge
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
@@ -182,9 +182,10 @@ class ContextParallel:
         width = qkv.shape[-1] // (heads + 2 * kv_heads)  # of a head
         own = keep if keep is None else np.split(keep, c, axis=1)[self.rank]  # of the masks of all heads, (B, a, T, T)
         columns = _columns(c, heads * width, kv_heads * width, kv_heads * width)
-        whole = _exchange(qkv, columns, self.to_heads, self.to_tokens)  # (B, T, (h + 2 h_kv)/c)
+        whole = mapping(qkv, partial(self.to_heads, columns=columns), partial(self.to_tokens, columns=columns))
         y = attention(whole, heads // c, kv_heads // c, own, probability)  # (B, T, h/c)
-        return _exchange(y, _columns(c, heads * width), self.to_tokens, self.to_heads)
+        columns = _columns(c, heads * width)
+        return mapping(y, partial(self.to_tokens, columns=columns), partial(self.to_heads, columns=columns))
 
     def to_heads(self, x: Array, columns: np.ndarray) -> Array:
         """Exchange this rank's tokens of all columns for all tokens of its own: (B, T/c, w) -> (B, T, w/c).
@@ -211,11 +212,6 @@ def _columns(ranks: int, *widths: int) -> np.ndarray:
     """Return which columns each rank gets if each of several stretches is split evenly: (c, sum(widths)/c)."""
     stretches = np.split(np.arange(sum(widths)), np.cumsum(widths)[:-1])
     return np.concatenate([stretch.reshape(ranks, -1) for stretch in stretches], axis=1)
-
-
-@operation
-def _exchange(x: Any, columns: Any, forth: Callable[..., Array], back: Callable[..., Array]) -> Any:
-    return forth(x, columns), lambda g: back(g, columns)
 
 
 def context_parallel(

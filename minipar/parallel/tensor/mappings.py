@@ -17,9 +17,8 @@ send the same bytes. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthika
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from minipar.autograd import Tensor, operation
+from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
@@ -68,31 +67,25 @@ class TensorGroup:
         return lambda: work.wait().reshape(parts.shape[1:])
 
 
-@operation
-def _mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Any:
-    """Apply a function between what ranks share and what each rank has; `adjoint` is its backward."""
-    return function(x), lambda g: adjoint(g)
-
-
 def _same(x: Array) -> Array:
     return x
 
 
 def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
     """Pass on x, which each rank will use differently, so that its gradient is the sum of the ranks'."""
-    return _mapping(x, _same, group.sum)
+    return mapping(x, _same, group.sum)
 
 
 def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
     """Sum the ranks' partial results; every rank gets the sum, and passes its whole gradient back."""
-    return _mapping(x, group.sum, _same)
+    return mapping(x, group.sum, _same)
 
 
 def all_gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the ranks' parts along `dim`; each rank will use the whole differently, so backward sums as in `copy_to`."""
-    return _mapping(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
+    return mapping(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
 
 
 def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Sum the ranks' partial results and keep this rank's part along `dim`."""
-    return _mapping(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))
+    return mapping(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))
