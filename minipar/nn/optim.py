@@ -18,11 +18,12 @@ class Optimizer:
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self.parameters = list(parameters)
+        self.steps = 0  # taken so far
         for owner in owners_of(self.parameters):
             owner.check(self.parameters)
 
-    def update(self) -> None:
-        """Change every parameter that has a gradient."""
+    def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
+        """Change parameter i, which has this gradient."""
         raise TypeError(f"{type(self).__name__} does not define update")
 
     def step(self) -> None:
@@ -31,7 +32,11 @@ class Optimizer:
         for owner in owners:
             owner.check(self.parameters)  # again: a strategy may have been applied since the optimizer was made
             owner.before_step()
-        self.update()
+        self.steps += 1
+        for i, parameter in enumerate(self.parameters):
+            parameter.fold_tied_gradients()
+            if parameter.grad is not None:
+                self.update(i, parameter, parameter.grad)
         for owner in owners:
             owner.after_step()
 
@@ -51,19 +56,14 @@ class SGD(Optimizer):
         self.velocity: list[Array] = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
         hold("optimizer", *self.velocity)
 
-    def update(self) -> None:
-        for i, parameter in enumerate(self.parameters):
-            parameter.fold_tied_gradients()
-            if parameter.grad is None:
-                continue
-            update: Array = parameter.grad
-            if self.weight_decay and parameter.decays:
-                update = update + self.weight_decay * parameter.data
-            if self.momentum:
-                self.velocity[i] *= self.momentum
-                self.velocity[i] += update
-                update = self.velocity[i]
-            parameter.data -= xp.multiply(update, self.lr)
+    def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
+        if self.weight_decay and parameter.decays:
+            gradient = gradient + self.weight_decay * parameter.data
+        if self.momentum:
+            self.velocity[i] *= self.momentum
+            self.velocity[i] += gradient
+            gradient = self.velocity[i]
+        parameter.data -= xp.multiply(gradient, self.lr)
 
 
 class AdamW(Optimizer):
@@ -86,27 +86,20 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(parameters)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.steps = 0
         self.exp_avg = [xp.zeros_like(p.data) for p in self.parameters]
         self.exp_avg_sq = [xp.zeros_like(p.data) for p in self.parameters]
         hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
 
-    def update(self) -> None:
-        self.steps += 1
-        beta1, beta2 = self.betas
+    def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
+        m, v, (beta1, beta2) = self.exp_avg[i], self.exp_avg_sq[i], self.betas
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
-        for parameter, m, v in zip(self.parameters, self.exp_avg, self.exp_avg_sq, strict=True):
-            parameter.fold_tied_gradients()
-            g = parameter.grad
-            if g is None:
-                continue
-            m += (1 - beta1) * (g - m)
-            v *= beta2
-            v += (1 - beta2) * (g * g)
-            if parameter.decays:
-                parameter.data *= 1 - self.lr * self.weight_decay
-            parameter.data -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
+        m += (1 - beta1) * (gradient - m)
+        v *= beta2
+        v += (1 - beta2) * (gradient * gradient)
+        if parameter.decays:
+            parameter.data *= 1 - self.lr * self.weight_decay
+        parameter.data -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
 
 
 def squared_norm(arrays: Iterable[Array]) -> float:

@@ -93,7 +93,7 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/optim.py",
         "nn/test_optim.py",
-        ("adamw: the first mean's weights are exchanged", "m += (1 - beta1) * (g - m)", "m += beta1 * (g - m)"),
+        ("adamw: the first mean's weights are exchanged", "(1 - beta1) * (gradient - m)", "beta1 * (gradient - m)"),
         (
             "adamw: epsilon inside the root",
             "xp.sqrt(v) / root_correction + self.eps",
@@ -111,8 +111,8 @@ MUTANTS = [
         ),
         (
             "sgd: decay with the wrong sign",
-            "update + self.weight_decay * parameter.data",
-            "update - self.weight_decay * parameter.data",
+            "gradient + self.weight_decay * parameter.data",
+            "gradient - self.weight_decay * parameter.data",
         ),
     ),
     *mistakes(

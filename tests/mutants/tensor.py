@@ -30,7 +30,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/tensor/plan.py",
         "parallel/tensor/test_plan.py parallel/tensor/test_mistakes.py",
-        ("tensor: heads cut across q, k and v", '"attn.c_attn.weight": (1, 3)', '"attn.c_attn.weight": (1, 1)'),
+        ("tensor: heads cut across q, k and v", '"c_attn.weight": (1, 3)', '"c_attn.weight": (1, 1)'),
         (
             "tensor: every rank draws the first rank's heads' masks",
             "MaskSlice(1, group.size, partial(group.part, dim=0))",
@@ -46,7 +46,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/tensor/plan.py",
         "parallel/tensor/test_llama.py parallel/tensor/test_plan.py",
-        ("tensor: the columns of up go another way", '"mlp.up_proj.weight": (0, 1)', '"mlp.up_proj.weight": (1, 1)'),
+        ("tensor: the columns of up go another way", '"gate_proj", "up_proj")', '"gate_proj")'),
         ("tensor: Llama's MLP has no sum after its rows", '("c_proj", "o_proj", "down_proj")', '("c_proj", "o_proj")'),
         (
             "tensor: the MLP's input gradients stay apart",

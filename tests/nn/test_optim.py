@@ -166,8 +166,10 @@ def test_an_optimizers_zero_grad_clears_parameters_and_ties():
 
 
 def test_an_optimizer_without_an_update_says_so():
+    parameter = Parameter(np.zeros(1))
+    parameter.grad = np.ones(1)
     with pytest.raises(TypeError, match="Optimizer does not define update"):
-        Optimizer([]).step()
+        Optimizer([parameter]).step()
 
 
 def test_clipping_refuses_to_guess_the_norm_of_shards():

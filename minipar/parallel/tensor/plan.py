@@ -5,7 +5,6 @@ operation between them (the heads' attention, the MLP's GELU or SwiGLU) works on
 communication of forward is one sum at the end of each pair (Shoeybi et al. 2019, section 3).
 """
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,28 +18,19 @@ from minipar.parallel.placement import Partial, Replicate, Shard, place, placeme
 from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# (dim, groups) of the parameters that are split; names without "h.0." or "model.layers.0.". GPT-2's matrices are (in,
-# out), Llama's (out, in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so
-# that a rank gets whole heads.
+# (dim, groups) of the parameters that are split, by the end of their names. GPT-2's matrices are (in, out), Llama's (out,
+# in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so that a rank gets whole
+# heads.
 PLAN = {
     "wte.weight": (0, 1),  # vocabulary
-    "attn.c_attn.weight": (1, 3),  # columns
-    "attn.c_attn.bias": (0, 3),
-    "attn.c_proj.weight": (0, 1),  # rows
-    "mlp.c_fc.weight": (1, 1),  # columns
-    "mlp.c_fc.bias": (0, 1),
-    "mlp.c_proj.weight": (0, 1),  # rows
-}
-LLAMA_PLAN = {
-    "model.embed_tokens.weight": (0, 1),  # vocabulary
-    "self_attn.q_proj.weight": (0, 1),  # columns
-    "self_attn.k_proj.weight": (0, 1),
-    "self_attn.v_proj.weight": (0, 1),
-    "self_attn.o_proj.weight": (1, 1),  # rows
-    "mlp.gate_proj.weight": (0, 1),  # columns
-    "mlp.up_proj.weight": (0, 1),
-    "mlp.down_proj.weight": (1, 1),  # rows
-    "lm_head.weight": (0, 1),  # vocabulary
+    "c_attn.weight": (1, 3),  # columns
+    "c_attn.bias": (0, 3),
+    "c_fc.weight": (1, 1),
+    "c_fc.bias": (0, 1),
+    "c_proj.weight": (0, 1),  # rows
+    **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (0, 1)),  # vocabulary
+    **{f"{name}.weight": (0, 1) for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
+    **dict.fromkeys(("o_proj.weight", "down_proj.weight"), (1, 1)),  # rows
 }
 # The layers that communicate, and which they replace. Several layers of Llama take a norm's result into the part where
 # ranks differ. The norm copies or gathers it once for all of them, so the column layers stay serial ones.
@@ -55,9 +45,9 @@ LAYERS: dict[Any, tuple[str, ...]] = {
 
 def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool) -> Replicate:
     """Return what tensor parallelism does to a parameter of the serial model: Shard, Partial or Replicate."""
-    split_along = (PLAN | LLAMA_PLAN).get(re.sub(r"^(model\.layers|h)\.\d+\.", "", name))
-    if split_along is not None:
-        dim, groups = split_along
+    name = ".".join(name.split(".")[-2:])
+    if name in PLAN:
+        dim, groups = PLAN[name]
         return Shard(rank, ranks, dim, shape[dim], groups)
     return Partial(rank, ranks) if sequence else Replicate(rank, ranks)
 

@@ -126,7 +126,7 @@ def test_masks_drawn_by_each_rank_for_what_it_holds(sequence):
 def test_heads_cut_across_q_k_and_v(monkeypatch):
     """c_attn's columns cut as one stretch: rank 0 would hold all of q and half of k."""
     for name, dim in (("weight", 1), ("bias", 0)):
-        monkeypatch.setitem(PLAN, f"attn.c_attn.{name}", (dim, 1))
+        monkeypatch.setitem(PLAN, f"c_attn.{name}", (dim, 1))
     assert failed(tp=2)
 
 
