@@ -465,13 +465,13 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 # mask, else they would go on with different values. Between column and row layer (on the attention probabilities) each
 # rank has other heads and must draw *different* masks. Megatron keeps two random states per rank for this. minipar's
 # masks are keyed by layer name, step and sample, never by rank; a rank with a part takes its part of the one mask, its
-# *mask slice*. The cost: each rank draws the whole mask and keeps its part.
+# *mask slice*. Philox counts, so a rank starts anywhere in a mask's stream of values, and draws its own rows alone.
 
 # %%
 every, own = Dropout("h.0.attn.attn_dropout", 0.3), Dropout("h.0.attn.attn_dropout", 0.3)
 own.mask_slices.append(MaskSlice(dim=1, count=t, part=lambda heads: np.split(heads, t)[rank]))
 with dropping(DropoutKeys(seed=0, step=0, samples=range(B))):
-    whole, kept = every.keep((B, a, T, T)), own.keep((B, a // t, T, T))
+    whole, kept = every.mask((B, a, T, T))[...], own.mask((B, a // t, T, T))[...]
 assert np.array_equal(kept, np.split(whole, t, axis=1)[rank])
 worst, _ = compare_with_one_device(comm, shape, (inputs, targets), dropout=0.3)
 assert worst < 1e-12

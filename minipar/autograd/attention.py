@@ -6,6 +6,7 @@ n heads, each shared by a/n consecutive query heads (grouped-query attention; Hu
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,22 +23,22 @@ METHODS = ("auto", "blockwise", "full")
 
 
 def attend(
-    q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Array | None = None, keep_scale: float = 1.0
+    q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any = None, keep_scale: float = 1.0
 ) -> tuple[Array, Array]:
     """Compute softmax(scale q k^T) v, and the log-sum-exp of each row's scores: (B, a, T, d) and (B, a, T).
 
     In blocks, as FlashAttention (Dao et al. 2022, arXiv 2205.14135). q (B, a, T, d), k and v (B, n, S, d). If `causal`,
     q and k are at the same positions and no query sees a later key; otherwise each sees all keys. Memory grows as T +
-    S. With `keep` (booleans (B, a, T, S)) the probabilities go through dropout; the log-sum-exp is that of all scores.
+    S. With `keep` (B, a, T, S), booleans or a Mask of nn, probabilities go through dropout; lse is that of all scores.
     """
     batch, heads, length, dim = q.shape
     out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)  # a view (B, a, T, d) of (B, T, h)
     lse = xp.empty((batch, heads, length), dtype=q.dtype)
     ones = xp.ones((min(KEY_BLOCK, k.shape[2]), 1), dtype=q.dtype)
     for at in _heads(k):
-        q_, k_, v_, keep_, out_, lse_ = (_group(x, k, at) for x in (q, k, v, keep, out, lse))
+        q_, k_, v_, out_, lse_ = (_group(x, k, at) for x in (q, k, v, out, lse))
         for rows, blocks in _blocks(q, k, causal):
-            results = []
+            kept, results = _kept(keep, q, k, at, rows), []
             queries = q_[..., rows, :] * scale
             for columns, mask in blocks:
                 p = _scores(queries, k_[..., columns, :], mask)
@@ -45,7 +46,7 @@ def attend(
                 p -= top
                 xp.exp(p, out=p)
                 total = xp.matmul(p, ones[: p.shape[-1]])  # (..., rows, 1), in half the time of p.sum
-                part = _product(_dropped(p, keep_, keep_scale, rows, columns), v_[..., columns, :])
+                part = _product(_dropped(p, kept, keep_scale, columns), v_[..., columns, :])
                 part /= total
                 results.append((part, (top + xp.log(total))[..., 0]))
             out_[..., rows, :], lse_[..., rows] = reduce(lambda one, other: merge(*one, *other), results)
@@ -54,7 +55,7 @@ def attend(
 
 def attend_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, scale: float,
-    keep: Array | None = None, keep_scale: float = 1.0, delta: Array | None = None, gradients: Any = None,
+    keep: Any = None, keep_scale: float = 1.0, delta: Array | None = None, gradients: Any = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Compute (dq, dk, dv) of `attend` from its inputs and results; the probabilities are computed again, in blocks.
 
@@ -65,12 +66,12 @@ def attend_backward(
         delta = xp.einsum("bhtd,bhtd->bht", dout, out)
     dq, dk, dv = gradients or [xp.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
     for at in _heads(k):
-        q_, k_, v_, keep_, dout_, lse_, delta_, dq_ = (_group(x, k, at) for x in (q, k, v, keep, dout, lse, delta, dq))
+        q_, k_, v_, dout_, lse_, delta_, dq_ = (_group(x, k, at) for x in (q, k, v, dout, lse, delta, dq))
         ones = xp.ones((*k_.shape[:-1], 1), dtype=k.dtype)
         k_1, v_1 = (xp.concatenate([x, ones], axis=-1) for x in (k_, v_))  # (..., S, d + 1)
         dk_, dv_ = (xp.zeros((*q_.shape[:-2], *k_.shape[-2:]), dtype=q.dtype) for _ in "kv")  # of each query head
         for rows, blocks in _blocks(q, k, causal):
-            queries, g = q_[..., rows, :] * scale, dout_[..., rows, :]
+            kept, queries, g = _kept(keep, q, k, at, rows), q_[..., rows, :] * scale, dout_[..., rows, :]
             # A column more in a product subtracts lse or delta, in less time than a pass over the block.
             row_lse, row_delta = lse_[..., rows, None], delta_[..., rows, None]
             queries_lse, g_delta = (xp.concatenate([x, -y], axis=-1) for x, y in ((queries, row_lse), (g, row_delta)))
@@ -78,12 +79,12 @@ def attend_backward(
             for columns, mask in blocks:
                 p = _scores(queries_lse, k_1[..., columns, :], mask)
                 xp.exp(p, out=p)
-                dv_[..., columns, :] += _product(_dropped(p, keep_, keep_scale, rows, columns).swapaxes(-1, -2), g)
+                dv_[..., columns, :] += _product(_dropped(p, kept, keep_scale, columns).swapaxes(-1, -2), g)
                 # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . out, a much smaller product (B.4).
                 dscores = _product(g_delta, v_1[..., columns, :].swapaxes(-1, -2))
                 if keep is not None:  # dropout acts on dp alone
                     dscores += row_delta
-                    dscores = _dropped(dscores, keep_, keep_scale, rows, columns)
+                    dscores = _dropped(dscores, kept, keep_scale, columns)
                     dscores -= row_delta
                 dscores *= p
                 dqueries += _product(dscores, k_[..., columns, :])
@@ -107,12 +108,13 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
 
 
 def _heads(k: Array) -> Iterable[Any]:
-    """Return indices of heads of keys: on the CPU one at a time (its blocks stay in caches), on a GPU all together."""
-    return np.ndindex(k.shape[:2]) if xp.module is np else [()]
+    """Return heads of keys as slices of (B, n): on the CPU one at a time (its blocks stay in caches), on a GPU all."""
+    single = xp.module is np
+    return product(*([slice(i, i + 1) for i in range(n)] if single else [slice(0, n)] for n in k.shape[:2]))
 
 
 def _group(x: Any, k: Array, at: Any) -> Any:
-    """Return x of (B, a or n, ...) for these heads of keys: (a/n or 1, ...), or all of them (B, n, a/n or 1, ...)."""
+    """Return x of (B, a or n, ...) for these heads of keys: (samples, heads, a/n or 1, ...)."""
     return None if x is None else x.reshape(*k.shape[:2], x.shape[1] // k.shape[1], *x.shape[2:])[at]
 
 
@@ -135,9 +137,15 @@ def _scores(queries: Array, keys: Array, mask: Array | None) -> Array:
     return scores
 
 
-def _dropped(p: Array, keep: Array | None, scale: float, rows: slice = ALL, columns: slice = ALL) -> Array:
+def _kept(keep: Any, q: Array, k: Array, at: Any, rows: slice) -> Array | None:
+    """Return rows of the mask, with heads as in `_group`."""
+    heads = slice(*(i * q.shape[1] // k.shape[1] for i in (at[1].start, at[1].stop)))
+    return None if keep is None else _group(keep[at[0], heads, rows, ALL], k[at], ())
+
+
+def _dropped(p: Array, keep: Array | None, scale: float, columns: slice = ALL) -> Array:
     """Apply dropout to probabilities, or to their gradient. It is recomputed instead of kept."""
-    return p if keep is None else p * keep[..., rows, columns] * scale
+    return p if keep is None else p * keep[..., columns] * scale
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -185,9 +193,7 @@ def _full_backward(
 class CausalAttention(Function):
     """Attention of packed q, k and v by a pair of functions on arrays, which are called as attend, attend_backward."""
 
-    def forward(
-        self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, keep_scale: float, functions: Any
-    ) -> Array:
+    def forward(self, qkv: Array, heads: int, kv_heads: int, keep: Any, keep_scale: float, functions: Any) -> Array:
         self.qkv, self.heads, self.kv_heads, self.keep, self.keep_scale = qkv, heads, kv_heads, keep, keep_scale
         q, k, v = self.split(qkv)
         self.scale, (compute, self.compute_backward) = q.shape[-1] ** -0.5, functions
@@ -209,21 +215,18 @@ class CausalAttention(Function):
 
 
 def causal_attention(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int | None = None,
-    keep: Array | None = None,
-    probability: float = 0.0,
+    qkv: Tensor, heads: int, kv_heads: int | None = None, keep: Any = None, probability: float = 0.0,
     method: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, (a + 2n) d) -> (B, T, h).
 
-    qkv has the `heads` of q next to the `kv_heads` (None: as many) of k and those of v. With `keep` (booleans
-    (B, a, T, T)) the probabilities go through dropout. `method` is one of METHODS: "full" keeps the scores; "blockwise"
-    computes them again in backward, and its memory grows as T; "auto" is full for sequences of at most one block.
+    qkv has the `heads` of q next to the `kv_heads` (None: as many) of k and those of v. With `keep` (B, a, T, T), as in
+    `attend`, the probabilities go through dropout. `method` is one of METHODS: "full" keeps scores and masks,
+    "blockwise" makes them again in backward, and its memory grows as T; "auto" is full up to one block of tokens.
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
     full = method == "full" or (method == "auto" and qkv.shape[1] <= QUERY_BLOCK)
     functions = (_attend_full, _full_backward) if full else (attend, attend_backward)
+    keep = keep[...] if full and keep is not None else keep
     return CausalAttention.apply(qkv, heads, kv_heads or heads, keep, 1 / (1 - probability), functions)

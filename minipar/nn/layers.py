@@ -3,14 +3,16 @@
 Random values come from counter-based generators that are keyed by a name and never by a rank. A layer of the same name
 and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
 whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
-batch. Whoever computes a sample, or a part of it, gets its part of that one mask.
+batch. Whoever computes a sample, or a part of it, draws its part of that one mask, and nothing but that part.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,34 @@ class MaskSlice:
     part: Callable[[np.ndarray], np.ndarray]
 
 
+@dataclass(frozen=True)
+class Mask:
+    """A dropout mask (B, ...), True where an element stays. Indexing it draws a block: Philox starts anywhere."""
+
+    streams: Sequence[Callable[[], np.random.Generator]]  # the values of each sample's whole mask, row by row
+    p: float
+    sizes: Sequence[int]  # of a sample's whole mask
+    own: Sequence[np.ndarray]  # along each dim of (B, ...), the indices of this rank's part, ascending
+
+    def take(self, indices: np.ndarray, axis: int) -> "Mask":
+        """Return the mask of these elements along a dim, as an array's `take` does."""
+        return replace(self, own=[own[indices] if dim == axis else own for dim, own in enumerate(self.own)])
+
+    def __getitem__(self, index: Any) -> Array:
+        """Draw the elements at these slices, one for each dim, or all for `...`."""
+        samples, *rows, columns = self.own if index is ... else (i[at] for i, at in zip(self.own, index, strict=True))
+        lines = np.ravel(np.ravel_multi_index(np.ix_(*rows), self.sizes[:-1]))  # which rows of the stream these are
+        keep = []
+        for sample, line in product(samples, np.split(lines, np.flatnonzero(np.diff(lines) != 1) + 1)):
+            start, count = int(line[0]) * self.sizes[-1], len(line) * self.sizes[-1]  # consecutive rows
+            stream = self.streams[sample]().bit_generator
+            stream.advance(start // 8)  # blocks of eight times 32 bits, of which `random` takes the upper 24 as float32
+            bits = stream.random_raw(-(-(start % 8 + count) // 8) * 4).astype("<u8", copy=False).view("<u4")
+            kept = bits[start % 8 :][:count].reshape(len(line), -1) >= ceil(np.float32(self.p) * 2.0**24) << 8
+            keep.append(kept if len(columns) == self.sizes[-1] else kept[:, columns])
+        return from_host(np.concatenate(keep).reshape(len(samples), *map(len, rows), len(columns)))
+
+
 class Dropout(Module):
     """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p). (B, ...) -> (B, ...)."""
 
@@ -130,8 +160,8 @@ class Dropout(Module):
         self.name, self.p = name, p  # the masks are drawn by name
         self.mask_slices: list[MaskSlice] = []  # where the layer applies a part of each mask; the outer cut first
 
-    def keep(self, shape: tuple[int, ...]) -> Array | None:
-        """Draw the mask for an array of this shape, True where an element stays. None while dropout is off."""
+    def mask(self, shape: tuple[int, ...]) -> Mask | None:
+        """Return the mask for an array of this shape, which is drawn where it is indexed. None while dropout is off."""
         keys: DropoutKeys | None = randomness.get()
         if self.p == 0 or keys is None:
             return None
@@ -140,13 +170,12 @@ class Dropout(Module):
         whole = list(shape)
         for cut in self.mask_slices:
             whole[cut.dim] *= cut.count
-        own = [np.arange(size) for size in whole[1:]]  # the indices of this rank's part, along each dim
+        own = [np.arange(size) for size in whole]  # the indices of this rank's part, along each dim
         for cut in self.mask_slices:
-            own[cut.dim - 1] = cut.part(own[cut.dim - 1])
-        generators = [generator(keys.seed, f"dropout {self.name} {keys.step} {sample}") for sample in keys.samples]
-        masks = (each.random(whole[1:], dtype=np.float32) >= self.p for each in generators)  # one sample at a time
-        return from_host(np.stack([mask[np.ix_(*own)] if self.mask_slices else mask for mask in masks]))
+            own[cut.dim] = cut.part(own[cut.dim])
+        names = [f"dropout {self.name} {keys.step} {sample}" for sample in keys.samples]
+        return Mask([partial(generator, keys.seed, name) for name in names], self.p, whole[1:], own)
 
     def forward(self, x: Tensor) -> Tensor:
-        keep = self.keep(x.shape)
-        return x if keep is None else dropout(x, keep, self.p)
+        mask = self.mask(x.shape)
+        return x if mask is None else dropout(x, mask[...], self.p)

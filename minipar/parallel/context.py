@@ -129,7 +129,7 @@ class ContextParallel:
         for source, block in self.blocks(k, v):
             for rows, columns in visible(self.order, self.rank, source, q.shape[2]):
                 keys, values = block[:, :, :, columns]
-                masks = self._masks(keep, source, rows, columns)
+                masks = self._masks(keep, q, source, rows, columns)
                 part = attend(q[:, :, rows], keys, values, source == self.rank, scale, masks, keep_scale)
                 if source == self.rank:  # this block comes first, and every query sees some of it
                     out, lse = part
@@ -152,7 +152,7 @@ class ContextParallel:
                 for rows, columns in visible(self.order, self.rank, source, q.shape[2]):
                     g, queries, o, sums, delta = (x[:, :, rows] for x in known)
                     keys, values = block[:, :, :, columns]
-                    options = source == self.rank, scale, self._masks(keep, source, rows, columns), keep_scale
+                    options = source == self.rank, scale, self._masks(keep, q, source, rows, columns), keep_scale
                     terms = attend_backward(g, queries, keys, values, o, sums, *options, delta)
                     dq[:, :, rows] += terms[0]
                     part[0, :, :, columns], part[1, :, :, columns] = terms[1:]
@@ -160,11 +160,12 @@ class ContextParallel:
 
         dk[...], dv[...] = self.sum_gradients(parts())
 
-    def _masks(self, keep: Array | None, source: int, rows: slice, columns: slice) -> Array | None:
-        return None if keep is None else keep[:, :, rows, self.places(keep.shape[3])[source, columns]]
+    def _masks(self, keep: Any, q: Array, source: int, rows: slice, columns: slice) -> Any:
+        keys = self.places(self.size * q.shape[2])[source, columns]
+        return None if keep is None else keep.take(np.arange(q.shape[2])[rows], axis=2).take(keys, axis=3)
 
     def block_attention(
-        self, qkv: Tensor, heads: int, kv_heads: int | None = None, keep: Array | None = None, probability: float = 0.0
+        self, qkv: Tensor, heads: int, kv_heads: int | None = None, keep: Any = None, probability: float = 0.0
     ) -> Tensor:
         """Compute `causal_attention` of whole sequences for this rank's tokens: (B, T/c, h + 2 h_kv) -> (B, T/c, h).
 
@@ -174,13 +175,13 @@ class ContextParallel:
         return CausalAttention.apply(qkv, heads, kv_heads or heads, keep, 1 / (1 - probability), functions)
 
     def ulysses(self, attention: Callable[..., Tensor], qkv: Tensor, heads: int, kv_heads: int | None = None,
-        keep: Array | None = None, probability: float = 0.0,
+        keep: Any = None, probability: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """Compute `attention` of all tokens for this rank's heads: (B, T/c, h + 2 h_kv) -> (B, T/c, h)."""
         c, kv_heads = self.size, kv_heads or heads
         check_heads(heads, kv_heads, c)
         width = qkv.shape[-1] // (heads + 2 * kv_heads)  # of a head
-        own = keep if keep is None else np.split(keep, c, axis=1)[self.rank]  # of the masks of all heads, (B, a, T, T)
+        own = None if keep is None else keep.take(np.split(np.arange(heads), c)[self.rank], axis=1)  # of (B, a, T, T)
         columns = _columns(c, heads * width, kv_heads * width, kv_heads * width)
         whole = mapping(qkv, partial(self.to_heads, columns=columns), partial(self.to_tokens, columns=columns))
         y = attention(whole, heads // c, kv_heads // c, own, probability)  # (B, T, h/c)

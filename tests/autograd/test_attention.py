@@ -1,6 +1,7 @@
 """Claims about attention: blocks of scores give what the whole matrix gives, in memory that grows with the length."""
 
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from minipar.autograd import Tensor, causal_attention, flop_counter
 from minipar.autograd import attention as module
 from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
 from minipar.memory import MemoryLedger
-from minipar.nn import GPT, GPTConfig
+from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, dropping
 
 RANDOM = np.random.Generator(np.random.Philox(35))
 HEADS = [(1, 1), (4, 4), (4, 2), (6, 1)]  # of queries, of keys and values
@@ -195,13 +196,15 @@ def test_skipped_blocks_are_not_counted(small_blocks, length):
         assert pairs == length * (length + 4) // 2
 
 
-def peaks(method):
+def peaks(method, probability=0.0):
     """Return the bytes that forward and backward take at most, for 1024 and 2048 tokens."""
     found = []
     for length in (1024, 2048):
         x, weights = Tensor(normal(1, length, 12), requires_grad=True), normal(1, length, 4)
         tracemalloc.start()
-        causal_attention(x, 2, method=method).backward(weights)
+        with dropping(DropoutKeys(0, 0, [0])):
+            keep = Dropout("drop", probability).mask((1, 2, length, length))
+        causal_attention(x, 2, None, keep, probability, method).backward(weights)
         found.append(tracemalloc.get_traced_memory()[1] - QUERY_BLOCK * KEY_BLOCK * 8)
         tracemalloc.stop()
     return found
@@ -213,12 +216,19 @@ def test_memory_grows_with_the_length_not_its_square():
     assert full[1] > 3.8 * full[0]
 
 
+def test_dropouts_memory_grows_with_the_length_too():
+    blocks, full = peaks("blockwise", 0.1), peaks("full", 0.1)
+    assert blocks[1] < 2.2 * blocks[0]
+    assert full[1] > 3.8 * full[0]
+
+
 @pytest.mark.parametrize("length", [64, 320])
 def test_the_ledger_counts_no_scores_in_blocks(length):
-    """Kept: q, k and v, the output, and one log-sum-exp for each row."""
-    for method, extra in (("full", length), ("blockwise", 1)):
-        with MemoryLedger().recording() as ledger:
+    """Kept: q, k and v, the output, and one log-sum-exp for each row. A full mask has a byte for each score."""
+    for (method, extra), p in product((("full", length), ("blockwise", 1)), (0.0, 0.1)):
+        with MemoryLedger().recording() as ledger, dropping(DropoutKeys(0, 0, [0, 1])):
             x = Tensor(normal(2, length, 12), requires_grad=True)
-            y = causal_attention(x, 2, method=method)
-            assert ledger.held["activations"] == 8 * 2 * length * (12 + 4 + 2 * extra)
+            y = causal_attention(x, 2, None, Dropout("drop", p).mask((2, 2, length, length)), p, method)
+            mask = 2 * 2 * length**2 if p and method == "full" else 0
+            assert ledger.held["activations"] == 8 * 2 * length * (12 + 4 + 2 * extra) + mask
         del y

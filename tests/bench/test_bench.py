@@ -2,8 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from launcher import run_mpi
+
+from minipar.bench.context import WaitingClock
+from minipar.comm import Communicator, run_local
 
 
 def bench(ranks, *arguments):
@@ -57,7 +61,33 @@ def test_context_compares_the_orders_with_their_fractions():
     assert [(row["order"], row["ranks"], row["published"]) for row in rows] == [
         ("zigzag", 4, 1), ("contiguous", 4, pytest.approx(33 / 57)),
     ]  # fmt: skip
-    assert all(row["seconds"] > 0 and row["efficiency"] > 0 for row in rows)
+    assert all(row["seconds"] > 0 and row["of_one"] > 0 and 0 < row["efficiency"] <= 1 for row in rows)
+
+
+def test_the_waiting_clock_separates_waiting_from_work():
+    """Rank 0 computes for 0.3 seconds and sends; rank 1 computes for 0.1, receives, and computes for 0.1 more."""
+
+    def rank(comm):
+        clock = WaitingClock()
+        comm, message = Communicator(comm.transport, clock=clock), np.zeros(1)
+        comm.barrier()
+        start, waited = clock.now(), clock.waited
+
+        def compute(seconds):
+            end = clock.now() + seconds
+            while clock.now() < end:
+                pass
+
+        if comm.rank == 0:
+            compute(0.3)
+            comm.isend(message, 1).wait()
+        else:
+            compute(0.1)
+            comm.irecv(message, 0).wait()
+            compute(0.1)
+        return clock.now() - start, clock.waited - waited
+
+    assert run_local(2, rank) == [pytest.approx((0.3, 0), abs=0.02), pytest.approx((0.4, 0.2), abs=0.02)]
 
 
 @pytest.mark.parametrize("subcommand", ["pipeline", "context"])

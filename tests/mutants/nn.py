@@ -68,10 +68,11 @@ MUTANTS = [
         ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
         (
             "dropout: every rank takes the first slice of a mask",
-            "= cut.part(own[cut.dim - 1])",
-            "= own[cut.dim - 1][: len(own[cut.dim - 1]) // cut.count]",
+            "= cut.part(own[cut.dim])",
+            "= own[cut.dim][: len(own[cut.dim]) // cut.count]",
         ),
-        ("dropout: drops what should stay", ">= self.p", "< self.p"),
+        ("dropout: drops what should stay", ">= ceil(", "< ceil("),
+        ("dropout: a block is drawn from the beginning of its sample", "stream.advance(start // 8)", "pass"),
     ),
     *mistakes(
         "minipar/nn/module.py",

@@ -92,7 +92,7 @@ MUTANTS = [
             "sorted(zip(self.sources, parts, strict=True), key=lambda x: x[0])",
             "list(zip(self.sources, parts, strict=True))",
         ),
-        ("context: dropout of the first rank's keys", "[source, columns]]", "[0, columns]]"),
+        ("context: dropout of the first rank's keys", "[source, columns]\n", "[0, columns]\n"),
         (
             "context: positions from 0",
             "return from_host(tokens(np.arange(c * count)))",
@@ -105,8 +105,8 @@ MUTANTS = [
         ),
         (
             "context: ulysses takes the first heads' masks",
-            "np.split(keep, c, axis=1)[self.rank]",
-            "np.split(keep, c, axis=1)[0]",
+            "np.split(np.arange(heads), c)[self.rank]",
+            "np.split(np.arange(heads), c)[0]",
         ),
         (
             "context: ulysses keeps the order of arrival",
