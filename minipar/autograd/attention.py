@@ -109,8 +109,8 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
 
 def _heads(k: Array) -> Iterable[Any]:
     """Return heads of keys as slices of (B, n): on the CPU one at a time (its blocks stay in caches), on a GPU all."""
-    single = xp.module is np
-    return product(*([slice(i, i + 1) for i in range(n)] if single else [slice(0, n)] for n in k.shape[:2]))
+    one = xp.module is np
+    return product(*([slice(i, i + 1) for i in range(n)] if one else [slice(0, n)] for n in k.shape[:2]))
 
 
 def _group(x: Any, k: Array, at: Any) -> Any:
@@ -208,9 +208,8 @@ class CausalAttention(Function):
     def backward(self, grad: Array) -> Any:
         dqkv = xp.empty_like(self.qkv)
         dout = grad.reshape(*grad.shape[:2], self.heads, -1).swapaxes(1, 2)  # (B, a, T, d)
-        dropout, gradients = (self.keep, self.keep_scale), self.split(dqkv)
-        results = self.output, self.kept
-        self.compute_backward(dout, *self.split(self.qkv), *results, True, self.scale, *dropout, None, gradients)
+        options = self.output, self.kept, True, self.scale, self.keep, self.keep_scale, None
+        self.compute_backward(dout, *self.split(self.qkv), *options, self.split(dqkv))
         return dqkv, None, None, None, None, None
 
 

@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "gpt": ["GPT", "GPTConfig"],
-        "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "Mask", "MaskSlice", "RMSNorm", "dropping"],
+        "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "RMSNorm", "dropping"],
         "llama": ["Llama", "LlamaConfig"],
         "module": ["Deferred", "Module", "Owner", "Parameter", "Part", "placeholder"],
         "optim": ["SGD", "AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],

@@ -58,8 +58,7 @@ class Attention(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
-        batch, length = qkv.shape[:2]
-        keep = self.attn_dropout.mask((batch, self.heads, length, length))
+        keep = self.attn_dropout.mask((qkv.shape[0], self.heads, qkv.shape[1], qkv.shape[1]))
         y = self.attention(qkv, self.heads, self.kv_heads, keep, self.attn_dropout.p)  # (B, T, h)
         return self.resid_dropout(self.c_proj(y))  # (B, T, h)
 

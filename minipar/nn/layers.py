@@ -63,8 +63,7 @@ class Linear(Module):
     ) -> None:
         self.transposed = transposed
         self.weight = drawn(f"{name}.weight", (n_out, n_in) if transposed else (n_in, n_out), **options)
-        deferred = options.get("deferred", False)
-        self.bias = constant(0, n_out, self.weight.dtype, deferred) if bias else None
+        self.bias = constant(0, n_out, self.weight.dtype, options.get("deferred", False)) if bias else None
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return linear(_tensor(x, self.weight.dtype), self.weight, self.bias, self.transposed)
@@ -84,8 +83,7 @@ class LayerNorm(Module):
     """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size). x is a Tensor or an array."""
 
     def __init__(self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False) -> None:
-        self.weight, self.bias = constant(1, size, dtype, deferred), constant(0, size, dtype, deferred)
-        self.eps = eps
+        self.weight, self.bias, self.eps = constant(1, size, dtype, deferred), constant(0, size, dtype, deferred), eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return layer_norm(_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
@@ -95,8 +93,7 @@ class RMSNorm(Module):
     """RMSNorm over the last dim with a gain: (..., size) -> (..., size). x is a Tensor or an array."""
 
     def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32", deferred: bool = False) -> None:
-        self.weight = constant(1, size, dtype, deferred)
-        self.eps = eps
+        self.weight, self.eps = constant(1, size, dtype, deferred), eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return rms_norm(_tensor(x, self.weight.dtype), self.weight, self.eps)

@@ -73,14 +73,9 @@ class LanguageModel(Module):
     embed: Any  # embed(tokens): integers (B, T) -> (B, T, h)
 
     def __init__(
-        self,
-        config: Any,
-        seed: int = 0,
-        dtype: str = "float32",
-        recompute: bool = False,
-        deferred: bool = False,
+        self, config: Any, seed: int = 0, dtype: str = "float32", recompute: bool = False, deferred: bool = False,
         attention: str = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not deferred:
             config.check_memory(xp.dtype(dtype).itemsize)
         self.config, self.dtype, self.recompute, self.deferred = config, dtype, recompute, deferred

@@ -9,8 +9,8 @@ from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, causal_attention, dropout
 from minipar.autograd.attention import QUERY_BLOCK
 from minipar.comm import DeviceMesh, run_local
-from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, Mask, MaskSlice, dropping
-from minipar.nn.layers import generator
+from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
+from minipar.nn.layers import Mask, generator
 from minipar.train import trainer as trainer_module
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens

@@ -8,7 +8,8 @@ import pytest
 from minipar.autograd.attention import QUERY_BLOCK
 from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, DropoutKeys, GPTConfig, Mask, dropping
+from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
+from minipar.nn.layers import Mask
 from minipar.parallel.context import METHODS, context_parallel
 from minipar.parallel.memory import (
     FLOAT32,
