@@ -58,7 +58,7 @@ class Clock:
 class WallClock(Clock):
     """Real time: seconds since the last call of `align` (at first, since the clock was made)."""
 
-    name, logical, ticks = "wall", False, time.perf_counter
+    name, logical, ticks = "wall", False, staticmethod(time.perf_counter)
 
     def align(self) -> None:
         """Set the clock to 0."""
@@ -71,7 +71,7 @@ class WallClock(Clock):
 class CpuClock(Clock):
     """Logical time: this thread's CPU time between communication calls. The calls take only what messages impose."""
 
-    name, ticks = "cpu", time.thread_time
+    name, ticks = "cpu", staticmethod(time.thread_time)
 
 
 class ModelClock(Clock):

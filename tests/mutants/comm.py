@@ -107,11 +107,7 @@ MUTANTS = [
     *mistakes(
         "minipar/comm/trace.py",
         "comm/test_trace.py comm/test_clock.py",
-        (
-            "trace: transmission counts as waiting",
-            "max(0.0, sent - self.time)",
-            "max(0.0, sent + seconds - self.time)",
-        ),
+        ("trace: transmission counts as waiting", "max(0.0, sent - self.time)", "max(0.0, sent + seconds - self.time)"),
         ("trace: messages of a rank leave all at once", "leaves + self._seconds(array, self.rank, dest)", "leaves"),
         ("trace: a slice does not say its bytes", "self.nbytes += array.nbytes", "pass"),
         ("trace: events of an earlier trace stay", "comm.tracer.events.clear()", "pass"),
