@@ -685,6 +685,7 @@ for name, wrap, right, catching in (
 # | `shard(model, comm, 1)` | `ZeroRedundancyOptimizer` | ZeRO stage 1, `--use-distributed-optimizer` |
 # | `shard(model, comm, 2)` | near it: `reshard_after_forward=False` | ZeRO stage 2 |
 # | `fully_shard(model, comm)` | `fully_shard` (FSDP2), `FULL_SHARD` (FSDP1) | ZeRO stage 3 |
+# | `fully_shard(model, comm, replicas=2)` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
 # | unit | a module for which `fully_shard` was called | a submodule |
 # | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
 # | `_gather`, `_release` | `unshard()`, `reshard()` | `GatheredParameters` |

@@ -54,6 +54,7 @@ def read_plan(path: str) -> dict[str, Any]:
             number(mesh["seconds"], 0)
             number(mesh["memory_bytes"], 0)
         sizes = [mesh[axis] for mesh in (*plans, *meshes) for axis in AXES]
+        sizes += [plan.get("zero_replicas", 1) for plan in plans]
         for value in (*sizes, gpu["memory"], search["gpus"], search["global_batch"], search["seq_len"]):
             number(value, 1)
         if not (plans and str(gpu["name"]) and str(search["model"]["name"])):
@@ -96,7 +97,7 @@ def _bars(axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, pa
         axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     names = [
-        "\n".join([f"plan {place}", *(f"{axis} {plan[axis]}" for axis in AXES), f"ZeRO-{plan['zero_stage']}"])
+        "\n".join([f"plan {place}", *(f"{axis} {plan[axis]}" for axis in AXES), _zero_name(plan)])
         for place, plan in enumerate(plans, start=1)
     ]
     axes.set_xticks(range(len(plans)), names, fontsize=8)
@@ -155,10 +156,16 @@ def read_layouts(path: str) -> list[dict[str, Any]]:
     return rows  # type: ignore[no-any-return]
 
 
+def _zero_name(row: dict[str, Any]) -> str:
+    """Name a ZeRO stage, and how often its shards are repeated."""
+    replicas = row.get("zero_replicas", 1)
+    return f"ZeRO-{row['zero_stage']}" + (f" x{replicas}" if replicas > 1 else "")
+
+
 def layout_name(row: dict[str, Any]) -> str:
     """Name a layout by its axes above 1 and by what else is not the default."""
     words = [f"{axis} {row[axis]}" for axis in ("dp", "tp", "pp") if row[axis] > 1] or ["one device"]
-    words += [f"ZeRO-{row['zero_stage']}"] * (row["zero_stage"] > 0)
+    words += [_zero_name(row)] * (row["zero_stage"] > 0)
     words += [row["schedule"] or ""] * (row["schedule"] is not None)
     words += ["SP"] * (row["sequence_parallel"] is True) + ["recompute"] * (row["recompute"] == "full")
     words += [f"{row['microbatches']} microbatches"] * (row["microbatches"] > 1)

@@ -18,6 +18,7 @@ MUCH |= {"recompute": "full", "microbatches": 4, "seconds": 0.9, "seconds_max": 
 
 def test_names():
     assert layout_name(PLAIN) == layout_name(PLAIN | {"sequence_parallel": 2**31}) == "one device"
+    assert "ZeRO-1 x4" in layout_name(MUCH | {"zero_replicas": 4})
     assert layout_name(MUCH) == "dp 2, tp 2, pp 2, ZeRO-1, 1f1b, SP, recompute, 4 microbatches"
 
 
