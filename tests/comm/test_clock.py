@@ -4,8 +4,10 @@ import time
 
 import numpy as np
 import pytest
+from transports import OURS, Wrapped, collective
 
 from minipar.comm import DeviceMesh, Network, run_local
+from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 
 ALPHA, BETA = 1.0, 0.125  # powers of two: sums of them are exact in binary
@@ -199,3 +201,47 @@ def test_an_unknown_clock_names_the_known_ones():
 def test_a_network_needs_a_clock_that_it_can_price():
     with pytest.raises(UsageError, match="a network prices messages on the clocks cpu and model"):
         run_local(2, lambda comm: None, network=Network(1e-6, 1e-9))
+
+
+class Watched:
+    """A request that leaves the set `unfinished` when its test returns True."""
+
+    def __init__(self, request, unfinished):
+        self.request, self.unfinished = request, unfinished
+        unfinished.add(self)
+
+    def test(self):
+        if done := self.request.test():
+            self.unfinished.discard(self)
+        return done
+
+    def describe(self):
+        return self.request.describe()
+
+
+class Finishing(Wrapped):
+    """A transport that knows which of its requests are unfinished, and how many there were."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.unfinished, self.count = set(), 0
+
+    def isend(self, *arguments):
+        self.count += 1
+        return Watched(self.inner.isend(*arguments), self.unfinished)
+
+    def irecv(self, *arguments):
+        self.count += 1
+        return Watched(self.inner.irecv(*arguments), self.unfinished)
+
+
+@pytest.mark.parametrize(("op", "algorithm"), OURS)
+def test_a_clock_waits_for_every_message_and_its_header(op, algorithm):
+    def counted(comm, clock):
+        transport = Finishing(comm.transport)
+        collective(Communicator(transport, clock=clock), op, algorithm, 8)
+        assert transport.unfinished == set()
+        return transport.count
+
+    messages, with_headers = (run_local(4, counted, clock) for clock in ("wall", "model"))
+    assert with_headers == [2 * count for count in messages]
