@@ -327,7 +327,7 @@ def bytes_sent(layers, h, psi, T, d, t, p, B, m, zero, v=1, recompute="none"):
 
 def sent_by(model, T, layout):
     layers, psi = layout.layers_per_rank(model), rank_parameters(model, layout)
-    d, t, p, B, m = *layout.mesh, layout.microbatch, layout.microbatches
+    d, _, t, p, B, m = *layout.mesh, layout.microbatch, layout.microbatches
     return bytes_sent(layers, model.hidden, psi, T, d, t, p, B, m, layout.zero, layout.virtual_stages, layout.recompute)
 
 
@@ -422,7 +422,7 @@ for stride, size in product((1, 2, 4, 8, 16), (2, 4, 8, 16, 64)):
 
 def on_the_wires(layout):
     """Seconds of GPT-3's step: computation, and each axis's bytes on its wires if nothing hides anything."""
-    d, t, p = layout.mesh
+    d, _, t, p = layout.mesh
     tp, pp, dp = map(float, sent_by(GPT3, 2048, layout))
     tp, dp = tp * seconds_per_byte(1, t), dp * seconds_per_byte(t, d)
     return {"compute": 512 * GPT3.model_flops(2048) / (d * t * p * S["a100"]), "tp": tp, "pp": pp * NETWORK, "dp": dp}
@@ -639,7 +639,8 @@ def compared(name, gpus, batch):
     """Our choices, and the library's first: its mesh, its seconds, its name."""
     space = replace(ASK, schedule="1f1b")
     best = plan(find_model(name), Cluster(GPUS["a100"], gpus), batch, 2048, space).plans[0]
-    return thirty_line_plan(name, gpus, batch), best.mesh, best.time.total, str(best.layout)
+    mesh = best.layout.dp, best.layout.tp, best.layout.pp
+    return thirty_line_plan(name, gpus, batch), mesh, best.time.total, str(best.layout)
 
 
 places = []  # of the library's choice, in our list

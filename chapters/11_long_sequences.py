@@ -712,13 +712,12 @@ for method in METHODS if c > 1 else ():
 
 # %%
 heads, length = c * -(-24 // c), 2 * c * -(-24 // c)  # c divides the heads, and 2c the tokens
-FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --vocab-size 256 --dtype float64"
+FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --dtype float64 --lr 3e-3 --eps 1e-6"
 text = load_tokens(None, vocab_size=256, seq_len=length)
 for cp in (k for k in range(2, c + 1) if c % k == 0):
     for method in METHODS if cp == c else ("ring",):
-        flags = f"--cp {cp} --context-parallel {method} --zero-stage 3 --dropout 0.1 --clip-grad 0.5 --steps 3"
-        flags += f" --lr 3e-3 --eps 1e-6 --global-batch {2 * c // cp}"
-        config = resolve(parse(f"{FLAGS} {flags}".split(), rank), c)
+        flags = f"{FLAGS} --cp {cp} --context-parallel {method} --zero-stage 3 --dropout 0.1 --clip-grad 0.5 --steps 3"
+        config = resolve(parse(f"{flags} --global-batch {2 * c // cp}".split(), rank), c)
         trainer = Trainer(config, DeviceMesh(comm, dp=c // cp, cp=cp), text)
         comm.traffic.reset()
         results = list(trainer.train())
@@ -752,12 +751,11 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 # 12h)$. For a model like Llama 3 8B ($h = 4096$, 32 layers; an estimate, as its MLP and heads differ):
 
 # %%
-WIDTH, LAYERS = 4096, 32
 ESTIMATES = {2**13: (14, 37, 2, 1), 2**15: (40, 146, 9, 5), 2**17: (73, 584, 34, 18), 2**20: (96, 4673, 275, 146)}
 say("       T   attention's share   activations   recomputed   one layer   recomputed, c = 8")
 for tokens, expected in ESTIMATES.items():
-    share = tokens / (tokens + 12 * WIDTH)
-    everything, layers, one = (tokens * WIDTH * factor / 1e9 for factor in (34 * LAYERS, 2 * LAYERS, 34))
+    share = tokens / (tokens + 12 * 4096)
+    everything, layers, one = (tokens * 4096 * factor / 1e9 for factor in (34 * 32, 2 * 32, 34))
     assert (round(100 * share), round(everything), round(layers), round(one)) == expected
     shares = f"{100 * share:>18.0f} %{everything:>11,.0f} GB{layers:>10,.0f} GB{one:>9,.0f} GB"
     say(f"{tokens:>8,}{shares}{(layers + one) / 8:>17,.1f} GB")
@@ -777,6 +775,23 @@ for tokens, expected in ESTIMATES.items():
 # and at a million only cp is left: one layer alone has 146 GB. A second reason for cp comes before memory: a global
 # batch of 4 million tokens has only 4 samples of a million, so dp ends at 4. Cutting samples along their tokens is then
 # the way to use more devices.
+#
+# The planner of chapter 9 knows the axis: its memory, its bytes, and the time that hides behind the products. Ask it:
+#
+#     python -m minipar.plan --model llama-3-8b --gpus 64 --gpu h100 --global-batch 32 --seq-len 131072 \
+#         --attention flash --precision bf16
+#
+# Its first choices for Llama 3 8B on 64 H100, always with 4 million tokens per step:
+#
+# | tokens per sample | dp | cp | tp | recompute | memory | a step |
+# | --- | --- | --- | --- | --- | --- | --- |
+# | 8,192 | 64 | 1 | 1 | none | 72 GB | 6.5 s |
+# | 32,768 | 16 | 4 (ring) | 1 | none | 72 GB | 10.5 s |
+# | 131,072 | 4 | 16 (all-gather) | 1 | none | 73 GB | 27.6 s |
+# | 1,048,576 | 2 | 8 (ring) | 4 | full | 54 GB | 228 s |
+#
+# Replicas become ranks of cp: up to 131,072 tokens each rank keeps 8,192 of them, and nothing is recomputed. (Fewer
+# per rank the planner tries only where `--cp` says so.) A million tokens need tp, cp and recomputation.
 #
 # ## 11.13 Problems
 #

@@ -16,6 +16,7 @@ from visualize.style import (
     DARK,
     GREEN,
     GREY,
+    INDIGO,
     INK,
     NOT_A_ROW,
     ORANGE,
@@ -39,6 +40,9 @@ TIME = {"compute": SKY, "tp": PURPLE, "pp": VERMILION, "dp": WINE, "bubble": GRE
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
 HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time whose colours are alike in grey
 AXES = ("dp", "tp", "pp")
+# Where a mesh has context parallelism, its axis and its part of the time are drawn, too.
+CP_AXES = ("dp", "cp", "tp", "pp")
+CP_TIME = {"compute": SKY, "tp": PURPLE, "cp": INDIGO} | TIME
 
 
 def read_plan(path: str) -> dict[str, Any]:
@@ -47,13 +51,13 @@ def read_plan(path: str) -> dict[str, Any]:
     try:
         plans, meshes, gpu = search["plans"], search["meshes"], search["gpu"]
         for plan in plans:
-            times = [plan["seconds"][part] for part in (*TIME, "total")]
+            times = [plan["seconds"][part] for part in (*TIME, "total")] + [plan["seconds"].get("cp", 0)]
             for value in (*times, *(plan["memory_bytes"][part] for part in MEMORY), plan["mfu"], plan["zero_stage"]):
                 number(value, 0)
         for mesh in meshes:
             number(mesh["seconds"], 0)
             number(mesh["memory_bytes"], 0)
-        sizes = [mesh[axis] for mesh in (*plans, *meshes) for axis in AXES]
+        sizes = [size for mesh in (*plans, *meshes) for size in _sizes(mesh)]
         sizes += [plan.get("zero_replicas", 1) for plan in plans]
         for value in (*sizes, gpu["memory"], search["gpus"], search["global_batch"], search["seq_len"]):
             number(value, 1)
@@ -64,6 +68,11 @@ def read_plan(path: str) -> dict[str, Any]:
     return search  # type: ignore[no-any-return]
 
 
+def _sizes(mesh: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a mesh's sizes in the order of CP_AXES."""
+    return mesh["dp"], mesh.get("cp", 1), mesh["tp"], mesh["pp"]
+
+
 def plot_plan(search: dict[str, Any]) -> Picture:
     """Draw the parts of time and of memory of the best plans, and every mesh as a point of the two.
 
@@ -72,13 +81,14 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     plans = search["plans"]
     figure = picture(max(10.5, 4.5 + 1.2 * len(plans)), 4.8)
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
-    _bars(time, plans, "seconds", 1.0, TIME)
+    has_cp = any(mesh.get("cp", 1) > 1 for mesh in (*plans, *search["meshes"]))
+    _bars(time, plans, "seconds", 1.0, CP_TIME if has_cp else TIME, CP_AXES if has_cp else AXES)
     time.set_ylabel("time of a step (s)")
     time.set_title("time; above the bars: MFU", loc="left", fontsize=10)
     for place, plan in enumerate(plans):
         height, look = plan["seconds"]["total"], {"ha": "center", "va": "bottom", "fontsize": 8, "color": INK}
         time.text(place, height, f"{plan['mfu']:.1%}", **look)
-    _bars(memory, plans, "memory_bytes", 1e9, MEMORY)
+    _bars(memory, plans, "memory_bytes", 1e9, MEMORY, CP_AXES if has_cp else AXES)
     memory.set_ylabel("memory of the fullest rank (GB)")
     memory.set_title("memory", loc="left", fontsize=10)
     _points(both, search)
@@ -88,16 +98,18 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     return figure
 
 
-def _bars(axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, parts: dict[str, str]) -> None:
-    """Draw a bar for each plan, stacked from its parts."""
+def _bars(
+    axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, parts: dict[str, str], mesh: Sequence[str]
+) -> None:
+    """Draw a bar for each plan, stacked from its parts, and below it the sizes of these axes of its mesh."""
     bottom = [0.0] * len(plans)
     for part, colour in parts.items():
-        heights = [plan[key][part] / unit for plan in plans]
+        heights = [plan[key].get(part, 0) / unit for plan in plans]
         look = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5, "hatch": HATCHES.get(part)}
         axes.bar(range(len(plans)), heights, 0.7, bottom, label=part, **look)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     names = [
-        "\n".join([f"plan {place}", *(f"{axis} {plan[axis]}" for axis in AXES), _zero_name(plan)])
+        "\n".join([f"plan {place}", *(f"{axis} {plan.get(axis, 1)}" for axis in mesh), _zero_name(plan)])
         for place, plan in enumerate(plans, start=1)
     ]
     axes.set_xticks(range(len(plans)), names, fontsize=8)
@@ -108,8 +120,8 @@ def _bars(axes: Axes, plans: Sequence[dict[str, Any]], key: str, unit: float, pa
 
 def _points(axes: Axes, search: dict[str, Any]) -> None:
     """Draw each mesh at its memory and its time, and the memory of a GPU."""
-    best = {tuple(plan[axis] for axis in AXES) for plan in search["plans"]}
-    shown = [mesh for mesh in search["meshes"] if tuple(mesh[axis] for axis in AXES) in best]
+    best = {_sizes(plan) for plan in search["plans"]}
+    shown = [mesh for mesh in search["meshes"] if _sizes(mesh) in best]
     others = [mesh for mesh in search["meshes"] if mesh not in shown]
     plans = f"plans 1 to {len(search['plans'])}" if len(search["plans"]) > 1 else "plan 1"
     for meshes, colour, shape, size, label in (
@@ -119,7 +131,7 @@ def _points(axes: Axes, search: dict[str, Any]) -> None:
         places = [(mesh["memory_bytes"] / 1e9, mesh["seconds"]) for mesh in meshes]
         axes.plot([x for x, _ in places], [y for _, y in places], shape, color=colour, markersize=size, label=label)
     for mesh in shown:
-        same = (plan for plan in search["plans"] if all(plan[axis] == mesh[axis] for axis in AXES))
+        same = (plan for plan in search["plans"] if _sizes(plan) == _sizes(mesh))
         name = str(search["plans"].index(next(same)) + 1)
         place = (mesh["memory_bytes"] / 1e9, mesh["seconds"])
         look = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 9, "color": INK}

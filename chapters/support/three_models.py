@@ -12,7 +12,8 @@ from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import Layout
 from minipar.plan.model import RECOMPUTE, find_model
 from minipar.plan.rank_bytes import memory
-from minipar.plan.search import SearchSpace, plan, why
+from minipar.plan.report import why
+from minipar.plan.search import SearchSpace, plan
 from minipar.plan.step_time import step_time
 
 SMALL, MIDDLE, LARGE = "megatron-7.5b", "llama-2-70b", "megatron-1t"
@@ -35,7 +36,7 @@ def first_choice(name: str, kind: str, gpus: int) -> Choice | None:
         return None
     first, *others = search.plans
     return {
-        "mesh": first.mesh,
+        "mesh": (first.layout.dp, first.layout.tp, first.layout.pp),
         "layout": str(first.layout),
         "zero": first.layout.zero,
         "time": {part: seconds for part, seconds in asdict(first.time).items() if part != "exact"},

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from minipar.autograd.attention import QUERY_BLOCK
 from minipar.bench import add_model_flags, publish
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
@@ -33,6 +34,7 @@ from minipar.plan.layout import MINIPAR, Framework, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
+from minipar.train import config as configurations
 from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig, check, parse, resolve, schedule_of
 from minipar.train.trainer import Trainer
 
@@ -82,8 +84,21 @@ MOST_RANKS = 1024  # threads
 
 def shape_of(config: TrainConfig) -> ModelShape:
     """Return the model of a configuration."""
-    model = config.model
-    return ModelShape(model.layers, model.hidden, model.heads, model.vocab_size, positions=model.seq_len)
+    shape = configurations.shape_of(config.model)
+    is_llama = shape.model_type == "llama"
+    return ModelShape(
+        shape.n_layer,
+        shape.n_embd,
+        shape.n_head,
+        shape.vocab_size,
+        positions=0 if is_llama else shape.n_positions,
+        kv_heads=shape.n_kv_head,
+        ffn=shape.n_inner,
+        gated=is_llama,
+        tied=shape.tie_word_embeddings,
+        biases=not is_llama,
+        norm_biases=not is_llama,
+    )
 
 
 def layout_of(config: TrainConfig) -> Layout:
@@ -91,6 +106,8 @@ def layout_of(config: TrainConfig) -> Layout:
     mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
     schedule = mesh.schedule or "1f1b"
+    method = config.run.attention
+    full = method == "full" or (method == "auto" and config.model.seq_len <= QUERY_BLOCK)
     return Layout(
         dp=mesh.dp,
         tp=mesh.tp,
@@ -103,7 +120,11 @@ def layout_of(config: TrainConfig) -> Layout:
         virtual_stages=(mesh.virtual_stages or 2) if schedule == "interleaved-1f1b" else 1,
         sequence_parallel=mesh.sequence_parallel,
         recompute=config.run.recompute,
+        attention="stored" if full else "flash",
         precision=OF_DTYPE[config.run.dtype],
+        cp=mesh.cp,
+        context_parallel=mesh.context_parallel,
+        cp_order=mesh.cp_order,
     )
 
 
@@ -315,7 +336,7 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
             "bench modelled takes one step of random tokens: of minipar.train's flags those of mesh and model, "
             "--global-batch, --microbatches, --recompute and --dtype"
         )
-    ranks = (parsed.mesh.dp or 1) * parsed.mesh.tp * parsed.mesh.pp
+    ranks = (parsed.mesh.dp or 1) * parsed.mesh.cp * parsed.mesh.tp * parsed.mesh.pp
     if ranks > MOST_RANKS or run.reduction != "ring":
         raise UsageError(f"{ranks} ranks, --reduction {run.reduction}: at most {MOST_RANKS}, and ring")
     if args.gpus_per_node < 1:
@@ -332,13 +353,14 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
         "ranks": ranks,
         "hosts": -(-ranks // per_host),
         "dp": config.mesh.dp,
+        "cp": config.mesh.cp,
         "tp": config.mesh.tp,
         "pp": config.mesh.pp,
         "seconds": seconds,
         "predicted_seconds": time.total,
         "ratio": time.total / seconds,
         "compute": time.compute,
-        **{f"exposed_{axis}": getattr(time, axis) for axis in ("tp", "pp", "dp")},
+        **{f"exposed_{axis}": getattr(time, axis) for axis in ("tp", "cp", "pp", "dp")},
         "bubble": time.bubble,
     }
     publish(comm, [row], args.json)
@@ -353,7 +375,7 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
     network = Network(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
 
     def step(comm: Communicator) -> float:
-        mesh = DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp)
+        mesh = DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp, cp=config.mesh.cp)
         trainer = Trainer(config, mesh, random_tokens(config))
         start = comm.clock.now()
         trainer.step(0)

@@ -203,15 +203,18 @@ def cp_bytes(layout: StepLayout, pp: int) -> int:
 
     With recompute forward runs again. Under tensor parallelism a rank has h/t and h_kv/t columns.
     """
-    c, u, h, model = layout.cp, layout.tokens, layout.model.n_embd // layout.tp, layout.model
-    if c == 1:
-        return 0
-    h_kv = h * model.n_kv_head // model.n_head
-    forward = backward = 2 * (h + h_kv) * u * (c - 1) // c
-    if layout.context_parallel != "ulysses":
-        forward = 2 * (c - 1) * u * h_kv
-        backward = forward + 2 * (c if layout.context_parallel == "ring" else c - 1) * u * h_kv
+    h = layout.model.n_embd // layout.tp
+    h_kv = h * layout.model.n_kv_head // layout.model.n_head
+    forward, backward = cp_elements(layout.context_parallel, layout.cp, layout.tokens, h, h_kv)
     return layout.microbatches * layout.blocks(pp) * ((1 + layout.recompute) * forward + backward) * layout.itemsize
+
+
+def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, int]:
+    """Count the elements that `cp_bytes` sums: those of one layer and microbatch, in forward and in backward."""
+    if method == "ulysses" or c == 1:
+        return 2 * (h + h_kv) * u * (c - 1) // c, 2 * (h + h_kv) * u * (c - 1) // c
+    forward = 2 * (c - 1) * u * h_kv
+    return forward, forward + 2 * (c if method == "ring" else c - 1) * u * h_kv
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:

@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
+from minipar.parallel.context import METHODS, ORDERS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, find_gpu, find_program
 from minipar.plan.layout import ATTENTION, PRECISIONS
 from minipar.plan.model import MODELS, RECOMPUTE, find_model
 from minipar.plan.report import Request, as_json, as_text
-from minipar.plan.search import TOP, SearchSpace, plan
+from minipar.plan.search import LEAST_TOKENS, TOP, SearchSpace, plan
 
 MOST = dict.fromkeys(("gpus", "gpus_per_node", "dp", "tp", "pp"), 1 << 20)
 MOST |= {"global_batch": 1 << 24, "seq_len": 1 << 24, "top": 50}
@@ -60,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
     add("--attention", choices=ATTENTION, default="stored", help="scores kept for backward, or flash attention")
     narrow = parser.add_argument_group("narrow the search")
     narrow.add_argument("--dp", type=count, metavar="N", help="replicas")
+    narrow.add_argument("--cp", type=sizes, metavar="1,2,4", help="one context-parallel size, or those to try; unless "
+                        f"given, those that leave a rank {LEAST_TOKENS} tokens of a sequence")  # fmt: skip
+    narrow.add_argument("--context-parallel", choices=METHODS, help="where cp > 1 (default: what is faster)")
+    narrow.add_argument("--cp-order", choices=ORDERS, help="of a sequence's tokens, where cp > 1 (default zigzag)")
     narrow.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size; over hosts only if given here")
     narrow.add_argument("--pp", type=count, metavar="N", help="stages")
     narrow.add_argument("--microbatch", type=count, metavar="N", help="sequences in one")
@@ -100,13 +106,20 @@ def read_request(args: argparse.Namespace) -> Request:
         given = getattr(args, name)
         if given is not None and given > most:
             raise UsageError(f"--{name.replace('_', '-')} {given}: at most {most}")
+    if max(args.cp or (1,)) > MOST["gpus"]:
+        raise UsageError(f"--cp {max(args.cp)}: at most {MOST['gpus']}")
+    space = read_space(args)
+    contexts = space.context_sizes(args.seq_len)
+    if (args.context_parallel or args.cp_order) and max(contexts) == 1:
+        raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
     if args.pp == 1 and args.schedule is not None:
         raise UsageError(f"--schedule {args.schedule} is a pipeline's, but --pp 1 is none")
     if args.tp == 1 and args.sequence_parallel == "on":
         raise UsageError("--sequence-parallel on divides the sequence over tensor-parallel ranks, but --tp is 1")
-    if None not in (args.dp, args.tp, args.pp) and args.dp * args.tp * args.pp != args.gpus:
-        product = f"--dp {args.dp} * --tp {args.tp} * --pp {args.pp} = {args.dp * args.tp * args.pp}"
-        raise UsageError(f"{product}, but --gpus {args.gpus}")
+    axes = {"dp": args.dp, "tp": args.tp, "pp": args.pp} | ({"cp": max(contexts)} if max(contexts) > 1 else {})
+    if None not in axes.values() and len(contexts) == 1 and prod(axes.values()) != args.gpus:
+        product = " * ".join(f"--{axis} {size}" for axis, size in axes.items())
+        raise UsageError(f"{product} = {prod(axes.values())}, but --gpus {args.gpus}")
     if args.dp is not None and args.global_batch % args.dp:
         raise UsageError(f"--dp {args.dp} does not divide --global-batch {args.global_batch}")
     model, program = find_model(args.model), find_program(args.program)
@@ -129,19 +142,27 @@ def read_request(args: argparse.Namespace) -> Request:
         ),
         global_batch=args.global_batch,
         length=args.seq_len,
-        space=SearchSpace(
-            dp=args.dp,
-            tp=args.tp,
-            pp=args.pp,
-            zero=args.zero_stage,
-            zero_replicas=args.zero_replicas,
-            recompute=args.recompute,
-            schedule=args.schedule,
-            microbatch=args.microbatch,
-            sequence_parallel=None if args.sequence_parallel is None else args.sequence_parallel == "on",
-            attention=args.attention,
-            precision=PRECISIONS[args.precision],
-        ),
+        space=space,
+    )
+
+
+def read_space(args: argparse.Namespace) -> SearchSpace:
+    """Return the choices that the command line fixes."""
+    return SearchSpace(
+        dp=args.dp,
+        tp=args.tp,
+        pp=args.pp,
+        zero=args.zero_stage,
+        zero_replicas=args.zero_replicas,
+        recompute=args.recompute,
+        schedule=args.schedule,
+        microbatch=args.microbatch,
+        sequence_parallel=None if args.sequence_parallel is None else args.sequence_parallel == "on",
+        attention=args.attention,
+        precision=PRECISIONS[args.precision],
+        cp=args.cp,
+        context_parallel=args.context_parallel,
+        cp_order=args.cp_order or "zigzag",
     )
 
 

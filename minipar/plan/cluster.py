@@ -279,6 +279,14 @@ def fetch_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> fl
     """
     if not cluster.framework.pairwise:
         return gather_seconds(cluster, nbytes, stride, size)
+    return all_to_all_seconds(cluster, nbytes, stride, size)
+
+
+def all_to_all_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> float:
+    """Return the seconds of messages of n/N bytes from each rank of a group to each other one, one after the other.
+
+    Each rank uses a network card of its own.
+    """
     near = cluster.members_per_host(stride, size) - 1
     chunk = nbytes / size
     return near * cluster.inside.seconds(chunk) + (size - 1 - near) * cluster.between.seconds(chunk)

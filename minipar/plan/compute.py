@@ -1,8 +1,9 @@
 """Seconds of one microbatch in each unit of the model on one rank: the embedding, a layer, the output head.
 
-A unit's F, I and W are its computation and the tensor-parallel collectives that it waits for. Next to them are the
-collectives over dp that its parameters need. The computation follows from the GPU's data sheet and the assumptions
-(`gpu_compute`), or it was measured on this machine (Cluster.measured, `python -m minipar.bench machine`).
+A unit's F, I and W are its computation and the communication that it waits for: tensor-parallel collectives, and in a
+layer's attention messages over cp. Next to them are the collectives over dp that its parameters need. The computation
+follows from the GPU's data sheet and the assumptions (`gpu_compute`), or it was measured on this machine
+(Cluster.measured, `python -m minipar.bench machine`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from minipar.plan.cluster import Assumptions, Cluster, ComputeTime, Gpu, fetch_seconds, gather_seconds
-from minipar.plan.layout import MEGATRON, Layout
+from minipar.plan.cluster import (
+    Assumptions,
+    Cluster,
+    ComputeTime,
+    Gpu,
+    all_to_all_seconds,
+    fetch_seconds,
+    gather_seconds,
+)  # fmt: skip
+from minipar.plan.layout import MEGATRON, Framework, Layout
 from minipar.plan.model import ModelShape
 from minipar.plan.pipeline_time import StageTime
 from minipar.plan.rank_bytes import (
     embedding_rows,
+    kv_columns,
     layer_activations,
     layer_state,
     rank_parameters,
@@ -26,8 +36,32 @@ from minipar.plan.rank_bytes import (
 # ---- computation -----------------------------------------------------------------------------------------------------
 
 
+def attention_squares(layout: Layout, framework: Framework = MEGATRON) -> list[float]:
+    """Return what the busiest rank computes of each of cp ranks' keys, its own first; 1 is (s/c)^2 pairs of tokens.
+
+    All pairs count, as in the published formulas: twice those that a query sees. A rank sees half of its own square. In
+    zig-zag order it sees half of each other one, too, c squares in all. In contiguous order the last rank sees all of
+    them: 2c - 1 squares, so that the efficiency is c/(2c-1). Ulysses' heads have c squares each, in one product.
+    """
+    if layout.context_parallel == "ulysses" or layout.cp == 1:
+        return [layout.cp]
+    other = (1 if layout.cp_order == "zigzag" else 2) / (2 if framework.visible_pairs else 1)
+    return [1, *[other] * (layout.cp - 1)]
+
+
+def core_flops(model: ModelShape, layout: Layout, length: int, squares: float) -> float:
+    """Return the forward operations of so many squares of attention (`attention_squares`), of all tp ranks."""
+    return layout.microbatch * model.attention_core_flops(length // layout.cp) * squares
+
+
 def gpu_compute(
-    model: ModelShape, layout: Layout, length: int, parameters: float, gpu: Gpu, assumptions: Assumptions
+    model: ModelShape,
+    layout: Layout,
+    length: int,
+    parameters: float,
+    gpu: Gpu,
+    assumptions: Assumptions,
+    framework: Framework = MEGATRON,
 ) -> ComputeTime:
     """Return the seconds of computation on a GPU; `parameters` are those that the rank updates.
 
@@ -35,23 +69,24 @@ def gpu_compute(
     keeps (Korthikanti et al. 2022) `forward_traffic` or `backward_traffic` times; the optimizer moves `update_traffic`
     bytes per parameter.
     """
-    t, b, a = layout.tp, layout.microbatch, assumptions
+    t, a, tokens = layout.tp, assumptions, layout.tokens(length)
     seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
 
     def products(flops: float, count: int) -> float:
         """Return the seconds of `count` products that have `flops` together, divided over the tp ranks."""
         return flops / t / (gpu.peak * a.products) * (1 + a.half_work * count * t / flops)
 
-    flops, core = b * model.layer_flops(length), b * model.attention_core_flops(length)
+    core = core_flops(model, layout, length, sum(attention_squares(layout, framework)))
+    flops = 2 * tokens * model.layer_matrices + core
     kept = layer_activations(model, replace(layout, recompute="none"), length)
     kept_without_scores = layer_activations(model, replace(layout, recompute="selective"), length)
     forward = products(flops, 4) + a.forward_traffic * kept * seconds_per_byte
     core_forward = products(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
     recompute = {"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute]
     # Flash attention computes the scores once more, next to their gradients: the first of the core's two products.
-    scores_again = products(core, 2) / 2 if layout.attention == "flash" else 0.0
-    logits = products(b * model.head_flops(length), 1)
-    elements = MEGATRON.kept.logits * layout.precision.parameters * (b * length) * model.vocab_size
+    scores_again = 0.0 if layout.stores_scores else products(core, 2) / 2
+    logits = products(model.head_flops(tokens), 1)
+    elements = MEGATRON.kept.logits * layout.precision.parameters * tokens * model.vocab_size
     softmax = elements / t * seconds_per_byte
     return ComputeTime(
         forward=forward,
@@ -72,9 +107,9 @@ def gpu_compute(
 
 @dataclass(frozen=True)
 class UnitTime(StageTime):
-    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for collectives over tp included.
+    """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for tp and cp included.
 
-    tp        the communication in these: waiting, and what hidden collectives cost the computation
+    tp, cp    the communication in these: waiting, and what hidden messages cost the computation
     gather    all-gather of the unit's parameters over dp
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
     across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's shards
@@ -86,6 +121,7 @@ class UnitTime(StageTime):
     reduce: float
     partial: float
     across: float = 0.0
+    cp: float = 0.0
 
     def launched_in(self, seconds: float) -> UnitTime:
         """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer than the GPU."""
@@ -122,19 +158,26 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
     else:
-        compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions)
+        compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions, cluster.framework)
+    cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
     tp = _TensorParallel.of(model, layout, cluster, length)
     full_recompute = layout.recompute == "full"
 
     layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
-    recomputed_sums = layer_sums if full_recompute else 0.0
+    recomputed_sums, cp_again = (layer_sums, cp_forward) if full_recompute else (0.0, 0.0)
     waiting, slowdown = tp.backward([compute.backward_weight * share for share in model.column_shares], rows=2)
     launches = cluster.assumptions.host_layer * (4 / 3 if full_recompute else 1)
     layer = UnitTime(
-        forward=compute.forward + layer_sums,
-        backward_input=compute.backward_input + compute.recompute + recomputed_sums + waiting + slowdown,
+        forward=compute.forward + layer_sums + cp_forward,
+        backward_input=compute.backward_input
+        + compute.recompute
+        + recomputed_sums
+        + waiting
+        + slowdown
+        + (cp_again + cp_backward),
         backward_weight=compute.backward_weight,
         tp=layer_sums + recomputed_sums + waiting + slowdown,
+        cp=cp_forward + cp_again + cp_backward,
         **_over_dp(cluster, layout, layer_state(model, layout.tp), replicated_parameters(model)),
     ).launched_in(launches)
 
@@ -165,6 +208,59 @@ def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     return UnitTimes(embedding=embedding, layer=layer, head=head, update=compute.update)
 
 
+def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> tuple[float, float]:
+    """Return the seconds that a layer's attention waits for messages over cp, in forward and in backward.
+
+    They include what hidden messages cost the computation (Assumptions.contention).
+
+    ring         Each step's message hides behind its square's products. In backward gradients follow the keys, and
+                 nothing hides the hop that brings them home.
+    all-gather   An all-gather each way, and in backward a reduce-scatter of the same bytes. Nothing hides them.
+    ulysses      An all-to-all before attention and one after it, each way. Nothing hides them.
+    """
+    t, c, h_kv = layout.tp, layout.cp, kv_columns(model, layout.tp)
+    if c == 1:
+        return 0.0, 0.0
+    nbytes = layout.tokens(length) * layout.precision.parameters  # of one column
+    if layout.context_parallel == "ulysses":
+        h = model.hidden // t
+        both = sum(all_to_all_seconds(cluster, nbytes * columns, t, c) for columns in (h + 2 * h_kv, h))
+        return both, both
+    if layout.context_parallel == "all-gather":
+        gather = gather_seconds(cluster, c * nbytes * 2 * h_kv, t, c)
+        return gather, 2 * gather
+    message = cluster.link(t, c).seconds(nbytes * 2 * h_kv)
+    rate = cluster.gpu.peak * cluster.assumptions.products * t
+    squares = attention_squares(layout, cluster.framework)
+    forward = [core_flops(model, layout, length, square) / rate for square in squares]
+    backward = [2.5 * seconds for seconds in forward]  # five products, as scores are computed again
+    one_link = not cluster.framework.parallel_messages
+    waiting = []
+    for steps, messages in ((forward, c - 1), (backward, 2 * c - 1)):
+        waits = ring_seconds(steps, message, messages >= c, one_link) - sum(steps)
+        waiting.append(waits + cluster.assumptions.contention * max(0.0, messages * message - waits))
+    return waiting[0], waiting[1]
+
+
+def ring_seconds(steps: Sequence[float], message: float, gradients: bool, one_link: bool = True) -> float:
+    """Return the seconds of a ring's `steps` of computation, all but the last next to a message of keys and values.
+
+    With `gradients` each step then adds to the sum that its left neighbour has sent one step before, and sends it on.
+    Messages follow one another on `one_link`, or travel at the same time. All ranks do the same at the same time.
+    """
+    now = link = gradient = 0.0
+    for i, computing in enumerate(steps):
+        keys = now
+        if i < len(steps) - 1:
+            keys = link = max(now, link if one_link else 0.0) + message
+        now += computing
+        if gradients:
+            now = max(now, gradient)
+            gradient = link = max(now, link if one_link else 0.0) + message
+        now = max(now, keys)
+    return max(now, gradient)
+
+
 @dataclass(frozen=True)
 class _TensorParallel:
     """The collectives over tp in one microbatch, in seconds.
@@ -182,7 +278,7 @@ class _TensorParallel:
     @classmethod
     def of(cls, model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> _TensorParallel:
         """Return those of a layout. The loss is summed in 32 bits at least."""
-        tokens, t, width = layout.microbatch * length, layout.tp, layout.precision.parameters
+        tokens, t, width = layout.tokens(length), layout.tp, layout.precision.parameters
         sums = [2 * gather_seconds(cluster, values * tokens * max(4, width), 1, t) for values in (1, 2)]
         gather = gather_seconds(cluster, tokens * model.hidden * width, 1, t)
         contention, hidden_sums = cluster.assumptions.contention, cluster.framework.hidden_sums

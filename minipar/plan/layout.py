@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from minipar.errors import UsageError
+from minipar.parallel.context import METHODS, ORDERS, check_heads, check_length
 from minipar.parallel.memory import MIXED, Precision
 from minipar.plan.model import ModelShape
 
@@ -24,7 +26,8 @@ class Layout:
 
     A microbatch has `microbatch` samples, and each replica runs `microbatches` of them per step: the global batch is
     dp * microbatch * microbatches. Attention is "stored" if its scores are kept for backward. It is "flash" if they are
-    computed tile by tile, and once more in backward (Dao et al. 2022, arXiv 2205.14135).
+    computed tile by tile, and once more in backward (Dao et al. 2022, arXiv 2205.14135). Context parallelism's ring and
+    all-gather always compute it so. `context_parallel` and `cp_order` say how its cp ranks share each sample's tokens.
     """
 
     dp: int
@@ -33,26 +36,43 @@ class Layout:
     microbatch: int
     microbatches: int
     zero: int = 0
-    zero_replicas: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
     attention: str = "stored"
     precision: Precision = MIXED
+    zero_replicas: int = 1
+    cp: int = 1
+    context_parallel: str = "ring"
+    cp_order: str = "zigzag"
 
     @property
     def gpus(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
-        return self.dp, self.tp, self.pp
+    def mesh(self) -> tuple[int, int, int, int]:
+        return self.dp, self.cp, self.tp, self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks over which gradients are summed: dp cp."""
+        return self.dp * self.cp
+
+    def tokens(self, length: int) -> int:
+        """Return the tokens of one microbatch on a rank: `microbatch` samples of length/cp."""
+        return self.microbatch * (length // self.cp)
+
+    @property
+    def stores_scores(self) -> bool:
+        """Return whether attention keeps its scores for backward, if nothing is recomputed."""
+        return self.attention == "stored" and (self.cp == 1 or self.context_parallel == "ulysses")
 
     @property
     def shards(self) -> int:
-        """Return the number of neighbouring ranks over which ZeRO shards: s = d/q."""
-        return self.dp // self.zero_replicas
+        """Return the number of neighbouring ranks over which ZeRO shards: s = dp cp/q."""
+        return self.replicas // self.zero_replicas
 
     @property
     def splits_backward(self) -> bool:
@@ -80,6 +100,9 @@ class Layout:
     def __str__(self) -> str:
         words = [f"dp {self.dp}", f"tp {self.tp}", f"pp {self.pp}", f"ZeRO-{self.zero}"]
         words[-1] += f" in {self.zero_replicas} replicas" if self.zero_replicas > 1 else ""
+        if self.cp > 1:
+            order = f" {self.cp_order}" if self.cp_order != "zigzag" else ""
+            words.insert(1, f"cp {self.cp} ({self.context_parallel}{order})")
         words.append(f"microbatch {self.microbatch} x {self.microbatches}")
         if self.pp > 1:
             words.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
@@ -90,6 +113,38 @@ class Layout:
         if self.attention == "flash":
             words.append("flash attention")
         return ", ".join(words)
+
+
+def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int, length: int) -> None:
+    """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is asked to run."""
+    sizes = {name: getattr(layout, name) for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches")}
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"{name} {size}: expected at least 1")
+    dp, cp, tp, pp, microbatch, m = sizes.values()
+    if layout.gpus != gpus:
+        axes = f"dp*cp*tp*pp = {dp}*{cp}*{tp}*{pp}" if cp > 1 else f"dp*tp*pp = {dp}*{tp}*{pp}"
+        raise UsageError(f"{axes} = {layout.gpus}, but the cluster has {gpus} GPUs")
+    if dp * microbatch * m != global_batch:
+        product = f"dp*microbatch*microbatches = {dp}*{microbatch}*{m} = {dp * microbatch * m}"
+        raise UsageError(f"{product}, but the global batch is {global_batch}")
+    if (q := layout.zero_replicas) > 1 and (layout.zero == 0 or layout.replicas % q):
+        ranks = "dp*cp" if cp > 1 else "dp"
+        why = (
+            f"{ranks}/replicas = {dp * cp}/{q} is not a whole number" if layout.zero else "ZeRO stage 0 shards nothing"
+        )
+        raise UsageError(f"{q} replicas of shards, but {why}")
+    if not model.tp_divides(tp):
+        raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
+    if pp > model.layers:
+        raise UsageError(f"pp {pp}, but the model has {model.layers} layers")
+    for value, known in ((layout.context_parallel, METHODS), (layout.cp_order, ORDERS)):
+        if value not in known:
+            raise UsageError(f"context parallelism {value!r}: expected {', '.join(known)}")
+    if cp > 1:
+        check_length(length, cp, layout.cp_order)
+    if layout.context_parallel == "ulysses":
+        check_heads(*model.rank_heads(tp), cp)
 
 
 @dataclass(frozen=True)
@@ -143,6 +198,10 @@ class Framework:
     lockstep           In a ring over hosts every message waits for one between hosts. Otherwise one per host does.
     hidden_sums        Backward's sums over tp hide behind weight gradients. Otherwise the rank waits for them.
     hidden_reductions  Gradients are reduced over dp while backward goes on. Otherwise after a stage's last backward.
+    visible_pairs      Under cp attention counts the pairs of tokens that are computed: a rank's own, and the visible
+                       ones of other ranks. Otherwise it counts all pairs, as in the published formulas.
+    parallel_messages  A rank sends keys and gradients to its neighbour in the ring at the same time, as on minipar's
+                       clock `model`. Otherwise one after the other.
     gradient_copy      Bytes per parameter of a second copy of the gradients: in 16 bits next to 32, or the other way.
     overhead           Bytes of the libraries' own buffers on each GPU.
     kept               What is kept for backward.
@@ -160,6 +219,8 @@ class Framework:
     lockstep: bool = False
     hidden_sums: bool = True
     hidden_reductions: bool = True
+    visible_pairs: bool = False
+    parallel_messages: bool = False
     gradient_copy: float = 0
     overhead: float = 0.0
 
@@ -213,6 +274,8 @@ MINIPAR = Framework(
     pairwise=True,
     gathers_ahead=False,
     embedding_returns=True,
+    visible_pairs=True,
+    parallel_messages=True,
     kept=Activations(
         sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=4, scores=1,
         logits=2, head=2, boundary=1, moving=2, moving_whole=1,

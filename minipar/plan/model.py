@@ -79,6 +79,14 @@ class ModelShape:
         """Return the columns of attention's first product: queries, keys and values."""
         return self.hidden + 2 * self.groups * (self.hidden // self.heads)
 
+    def rank_heads(self, tp: int) -> tuple[int, int]:
+        """Return the heads of queries and of keys on a tp rank: a copy of one, if these are fewer than the ranks."""
+        return self.heads // tp, max(1, self.groups // tp)
+
+    def tp_divides(self, tp: int) -> bool:
+        """Return whether tp divides the heads, and divides those of keys and values or is a multiple of them."""
+        return self.heads % tp == 0 and (self.groups % tp == 0 or tp % self.groups == 0)
+
     @property
     def layer_matrices(self) -> int:
         """Return the elements of a layer's matrices. GPT-2: 12 h^2."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from minipar.parallel.memory import model_state
+from minipar.parallel.traffic import cp_elements
 from minipar.plan.layout import MEGATRON, Activations, Framework, Layout
 from minipar.plan.model import ModelShape
 
@@ -67,13 +68,13 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Acti
 
     GPT-2 with s tokens, b samples, a heads: s b h (10 + 24/t + 5as/(ht)) under tensor parallelism over t ranks; with
     sequence parallelism s b h (34 + 5as/h) / t. "selective" recomputation and flash attention drop the 5as/h, and
-    "full" recomputation keeps the input alone, 2 s b h.
+    "full" recomputation keeps the input alone, 2 s b h. Context parallelism divides all of it by c.
     """
     h, t, slices = model.hidden, layout.tp, layout.sequence_slices
-    tokens = length * layout.microbatch * layout.precision.parameters
+    tokens = layout.tokens(length) * layout.precision.parameters
     if layout.recompute == "full":
         return tokens * h / slices
-    stored = layout.recompute == "none" and layout.attention == "stored"
+    stored = layout.recompute == "none" and layout.stores_scores
     core = kept.scores * model.heads * length if stored else 0
     split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.inner
     return tokens * ((kept.sliced * h + kept.rows) / slices + kept.gathered * h + (split + core) / t)
@@ -111,7 +112,7 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     state = model_state(psi, Fraction(psi, layout.shards), layout.zero, precision, accumulating)
 
     layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)
-    tokens = length * layout.microbatch * precision.parameters
+    tokens = layout.tokens(length) * precision.parameters
     hidden = tokens * model.hidden / layout.sequence_slices
     logits = kept.head * hidden + kept.logits * tokens * model.vocab_size / layout.tp
     flying = float(in_flight(layout))
@@ -132,6 +133,9 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
         buffers += 2 * precision.parameters * layer
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer
+    if layout.cp > 1:  # by then backward has freed the activations of the layer's MLP
+        freed = tokens * (kept.gated if model.gated else kept.inner) * model.inner / layout.tp
+        buffers += max(0.0, precision.parameters * context_buffer(model, layout, length) - freed)
     return Memory(
         parameters=float(state.parameters),
         gradients=float(state.gradients + copy),
@@ -139,6 +143,23 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
         activations=activations,
         buffers=buffers,
     )
+
+
+def kv_columns(model: ModelShape, tp: int) -> int:
+    """Return the columns of keys on a tp rank, as many as of values: h_kv/t, or one head's where ranks hold copies."""
+    return model.rank_heads(tp)[1] * (model.hidden // model.heads)
+
+
+def context_buffer(model: ModelShape, layout: Layout, length: int) -> int:
+    """Return the elements that attention over cp > 1 ranks holds for a moment in backward, with u = b s/c tokens.
+
+    Ring: 8 u h_kv, keys and values of this step and of the next, their gradients sent and arriving. All-gather: 4 c u
+    h_kv, all keys and values and their gradients. Ulysses: 2 u (h + 2 h_kv), what is sent and what arrives.
+    """
+    u, h_kv = layout.tokens(length), kv_columns(model, layout.tp)
+    if layout.context_parallel == "ulysses":
+        return 2 * u * (model.hidden // layout.tp + 2 * h_kv)
+    return (8 if layout.context_parallel == "ring" else 4 * layout.cp) * u * h_kv
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
@@ -151,6 +172,7 @@ class Volume:
     tp: Fraction
     pp: Fraction
     dp: Fraction
+    cp: Fraction = Fraction(0)
 
 
 def volume(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Volume:
@@ -167,12 +189,14 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     dp   (d-1)/d times: 2 psi elements at ZeRO stages 0 and 1; 2 psi at stage 2 and (2 m + 1) psi at stage 3, or
          (m + 1) psi and 3 m psi where gradients are reduced after every microbatch (Rajbhandari et al. 2020, section 7,
          for m = 1). With q replicas of the shards d is s = d/q, and 2 psi/s (q-1)/q are summed between replicas at
-         each reduction.
+         each reduction. d counts the ranks of dp x cp.
+    cp   the elements of parallel/traffic.py for each layer and microbatch, forward twice with full recompute. Context
+         parallelism divides s by c in the lines above.
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
     t, s, q, m = layout.tp, layout.shards, layout.zero_replicas, layout.microbatches
-    hidden = layout.microbatch * length * model.hidden * layout.precision.parameters
+    hidden = layout.tokens(length) * model.hidden * layout.precision.parameters
     sums = 12 if layout.recompute == "full" else 8
     tp = Fraction(sums * hidden * (t - 1), t) * m * layout.layers_per_rank(model)
     pp = Fraction(0)
@@ -184,4 +208,8 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
     psi = rank_parameters(model, layout)
     across = Fraction(2 * reductions * layout.precision.gradients * psi * (q - 1), s * q)
-    return Volume(tp=tp, pp=pp, dp=Fraction(width * psi * (s - 1), s) + across)
+    columns = model.hidden // t, kv_columns(model, t)
+    forward, backward = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
+    forward *= 2 if layout.recompute == "full" else 1
+    cp = Fraction((forward + backward) * layout.precision.parameters) * m * layout.layers_per_rank(model)
+    return Volume(tp=tp, pp=pp, dp=Fraction(width * psi * (s - 1), s) + across, cp=cp)

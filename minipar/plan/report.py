@@ -1,4 +1,4 @@
-"""The result of a search as a table for the terminal and as JSON."""
+"""The result of a search as a table for the terminal and as JSON, and why the slower plans are slower."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ from typing import Any
 from minipar.plan.cluster import Cluster, Evidence
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import ModelShape
-from minipar.plan.search import Plan, SearchResult, SearchSpace, tied, why
+from minipar.plan.search import Plan, SearchResult, SearchSpace
 
 SHOWN_MESHES = 200  # in the JSON
-SETTINGS = "dp tp pp ZeRO microbatch schedule recompute SP".split()
+SETTINGS = "dp cp tp pp ZeRO microbatch schedule recompute SP".split()
 MEMORY = "parameters gradients optimizer activations buffers total".split()
-SECONDS = [*"compute tp pp dp bubble update total TFLOP/s/GPU HFU MFU".split(), "GB tp", "GB pp", "GB dp"]
+MESH_SETTINGS = ("dp", "cp", "tp", "pp", "zero_stage", "recompute")  # of each mesh in the JSON
+SECONDS = [*"compute tp cp pp dp bubble update total TFLOP/s/GPU HFU MFU".split(), "GB tp", "GB cp", "GB pp", "GB dp"]
+NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
+CONTEXT = (
+    "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
+    "waited for; gradients are summed, and ZeRO shards, over dp x cp"
+)
+PARTS = {
+    "compute": "computation (recomputed, in smaller products, or with more layers on the fullest rank)",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "pp": "pipeline messages",
+    "dp": "data-parallel communication",
+    "bubble": "pipeline bubble",
+    "optimizer": "the optimizer's update",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,11 @@ class Request:
     @property
     def tokens(self) -> int:
         return self.global_batch * self.length
+
+    @property
+    def tries_cp(self) -> bool:
+        """Return whether the search has layouts with context parallelism."""
+        return max(self.space.context_sizes(self.length)) > 1
 
 
 def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
@@ -65,7 +85,7 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
         "search": {"layouts": result.examined, "fitting": result.fitting, "simulated": _simulated(result)},
         "plans": [_plan_json(request, rank, plan, winner) for rank, plan in enumerate(result.plans, start=1)],
         "meshes": [
-            {name: _settings_json(candidate.layout)[name] for name in ("dp", "tp", "pp", "zero_stage", "recompute")}
+            {name: _settings_json(candidate.layout)[name] for name in MESH_SETTINGS}
             | {"seconds": candidate.seconds, "memory_bytes": candidate.nbytes}
             for candidate in result.meshes[:SHOWN_MESHES]
         ],
@@ -75,6 +95,8 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
 def _settings_json(layout: Layout) -> dict[str, Any]:
     """Return a layout's settings by the names of the command line."""
     settings = {name: value for name, value in vars(layout).items() if name not in ("zero", "precision")}
+    if layout.cp == 1:
+        settings |= {"context_parallel": None, "cp_order": None}
     return settings | {"zero_stage": layout.zero, "schedule": layout.schedule if layout.pp > 1 else None}
 
 
@@ -126,6 +148,7 @@ def assumptions(request: Request) -> list[str]:
         "(weights, gradients, AdamW), 16-bit activations; "
         + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention"),
         f"tp: forward waits for its sums, {hidden}; pp: {waited}",
+        *([CONTEXT] if request.tries_cp else []),
         f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),
@@ -149,14 +172,14 @@ def as_text(request: Request, result: SearchResult) -> str:
         f"{result.examined:,} layouts, {result.fitting:,} fit, on {len(result.meshes)} meshes. The fastest layout of "
         f"each of the best {len(plans)} meshes:",
         "",
-        *_numbered(SETTINGS, [_settings(plan) for plan in plans]),
+        *_numbered(request, SETTINGS, [_settings(plan) for plan in plans]),
         "",
         "Memory of the fullest rank, GB:",
-        *_numbered(MEMORY, [_memory(plan) for plan in plans]),
+        *_numbered(request, MEMORY, [_memory(plan) for plan in plans]),
         "",
         "Time of a step, seconds (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
         "count what is recomputed, MFU does not):",
-        *_numbered(SECONDS, [_seconds(plan, request.evidence.spread) for plan in plans]),
+        *_numbered(request, SECONDS, [_seconds(plan, request.evidence.spread) for plan in plans]),
         "",
         _ties(plans, request.evidence.spread),
     ]
@@ -170,7 +193,9 @@ def _settings(plan: Plan) -> list[str]:
     layout = plan.layout
     virtual = f" v={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
     return [
-        *(str(size) for size in layout.mesh),
+        str(layout.dp),
+        f"{layout.cp} {layout.context_parallel}" if layout.cp > 1 else "1",
+        *(str(size) for size in (layout.tp, layout.pp)),
         f"{layout.zero}" + (f" x{layout.zero_replicas}" if layout.zero_replicas > 1 else ""),
         f"{layout.microbatch} x {layout.microbatches}",
         layout.schedule + virtual if layout.pp > 1 else "-",
@@ -194,17 +219,21 @@ def _ties(plans: Sequence[Plan], spread: float) -> str:
 def _seconds(plan: Plan, spread: float) -> list[str]:
     time, sent = plan.time, plan.volume
     return [
-        *(f"{part:.3f}" for part in (time.compute, time.tp, time.pp, time.dp, time.bubble, time.optimizer)),
+        *(f"{part:.3f}" for part in (time.compute, time.tp, time.cp, time.pp, time.dp)),
+        *(f"{part:.3f}" for part in (time.bubble, time.optimizer)),
         f"{'' if time.exact else '~'}{time.total:.4g} +-{spread * time.total:.2g}",
         f"{plan.tflops:.0f}",
         f"{plan.hfu:.1%}",
         f"{plan.mfu:.1%}",
-        *(f"{float(nbytes) / 1e9:.1f}" for nbytes in (sent.tp, sent.pp, sent.dp)),
+        *(f"{float(nbytes) / 1e9:.1f}" for nbytes in (sent.tp, sent.cp, sent.pp, sent.dp)),
     ]
 
 
-def _numbered(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return table(["", *names], [[f"{rank}.", *row] for rank, row in enumerate(rows, start=1)])
+def _numbered(request: Request, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table of the plans, without cp's columns where the search has no cp."""
+    shown = [i for i, name in enumerate(names) if request.tries_cp or name not in ("cp", "GB cp")]
+    numbered = [[f"{rank}.", *(row[i] for i in shown)] for rank, row in enumerate(rows, start=1)]
+    return table(["", *(names[i] for i in shown)], numbered)
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -212,3 +241,35 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [names, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+# ---- ties, and why the others are slower -----------------------------------------------------------------------------
+
+
+def tied(plans: Sequence[Plan], spread: float) -> list[Plan]:
+    """Return the plans that take at most `spread` longer than the fastest, the simplest first.
+
+    A comparison with measured runs cannot tell them apart.
+    """
+    fastest = min(plan.time.total for plan in plans)
+    near = [plan for plan in plans if plan.time.total <= (1 + spread) * fastest]
+    return sorted(near, key=lambda plan: (*complexity(plan.layout), plan.time.total))
+
+
+def complexity(layout: Layout) -> tuple[bool, int]:
+    """Return what makes a layout less simple: whether it has a pipeline, and how many axes are longer than 1.
+
+    NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower than its ties.
+    """
+    return layout.pp > 1, sum(size > 1 for size in layout.mesh)
+
+
+def why(winner: Plan, loser: Plan) -> str:
+    """Explain in a sentence what costs the loser its time."""
+    gap = loser.time.total - winner.time.total
+    more = {part: getattr(loser.time, part) - getattr(winner.time, part) for part in PARTS}
+    named = sorted((part for part in PARTS if abs(more[part]) > NAMED_SHARE * gap), key=lambda part: -abs(more[part]))
+    worse = [f"{more[part]:.3g} s more of {PARTS[part]}" for part in named if more[part] > 0]
+    better = [f"{-more[part]:.3g} s less of {PARTS[part]}" for part in named if more[part] < 0]
+    against = f", against {', '.join(better)}" if better else ""
+    return f"{gap:.3g} s slower ({gap / winner.time.total:.1%}): {', '.join(worse)}{against}"

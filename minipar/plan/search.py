@@ -1,16 +1,17 @@
-"""The search: every layout of a model on a cluster, those that fit, the fastest, and why the next one is slower."""
+"""The search: every layout of a model on a cluster, those that fit, and the fastest, or what would fit if none does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import isqrt
 
 from minipar.errors import UsageError
+from minipar.parallel.context import METHODS, check_heads, check_length
 from minipar.parallel.memory import Precision
 from minipar.plan.cluster import GPUS, Cluster
-from minipar.plan.layout import PRECISIONS, Layout
+from minipar.plan.layout import PRECISIONS, Layout, check_layout
 from minipar.plan.model import RECOMPUTE, ModelShape, utilization
 from minipar.plan.pipeline_time import simulated_actions
 from minipar.plan.rank_bytes import Memory, Volume, memory, volume
@@ -21,20 +22,15 @@ MOST_LAYOUTS = 20_000  # of a search: some ten seconds
 MOST_SIMULATED = 150_000  # actions in a search, some ten seconds too; plans after them keep their closed form
 # gpipe and naive never win; zb-h2 and zbv have no closed form to search by. A user can ask for all of them.
 SEARCHED = ("1f1b", "interleaved-1f1b", "zb-h1")
-NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
-PARTS = {
-    "compute": "computation (recomputed, in smaller products, or with more layers on the fullest rank)",
-    "tp": "tensor-parallel communication",
-    "pp": "pipeline messages",
-    "dp": "data-parallel communication",
-    "bubble": "pipeline bubble",
-    "optimizer": "the optimizer's update",
-}
+LEAST_TOKENS = 8192  # of a sequence on a rank, unless the user gives cp. As Llama 3 was trained (2407.21783, table 4)
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices that the user has fixed; `None` leaves one to the planner. `zero` is a stage, or those to try."""
+    """The choices that the user has fixed; `None` leaves one to the planner.
+
+    `zero` is a stage, or those to try, and so is the size `cp`.
+    """
 
     dp: int | None = None
     tp: int | None = None
@@ -47,10 +43,35 @@ class SearchSpace:
     sequence_parallel: bool | None = None
     attention: str = "stored"
     precision: Precision = PRECISIONS["fp16"]
+    cp: int | tuple[int, ...] | None = None
+    context_parallel: str | None = None
+    cp_order: str = "zigzag"
 
-    def zero_stages(self, dp: int) -> list[int]:
+    def context_sizes(self, length: int) -> list[int]:
+        """Return the sizes of cp to try for sequences of `length` tokens. UsageError if a given one does not divide.
+
+        Without a given one every size is tried that leaves a rank LEAST_TOKENS. Shorter sequences are not cut.
+        """
+        if self.cp is None:
+            parts = 2 if self.cp_order == "zigzag" else 1
+            return [1, *(c for c in range(2, length // LEAST_TOKENS + 1) if length % (parts * c) == 0)]
+        sizes = [self.cp] if isinstance(self.cp, int) else sorted(set(self.cp))
+        for c in sizes:
+            if c > 1:
+                check_length(length, c, self.cp_order)
+        return sizes
+
+    def context_methods(self, model: ModelShape, tp: int, cp: int) -> list[str]:
+        """Return the methods of context parallelism to try. Ulysses cuts the heads of a tp rank."""
+        if cp == 1:
+            return ["ring"]
+        methods = [method for method in METHODS if self.context_parallel in (None, method)]
+        whole = all(heads % cp == 0 for heads in model.rank_heads(tp))
+        return [method for method in methods if whole or method != "ulysses"]
+
+    def zero_stages(self, replicas: int) -> list[int]:
         """Return the ZeRO stages to try. With one replica there is nothing to shard."""
-        if dp == 1:
+        if replicas == 1:
             return [0]
         if self.zero is None:
             return [0, 1, 2, 3]
@@ -64,13 +85,12 @@ class SearchSpace:
     def recomputations(self, schedule: str) -> list[str]:
         """Return the kinds of recomputation to try.
 
-        Full recomputation goes with a split backward only on request, since W needs what was recomputed for I. Flash
-        attention keeps no scores, which leaves selective recomputation nothing to drop.
+        Full recomputation goes with a split backward only on request, since W needs what was recomputed for I.
         """
         kinds = [kind for kind in RECOMPUTE if self.recompute in (None, kind)]
         if schedule.startswith("zb") and self.recompute is None:
             kinds.remove("full")
-        return [kind for kind in kinds if kind != "selective" or self.attention != "flash"]
+        return kinds
 
     def sequence_choices(self, tp: int) -> list[bool]:
         """Return whether to try without and with sequence parallelism.
@@ -90,18 +110,19 @@ def divisors(n: int) -> list[int]:
 
 
 def layouts(
-    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace = SearchSpace()
+    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace = SearchSpace(), length: int = 0
 ) -> Iterator[Layout]:
-    """Yield every layout of the search space."""
-    for tp, pp, dp in meshes(model, cluster, global_batch, space):
+    """Yield every layout of the search space, for sequences of `length` tokens: 0 for short ones, without cp."""
+    for tp, cp, pp, dp in meshes(model, cluster, global_batch, space, length):
         samples = global_batch // dp
-        for microbatch in microbatch_sizes(samples, space):
+        for microbatch in microbatch_sizes(samples, space, cp):
             m = samples // microbatch
             for schedule, v in schedules(model, pp, m, space.schedule):
-                sharded = [(zero, q) for zero in space.zero_stages(dp) for q in space.replicas(zero, dp)]
+                sharded = [(zero, q) for zero in space.zero_stages(dp * cp) for q in space.replicas(zero, dp * cp)]
+                methods = space.context_methods(model, tp, cp)
                 choices = sharded, space.recomputations(schedule), space.sequence_choices(tp)
-                for (zero, replicas), recompute, sequence_parallel in product(*choices):
-                    yield Layout(
+                for (zero, replicas), recompute, sequence_parallel, method in product(*choices, methods):
+                    layout = Layout(
                         dp=dp,
                         tp=tp,
                         pp=pp,
@@ -115,13 +136,18 @@ def layouts(
                         recompute=recompute,
                         attention=space.attention,
                         precision=space.precision,
+                        cp=cp,
+                        context_parallel=method,
+                        cp_order=space.cp_order,
                     )
+                    if recompute != "selective" or layout.stores_scores:
+                        yield layout
 
 
 def meshes(
-    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (tp, pp, dp): tp divides a host and the heads, pp is at most the number of layers, dp divides the batch.
+    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace, length: int = 0
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (tp, cp, pp, dp). tp divides a host and the heads, pp is at most the layers, dp divides the batch.
 
     tp also divides the heads of keys and values, or is a multiple of them: then ranks hold copies. Only a tp that the
     user has fixed goes over hosts: a multiple of a host's GPUs.
@@ -130,24 +156,26 @@ def meshes(
     if space.tp is not None:
         sizes = [space.tp] if space.tp in sizes or space.tp % cluster.per_host == 0 else []
     for tp in sizes:
-        if cluster.gpus % tp or not tp_divides(model, tp):
+        if cluster.gpus % tp or not model.tp_divides(tp):
             continue
-        for pp in divisors(cluster.gpus // tp):
-            dp = cluster.gpus // tp // pp
-            fits = space.pp in (None, pp) and space.dp in (None, dp)
-            if pp <= model.layers and global_batch % dp == 0 and fits:
-                yield tp, pp, dp
+        for cp in space.context_sizes(length):
+            rest, uneven = divmod(cluster.gpus // tp, cp)
+            for pp in divisors(rest) if not uneven else ():
+                dp = rest // pp
+                fits = space.pp in (None, pp) and space.dp in (None, dp)
+                if pp <= model.layers and global_batch % dp == 0 and fits:
+                    yield tp, cp, pp, dp
 
 
-def tp_divides(model: ModelShape, tp: int) -> bool:
-    """Return whether tp divides the heads, and divides those of keys and values or is a multiple of them."""
-    return model.heads % tp == 0 and (model.groups % tp == 0 or tp % model.groups == 0)
+def microbatch_sizes(samples: int, space: SearchSpace, cp: int = 1) -> list[int]:
+    """Return the divisors of a replica's samples that are powers of two, or the size that the user has fixed.
 
-
-def microbatch_sizes(samples: int, space: SearchSpace) -> list[int]:
-    """Return the divisors of a replica's samples that are powers of two, or the size that the user has fixed."""
+    With a cp of the planner's own choice a microbatch is one sample: two would be as many tokens on half as many ranks.
+    """
     if space.microbatch is not None:
         return [space.microbatch] if samples % space.microbatch == 0 else []
+    if cp > 1 and space.cp is None:
+        return [1]
     return [size for size in divisors(samples) if size & (size - 1) == 0]
 
 
@@ -190,7 +218,7 @@ class Plan:
     tflops: float
 
     @property
-    def mesh(self) -> tuple[int, int, int]:
+    def mesh(self) -> tuple[int, int, int, int]:
         return self.layout.mesh
 
 
@@ -207,7 +235,7 @@ class Candidate:
 class SearchResult:
     """The outcome of a search.
 
-    plans      the fastest layout of each of the best meshes (dp, tp, pp), simulated, fastest first
+    plans      the fastest layout of each of the best meshes (dp, cp, tp, pp), simulated, fastest first
     examined   the number of layouts, of which `fitting` fit
     meshes     the fastest layout of each mesh in closed form, fastest first
     """
@@ -231,12 +259,12 @@ def plan(
     UsageError if no layout divides, or none fits; it says how much memory the smallest needs and what would fit. Also
     if there are more than MOST_LAYOUTS.
     """
-    best: dict[tuple[int, int, int], Candidate] = {}
-    examined = list(islice(layouts(model, cluster, global_batch, space), MOST_LAYOUTS + 1))
+    best: dict[tuple[int, int, int, int], Candidate] = {}
+    examined = list(islice(layouts(model, cluster, global_batch, space, length), MOST_LAYOUTS + 1))
     if len(examined) > MOST_LAYOUTS:
         raise UsageError(
-            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --pp, --dp, --microbatch, --zero-stage, "
-            "--schedule, --recompute or --sequence-parallel"
+            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --cp, --pp, --dp, --microbatch, "
+            "--zero-stage, --schedule, --recompute or --sequence-parallel"
         )
     fitting = 0
     for layout in examined:
@@ -266,7 +294,7 @@ def judge(
 
     UsageError for a layout that contradicts the model, the batch or the number of GPUs.
     """
-    check_layout(model, layout, cluster, global_batch)
+    check_layout(model, layout, cluster.gpus, global_batch, length)
     time = step_time(model, layout, cluster, length, exact)
     flops = global_batch * model.model_flops(length)
     hardware_flops = global_batch * model.hardware_flops(length, layout.recompute)
@@ -281,56 +309,6 @@ def judge(
     )
 
 
-def check_layout(model: ModelShape, layout: Layout, cluster: Cluster, global_batch: int) -> None:
-    """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is asked to run."""
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "microbatch", "microbatches")}
-    for name, size in sizes.items():
-        if size < 1:
-            raise UsageError(f"{name} {size}: expected at least 1")
-    dp, tp, pp, microbatch, m = sizes.values()
-    if layout.gpus != cluster.gpus:
-        raise UsageError(f"dp*tp*pp = {dp}*{tp}*{pp} = {layout.gpus}, but the cluster has {cluster.gpus} GPUs")
-    if dp * microbatch * m != global_batch:
-        product = f"dp*microbatch*microbatches = {dp}*{microbatch}*{m} = {dp * microbatch * m}"
-        raise UsageError(f"{product}, but the global batch is {global_batch}")
-    if (q := layout.zero_replicas) > 1 and (layout.zero == 0 or dp % q):
-        why = f"dp/replicas = {dp}/{q} is not a whole number" if layout.zero else "ZeRO stage 0 shards nothing"
-        raise UsageError(f"{q} replicas of shards, but {why}")
-    if not tp_divides(model, tp):
-        raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
-    if pp > model.layers:
-        raise UsageError(f"pp {pp}, but the model has {model.layers} layers")
-
-
-def tied(plans: Sequence[Plan], spread: float) -> list[Plan]:
-    """Return the plans that take at most `spread` longer than the fastest, the simplest first.
-
-    A comparison with measured runs cannot tell them apart.
-    """
-    fastest = min(plan.time.total for plan in plans)
-    near = [plan for plan in plans if plan.time.total <= (1 + spread) * fastest]
-    return sorted(near, key=lambda plan: (*complexity(plan.layout), plan.time.total))
-
-
-def complexity(layout: Layout) -> tuple[bool, int]:
-    """Return what makes a layout less simple: whether it has a pipeline, and how many axes are longer than 1.
-
-    NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower than its ties.
-    """
-    return layout.pp > 1, sum(size > 1 for size in layout.mesh)
-
-
-def why(winner: Plan, loser: Plan) -> str:
-    """Explain in a sentence what costs the loser its time."""
-    gap = loser.time.total - winner.time.total
-    more = {part: getattr(loser.time, part) - getattr(winner.time, part) for part in PARTS}
-    named = sorted((part for part in PARTS if abs(more[part]) > NAMED_SHARE * gap), key=lambda part: -abs(more[part]))
-    worse = [f"{more[part]:.3g} s more of {PARTS[part]}" for part in named if more[part] > 0]
-    better = [f"{-more[part]:.3g} s less of {PARTS[part]}" for part in named if more[part] < 0]
-    against = f", against {', '.join(better)}" if better else ""
-    return f"{gap:.3g} s slower ({gap / winner.time.total:.1%}): {', '.join(worse)}{against}"
-
-
 # ---- nothing fits ----------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +316,7 @@ def _least(
     model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace
 ) -> tuple[float, Layout] | None:
     """Return the least memory of any layout, and that layout; None if no layout divides."""
-    every = layouts(model, cluster, global_batch, space)
+    every = layouts(model, cluster, global_batch, space, length)
     candidates = ((memory(model, layout, length, cluster.framework).total, layout) for layout in every)
     return min(candidates, key=lambda candidate: candidate[0], default=None)
 
@@ -346,7 +324,7 @@ def _least(
 def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace) -> str:
     least = _least(model, cluster, global_batch, length, space)
     if least is None:
-        return _nothing_divides(model, cluster, global_batch, space)
+        return _nothing_divides(model, cluster, global_batch, length, space)
     nbytes, layout = least
     usable, used = cluster.usable_memory, cluster.assumptions.memory_used
     ways = list(_wider_choices(model, cluster, global_batch, length, space))
@@ -367,7 +345,7 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
 def _wider_choices(
     model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace
 ) -> Iterator[str]:
-    """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation, the number of stages.
+    """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation, stages, cp.
 
     Each is the least change of its kind.
     """
@@ -376,6 +354,7 @@ def _wider_choices(
         "--zero-replicas": (space.zero_replicas, [(1, replace(space, zero_replicas=None))]),
         "--recompute": (space.recompute, [(kind, replace(space, recompute=kind)) for kind in RECOMPUTE]),
         "--pp": (space.pp, [(pp, replace(space, pp=pp)) for pp in divisors(cluster.gpus)]),
+        "--cp": (space.cp, [(c, replace(space, cp=c)) for c in replace(space, cp=None).context_sizes(length)]),
     }
     for flag, (fixed, wider) in choices.items():
         for value, other in wider if fixed is not None else ():
@@ -385,15 +364,20 @@ def _wider_choices(
                 break
 
 
-def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace) -> str:
-    if (space.attention, space.recompute) == ("flash", "selective"):
-        return "flash attention keeps no scores, so there is nothing for selective recomputation: none or full"
+def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace) -> str:
+    sizes = space.context_sizes(length)
+    if space.recompute == "selective" and (space.attention == "flash" or 1 not in sizes):
+        which = "flash attention keeps" if space.attention == "flash" else "ring and all-gather keep"
+        return f"{which} no scores, so there is nothing for selective recomputation: none or full"
+    if space.context_parallel == "ulysses" and 1 not in sizes and model.tp_divides(space.tp or 1):
+        check_heads(*model.rank_heads(space.tp or 1), sizes[0])
     fixed = [f"{n} {getattr(space, n)}" for n in ("dp", "tp", "pp", "schedule", "microbatch") if getattr(space, n)]
     fixed += [f"replicas of shards {', '.join(map(str, space.zero_replicas))}"] if space.zero_replicas else []
+    fixed += [f"cp {', '.join(map(str, sizes))}"] * (space.cp is not None)
     only = f" with {', '.join(fixed)}" if fixed else ""
     return (
         f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of {cluster.per_host}, "
-        f"{model.layers} layers, {model.heads} heads; dp*tp*pp = GPUs, dp*microbatch divides the batch, tp divides the "
-        "heads and a host (or, with --tp, is a multiple of one), interleaved-1f1b needs pp to divide the microbatches, "
-        "zbv 2*pp the layers"
+        f"{model.layers} layers, {model.heads} heads; dp*cp*tp*pp = GPUs, dp*microbatch divides the batch, tp divides "
+        "the heads and a host (or, with --tp, is a multiple of one), interleaved-1f1b needs pp to divide the "
+        "microbatches, zbv 2*pp the layers"
     )

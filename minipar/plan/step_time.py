@@ -26,7 +26,7 @@ class StepTime:
     """Seconds of a step on the busiest rank, by what they are spent on.
 
     compute      products and elementwise work, and waiting for the host that launches them
-    tp, pp, dp   communication that nothing hides; tp and dp include what hidden collectives cost the computation
+    tp, cp, pp, dp   communication that nothing hides; tp, cp and dp include what hidden messages cost the computation
     bubble       waiting in the pipeline
     optimizer    the update
     exact        whether the pipeline's time is the simulator's, not the closed form's
@@ -39,10 +39,11 @@ class StepTime:
     bubble: float
     optimizer: float
     exact: bool
+    cp: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.tp + self.pp + self.dp + self.bubble + self.optimizer
+        return self.compute + self.tp + self.pp + self.dp + self.bubble + self.optimizer + self.cp
 
 
 # ---- data parallelism next to computation ----------------------------------------------------------------------------
@@ -297,8 +298,8 @@ def hop_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int
     if layout.pp == 1:
         return 0.0
     slices = layout.tp if cluster.framework.scattered_hops else layout.sequence_slices
-    nbytes = length * layout.microbatch * model.hidden * layout.precision.parameters / slices
-    return cluster.link(layout.tp * layout.dp, layout.pp).seconds(nbytes)
+    nbytes = layout.tokens(length) * model.hidden * layout.precision.parameters / slices
+    return cluster.link(layout.tp * layout.replicas, layout.pp).seconds(nbytes)
 
 
 def tied_seconds(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
@@ -310,7 +311,7 @@ def tied_seconds(model: ModelShape, layout: Layout, cluster: Cluster) -> float:
     if layout.pp == 1 or not model.tied or layout.schedule == "zbv":
         return 0.0
     nbytes = model.vocab_size * model.hidden / layout.tp * layout.precision.gradients
-    return cluster.link(layout.tp * layout.dp, layout.pp).seconds(nbytes)
+    return cluster.link(layout.tp * layout.replicas, layout.pp).seconds(nbytes)
 
 
 def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, exact: bool = True) -> StepTime:
@@ -334,10 +335,10 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     if cluster.framework.embedding_returns and tied and layout.zero == 3:
         pp += stages.units.embedding.gather  # to be sent, the embedding is gathered once more
 
-    # Scalars: the loss over pp and dp; the norm over tp and pp, and over the ranks with the shards of a gradient.
+    # Scalars: the loss over pp and dp x cp; the norm over tp and pp, and over the ranks with the shards of a gradient.
     scalar_tp = scalar_seconds(cluster, 1, layout.tp)
-    scalar_dp = scalar_seconds(cluster, layout.tp, layout.dp)
-    scalar_pp = scalar_seconds(cluster, layout.tp * layout.dp, layout.pp)
+    scalar_dp = scalar_seconds(cluster, layout.tp, layout.replicas)
+    scalar_pp = scalar_seconds(cluster, layout.tp * layout.replicas, layout.pp)
     dp += scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if layout.zero else 0.0)
     return replace(passes, tp=passes.tp + scalar_tp, pp=pp + 2 * scalar_pp, dp=dp, optimizer=stages.units.update)
 
@@ -345,23 +346,23 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
 def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) -> StepTime:
     """Return the seconds of the busiest rank until gradients are reduced: forward and backward of all microbatches.
 
-    Divide what the makespan has more than computation and tp: messages first, gathers over dp, then the bubble. A part
-    is 0 where rounding, or a closed form, leaves less than that.
+    Divide what the makespan has more than computation, tp and cp: messages first, gathers over dp, then the bubble. A
+    part is 0 where rounding, or a closed form, leaves less than that.
     """
     m, units = stages.layout.microbatches, [unit for s in busiest for unit in stages.units_of(s)]
-    tp = m * sum(unit.tp for unit in units)
-    compute = m * sum(unit.seconds for unit in units) - tp
-    parts = partial(StepTime, compute=compute, tp=tp, optimizer=0.0)
+    tp, cp = m * sum(unit.tp for unit in units), m * sum(unit.cp for unit in units)
+    compute = m * sum(unit.seconds for unit in units) - tp - cp
+    parts = partial(StepTime, compute=compute, tp=tp, cp=cp, optimizer=0.0)
     if stages.layout.pp == 1:
-        return parts(pp=0.0, dp=max(0.0, stages.without_pipeline() - compute - tp), bubble=0.0, exact=True)
+        return parts(pp=0.0, dp=max(0.0, stages.without_pipeline() - compute - tp - cp), bubble=0.0, exact=True)
     hops = m * 2 * len(busiest) * stages.hop_wait
     with_gathers = m * sum(stages.stage_time(stages.units_of(s)).seconds for s in busiest)
-    gathers = max(0.0, with_gathers - compute - tp - hops)
+    gathers = max(0.0, with_gathers - compute - tp - cp - hops)
     pipeline = stages.simulated() if exact else None
     if pipeline is None:
         exposed = [stages.units.layer] if stages.hides_reductions else units
         makespan, late = stages.closed_form(), sum(unit.reduce + unit.across for unit in exposed)
     else:
         makespan, late = pipeline.makespan, stages.late_reduction(pipeline, tied)
-    bubble = max(0.0, makespan - compute - tp - hops - gathers)
+    bubble = max(0.0, makespan - compute - tp - cp - hops - gathers)
     return parts(pp=hops, dp=gathers + late, bubble=bubble, exact=pipeline is not None)

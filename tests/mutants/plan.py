@@ -36,6 +36,26 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/plan/compute.py",
+        "plan/test_context.py",
+        (
+            "compute: contiguous order wastes nothing",
+            'cp_order == "zigzag" else 2) /',
+            'cp_order == "zigzag" else 1) /',
+        ),
+        ("compute: the gradients' last hop hides", "return max(now, gradient)", "return now"),
+        ("compute: an all-gather's backward gathers once", "return gather, 2 * gather", "return gather, gather"),
+    ),
+    *mistakes(
+        "minipar/plan/rank_bytes.py",
+        "plan/test_context.py",
+        (
+            "bytes: recompute sends nothing over cp",
+            'forward *= 2 if layout.recompute == "full"',
+            "forward *= 2 if False",
+        ),
+    ),
+    *mistakes(
         "minipar/plan/model.py",
         "plan/test_model.py",
         ("model: backward takes three times forward", "return 3 * (self.layers", "return 4 * (self.layers"),
@@ -64,7 +84,7 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/plan/search.py",
-        "plan/test_search.py",
+        "plan/test_search.py plan/test_context.py",
         (
             "search: what does not fit is planned",
             "if nbytes > cluster.usable_memory:",
@@ -76,6 +96,7 @@ MUTANTS = [
             "seconds > best[layout.mesh].seconds",
         ),
         ("search: plans in the closed form's order", "plans.sort(key=lambda plan: plan.time.total)", "pass"),
+        ("search: a long sequence is cut to the last token", "length // LEAST_TOKENS + 1", "length + 1"),
         ("search: TFLOP/s of the whole cluster", "/ time.total / cluster.gpus / 1e12", "/ time.total / 1e12"),
     ),
     *mistakes(

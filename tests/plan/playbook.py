@@ -10,7 +10,7 @@ import numpy as np
 
 from chapters.support.playbook_runs import Run, nbytes, seconds
 from minipar.plan.cluster import PROGRAMS, Program
-from minipar.plan.search import complexity
+from minipar.plan.report import complexity
 
 
 def within(predicted: Sequence[float], measured: Sequence[float], part: float = 0.2) -> float:

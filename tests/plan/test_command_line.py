@@ -45,7 +45,8 @@ def test_json_alone_on_standard_output():
             1536 * found["flops_per_sequence"]["model"] / one["seconds"]["total"] / 1024 / 312e12
         )
         assert one["tokens_per_second"] == pytest.approx(1536 * 2048 / one["seconds"]["total"])
-        assert set(one["communication_bytes"]) == {"tp", "pp", "dp"} and one["why"] and one["simulated"]
+        assert set(one["communication_bytes"]) == {"tp", "cp", "pp", "dp"} and one["why"] and one["simulated"]
+        assert (one["cp"], one["context_parallel"], one["cp_order"]) == (1, None, None)
         assert one["seconds_from_to"] == pytest.approx([one["seconds"]["total"] * part for part in (0.85, 1.15)])
     fastest = found["plans"][0]["seconds"]["total"]
     near = {one["rank"] for one in found["plans"] if one["seconds"]["total"] <= 1.15 * fastest}
@@ -128,6 +129,36 @@ def test_replicas_of_shards_are_those_that_are_asked_for(capsys):
     assert all(one["dp"] % one["zero_replicas"] == 0 for one in plans)
     assert main(changed(zero_stage="3", zero_replicas="2")) == 0
     assert " 3 x2 " in capsys.readouterr().out
+
+
+LONG = {"model": "llama-3-8b", "gpus": "64", "gpu": "h100", "global_batch": "8", "seq_len": "1048576"}
+LONG |= {"precision": "bf16", "attention": "flash"}
+
+
+def test_a_long_sequence_is_cut_over_cp(tmp_path, capsys):
+    plans = found_plans(capsys, **LONG)
+    assert all(one["cp"] > 1 and one["dp"] * one["cp"] * one["tp"] * one["pp"] == 64 for one in plans)
+    assert all(one["seconds"]["cp"] > 0 < one["communication_bytes"]["cp"] for one in plans)
+    assert main([*changed(**LONG), "--json", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "cp: the ring's messages hide behind" in printed and "GB cp" in printed
+    assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
+
+
+def test_cp_its_method_and_its_order_narrow_the_search(capsys):
+    plans = found_plans(capsys, **LONG, cp="8,16", context_parallel="all-gather", cp_order="contiguous", top="50")
+    assert {one["cp"] for one in plans} == {8, 16}
+    assert {(one["context_parallel"], one["cp_order"]) for one in plans} == {("all-gather", "contiguous")}
+    zigzag = found_plans(capsys, **LONG, cp="8", context_parallel="all-gather")[0]
+    slow = next(one for one in plans if all(one[axis] == zigzag[axis] for axis in ("dp", "cp", "tp", "pp")))
+    assert slow["seconds"]["compute"] > 1.5 * zigzag["seconds"]["compute"], "attention's efficiency is 8/15"
+
+
+def test_short_sequences_are_cut_only_where_it_is_asked_for(capsys):
+    assert main(GIVEN) == 0
+    assert "cp" not in capsys.readouterr().out.split()
+    assert {one["cp"] for one in found_plans(capsys, top="50")} == {1}
+    assert {one["cp"] for one in found_plans(capsys, cp="2", context_parallel="ring")} == {2}
 
 
 def test_tp_goes_over_hosts_only_where_it_is_asked_for(capsys):
@@ -214,6 +245,16 @@ def changed(**given):
         ({"dp": "5"}, "--dp 5 does not divide --global-batch 1536"),
         ({"dp": "2", "tp": "8", "pp": "8"}, "--dp 2 * --tp 8 * --pp 8 = 128, but --gpus 1024"),
         ({"dp": "9" * 4000}, "at most 1048576"),
+        ({"dp": "2", "cp": "2", "tp": "8", "pp": "8"}, "--dp 2 * --tp 8 * --pp 8 * --cp 2 = 256, but --gpus 1024"),
+        ({"cp": "0"}, "argument --cp: invalid list of whole numbers from 1 up"),
+        ({"cp": "2,"}, "argument --cp: invalid list of whole numbers from 1 up"),
+        ({"cp": "2,2097152"}, "--cp 2097152: at most 1048576"),
+        ({"cp": "2,3"}, "seq-len/(2*cp) = 2048/6 is not a whole number: zigzag has equal chunks"),
+        ({"cp": "64", "tp": "8", "context_parallel": "ulysses"}, "heads/cp = 12/64 is not a whole number"),
+        ({"cp": "7", "seq_len": "2044", "cp_order": "contiguous"}, "no layout divides with cp 7"),
+        ({"cp": "2", "context_parallel": "ring", "recompute": "selective"}, "ring and all-gather keep no scores"),
+        ({"cp": "1", "context_parallel": "ring"}, "about context parallelism; give --cp 2 or more"),
+        ({"cp_order": "contiguous"}, "about context parallelism; give --cp 2 or more"),
         ({"zero_stage": "0,4"}, "--zero-stage"),
         ({"zero_stage": "0,,1"}, "--zero-stage"),
         ({"zero_replicas": "0"}, "--zero-replicas"),

@@ -11,7 +11,8 @@ from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import memory, volume
-from minipar.plan.search import SearchSpace, judge, layouts, plan, tied, why
+from minipar.plan.report import tied, why
+from minipar.plan.search import SearchSpace, judge, layouts, plan
 from minipar.plan.step_time import StepTime, step_time
 
 GPT2, GPT3 = find_model("gpt2"), find_model("gpt3-175b")
