@@ -264,7 +264,8 @@ for groups in (1, 3):
 assert parts[0] == "q0 q1 k0 k1 v0 v1"
 
 # %% [markdown]
-# The whole plan is a table: the parameters of the serial model that are cut, each with its dim and its groups.
+# The whole plan is a table: the ends of the names of the parameters that are cut, each with its dim and its groups. The
+# names after `c_proj` are Llama's, whose matrices are (out, in).
 # `tensor_parallel(model, comm)` goes through it. It replaces serial layers by parallel ones, and leaves each rank its
 # part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a run on 8
 # ranks starts where a run on 1 does.) What is not in the table (LayerNorm, `wpe`, the biases of row layers) stays whole
@@ -279,15 +280,15 @@ if rank == 0:
 serial, model = GPT(shape, dtype="float64"), GPT(shape, dtype="float64")
 tensor_parallel(model, comm)
 theirs = dict(serial.h[0].named_parameters())
+cuts = {name: PLAN[end] for name in theirs if (end := name.split(".", 1)[1]) in PLAN}
 for name, parameter in model.h[0].named_parameters():
-    dim, groups = PLAN.get(name, (0, 1))
-    expected = rank_part(theirs[name].data, dim, groups, rank, t) if name in PLAN else theirs[name].data
-    assert is_split(parameter) == (name in PLAN) and np.array_equal(parameter.data, expected)
+    expected = rank_part(theirs[name].data, *cuts[name], rank, t) if name in cuts else theirs[name].data
+    assert is_split(parameter) == (name in cuts) and np.array_equal(parameter.data, expected)
 psi, held = (sum(p.size for p in m.parameters()) for m in (serial, model))
 say(f"{psi:,} parameters, {held:,} on each rank, each with the serial model's value")
 if rank == 0:
-    matrices = {name: parameter.shape for name, parameter in theirs.items() if name in PLAN and "weight" in name}
-    show(plot_cuts([(name, *size, *PLAN[name]) for name, size in matrices.items()], 4), "06_cuts")
+    matrices = {name: parameter.shape for name, parameter in theirs.items() if name in cuts and "weight" in name}
+    show(plot_cuts([(name, *size, *cuts[name]) for name, size in matrices.items()], 4), "06_cuts")
 
 # %% [markdown]
 # The picture shows a block's matrices over four ranks; the digits are the ranks. `Shard` records one rank's part and is
@@ -777,7 +778,8 @@ for steps in (1, 3) if rank == 0 else ():
     single[steps] = train_on_one_device(config, tokens)
 for name in MISTAKES:
     flags = ["--sequence-parallel"] if name[0] == "5" and t > 1 else []
-    noticed, loss = examine(name, lambda flags=flags: make_trainer(t, *flags), single)
+    with MISTAKES[name]():
+        noticed, loss = examine(make_trainer(t, *flags), single)
     say(f"{name:<31} loss {loss:.3f}   caught by: {', '.join(sorted(noticed)) or 'nothing'}")
     assert noticed == (CATCHING[name] if t > 1 else set())  # with one rank there is nothing to forget
     right = right or loss

@@ -1,7 +1,7 @@
 """Pictures of pipeline schedules: a row for each rank, a box for each action, and the activations alive meanwhile.
 
-A schedule's timeline comes from the simulator (`simulate` of `minipar.parallel.pipeline.actions`) or from the trace of a run.
-Several are drawn on one time axis.
+A schedule's timeline comes from the simulator (`simulate` of `minipar.parallel.pipeline.actions`) or from the trace of
+a run. Several are drawn on one time axis.
 """
 
 from __future__ import annotations

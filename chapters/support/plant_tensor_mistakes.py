@@ -1,6 +1,7 @@
 """Five mistakes that chapter 6 plants in tensor parallelism, and the checks that may notice them.
 
-A mistake is a context in which one function or class of the library is replaced by a wrong one.
+A mistake is a context in which one function or class of the library is replaced by a wrong one. A process enters it
+once: ranks that are threads enter it together.
 """
 
 from __future__ import annotations
@@ -90,10 +91,8 @@ def bytes_per_step(trainer: Trainer) -> int:
     return expected
 
 
-def examine(
-    name: str, make_trainer: Callable[[], Trainer], single: Mapping[int, tuple[Any, Any]]
-) -> tuple[set[str], float]:
-    """Train with the mistake of this name. Return the checks that notice it, on every rank, and the last loss.
+def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[set[str], float]:
+    """Train. Return the checks that notice a mistake, on every rank, and the last loss.
 
     `single` has on rank 0, for one step and for the steps of the trainer, the parameters and the results of one device
     after as many steps; on other ranks it is empty. The checks:
@@ -103,17 +102,15 @@ def examine(
     step k  after k steps parameters, losses and norms are those of one device
     """
     noticed: set[str] = set()
-    with MISTAKES[name]():
-        trainer = make_trainer()
-        comm, steps = trainer.mesh.world, trainer.config.optimizer.steps
-        comm.traffic.reset()
-        results, states = [], {}
-        for step in range(steps):
-            results.append(trainer.step(step))
-            if step == 0 and comm.traffic.bytes(axis="tp") != bytes_per_step(trainer):
-                noticed.add("bytes")
-            if step + 1 in (1, steps):
-                states[step + 1] = trainer.state_dict()
+    comm, steps = trainer.mesh.world, trainer.config.optimizer.steps
+    comm.traffic.reset()
+    results, states = [], {}
+    for step in range(steps):
+        results.append(trainer.step(step))
+        if step == 0 and comm.traffic.bytes(axis="tp") != bytes_per_step(trainer):
+            noticed.add("bytes")
+        if step + 1 in (1, steps):
+            states[step + 1] = trainer.state_dict()
     whole = b"".join(p.data.tobytes() for p in trainer.model.parameters() if not is_split(p))
     if len(set(comm.all_gather_bytes(whole))) > 1:
         noticed.add("ranks")

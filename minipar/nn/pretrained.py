@@ -151,7 +151,8 @@ def load_pretrained(
             raise UsageError(f"{files[name]}: {name} is stored as {kind}; expected one of {', '.join(_READABLE)}")
     if tied:
         embedding = next(name for name, p in model.named_parameters() if p is model.token_embedding)
-        if not np.array_equal(*(_tensor(files[name], name) for name in (HEAD, stored[embedding]))):
+        head, tokens = (_tensor(files[name], name) for name in (HEAD, stored[embedding]))
+        if not np.array_equal(head, tokens):
             raise UsageError(f"{path}: {HEAD} differs from {embedding}, but the head is tied to it")
     for name, parameter in model.named_parameters():
         read = partial(_read, files[stored[name]], stored[name], dtype)

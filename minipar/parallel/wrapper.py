@@ -54,14 +54,13 @@ class Wrapper(Owner, ABC):
 
     stage = 0  # of ZeRO
 
-    def __init__(
-        self, model: Module, comm: Communicator, algorithm: str, groups: Groups, replicas: int = 1
-    ) -> None:
+    def __init__(self, model: Module, comm: Communicator, algorithm: str, groups: Groups, replicas: int = 1) -> None:
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
         # ZeRO shards over the first, and sums the shards' gradients over the second too.
-        self.shard_comm, self.replica_comm = (comm, None) if replicas == 1 else comm.levels(replicas)
+        levels: tuple[Communicator, Communicator | None] = (comm, None) if replicas == 1 else comm.levels(replicas)
+        self.shard_comm, self.replica_comm = levels
         self.syncing = True  # False inside `no_sync`
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._start_checked = False

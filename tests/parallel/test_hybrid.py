@@ -106,7 +106,7 @@ def test_a_script_shards_within_replicas_with_one_argument(make):
         model = fully_shard(make(), comm, "ordered", replicas=replicas)
         optimizer = AdamW(model.parameters(), lr=0.1)
         losses = []
-        for step in range(3):
+        for _ in range(3):
             share = points(0) if make is MLP else training.text([0, 1])  # the same for all: 1, 2 and 4 times it is one
             loss = model.loss(*share)
             loss.backward()

@@ -18,9 +18,9 @@ from minipar.parallel.placement import Partial, Replicate, Shard, place, placeme
 from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# (dim, groups) of the parameters that are split, by the end of their names. GPT-2's matrices are (in, out), Llama's (out,
-# in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so that a rank gets whole
-# heads.
+# (dim, groups) of the parameters that are split, by the end of their names. GPT-2's matrices are (in, out), Llama's
+# (out, in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so that a rank gets
+# whole heads.
 PLAN = {
     "wte.weight": (0, 1),  # vocabulary
     "c_attn.weight": (1, 3),  # columns
