@@ -140,6 +140,9 @@ def layouts(
                         context_parallel=method,
                         cp_order=space.cp_order,
                     )
+                    stages = pp * layout.stages_per_rank
+                    if cluster.framework.balanced_stages and stages > model.layers:
+                        continue  # such a program has at least one layer in each stage
                     if recompute != "selective" or layout.stores_scores:
                         yield layout
 

@@ -7,7 +7,7 @@ from planning import a100s, layout
 
 from minipar.errors import UsageError
 from minipar.plan import search
-from minipar.plan.cluster import GPUS, Cluster
+from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
 from minipar.plan.layout import MINIPAR
 from minipar.plan.model import ModelShape, find_model
 from minipar.plan.rank_bytes import memory, volume
@@ -63,6 +63,14 @@ def test_pp_need_not_divide_the_layers():
     every = list(layouts(model, Cluster(GPUS["h100"], 8192), 2048, SearchSpace(tp=8, pp=16)))
     assert {one.layers_per_rank(model) for one in every} == {8}
     assert {one.virtual_stages for one in every} >= {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(("program", "stages"), [("megatron", 128), ("minipar", 64)])
+def test_a_balanced_program_has_a_layer_in_each_stage(program, stages):
+    """Megatron's stages of ceil(126 / 128) layers are possible; minipar's cuts leave none empty."""
+    cluster = Cluster(GPUS["h100"], 8192, framework=PROGRAMS[program].framework)
+    every = list(layouts(find_model("llama-3-405b"), cluster, 2048, SearchSpace(tp=8, pp=16)))
+    assert max(16 * one.stages_per_rank for one in every) == stages
 
 
 @pytest.mark.parametrize(
