@@ -251,6 +251,8 @@ class Work:
 class Finished:
     """A Work of one rank alone, which has nothing to do."""
 
+    done, missing = True, None
+
     def __init__(self, result: Any) -> None:
         self._result = result
 

@@ -1,4 +1,5 @@
-// Pipeline schedules and the time they take: minipar/parallel/pipeline/schedules.py, and simulate of actions.py, in JavaScript.
+// Pipeline schedules and the time they take, in JavaScript: minipar/parallel/pipeline/schedules.py, and simulate of
+// actions.py.
 // tests/test_explorers.py compares every list, start, end, bubble and peak with Python's.
 
 export const SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"];
