@@ -305,7 +305,8 @@ def _links(
         axes.add_patch(FancyArrowPatch(*ends, **way, **look))
         if len(drawn) <= LABELLED:
             label = byte_label(traffic.per_step(up + down), traffic.unit)
-            axes.text(*middle, label, fontsize=SMALL, ha="center", va="center", color=INK, zorder=3)
+            text = axes.text(*middle, label, fontsize=SMALL, ha="center", va="center", color=INK, zorder=3)
+            text.set_path_effects([withStroke(foreground="white", linewidth=3)])
 
 
 def _route(
@@ -337,6 +338,12 @@ def _route(
             last = max(places[at][0] for at in near)
             return straight, "arc3", (last + (BOX + ROOM) / 2, y + 0.15)
         return straight, "arc3", (x - 0.36, y0 - height / 2 - 0.18) if x0 == x1 else (x + 0.42, y + 0.1)
+    if moved != [axis] and depth < 3:  # gradients: left of the line of cp or below it, or across the gap between rows
+        left, below = 0.42 * (x0 == x1), 0.28 * (y0 == y1)
+        ends = ((x0 - left, y0 - below), (x1 - left, y1 - below))
+        if y0 == y1 or x0 == x1:
+            return ends, "arc3", (x - left, y - below - 0.14 * (y0 == y1))
+        return ends, "arc3", (0.6 * x0 + 0.4 * x1, 0.6 * y0 + 0.4 * y1)  # not where two of them cross
     lane = 0.14 + 0.26 * between / max(1, traffic.shape[axis] - 2)
     if moved == [axis] and y0 == y1:
         over = height / 2 + lane
