@@ -168,10 +168,10 @@ assert isclose(seconds, eight.total, rel_tol=1e-4)
 # gather parameters. With eight ranks, which layouts will be off? (A hint: in `pp 8` one hop of seven leaves a host.)
 
 # %%
-modelled = {}
-for flags in runs.layouts_of(comm.size, per_host=4):
+modelled, per_host = {}, comm.size if comm.size % 4 else 4  # all on one host, unless they fill hosts of four
+for flags in runs.layouts_of(comm.size, per_host):
     config, _ = runs.configured(flags)
-    machine = runs.modelled(comm.size, per_host=min(4, comm.size))
+    machine = runs.modelled(comm.size, per_host)
     modelled[flags] = runs.planned(config, machine).total, runs.run_on_the_model_clock(comm, config, machine)
 
 FAR = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 import numpy as np
 
@@ -61,11 +62,12 @@ def layouts_of(ranks: int, per_host: int) -> list[str]:
     """List flags of layouts for so many ranks: each axis alone, two together, and with eight ranks all three."""
     if ranks == 1:
         return ["--microbatches 2", "--recompute full"]
-    tp = min(ranks, per_host)  # inside a host
+    tp = gcd(24, min(ranks, per_host))  # inside a host, and whole heads
+    sequence = "--sequence-parallel " if tp > 1 else ""
     flags = [
         f"--dp {ranks}",
         f"--dp {ranks} --zero-stage 3 --microbatches 2",
-        f"--dp {ranks // tp} --tp {tp} --sequence-parallel --recompute full",
+        f"--dp {ranks // tp} --tp {tp} {sequence}--recompute full",
         f"--pp {ranks} --microbatches {2 * ranks}",
         f"--pp {ranks} --microbatches {2 * ranks} --schedule zb-h1",
     ]
