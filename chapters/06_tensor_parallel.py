@@ -466,7 +466,8 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 # mask, else they would go on with different values. Between column and row layer (on the attention probabilities) each
 # rank has other heads and must draw *different* masks. Megatron keeps two random states per rank for this. minipar's
 # masks are keyed by layer name, step and sample, never by rank; a rank with a part takes its part of the one mask, its
-# *mask slice*. Philox counts, so a rank starts anywhere in a mask's stream of values, and draws its own rows alone.
+# *mask slice*. Philox is a counter-based generator, so a rank can start at any of a mask's values, and draws its own
+# rows alone.
 
 # %%
 every, own = Dropout("h.0.attn.attn_dropout", 0.3), Dropout("h.0.attn.attn_dropout", 0.3)

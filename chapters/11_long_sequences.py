@@ -752,13 +752,13 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 
 # %%
 ESTIMATES = {2**13: (14, 37, 2, 1), 2**15: (40, 146, 9, 5), 2**17: (73, 584, 34, 18), 2**20: (96, 4673, 275, 146)}
-say("       T   attention's share   activations   recomputed   one layer   recomputed, c = 8")
+say("        T   attention's share   activations   recomputed   one layer   recomputed, c = 8")
 for tokens, expected in ESTIMATES.items():
     share = tokens / (tokens + 12 * 4096)
     everything, layers, one = (tokens * 4096 * factor / 1e9 for factor in (34 * 32, 2 * 32, 34))
     assert (round(100 * share), round(everything), round(layers), round(one)) == expected
     shares = f"{100 * share:>18.0f} %{everything:>11,.0f} GB{layers:>10,.0f} GB{one:>9,.0f} GB"
-    say(f"{tokens:>8,}{shares}{(layers + one) / 8:>17,.1f} GB")
+    say(f"{tokens:>9,}{shares}{(layers + one) / 8:>17,.1f} GB")
 
 # %% [markdown]
 # | what is too large | choose | because |

@@ -32,6 +32,7 @@ def test_there_are_a_hundred_and_every_package_has_some():
     names = [folder.relative_to(ROOT).as_posix() for folder in [*folders, ROOT / "visualize"]]
     files = [mutant.file for _, mutant in EVERY]
     assert len(EVERY) >= 100
+    assert f"`tests/mutants` has {len(EVERY)} of them" in (ROOT / "docs" / "proofs.md").read_text(encoding="utf-8")
     assert [name for name in names if not any(file.startswith(f"{name}/") for file in files)] == []
 
 

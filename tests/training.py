@@ -82,6 +82,13 @@ def bits(state: dict) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in state.items()}
 
 
+def trained(config: TrainConfig, tokens: Tokens) -> tuple[dict[str, bytes], list[tuple[float, float]]]:
+    """Return the bits of every parameter and every loss and gradient norm, which are the same on all ranks."""
+    results = on_each_rank(config, tokens, lambda trainer, steps: (bits(trainer.state_dict()), reports(steps)))
+    assert all(steps == results[0][1] for _, steps in results)
+    return results[0]
+
+
 def reports(results) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each step."""
     return [(result.loss, result.grad_norm) for result in results]

@@ -315,7 +315,7 @@ def _route(
     """Choose the ends of a line, matplotlib's connection style between them, and the middle of its label.
 
     Neighbours are joined straight; others through the lane above or on the left of their row, or in an arc next to
-    their diagonal, and they leave their boxes next to the middle.
+    their diagonal, and they leave their boxes next to the middle. The gradients of dp x cp go beside the lines of cp.
     """
     (x0, y0), (x1, y1) = places[low], places[high]
     x, y, length = (x0 + x1) / 2, (y0 + y1) / 2, math.hypot(x1 - x0, y1 - y0)

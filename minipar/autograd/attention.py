@@ -213,6 +213,11 @@ class CausalAttention(Function):
         return dqkv, None, None, None, None, None
 
 
+def keeps_scores(method: str, length: int) -> bool:
+    """Return whether `causal_attention` keeps the scores of sequences of `length` tokens for backward."""
+    return method == "full" or (method == "auto" and length <= QUERY_BLOCK)
+
+
 def causal_attention(
     qkv: Tensor, heads: int, kv_heads: int | None = None, keep: Any = None, probability: float = 0.0,
     method: str = "auto",
@@ -225,7 +230,7 @@ def causal_attention(
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
-    full = method == "full" or (method == "auto" and qkv.shape[1] <= QUERY_BLOCK)
+    full = keeps_scores(method, qkv.shape[1])
     functions = (_attend_full, _full_backward) if full else (attend, attend_backward)
     keep = keep[...] if full and keep is not None else keep
     return CausalAttention.apply(qkv, heads, kv_heads or heads, keep, 1 / (1 - probability), functions)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd.attention import QUERY_BLOCK
+from minipar.autograd.attention import keeps_scores
 from minipar.bench import add_model_flags, publish
 from minipar.bench.costs import Machine, load_machine
 from minipar.bench.pipeline import random_tokens
@@ -31,7 +31,7 @@ from minipar.memory import MemoryLedger
 from minipar.parallel.memory import OF_DTYPE
 from minipar.plan.cluster import AlphaBeta, Assumptions, Cluster, Gpu, model_clock_cluster
 from minipar.plan.layout import MINIPAR, Framework, Layout
-from minipar.plan.model import ModelShape
+from minipar.plan.model import LLAMA, ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train import config as configurations
@@ -94,10 +94,8 @@ def shape_of(config: TrainConfig) -> ModelShape:
         positions=0 if is_llama else shape.n_positions,
         kv_heads=shape.n_kv_head,
         ffn=shape.n_inner,
-        gated=is_llama,
         tied=shape.tie_word_embeddings,
-        biases=not is_llama,
-        norm_biases=not is_llama,
+        **(LLAMA if is_llama else {}),
     )
 
 
@@ -106,8 +104,7 @@ def layout_of(config: TrainConfig) -> Layout:
     mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
     schedule = mesh.schedule or "1f1b"
-    method = config.run.attention
-    full = method == "full" or (method == "auto" and config.model.seq_len <= QUERY_BLOCK)
+    stored = keeps_scores(config.run.attention, config.model.seq_len)
     return Layout(
         dp=mesh.dp,
         tp=mesh.tp,
@@ -120,7 +117,7 @@ def layout_of(config: TrainConfig) -> Layout:
         virtual_stages=(mesh.virtual_stages or 2) if schedule == "interleaved-1f1b" else 1,
         sequence_parallel=mesh.sequence_parallel,
         recompute=config.run.recompute,
-        attention="stored" if full else "flash",
+        attention="stored" if stored else "flash",
         precision=OF_DTYPE[config.run.dtype],
         cp=mesh.cp,
         context_parallel=mesh.context_parallel,

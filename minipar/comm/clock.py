@@ -77,7 +77,7 @@ class CpuClock(Clock):
 class ModelClock(Clock):
     """Logical time that only `advance`, by a cost model's times, and messages move: exact and repeatable."""
 
-    name, ticks = "model", float  # float() is 0
+    name, ticks = "model", staticmethod(lambda: 0.0)
 
     def __init__(self, flops_per_second: float = 1e12) -> None:
         super().__init__()

@@ -83,7 +83,8 @@ class LayerNorm(Module):
     """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size). x is a Tensor or an array."""
 
     def __init__(self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False) -> None:
-        self.weight, self.bias, self.eps = constant(1, size, dtype, deferred), constant(0, size, dtype, deferred), eps
+        self.weight, self.bias = constant(1, size, dtype, deferred), constant(0, size, dtype, deferred)
+        self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return layer_norm(_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
@@ -93,7 +94,8 @@ class RMSNorm(Module):
     """RMSNorm over the last dim with a gain: (..., size) -> (..., size). x is a Tensor or an array."""
 
     def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32", deferred: bool = False) -> None:
-        self.weight, self.eps = constant(1, size, dtype, deferred), eps
+        self.weight = constant(1, size, dtype, deferred)
+        self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
         return rms_norm(_tensor(x, self.weight.dtype), self.weight, self.eps)
@@ -124,7 +126,7 @@ class MaskSlice:
 
 @dataclass(frozen=True)
 class Mask:
-    """A dropout mask (B, ...), True where an element stays. Indexing it draws a block: Philox starts anywhere."""
+    """A dropout mask (B, ...), True where an element stays. Indexing draws a block: Philox can start at any value."""
 
     streams: Sequence[Callable[[], np.random.Generator]]  # the values of each sample's whole mask, row by row
     p: float

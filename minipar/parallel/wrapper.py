@@ -58,7 +58,7 @@ class Wrapper(Owner, ABC):
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
-        # ZeRO shards over the first, and sums the shards' gradients over the second too.
+        # ZeRO shards over shard_comm. With replicas, it sums the gradients of shards over replica_comm afterwards.
         levels: tuple[Communicator, Communicator | None] = (comm, None) if replicas == 1 else comm.levels(replicas)
         self.shard_comm, self.replica_comm = levels
         self.syncing = True  # False inside `no_sync`

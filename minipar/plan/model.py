@@ -155,13 +155,15 @@ def utilization(flops: int, seconds: float, gpus: int, peak: float) -> float:
     return flops / (seconds * gpus * peak)
 
 
+LLAMA = {"gated": True, "biases": False, "norm_biases": False}  # the fields in which it differs from GPT-2
+
+
 def _gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200, positions: int = 2048) -> ModelShape:
     return ModelShape(layers=layers, hidden=hidden, heads=heads, vocab_size=vocab_size, positions=positions)
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_size: int) -> ModelShape:
-    traits = {"gated": True, "tied": False, "biases": False, "norm_biases": False}
-    return ModelShape(layers, hidden, heads, vocab_size, kv_heads=kv_heads, ffn=ffn, **traits)
+    return ModelShape(layers, hidden, heads, vocab_size, kv_heads=kv_heads, ffn=ffn, tied=False, **LLAMA)
 
 
 # GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it). megatron-*: Narayanan et
@@ -224,7 +226,7 @@ def find_model(name: str) -> ModelShape:
         if kind == "gpt2":
             return ModelShape(**sizes)
         tied = bool(config.get("tie_word_embeddings", False))
-        return ModelShape(**sizes, tied=tied, gated=True, biases=False, norm_biases=False)
+        return ModelShape(**sizes, tied=tied, **LLAMA)
     except UsageError as error:
         raise UsageError(f"{path} does not describe a model: {error}") from None
 

@@ -117,7 +117,7 @@ def layouts(
         samples = global_batch // dp
         for microbatch in microbatch_sizes(samples, space, cp):
             m = samples // microbatch
-            for schedule, v in schedules(model, pp, m, space.schedule):
+            for schedule, v in schedules(model, pp, m, space.schedule, cluster.framework.balanced_stages):
                 sharded = [(zero, q) for zero in space.zero_stages(dp * cp) for q in space.replicas(zero, dp * cp)]
                 methods = space.context_methods(model, tp, cp)
                 choices = sharded, space.recomputations(schedule), space.sequence_choices(tp)
@@ -140,9 +140,6 @@ def layouts(
                         context_parallel=method,
                         cp_order=space.cp_order,
                     )
-                    stages = pp * layout.stages_per_rank
-                    if cluster.framework.balanced_stages and stages > model.layers:
-                        continue  # such a program has at least one layer in each stage
                     if recompute != "selective" or layout.stores_scores:
                         yield layout
 
@@ -182,11 +179,14 @@ def microbatch_sizes(samples: int, space: SearchSpace, cp: int = 1) -> list[int]
     return [size for size in divisors(samples) if size & (size - 1) == 0]
 
 
-def schedules(model: ModelShape, pp: int, m: int, fixed: str | None) -> Iterator[tuple[str, int]]:
+def schedules(
+    model: ModelShape, pp: int, m: int, fixed: str | None, balanced: bool = False
+) -> Iterator[tuple[str, int]]:
     """Yield (schedule, stages per rank). Where pp does not divide the layers, the fullest rank counts.
 
     interleaved-1f1b needs pp to divide m. Its first and last stage may have embedding and head alone, as Llama 3's do
-    (arXiv 2407.21783, 3.3.2). zb-h1 needs m >= pp, and zbv needs 2 pp to divide the layers.
+    (arXiv 2407.21783, 3.3.2), unless the program divides layers evenly (`balanced`): then each stage has at least one.
+    zb-h1 needs m >= pp, and zbv needs 2 pp to divide the layers.
     """
     if pp == 1:
         yield "1f1b", 1
@@ -196,7 +196,8 @@ def schedules(model: ModelShape, pp: int, m: int, fixed: str | None) -> Iterator
     for name in SEARCHED if fixed is None else (fixed,):
         if name == "interleaved-1f1b":
             if m % pp == 0:
-                yield from ((name, v) for v in divisors(layers) if v > 1 and missing <= 2 * (layers // v))
+                possible = (v for v in divisors(layers) if v > 1 and missing <= 2 * (layers // v))
+                yield from ((name, v) for v in possible if not balanced or pp * v <= model.layers)
         elif not ((name == "zbv" and model.layers % (2 * pp)) or (name == "zb-h1" and m < pp)):
             yield name, 1
 

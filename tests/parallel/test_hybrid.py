@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import training
-from training import MLP, Done, Proxy, bits, on_each_rank, reports, small_gpt, talk_through, trainer_for
+from training import MLP, Done, Proxy, bits, reports, small_gpt, talk_through, trainer_for
 
 from minipar.comm import Network, run_local, start_trace, wire_bytes
 from minipar.errors import CommunicationError, UsageError
@@ -31,12 +31,7 @@ def config_for(ranks, flags):
 
 
 def train(ranks, flags):
-    """(bits of every parameter, every loss and gradient norm), the same on all ranks."""
-    results = on_each_rank(
-        config_for(ranks, flags), TOKENS, lambda trainer, steps: (bits(trainer.state_dict()), reports(steps))
-    )
-    assert all(steps == results[0][1] for _, steps in results)
-    return results[0]
+    return training.trained(config_for(ranks, flags), TOKENS)
 
 
 def one_device(ranks, flags):

@@ -17,7 +17,6 @@ from training import (
     bits,
     gradient_of,
     gradient_on_one_device,
-    on_each_rank,
     reports,
     small_gpt,
     talk_through,
@@ -46,12 +45,7 @@ def config_for(size, flags):
 
 
 def train(size, flags):
-    """(bits of every parameter, every loss and gradient norm), the same on all ranks."""
-    results = on_each_rank(
-        config_for(size, flags), TOKENS, lambda trainer, results: (bits(trainer.state_dict()), reports(results))
-    )
-    assert all(steps == results[0][1] for _, steps in results)
-    return results[0]
+    return training.trained(config_for(size, flags), TOKENS)
 
 
 def verdicts(size, flags, kind=Trainer):

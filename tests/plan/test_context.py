@@ -43,33 +43,31 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("flags", RUNS)
-def test_bytes_over_cp_are_those_that_a_run_counts(flags):
-    config = config_for(f"{SHAPE} {flags}")
+def bytes_of_a_step(config, axis):
+    """What each rank sends."""
 
     def rank(comm):
         trainer = trainer_for(config, TEXT, comm)
         comm.traffic.reset()
         trainer.step(0)
-        return comm.traffic.bytes(axis="cp")
+        return comm.traffic.bytes(axis=axis)
 
+    return run_local(ranks_of(config), rank)
+
+
+@pytest.mark.parametrize("flags", RUNS)
+def test_bytes_over_cp_are_those_that_a_run_counts(flags):
+    config = config_for(f"{SHAPE} {flags}")
     sent = volume(shape_of(config), layout_of(config), config.model.seq_len, framework_of(config)).cp
-    assert run_local(ranks_of(config), rank) == [sent] * ranks_of(config)
+    assert bytes_of_a_step(config, "cp") == [sent] * ranks_of(config)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_gradients_travel_over_dp_and_cp_together(zero):
     """As a run counts them, but for the loss and the norm: an all-reduce of 8 bytes each takes 7/8 n, both ways."""
     config = config_for(f"{SHAPE} --dp 4 --cp 2 --zero-stage {zero} --microbatches 2")
-
-    def rank(comm):
-        trainer = trainer_for(config, TEXT, comm)
-        comm.traffic.reset()
-        trainer.step(0)
-        return comm.traffic.bytes(axis="dp")
-
     sent = volume(shape_of(config), layout_of(config), config.model.seq_len, framework_of(config)).dp
-    counted = Fraction(sum(run_local(8, rank)), 8)
+    counted = Fraction(sum(bytes_of_a_step(config, "dp")), 8)
     assert sent < counted <= sent + 2 * 2 * 7 * 8
     one = layout(dp=8, microbatches=2, zero=zero, precision=layout_of(config).precision)
     assert sent == volume(shape_of(config), one, config.model.seq_len, framework_of(config)).dp
