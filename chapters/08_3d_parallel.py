@@ -62,13 +62,13 @@ import numpy as np
 from chapters.support import layouts_on_eight as eight
 from chapters.support.layouts_on_eight import AXES, Job, config_of, on_eight, trainer_on
 from minipar.comm import DeviceMesh, run_local
-from minipar.compare import as_text, compare
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import BucketSlice, Partial
 from minipar.parallel.state import owned_pieces
 from minipar.parallel.traffic import predicted_traffic, tp_bytes
 from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import bound, verify
+from visualize.differences import as_text, compare
 
 rank, size = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks

@@ -13,11 +13,11 @@ from launcher import run_mpi
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
-from minipar.compare import compare, main, part_of
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
+from visualize.differences import compare, main, part_of
 
 TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
 MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"

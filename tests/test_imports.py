@@ -24,12 +24,12 @@ ALLOWED = {
     "minipar.comm": {"errors", "backend", "memory"},
     "minipar.parallel": {"errors", "backend", "memory", "autograd", "nn", "comm"},
     "minipar.record": set(),
-    "minipar.compare": {"errors", "record"},
+    "minipar.compare": set(),
     "minipar.train": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "record"},
     "minipar.generate": {"errors", "backend", "autograd", "nn", "comm", "train"},
     "minipar.plan": {"errors", "nn", "parallel"},
     "minipar.bench": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "train", "plan"},
-    "visualize": {"errors", "parallel"},
+    "visualize": {"errors", "parallel", "record"},
 }
 
 # Packages from outside, and the packages that may name them.

@@ -13,7 +13,7 @@ MUTANTS = [
         ("record: strips of other lengths", "values.shape[dim] * i // count", "values.shape[dim] // count * i"),
     ),
     *mistakes(
-        "minipar/compare.py",
+        "visualize/differences.py",
         "test_compare.py",
         ("compare: the bound grows without end", "min(1000 * facts", "max(1000 * facts"),
         ("compare: a sign is lost", "[abs(r) * a[0], r * a[1]]", "[abs(r) * a[0], abs(r) * a[1]]"),
