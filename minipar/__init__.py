@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "nn.layers": ["Embedding", "LayerNorm", "Linear", "RMSNorm"],
         "nn.llama": ["Llama", "LlamaConfig"],
         "nn.module": ["Module", "Parameter"],
+        "nn.moe": ["Mixtral", "MixtralConfig"],
         "nn.optim": ["SGD", "AdamW"],
         "parallel.context": ["context_parallel"],
         "parallel.ddp": ["DistributedDataParallel"],

@@ -27,8 +27,8 @@ TEXT = Tokens(np.random.Generator(np.random.Philox(51)).integers(0, VOCAB, 500).
 # hidden, heads, seq-len by tp. What dp shares out does not divide: blocks by 3 and 8 at tp = 1, by any dp at tp = 4,
 # the embedding by 3.
 SHAPES = {1: (20, 4, 8), 2: (20, 4, 8), 3: (18, 6, 9), 4: (20, 4, 8), 8: (24, 8, 8)}
-# hidden, heads, K/V heads, ffn, seq-len of Llama by tp: heads of 2 elements or more, an even number; groups of 2 heads.
-# With cp: 2 cp divides the tokens, tp a rank's tokens, and cp*tp the heads.
+# hidden, heads, K/V heads, ffn, seq-len of Llama and Mixtral by tp: heads of 2 elements or more, an even number; groups
+# of 2 heads. With cp: 2 cp divides the tokens, tp a rank's tokens, and cp*tp the heads.
 CONTEXT_SHAPES = {False: (24, 8, 16), True: (24, 6, 24)}  # by whether cp*tp is a multiple of 3
 CONTEXT_LLAMAS = {False: (32, 16, 8, 24, 16), True: (24, 12, 6, 24, 24)}
 LLAMAS = {1: (20, 2, 1, 28, 8), 2: (16, 4, 2, 28, 8), 3: (24, 6, 3, 27, 9), 4: (16, 8, 4, 28, 8), 8: (32, 16, 8, 24, 8)}
@@ -55,7 +55,7 @@ AXES = {
     "zero": [0, 1, 2, 3],
     "recompute": [False, True],
     "dropout": [False, True],
-    "model": ["gpt2", "llama"],
+    "model": ["gpt2", "llama", "mixtral"],
     "clip": [False, True],
     "reduction": ["ordered", "ring"],
 }
@@ -117,6 +117,7 @@ class Combination:
             sizes = LLAMAS[tp] if cp == 1 else CONTEXT_LLAMAS[cp * tp % 3 == 0]
             hidden, heads, kv_heads, ffn, length = sizes
             shape = f"--hidden {hidden} --heads {heads} --kv-heads {kv_heads} --ffn {ffn} --seq-len {length}"
+            shape += " --experts 5 --top-k 2" if self.model == "mixtral" else ""
         line = f"--layers {layers} {shape} --vocab-size {VOCAB} --dtype float64 --eps {EPS} --steps {STEPS} {self}"
         return config_for(line, self.ranks)
 
@@ -144,8 +145,8 @@ def legal(some: dict) -> bool:
             return False  # allowed, and slow
         if schedule == "interleaved-1f1b" and m is not None and m % pp:
             return False  # microbatches go through in groups of pp
-    if some.get("dropout") and some.get("model") == "llama":
-        return False  # which has none
+    if some.get("dropout") and some.get("model") in ("llama", "mixtral"):
+        return False  # which have none
     return not (some.get("sequence") and tp == 1)
 
 
@@ -161,7 +162,7 @@ def every_legal_pair() -> set:
         some = dict(zip(AXES, values, strict=False))
         if legal(some):
             found |= pairs(some)
-    # The last six axes go with everything, but for stage 0 and replicas of shards, and for dropout and Llama.
+    # The last six axes go with everything, but for stage 0 and replicas of shards, and dropout with Llama or Mixtral.
     single = {item for pair in found for item in pair}
     free = [(axis, value) for axis in list(AXES)[6:] for value in AXES[axis]]
     found |= {(a, b) for a, b in itertools.product(single, free) if legal(dict([a, b]))}
@@ -173,16 +174,29 @@ def covering() -> tuple[Combination, ...]:
     """Combinations in which every legal pair of values occurs, each layout with each schedule and each stage included.
 
     Greedy and without chance: each begins with the first pair not covered yet, and takes axis after axis the value that
-    covers most further ones; of equally good values the one whose pairs were taken least so far.
+    covers most further ones; of equally good values the one whose pairs were taken least so far. Mixtral's combinations
+    come after all others, which are thus the same with and without it.
     """
-    missing = dict.fromkeys(sorted(every_legal_pair(), key=repr))
     taken: Counter = Counter()
-    chosen = []
+    chosen: list[Combination] = []
+    every = sorted(every_legal_pair(), key=repr)
+    later = [pair for pair in every if ("model", "mixtral") in pair]
+    for missing, models in (
+        (dict.fromkeys(pair for pair in every if pair not in later), ["gpt2", "llama"]),
+        (dict.fromkeys(later), ["mixtral"]),
+    ):
+        cover(missing, models, taken, chosen)
+    return tuple(chosen)
+
+
+def cover(missing: dict, models: list[str], taken: Counter, chosen: list[Combination]) -> None:
+    """Append to `chosen` combinations with one of these models until no pair is missing."""
     while missing:
         some = dict(next(iter(missing)))
         for axis in AXES:
             if axis not in some:
-                options = [v for v in AXES[axis] if legal({**some, axis: v})]
+                values = models if axis == "model" else AXES[axis]
+                options = [v for v in values if legal({**some, axis: v})]
 
                 def gain(value, axis=axis, some=some):
                     covered = pairs({**some, axis: value})
@@ -193,7 +207,6 @@ def covering() -> tuple[Combination, ...]:
             missing.pop(pair, None)
             taken[pair] += 1
         chosen.append(Combination(**some))
-    return tuple(chosen)
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------

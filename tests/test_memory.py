@@ -161,10 +161,11 @@ def test_model_state_is_the_formulas_at_every_moment_of_a_step(stage, size, dtyp
     assert shares == psi
 
 
+@pytest.mark.parametrize("model", ["--hidden 14 --heads 2", "--model mixtral --experts 3 --hidden 12 --heads 2"])
 @pytest.mark.parametrize("flags", ["--tp 2", "--pp 2 --microbatches 2", "--tp 2 --pp 2"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags):
-    flags = f"{flags} --zero-stage {stage} --hidden 14 --heads 2"
+def test_model_state_under_tp_and_pp_is_the_formulas_too(stage, flags, model):
+    flags = f"{flags} --zero-stage {stage} {model}"
     for _, moments, psi, own in ledgers(8, flags):
         state = model_state(psi, own, stage, OF_DTYPE["float32"])
         assert {held[:3] for _, held in moments} == {(state.parameters, state.gradients, state.optimizer)}

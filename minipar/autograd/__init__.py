@@ -6,6 +6,7 @@ from minipar.autograd.attention import METHODS, causal_attention
 from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
 from minipar.autograd.fused import (
     IGNORE_INDEX,
+    concatenate,
     cross_entropy,
     cross_entropy_sum,
     dropout,

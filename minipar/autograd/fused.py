@@ -3,6 +3,7 @@
 Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -156,6 +157,13 @@ def gelu(x: Array) -> Any:
         return inner
 
     return y, gradient
+
+
+@operation
+def concatenate(*arrays: Array) -> Any:
+    """Join arrays along dim 0."""
+    ends = [0, *itertools.accumulate(map(len, arrays))]
+    return xp.concatenate(arrays), *(lambda g, i=i, j=j: g[i:j] for i, j in itertools.pairwise(ends))
 
 
 @operation

@@ -1,4 +1,4 @@
-"""The serial model: modules, GPT-2, Llama, optimizers. Nothing here depends on the number of ranks."""
+"""The serial model: modules, GPT-2, Llama, Mixtral, optimizers. Nothing here depends on the number of ranks."""
 
 import lazy_loader
 
@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "RMSNorm", "dropping"],
         "llama": ["Llama", "LlamaConfig"],
         "module": ["Deferred", "Module", "Owner", "Parameter", "Part", "placeholder"],
+        "moe": ["Mixtral", "MixtralConfig", "MoE"],
         "optim": ["SGD", "AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
     },
 )

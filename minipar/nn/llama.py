@@ -115,6 +115,8 @@ class Llama(LanguageModel):
     `options` are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging Face's code.
     """
 
+    block: type[Block] = Block
+
     def __init__(self, config: LlamaConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self.make_linear = partial(self.make_linear, bias=False, transposed=True)
@@ -122,7 +124,7 @@ class Llama(LanguageModel):
         names = [f"model.layers.{i}" for i in range(config.n_layer)]
         model: Any = Module()  # Hugging Face's name of all but the head
         model.embed_tokens = self.make_embedding(config.vocab_size, name="model.embed_tokens")
-        model.layers = [Block(self, name) for name in names]
+        model.layers = [self.block(self, name) for name in names]
         model.norm = self.make_norm()
         self.model: Any = model
         if not config.tie_word_embeddings:

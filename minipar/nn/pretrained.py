@@ -20,13 +20,14 @@ from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.llama import LlamaConfig
 from minipar.nn.module import Deferred
+from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 
-CONFIGS: dict[str, Any] = {"gpt2": GPTConfig, "llama": LlamaConfig}  # by model_type
+CONFIGS: dict[str, Any] = {"gpt2": GPTConfig, "llama": LlamaConfig, "mixtral": MixtralConfig}  # by model_type
 PREFIX = "transformer."  # of the names in GPT2LMHeadModel's files; GPT2Model's files have none
 HEAD = "lm_head.weight"  # the token embedding once more, in some files
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not parameters, in files of old versions
-_LAYER = re.compile(r"(?:h|model\.layers)\.(\d+)\.")
+_NUMBERED = {"layer": re.compile(r"(?:h|model\.layers)\.(\d+)\."), "expert": re.compile(r".*\.experts\.(\d+)\.")}
 _READABLE = ("F64", "F32", "F16", "BF16")  # dtypes, by safetensors' names
 _LARGEST_SIZE = 2**31 - 1
 _DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
@@ -40,11 +41,12 @@ _REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
         "add_cross_attention": False,
     },
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_scaling": None},
+    "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0, "sliding_window": None, "rope_scaling": None},
 }
 
 
 def load_config(directory: str | Path) -> TransformerConfig:
-    """Read config.json. Raises UsageError if it cannot be read or describes another model than GPT-2 or Llama."""
+    """Read config.json. Raises UsageError if it cannot be read or describes none of the models in CONFIGS."""
     path = Path(directory) / "config.json"
     if not path.parent.is_dir():
         missing = f"{directory} is not a directory with a config.json and a model.safetensors"
@@ -62,7 +64,7 @@ def load_config(directory: str | Path) -> TransformerConfig:
         check(name, content.get(name, wanted) == wanted, f"but minipar's {kind} has {wanted!r}")
     rope = content.get("rope_parameters", {"rope_type": "default"})  # transformers 5; in files of version 4, rope_theta
     accepted = isinstance(rope, dict) and {**rope, "rope_theta": 0} == {"rope_type": "default", "rope_theta": 0}
-    check("rope_parameters", accepted, "but minipar's llama has a rope_theta of rope_type 'default'")
+    check("rope_parameters", accepted, f"but minipar's {kind} has a rope_theta of rope_type 'default'")
     content |= rope
     for field in fields(CONFIGS[kind]):
         name, default = field.name, field.default
@@ -135,10 +137,12 @@ def load_pretrained(
             raise UsageError(f"{part} is not a safetensors file that can be read: {error}") from None
     tied = HEAD in files and config.tie_word_embeddings
     stored = {name.removeprefix(PREFIX): name for name in files if not (tied and name == HEAD)}
-    layers = {match[1] for name in stored if (match := _LAYER.match(name))}
-    for i in range(config.n_layer):  # before the model is built, because n_layer may be a mistake and very large
-        if str(i) not in layers:
-            raise UsageError(f"{path}: no tensor of layer {i}; it has {i} layers, config.json {config.n_layer}")
+    # Before the model is built, because a count may be a mistake and very large.
+    for what, count in (("layer", config.n_layer), ("expert", getattr(config, "num_local_experts", 0))):
+        present = {match[1] for name in stored if (match := _NUMBERED[what].match(name))}
+        for i in range(count):
+            if str(i) not in present:
+                raise UsageError(f"{path}: no tensor of {what} {i}; it has {i} {what}s, config.json {count}")
     named = path.with_name("config.json")  # by errors: the sizes may be such that no array can have them
     try:
         model = config.build(dtype=dtype, deferred=True, **options)
@@ -194,7 +198,7 @@ def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str
         **asdict(model.config),
         **(dict.fromkeys(_DROPOUT, model.drop.p) | {"n_inner": None} if isinstance(model, GPT) else {}),
         "model_type": kind,
-        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else "LlamaForCausalLM"],
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{type(model).__name__}ForCausalLM"],
         "bos_token_id": None,
         "eos_token_id": None,
     }

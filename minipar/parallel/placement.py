@@ -26,7 +26,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial(Replicate):
-    """A whole parameter whose gradient covers this rank's tokens only: norms, row biases with sequence parallelism."""
+    """A whole parameter whose gradient covers this rank's tokens only (with sequence parallelism) or its columns only."""
 
 
 @dataclass(frozen=True)

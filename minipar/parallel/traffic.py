@@ -225,8 +225,8 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     the head one. Under sequence parallelism an all-gather and a reduce-scatter replace each of them, with the same
     bytes (Korthikanti et al. 2022, section 4.2.2). The loss all-reduces B T maxima and 2 B T sums.
 
-    Per step, sequence parallelism all-reduces each bucket's Partial gradients, and the norm adds one float64 for each
-    chunk whose squares this rank sums.
+    Per step, each bucket's Partial gradients are all-reduced (a Mixtral's routers; with sequence parallelism norms and
+    row biases too), and the norm adds one float64 for each chunk whose squares this rank sums.
     """
     if layout.tp == 1:
         return 0
@@ -243,8 +243,7 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     if pp == last:
         total += wire("all_reduce", layout.tokens) + wire("all_reduce", 2 * layout.tokens)
     total *= layout.microbatches
-    if layout.sequence_parallel:
-        total += layout.syncs * sum(wire("all_reduce", n) for n in bucket_elements(layout, pp, Partial).values())
+    total += layout.syncs * sum(wire("all_reduce", n) for n in bucket_elements(layout, pp, Partial).values())
     return total + wire("all_reduce", layout.norm_rows, "ordered", FLOAT64)
 
 

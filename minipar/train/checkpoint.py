@@ -97,7 +97,8 @@ class Checkpoint:
         try:
             self.manifest = _parse(text)
             sizes = self.manifest["model"]
-            self.shape: TransformerConfig = CONFIGS["llama" if "hidden_size" in sizes else "gpt2"](**sizes)
+            kind = "mixtral" if "num_local_experts" in sizes else "llama" if "hidden_size" in sizes else "gpt2"
+            self.shape: TransformerConfig = CONFIGS[kind](**sizes)
             self.step: int = self.manifest["step"]
             self.dtype = np.dtype(self.manifest["dtype"])
             self.files: list[dict[str, Any]] = self.manifest["files"]

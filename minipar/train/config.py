@@ -16,6 +16,7 @@ from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory, suggest
 from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig
+from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel import context
 from minipar.parallel.pipeline import check as checker
@@ -24,7 +25,7 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
 from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
-SHAPE = "--model --layers --hidden --heads --kv-heads --ffn --vocab-size".split()  # flags of the model's shape
+SHAPE = "--model --layers --hidden --heads --kv-heads --ffn --experts --top-k --vocab-size".split()  # of the model
 COUNT = "[1, inf)"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -87,19 +88,22 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """model: GPT-2's architecture, or Llama's"""
+    """model: GPT-2's architecture, Llama's, or Mixtral's"""
 
     layers: int = option(2, int, COUNT, "L", "Transformer layers")
     hidden: int = option(128, int, COUNT, "H", "hidden size: elements per token between layers")
     heads: int = option(4, int, COUNT, "A", "attention heads; they must divide hidden")
     seq_len: int = option(64, int, COUNT, "T", "tokens per sample; without --init-from also GPT-2's learned positions")
     vocab_size: int = option(256, int, COUNT, "V", "vocabulary: token ids are 0 to V-1")
-    model: str = option("gpt2", str, choices=("gpt2", "llama"),
-        help="the architecture: GPT-2's, or Llama's, whose head is not tied to the embedding")
-    kv_heads: int | None = option(None, int, COUNT, "N", "of Llama: heads of keys and values (default: as --heads)")
-    ffn: int | None = option(None, int, COUNT, "F", "of Llama's MLP (default: 8/3 of hidden, up to a multiple of 64)")
+    model: str = option("gpt2", str, choices=("gpt2", "llama", "mixtral"),
+        help="the architecture: GPT-2's; Llama's, whose head is not tied to the embedding; or Mixtral's, with experts")
+    kv_heads: int | None = option(None, int, COUNT, "N", "not of GPT-2: heads of keys and values (default: as --heads)")
+    ffn: int | None = option(None, int, COUNT, "F",
+        "columns of Llama's MLP or of each expert (default: 8/3 of hidden, up to a multiple of 64)")
+    experts: int | None = option(None, int, COUNT, "E", "of Mixtral: MLPs in each layer (default: 8)")
+    top_k: int | None = option(None, int, COUNT, "K", "of Mixtral: experts that each token is sent to (default: 2)")
     init_from: str | None = option(None, str, None, "DIR",
-        "start from a GPT-2 or Llama directory (config.json, model.safetensors), which also gives the shape")
+        "start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), which also gives the shape")
 
 
 @dataclass(frozen=True)
@@ -296,8 +300,12 @@ def check_sizes(config: TrainConfig) -> None:
         if model.model == "gpt2" and value is not None:
             why = "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
             raise UsageError(f"{flag} {value} is for --model llama: {why}")
-    if model.model == "llama" and config.optimizer.dropout:
-        raise UsageError(f"--dropout {config.optimizer.dropout} is for --model gpt2: Llama has no dropout")
+    for flag, value in (("--experts", model.experts), ("--top-k", model.top_k)):
+        if model.model != "mixtral" and value is not None:
+            raise UsageError(f"{flag} {value} is for --model mixtral: a layer of other models has one MLP, no experts")
+    if model.model != "gpt2" and config.optimizer.dropout:
+        why = f"{model.model.title()} has no dropout"
+        raise UsageError(f"--dropout {config.optimizer.dropout} is for --model gpt2: {why}")
     try:
         shape_of(model)
     except ValueError as error:
@@ -311,7 +319,10 @@ def shape_of(model: ModelConfig) -> TransformerConfig:
     if model.model == "gpt2":
         return GPTConfig(model.vocab_size, model.seq_len, model.hidden, model.layers, model.heads)
     ffn = model.ffn or -(-8 * model.hidden // 192) * 64
-    return LlamaConfig(model.vocab_size, model.hidden, ffn, model.layers, model.heads, model.kv_heads, model.seq_len)
+    sizes = (model.vocab_size, model.hidden, ffn, model.layers, model.heads, model.kv_heads, model.seq_len)
+    if model.model == "llama":
+        return LlamaConfig(*sizes)
+    return MixtralConfig(*sizes, num_local_experts=model.experts or 8, num_experts_per_tok=model.top_k or 2)
 
 
 def with_shape(config: TrainConfig, shape: TransformerConfig) -> TrainConfig:
@@ -321,8 +332,10 @@ def with_shape(config: TrainConfig, shape: TransformerConfig) -> TrainConfig:
         raise UsageError(f"seq-len {length} is longer than the {n} positions of {source}; give --seq-len {n} or less")
     names = {"model": "model_type", "layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
     names["vocab_size"] = "vocab_size"
-    if shape.model_type == "llama":
+    if shape.model_type != "gpt2":
         names |= {"kv_heads": "n_kv_head", "ffn": "n_inner"}
+    if shape.model_type == "mixtral":
+        names |= {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
     return with_values(config, {f"model.{ours}": getattr(shape, name) for ours, name in names.items()})
 
 

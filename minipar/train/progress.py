@@ -187,7 +187,9 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
     zero = f"ZeRO stage {mesh.zero_stage}" + f" in {mesh.zero_replicas} replicas" * (mesh.zero_replicas > 1)
-    kind, heads = ("GPT", "") if model.model == "gpt2" else ("Llama", f" on {model.kv_heads} of keys and values")
+    kind = "GPT" if model.model == "gpt2" else model.model.title()
+    heads = f" on {model.kv_heads} of keys and values" if model.kv_heads else ""
+    heads += f", {model.experts} experts of which a token goes through {model.top_k}" if model.experts else ""
     return (
         f"minipar: {kind} with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{heads}, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"

@@ -14,7 +14,7 @@ from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
-SINCE = {"--model": "gpt2", "--kv-heads": None, "--ffn": None, "--cp": 1, "--zero-replicas": 1}  # in older checkpoints
+SINCE = {"--model": "gpt2", "--cp": 1, "--zero-replicas": 1}  # in older checkpoints; other new flags are None
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
@@ -95,7 +95,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
 def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str) -> None:
     """Raise UsageError with all those flags whose values differ."""
     saved = SINCE | saved
-    different = [name for name in names if name not in saved or saved[name] != current[name]]
+    different = [name for name in names if saved.get(name) != current[name]]
     if different:
         then = ", ".join(f"{name} {saved.get(name)}" for name in different)
         now = ", ".join(f"{name} {current[name]}" for name in different)

@@ -51,9 +51,13 @@ def exported(model: str = "gpt2") -> dict[str, bytes]:
     """Return the files that --export writes for a tiny model."""
     from safetensors.numpy import save
 
-    from minipar.nn import GPTConfig, LlamaConfig
+    from minipar.nn import GPTConfig, LlamaConfig, MixtralConfig
 
-    config = GPTConfig(16, 4, 4, 1, 1) if model == "gpt2" else LlamaConfig(16, 4, 8, 1, 2, 1, 4)
+    config = {
+        "gpt2": GPTConfig(16, 4, 4, 1, 1),
+        "llama": LlamaConfig(16, 4, 8, 1, 2, 1, 4),
+        "mixtral": MixtralConfig(16, 4, 8, 1, 2, 1, 4, num_local_experts=2, num_experts_per_tok=1),
+    }[model]
     content = dataclasses.asdict(config) | {"model_type": model}
     content |= {"n_inner": None} if model == "gpt2" else {"head_dim": 2, "rope_scaling": None, "hidden_act": "silu"}
     weights = save(config.build().state_dict(), metadata={"format": "pt"})
@@ -79,7 +83,7 @@ def tensors(data: bytes) -> st.SearchStrategy[bytes]:
 
 @st.composite
 def model_directories(draw: st.DrawFn) -> Case:
-    model = exported(draw(st.sampled_from(("gpt2", "llama"))))
+    model = exported(draw(st.sampled_from(("gpt2", "llama", "mixtral"))))
     files: dict[str, bytes | str] = {f"m/{name}": content for name, content in model.items()}
     if draw(st.integers(0, 3)) == 0:  # the weights are a shard of an index
         files["m/a.safetensors"] = files.pop("m/model.safetensors")
@@ -124,9 +128,11 @@ FLAGS = {
     "--heads": ["1", "2", "3"],
     "--seq-len": ["1", "4", "39", "40"],
     "--vocab-size": ["16", "1", "256", "70000"],
-    "--model": ["gpt2", "llama"],
+    "--model": ["gpt2", "llama", "mixtral"],
     "--kv-heads": ["1", "2", "3"],
     "--ffn": ["1", "4", "1000000000000"],
+    "--experts": ["1", "3", "1000000000000"],
+    "--top-k": ["1", "2", "3"],
     "--init-from": ["missing", "directory"],
     "--data": ["d.bin", "missing", "directory"],
     "--order": ["random", "sequential"],

@@ -46,7 +46,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/tensor/plan.py",
         "parallel/tensor/test_llama.py parallel/tensor/test_plan.py",
-        ("tensor: the columns of up go another way", '"gate_proj", "up_proj")', '"gate_proj")'),
+        ("tensor: the columns of up go another way", '"gate_proj", "up_proj",', '"gate_proj",'),
         ("tensor: Llama's MLP has no sum after its rows", '("c_proj", "o_proj", "down_proj")', '("c_proj", "o_proj")'),
         (
             "tensor: the MLP's input gradients stay apart",
@@ -55,6 +55,13 @@ MUTANTS = [
         ),
         ("tensor: tp need not divide the K/V heads", "model.n_kv_head, tp,", "model.n_kv_head, 1,"),
         ("tensor: the K/V heads are not divided", "module.kv_heads //= group.size", "pass"),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/plan.py",
+        "parallel/tensor/test_mixtral.py",
+        ("tensor: the router's gradient is a rank's part", "if sequence or name == ROUTER", "if sequence"),
+        ("tensor: the experts' results stay apart", "module.leave = partial(layers.leave,", "partial(layers.leave,"),
+        ("tensor: w3 is whole on every rank", '"w1", "w3")', '"w1")'),
     ),
     *mistakes(
         "minipar/parallel/traffic.py",

@@ -1,12 +1,12 @@
 """Against Hugging Face transformers' LlamaForCausalLM, in float64: logits, loss, all gradients, and files both ways."""
 
-import inspect
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from reference.double_precision import compute_in_float64
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -38,20 +38,7 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def float64_throughout(monkeypatch):
     """Their code computes norms and angles in float32 in any model; here the same code computes them in float64."""
-    for name in ("LlamaRMSNorm", "LlamaRotaryEmbedding"):
-        kind = getattr(modeling_llama, name)
-        source = inspect.getsource(kind)
-        for single, double in (
-            ("torch.float32", "torch.float64"),
-            ("torch.float)", "torch.float64)"),
-            (".float()", ".double()"),
-        ):
-            source = source.replace(single, double)
-        assert "float32" not in source and "float()" not in source
-        body = source[source.index("class ") :].replace("super().__init__()", "torch.nn.Module.__init__(self)")
-        scope = dict(vars(modeling_llama))
-        exec(body, scope)
-        monkeypatch.setattr(modeling_llama, name, scope[name])
+    compute_in_float64(monkeypatch, modeling_llama, "LlamaRMSNorm", "LlamaRotaryEmbedding")
 
 
 def theirs(config, seed=0):

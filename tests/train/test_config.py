@@ -54,6 +54,8 @@ def test_every_flag_arrives_where_it_belongs():
         "--model": "gpt2",
         "--kv-heads": None,
         "--ffn": None,
+        "--experts": None,
+        "--top-k": None,
         "--pp": 1,
         "--schedule": None,
         "--virtual-stages": None,
@@ -62,6 +64,8 @@ def test_every_flag_arrives_where_it_belongs():
     assert (mesh.pp, mesh.schedule, mesh.virtual_stages) == (4, "interleaved-1f1b", 3)
     model = config_of("--model llama --kv-heads 2 --ffn 40").model
     assert (model.model, model.kv_heads, model.ffn) == ("llama", 2, 40)
+    model = config_of("--model mixtral --experts 6 --top-k 3").model
+    assert (model.model, model.experts, model.top_k) == ("mixtral", 6, 3)
     assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

@@ -60,8 +60,8 @@ def test_resume_takes_model_data_optimizer_and_seed(saved):
     assert resumed == dataclasses.replace(whole, run=dataclasses.replace(whole.run, resume=str(saved / "run")))
     own = {flag: value for _, _, flag, value in flags(resumed)}
     default = {flag: value for _, _, flag, value in flags(TrainConfig())}
-    of_llama = {"--model", "--kv-heads", "--ffn"}  # resumed in test_llama.py
-    assert {flag for flag in TAKEN if own[flag] == default[flag]} == of_llama | {"--eval-every", "--eval-data"}
+    of_others = {"--model", "--kv-heads", "--ffn", "--experts", "--top-k"}  # resumed in test_llama.py, test_mixtral.py
+    assert {flag for flag in TAKEN if own[flag] == default[flag]} == of_others | {"--eval-every", "--eval-data"}
 
 
 def test_what_decides_the_values_is_taken_and_the_layout_is_not():

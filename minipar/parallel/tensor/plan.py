@@ -18,9 +18,9 @@ from minipar.parallel.placement import Partial, Replicate, Shard, place, placeme
 from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# (dim, groups) of the parameters that are split, by the end of their names. GPT-2's matrices are (in, out), Llama's
-# (out, in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so that a rank gets
-# whole heads.
+# (dim, groups) of the parameters that are split, by the end of their names. GPT-2's matrices are (in, out), Llama's and
+# Mixtral's (out, in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so that a
+# rank gets whole heads.
 PLAN = {
     "wte.weight": (0, 1),  # vocabulary
     "c_attn.weight": (1, 3),  # columns
@@ -29,9 +29,10 @@ PLAN = {
     "c_fc.bias": (0, 1),
     "c_proj.weight": (0, 1),  # rows
     **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (0, 1)),  # vocabulary
-    **{f"{name}.weight": (0, 1) for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
-    **dict.fromkeys(("o_proj.weight", "down_proj.weight"), (1, 1)),  # rows
+    **{f"{name}.weight": (0, 1) for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")},
+    **dict.fromkeys(("o_proj.weight", "down_proj.weight", "w2.weight"), (1, 1)),  # rows
 }
+ROUTER = "gate.weight"  # whole; but its gradient comes from this rank's part of the experts' results
 # The layers that communicate, and which they replace. Several layers of Llama take a norm's result into the part where
 # ranks differ. The norm copies or gathers it once for all of them, so the column layers stay serial ones.
 LAYERS: dict[Any, tuple[str, ...]] = {
@@ -49,7 +50,7 @@ def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, seq
     if name in PLAN:
         dim, groups = PLAN[name]
         return Shard(rank, ranks, dim, shape[dim], groups)
-    return Partial(rank, ranks) if sequence else Replicate(rank, ranks)
+    return Partial(rank, ranks) if sequence or name == ROUTER else Replicate(rank, ranks)
 
 
 class TensorParallel(Owner):
@@ -70,8 +71,8 @@ class TensorParallel(Owner):
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum the gradients of the Partial parameters among these over the ranks, each in place.
 
-        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers only its own tokens. Sends one
-        all-reduce over tp of these parameters' elements, and nothing without sequence parallelism.
+        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers only its own tokens, and a
+        router's always only its own columns of the experts. Sends one all-reduce over tp of these parameters' elements.
         """
         gradients = [p.grad for p in parameters if isinstance(placement_of(p).tp, Partial) and p.grad is not None]
         if gradients:
@@ -126,6 +127,8 @@ def tensor_parallel(
         elif isinstance(module, Dropout) and (sequence or attribute == "attn_dropout"):
             # Of (B, heads, T, T) or (B, T, h). With context parallelism the T are a rank's, so this cut comes last.
             module.mask_slices.append(MaskSlice(1, group.size, partial(group.part, dim=0)))
+        elif hasattr(module, "experts"):  # sums the ranks' results after each token's k, which are k times as many
+            module.leave = partial(layers.leave, group=group, sequence=sequence)
         elif hasattr(module, "kv_heads"):
             module.heads //= group.size
             module.kv_heads //= group.size

@@ -1,0 +1,136 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088), exactly: the function and files of Hugging Face's MixtralForCausalLM.
+
+A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of them. A token's result
+is their mean, weighted by the router's probabilities. No token is dropped. Shapes: N = B T tokens, M rows that this
+rank's experts multiply: N k, or what other ranks send (expert parallelism).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Tensor, concatenate, embedding, swiglu
+from minipar.backend import Array, to_host, xp
+from minipar.nn.llama import Attention, Block, Llama, LlamaConfig
+from minipar.nn.module import Module
+
+
+@dataclass(frozen=True)
+class MixtralConfig(LlamaConfig):
+    """The shape of a Mixtral, under the names of Hugging Face's config.json. Defaults are Mixtral 8x7B."""
+
+    intermediate_size: int = 14336  # of each expert
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    model_type = "mixtral"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise ValueError(f"top-k {self.num_experts_per_tok} is more than experts {self.num_local_experts}")
+
+    @property
+    def layer_matrices(self) -> int:
+        """Those that a token is multiplied with: attention's, the router's h E elements, and 3 h f in each of k."""
+        experts = 3 * (self.num_experts_per_tok - 1) * self.n_inner  # Llama counts one
+        return super().layer_matrices + self.n_embd * (experts + self.num_local_experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token uses: all, but for the experts that it is not sent to."""
+        return super().parameters
+
+    @property
+    def parameters(self) -> int:
+        idle = self.num_local_experts - self.num_experts_per_tok
+        return self.active_parameters + self.n_layer * idle * 3 * self.n_embd * self.n_inner
+
+    def build(self, **options: Any) -> "Mixtral":
+        return Mixtral(self, **options)
+
+
+class Expert(Module):
+    """One expert, a gated MLP: (M, h) -> (M, f) -> (M, h). w1 is the gate, w3 the up and w2 the down projection."""
+
+    def __init__(self, model: "Mixtral", name: str) -> None:
+        h, f = model.config.n_embd, model.config.n_inner
+        self.w1 = model.make_linear(h, f, name=f"{name}.w1")
+        self.w2 = model.make_linear(f, h, name=f"{name}.w2")
+        self.w3 = model.make_linear(h, f, name=f"{name}.w3")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
+
+
+class MoE(Module):
+    """A layer of experts: (B, T, h) -> (B, T, h).
+
+    Expert parallelism replaces `dispatch`, and keeps some of the `experts`. Tensor parallelism replaces `leave`.
+    """
+
+    def __init__(self, model: "Mixtral", name: str) -> None:
+        count = model.config.num_local_experts
+        self.top_k = model.config.num_experts_per_tok
+        self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
+        self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
+        self.leave: Callable[[Tensor], Tensor] = lambda y: y
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])  # (N, h)
+        indices, weights = self.route(tokens)
+        return self.leave(self.dispatch(tokens, indices, weights).reshape(*x.shape))
+
+    def route(self, x: Tensor) -> tuple[Array, Tensor]:
+        """Return each token's k most probable experts, the first of equals first, and their weights; both (N, k).
+
+        The probabilities are a softmax over all experts. The weights are those of the k, divided by their sum.
+        """
+        logits = self.gate(x)  # (N, E)
+        powers = (logits - logits.data.max(axis=-1, keepdims=True)).exp()
+        probabilities = powers / powers.sum(-1, keepdims=True)
+        indices = xp.argsort(-probabilities.data, axis=-1, kind="stable")[:, : self.top_k]
+        chosen = probabilities[xp.arange(len(indices))[:, None], indices]
+        return indices, chosen / chosen.sum(-1, keepdims=True)
+
+    def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h)."""
+        order = xp.argsort(indices.reshape(-1), kind="stable")  # of (token, slot): by expert and then by token
+        counts = to_host(xp.bincount(indices.reshape(-1), minlength=len(self.experts)))
+        results = self.run_experts(embedding(x, order // self.top_k), counts)  # (N k, h), one product per expert
+        by_token = embedding(results, xp.argsort(order).reshape(indices.shape))  # (N, k, h)
+        return (by_token * weights.reshape(*indices.shape, 1)).sum(1)
+
+    dispatch: Any = compute
+
+    def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:
+        """Run expert e on the e-th stretch, of counts[e] rows, of xs (M, h), which are sorted by expert: (M, h).
+
+        An expert without rows gets a gradient of zeros, so that its weights decay like all others.
+        """
+        stretches = zip(self.experts, np.cumsum(counts), counts, strict=True)
+        return concatenate(*(expert(xs[stop - count : stop]) for expert, stop, count in stretches))
+
+
+class MixtralBlock(Block):
+    """Llama's layer with experts in the place of its MLP."""
+
+    mlp: Any = property(lambda self: self.block_sparse_moe)
+
+    def __init__(self, model: "Mixtral", name: str) -> None:
+        self.self_attn = Attention(model, f"{name}.self_attn")
+        self.block_sparse_moe = MoE(model, f"{name}.block_sparse_moe")
+        self.input_layernorm = model.make_norm()
+        self.post_attention_layernorm = model.make_norm()
+
+
+class Mixtral(Llama):
+    """The language model: tokens (B, T) -> logits (B, T, V). `options` are Llama's."""
+
+    block = MixtralBlock
