@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "nn.optim": ["SGD", "AdamW"],
         "parallel.context": ["context_parallel"],
         "parallel.ddp": ["DistributedDataParallel"],
+        "parallel.expert": ["expert_parallel"],
         "parallel.fsdp": ["FullyShardedDataParallel"],
         "parallel.pipeline.module": ["PipelineModule"],
         "parallel.stages": ["fully_shard", "shard"],

@@ -18,6 +18,8 @@ RUNS = [
     ("context", 4, []),
     ("context", 2, ["all-gather"]),
     ("context", 2, ["ulysses"]),
+    ("expert", 2, []),
+    ("expert", 4, []),
     ("pipeline", 2, []),
     ("three_d", 16, []),
 ]

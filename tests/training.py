@@ -58,7 +58,7 @@ def open_checkpoint(config: TrainConfig, tokens: Tokens, comm) -> Checkpoint | N
 def trainer_for(config: TrainConfig, tokens: Tokens, comm=None, kind=Trainer) -> Trainer:
     """Make this rank's trainer, from the checkpoint of `--resume` if there is one."""
     comm = serial() if comm is None else comm
-    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp, cp=config.mesh.cp)
+    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
     return kind(config, mesh, tokens, open_checkpoint(config, tokens, comm))
 
 
@@ -223,7 +223,7 @@ def talk_through(kind, ddp: Wrapper) -> None:
     """Let the buckets of a wrapper talk through a `kind` of communicator, a Proxy."""
     comm = kind(ddp.shard_comm)
     for bucket in ddp.buckets:
-        object.__setattr__(bucket, "comm", comm)
+        bucket.comm = comm
 
 
 class ForgetsTheSumOverTensorRanks(Trainer):

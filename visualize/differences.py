@@ -24,6 +24,7 @@ CAUSES = {
     "dp": ("summed over dp, though each rank's is already that of the global mean", "divided by dp once too often"),
     "cp": ("of a loss times cp, or summed over cp once more", "divided by cp once too often, or not summed over it"),
     "tp": ("summed over tp, though each rank has it whole", "divided by tp, or not summed over it"),
+    "ep": ("summed over ep, though each expert's covers its tokens", "divided by ep, or not summed over its tokens"),
     "pp": ("added on each pipeline rank", "divided by pp, or kept on one pipeline rank only"),
     "microbatches": ("not divided by the microbatches", "divided by the microbatches twice, or of one of them only"),
     "tokens": ("that of the sum over the tokens, not of their mean", "divided by the tokens twice"),

@@ -21,6 +21,7 @@ from visualize.style import (
     ORANGE,
     PAPER,
     PURPLE,
+    YELLOW,
     Picture,
     at_lightness,
     byte_label,
@@ -30,14 +31,17 @@ from visualize.style import (
 from visualize.timeline import Trace, coordinates
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first, as in minipar.comm.mesh
-# Lightness 46, 8, 71 and 25, and a pattern each: told apart in grey, and with no colour at all.
+# By axis, fastest first; ep is among the ranks of dp and cp. Lightness 46, 8, 88, 71 and 25, and a pattern each: told
+# apart in grey, and with no colour at all.
 LOOKS: dict[str, tuple[str, Any]] = {
     "tp": (BLUE, "-"),
     "cp": (at_lightness(GREEN, 8), (0, (5.0, 1.0, 1.0, 1.0))),
+    "ep": (at_lightness(YELLOW, 88), (0, (4.0, 1.5))),
     "dp": (ORANGE, (0, (2.4, 1.0))),
     "pp": (at_lightness(PURPLE, 25), (0, (1.0, 1.0))),
 }
-NAMES = {"tp": "tensor parallel", "cp": "context parallel", "dp": "data parallel", "pp": "pipeline"}
+NAMES = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "dp": "data parallel"}
+NAMES |= {"pp": "pipeline"}
 MOST = 64  # ranks in one picture
 LABELLED = 20  # pairs of ranks whose bytes are written at their line
 THINNEST, WIDEST = 1.0, 6.0  # points
@@ -71,14 +75,14 @@ class MeshTraffic:
     @cached_property
     def unit(self) -> tuple[str, int]:
         """The unit of all bytes in a picture: that of the most that one rank sends on an axis in a step."""
-        sent = (self.sent(axis, rank)[1] for axis in self.shape for rank in range(self.ranks))
+        sent = (self.sent(axis, rank)[1] for axis in LOOKS for rank in range(self.ranks))
         return byte_unit(max(map(self.per_step, sent)))
 
     @property
     def axes(self) -> list[str]:
         """The axes of more than one rank, fastest first. Gradients of context-parallel ranks travel on dp."""
-        several = {"dp"} if self.sent("dp")[0] else set()
-        return [axis for axis in AXES if self.shape.get(axis, 1) > 1 or axis in several]
+        several = {axis for axis in ("dp", "ep") if self.sent(axis)[0]}
+        return [axis for axis in LOOKS if self.shape.get(axis, 1) > 1 or axis in several]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Compute {"pp": ., "dp": ., "cp": ., "tp": .} of a world rank."""
@@ -111,12 +115,12 @@ def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
     product = f"{'*'.join(shape)} = {'*'.join(map(str, shape.values()))} = {traffic.ranks}"
     if len(trace.ranks) != traffic.ranks or list(trace.ranks) != list(range(traffic.ranks)):
         raise UsageError(f"{name} has {len(trace.ranks)} ranks, but its mesh {product}")
-    for message in (message for message in trace.messages if message.axis in shape):
+    for message in (message for message in trace.messages if message.axis in {*shape, "ep"}):
         if message.nbytes is None:
             raise UsageError(f"{name} does not say how many bytes its messages have: {old}")
         source, dest = traffic.coordinates(message.source), traffic.coordinates(message.dest)
         moved = {axis for axis in source if source[axis] != dest[axis]}
-        if moved != {message.axis} and not (message.axis == "dp" and moved and moved <= {"dp", "cp"}):
+        if moved != {message.axis} and not (message.axis in ("dp", "ep") and moved and moved <= {"dp", "cp"}):
             raise UsageError(
                 f"{name} has a message on {message.axis} from rank {message.source} to rank {message.dest}, which do "
                 f"not lie along {message.axis} in a mesh {product}"
@@ -128,7 +132,7 @@ def mesh_traffic(trace: Trace, name: str = "the trace") -> MeshTraffic:
 
 
 def _axes(traffic: MeshTraffic) -> list[str]:
-    return [axis for axis in AXES if axis in traffic.shape]
+    return [axis for axis in LOOKS if axis in traffic.shape or traffic.sent(axis)[0]]
 
 
 def mesh_values(traffic: MeshTraffic) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def plot_mesh(traffic: MeshTraffic) -> Picture:
     places = layout(traffic.shape, (BOX, height))
     across, down = directions(traffic.shape)
     side = BOX / 2 + 0.3 + _lane(traffic.shape, down)
-    top = height / 2 + 0.25 + _lane(traffic.shape, across)
+    top = height / 2 + 0.25 + _lane(traffic.shape, across) + 0.4 * ("ep" in traffic.axes)  # an arc
     left, right = min(x for x, _ in places.values()) - side, max(x for x, _ in places.values()) + BOX / 2 + 0.3
     low, high = min(y for _, y in places.values()) - height / 2 - 0.3, max(y for _, y in places.values()) + top
     missing = max(0.0, 7.6 - (right - left)) / 2
@@ -344,7 +348,7 @@ def _route(
         if y0 == y1 or x0 == x1:
             return ends, "arc3", (x - left, y - below - 0.14 * (y0 == y1))
         return ends, "arc3", (0.6 * x0 + 0.4 * x1, 0.6 * y0 + 0.4 * y1)  # not where two of them cross
-    lane = 0.14 + 0.26 * between / max(1, traffic.shape[axis] - 2)
+    lane = 0.14 + 0.26 * between / max(1, traffic.shape.get(axis, 2) - 2)
     if moved == [axis] and y0 == y1:
         over = height / 2 + lane
         ends = ((x0 + 0.25, y0), (x1 - 0.25, y1))
@@ -378,7 +382,9 @@ def _table(axes: Axes, traffic: MeshTraffic, left: float, top: float) -> None:
         ranks = [traffic.sent(axis, rank)[1] for rank in range(traffic.ranks)]
         labels = [byte_label(traffic.per_step(total), traffic.unit) for total in (min(ranks), max(ranks))]
         span = " to ".join(dict.fromkeys(labels))
-        size = str(traffic.shape[axis]) + f" x {traffic.shape.get('cp')}" * (axis == "dp" and "cp" in traffic.shape)
+        experts = 1 + len({dest for each, source, dest in traffic.links if (each, source) == ("ep", 0)})
+        size = str(traffic.shape.get(axis, experts))
+        size += f" x {traffic.shape.get('cp')}" * (axis == "dp" and "cp" in traffic.shape)
         name = f"{axis}, {NAMES[axis]}, {size} {'stages' if axis == 'pp' else 'ranks'}"
         cells = (name, byte_label(traffic.per_step(nbytes), traffic.unit), span, f"{traffic.per_step(messages):,}")
         for x, cell in zip(columns, cells, strict=True):

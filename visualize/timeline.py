@@ -31,7 +31,7 @@ from visualize.style import (
 COMPUTATION, COMMUNICATION = "computation", "communication"
 STEP_END = "optimizer"  # a step of training ends with this slice
 WHOLE = 2  # steps: a trace of more is shown by its last one, unless --steps says otherwise
-ORDER = ("tp", "cp", "dp", "pp")  # of the lanes: the mesh's fastest axis first
+ORDER = ("tp", "cp", "ep", "dp", "pp")  # of the lanes: the mesh's fastest axis first
 # Inches: the picture, its axes, the row of a rank's computation, a lane of its communication, the space below them.
 # The picture is as wide as a page's text. At half of that its letters, SMALL points here, can still be read.
 WIDTH, LEFT, RIGHT, TOP, COMPUTE, LANE, GAP = 7.0, 1.25, 0.12, 0.36, 0.27, 0.135, 0.09

@@ -209,16 +209,16 @@ class Communicator(Stream):
         name = f"{self.name}/{self.rows}.{axis}{members[0]}"
         return Communicator(self.transport.group(members, name), axis, parent=self)
 
-    def levels(self, hosts: int) -> tuple["Communicator", "Communicator"]:
+    def levels(self, hosts: int, axis: str | None = None) -> tuple["Communicator", "Communicator"]:
         """Cut the ranks into `hosts` groups of neighbours. Make this rank's, and that of the same place in all groups.
 
-        UsageError if the groups would not be equal.
+        The first may have an axis of its own. UsageError if the groups would not be equal.
         """
         if hosts < 1 or self.size % hosts:
             raise UsageError(f"{self.label}: {self.size} ranks / {hosts} groups is not a whole number")
         near = self.size // hosts
         first, place = self.rank - self.rank % near, self.rank % near
-        inside = self.row(list(range(first, first + near)), self.axis)
+        inside = self.row(list(range(first, first + near)), axis or self.axis)
         return inside, self.row(list(range(place, self.size, near)), self.axis)
 
     def _run(

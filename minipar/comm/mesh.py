@@ -14,13 +14,17 @@ class DeviceMesh:
     tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`, `mesh.tp` and
     `mesh.pp` are the Communicators of this rank's row along each axis, and `mesh.coordinates` is its place.
     `mesh.dp_cp`, whose axis is named dp, has the ranks of both: they hold different tokens and the same parameters, so
-    gradients are summed over it. dp=None takes what the others leave. UsageError for sizes that do not fit. NB:
-    Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree on these four axes.
+    gradients are summed over it. Experts are folded into it: `mesh.ep` has ep neighbours of dp_cp, which share them,
+    and `mesh.edp` (axis dp) the ranks of dp_cp that hold the same experts. dp=None takes what the others leave.
+    UsageError for sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree on these
+    four axes.
     """
 
     AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first
 
-    def __init__(self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1) -> None:
+    def __init__(
+        self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
+    ) -> None:
         self.world = comm
         self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp, cp)
         self.coordinates: dict[str, int] = {}
@@ -32,6 +36,10 @@ class DeviceMesh:
         self.dp = self._along("dp")
         self.pp = self._along("pp")
         self.dp_cp = self.dp if self.cp.size == 1 else self._along("dp", "cp")
+        if ep < 1 or self.dp_cp.size % ep:
+            sizes = f"dp*cp/ep = {self.dp.size}*{cp}/{ep}"
+            raise UsageError(f"{sizes} is not a whole number: the ranks of ep are among those of dp*cp")
+        self.ep, self.edp = self.dp_cp.levels(self.dp_cp.size // ep, "ep")
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""

@@ -5,7 +5,6 @@ is their mean, weighted by the router's probabilities. No token is dropped. Shap
 rank's experts multiply: N k, or what other ranks send (expert parallelism).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,7 @@ class Expert(Module):
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
-    Expert parallelism replaces `dispatch`, and keeps some of the `experts`. Tensor parallelism replaces `leave`.
+    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `leave`.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
@@ -80,12 +79,12 @@ class MoE(Module):
         self.top_k = model.config.num_experts_per_tok
         self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
-        self.leave: Callable[[Tensor], Tensor] = lambda y: y
+        self.leave: Any = lambda y: y
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (N, h)
         indices, weights = self.route(tokens)
-        return self.leave(self.dispatch(tokens, indices, weights).reshape(*x.shape))
+        return self.leave(self.compute(tokens, indices, weights).reshape(*x.shape))
 
     def route(self, x: Tensor) -> tuple[Array, Tensor]:
         """Return each token's k most probable experts, the first of equals first, and their weights; both (N, k).
@@ -102,12 +101,10 @@ class MoE(Module):
     def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
         """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h)."""
         order = xp.argsort(indices.reshape(-1), kind="stable")  # of (token, slot): by expert and then by token
-        counts = to_host(xp.bincount(indices.reshape(-1), minlength=len(self.experts)))
+        counts = to_host(xp.bincount(indices.reshape(-1), minlength=self.gate.weight.shape[0]))
         results = self.run_experts(embedding(x, order // self.top_k), counts)  # (N k, h), one product per expert
         by_token = embedding(results, xp.argsort(order).reshape(indices.shape))  # (N, k, h)
         return (by_token * weights.reshape(*indices.shape, 1)).sum(1)
-
-    dispatch: Any = compute
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:
         """Run expert e on the e-th stretch, of counts[e] rows, of xs (M, h), which are sorted by expert: (M, h).

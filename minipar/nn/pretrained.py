@@ -48,7 +48,7 @@ _REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
 def load_config(directory: str | Path) -> TransformerConfig:
     """Read config.json. Raises UsageError if it cannot be read or describes none of the models in CONFIGS."""
     path = Path(directory) / "config.json"
-    if not path.parent.is_dir():
+    if not os.path.isdir(directory):  # Path.is_dir would raise for a name that is too long
         missing = f"{directory} is not a directory with a config.json and a model.safetensors"
         call = "GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR)"
         raise UsageError(f"{missing}. minipar downloads nothing: with transformers, {call} writes such a directory")

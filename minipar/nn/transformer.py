@@ -31,6 +31,7 @@ class TransformerConfig:
     n_head: Any
     n_kv_head: Any  # heads of keys and of values
     n_inner: Any  # the MLP's inner size
+    num_local_experts: Any  # of a Mixtral
     tie_word_embeddings: Any  # whether the head is the token embedding
     layer_matrices: Any  # elements of a layer's matrices
     parameters: Any  # elements of all parameters

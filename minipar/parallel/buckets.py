@@ -22,7 +22,7 @@ FIRST_BUCKET_BYTES = 2**20
 Groups = Sequence[Sequence[Parameter]]  # all parameters of a model in its order, cut into buckets
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Bucket:
     """Neighbouring parameters that travel together: elements start:stop of the flat order. `comm` has their chunks."""
 
@@ -98,7 +98,8 @@ def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[B
     """Make and place a bucket for each group, in the order in which they travel: the last group first.
 
     The groups, one after another, are the flat order. Of several groups of ranks that hold all chunks, `comm` is the
-    one with number `replica`. ValueError for parameters of several dtypes, or of none.
+    one with number `replica`. Experts, whose `ExpertParallel.replicas` are other ranks, have a bucket of their own.
+    ValueError for parameters of several dtypes, or of none.
     """
     dtypes = {str(p.dtype) for group in groups for p in group}
     if len(dtypes) != 1:
@@ -106,15 +107,17 @@ def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[B
     buckets: list[Bucket] = []
     start = 0
     for i, group in enumerate(groups):
-        bucket = Bucket(tuple(group), start, start + sum(p.size for p in group), comm)
-        buckets.insert(0, bucket)
-        offset = 0
+        holders: dict[Communicator, list[Parameter]] = {}
         for p in group:
-            update(p, dp=BucketSlice(offset, p.size, bucket.size, comm.rank, comm.size, replica))
-            if placement_of(p).units == 0:  # a pipeline numbers the units of all its ranks
-                update(p, unit=i, units=len(groups))
-            offset += p.size
-        start = bucket.stop
+            holders.setdefault(getattr(p.owner, "replicas", comm), []).append(p)
+        for ranks, parameters in holders.items():
+            bucket = Bucket(tuple(parameters), start, start + sum(p.size for p in parameters), ranks)
+            buckets.insert(0, bucket)
+            for p in parameters:
+                update(p, dp=BucketSlice(start - bucket.start, p.size, bucket.size, ranks.rank, ranks.size, replica))
+                if placement_of(p).units == 0:  # a pipeline numbers the units of all its ranks
+                    update(p, unit=i, units=len(groups))
+                start += p.size
     return buckets
 
 

@@ -71,4 +71,4 @@ class DistributedDataParallel(Wrapper):
     def _reduce(self, bucket: Bucket) -> Work:
         """Start to sum a bucket's gradient over the ranks, in place."""
         gradients = self.buffers.gradients[bucket.start : bucket.stop]
-        return self.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True)
+        return bucket.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True)

@@ -35,7 +35,8 @@ class FullyShardedDataParallel(ShardedGradients):
         self, model: Module, comm: Communicator, algorithm: str = "ring", prefetch: bool = True, **options: Any
     ) -> None:
         super().__init__(model, comm, algorithm, **options)
-        self.prefetch, self._checksum = prefetch, 0
+        self.prefetch = prefetch
+        self._checksums: dict[Bucket, int] = {}
         self._gathered: dict[Bucket, tuple[Array, Work]] = {}
         for bucket in reversed(self.buckets):  # one unit at a time exists whole
             self.chunks[bucket] = self._make_chunk(bucket)
@@ -45,16 +46,16 @@ class FullyShardedDataParallel(ShardedGradients):
         full = self._allocate("buffers", bucket.size)
         for p, view in bucket.views(full):
             p.move_to(view)
-        self._checksum = zlib.crc32(to_host(full).data, self._checksum)
+        self._checksums[bucket] = zlib.crc32(to_host(full).data)
         start, stop = bucket.chunk
         data = full[start:stop].copy()
         self._free(bucket)
         hold("parameters", data)
         return Chunk(bucket, data, self._allocate("gradients", stop - start), self)
 
-    def checksum(self) -> int:
-        """Return the CRC-32 of the whole parameters, taken while the wrapper was made."""
-        return self._checksum
+    def checksum(self, bucket: Bucket) -> int:
+        """Return the CRC-32 of a bucket's whole parameters, taken while the wrapper was made."""
+        return self._checksums[bucket]
 
     def _fetch(self, bucket: Bucket) -> None:
         """Start to gather a bucket's parameters, unless that has started."""

@@ -31,17 +31,21 @@ def clip_grad_norm(
     units of the whole model. Scales as torch.nn.utils.clip_grad_norm_ does. `chunks` is the number of chunks to add in
     where that is not dp's size: one device that is compared with many ranks.
 
-    Sends float64 values: over dp one (ZeRO stages 1 to 3), over tp one per chunk, over pp two per unit and chunk.
+    A rank that holds shards, or experts that others do not hold, sums its own chunks only. Sends float64 values: over
+    dp one (such ranks), over tp one per chunk that is summed, over pp two per unit and such chunk.
     """
-    sharded = isinstance(parameters[0], ParameterShard) if parameters else True
-    rows = 1 if sharded else dp.size if chunks is None else chunks
+    own = not parameters or any(isinstance(p, ParameterShard) or placement_of(p).ep is not None for p in parameters)
+    rows = 1 if own else dp.size if chunks is None else chunks
     # Per chunk and unit: squares of the parameters that every tp rank holds whole, and of those that are split.
     squares = np.zeros((rows, units, 2))
     for p in parameters:
         assert p.grad is not None, "gradients are summed over dp first"
         placement, gradient = placement_of(p), p.grad.reshape(-1)
         for row in range(rows):  # a shard lies in one chunk; a whole parameter may lie in several
-            elements = range(p.size) if isinstance(p, ParameterShard) else bucket_slice(p).elements(row, rows)
+            if isinstance(p, ParameterShard):
+                elements = range(p.size)
+            else:
+                elements = bucket_slice(p).own if own else bucket_slice(p).elements(row, rows)
             if elements:
                 square = squared_norm([gradient[elements.start : elements.stop]])
                 squares[row, placement.unit, int(isinstance(placement.tp, Shard))] += square
@@ -51,5 +55,5 @@ def clip_grad_norm(
     if tp is not None and tp.size > 1:
         split = tp.all_reduce(split.copy(), algorithm="ordered")
     totals = replicated + split  # one for each chunk
-    total = float(dp.all_reduce(totals, algorithm="ordered")[0]) if sharded else float(np.cumsum(totals)[-1])
+    total = float(dp.all_reduce(totals, algorithm="ordered")[0]) if own else float(np.cumsum(totals)[-1])
     return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))

@@ -4,6 +4,7 @@ Each strategy records its part and knows nothing of the others. Everything that 
 
     tp   Shard(dim), Replicate or Partial   NB: the terms of torch.distributed.tensor
     pp   the pipeline rank that owns the parameter
+    ep   the expert-parallel rank that holds the parameter, an expert's
     dp   the parameter's place in a bucket; chunk r of a bucket belongs to data-parallel rank r
 """
 
@@ -26,7 +27,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial(Replicate):
-    """A whole parameter whose gradient covers this rank's tokens only (with sequence parallelism) or its columns only."""
+    """A whole parameter whose gradient covers this rank's tokens only (sequence parallelism) or its columns only."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Placement:
     shape: tuple[int, ...]
     tp: Replicate = Replicate()
     pp: int = 0
+    ep: int | None = None  # None: every expert-parallel rank holds it
     dp: BucketSlice | None = None
     unit: int = 0  # the number of the parameter's unit, in the model's order
     units: int = 0  # on all pipeline ranks together

@@ -10,14 +10,17 @@ collective are `wire_bytes`: an all-reduce of x elements over t ranks sends 2x(t
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import product
 
 from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.traffic import wire_bytes
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.buckets import by_unit
+from minipar.parallel.expert import expert_rank
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import balanced_cuts, part_costs, part_groups
 from minipar.parallel.placement import BucketSlice, Partial, Placement, Replicate, Shard
@@ -37,6 +40,7 @@ class StepLayout:
     itemsize: int  # bytes of an element
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     tp: int = 1
     pp: int = 1
     zero_stage: int = 0
@@ -52,8 +56,8 @@ class StepLayout:
     shards = property(lambda self: self.replicas // self.zero_replicas)  # ranks over which ZeRO shards: s = d c/q
     tokens = property(lambda self: self.samples * self.length // self.cp)  # of one microbatch on a rank: B T/c
     syncs = property(lambda self: self.microbatches if self.sync_every_microbatch else 1)  # times gradients are reduced
-    # Chunks of the gradient whose squares a rank sums for the norm: all d c without ZeRO, its own with it.
-    norm_rows = property(lambda self: 1 if self.zero_stage else self.replicas)
+    # Chunks of the gradient whose squares a rank sums for the norm: its own with ZeRO or ep > 1, else all d c.
+    norm_rows = property(lambda self: 1 if self.zero_stage or self.ep > 1 else self.replicas)
     ends = property(lambda self: (self.homes[0], self.homes[-1]))  # the pipeline ranks with the embedding and the head
 
     @cached_property
@@ -85,17 +89,19 @@ class StepLayout:
         units, sequence = _units(self.model, pipelined=self.schedule is not None), self.sequence_parallel
         placements = []
         replica, place = divmod(dp * self.cp + cp, self.shards)
-        for i, unit in enumerate(units):
+        for (i, unit), ep in product(enumerate(units), (None, place % self.ep)):  # experts have a bucket of their own
             if self.homes[i] != pp:  # in a pipeline a unit is a part of the model
                 continue
+            fold = 1 if ep is None else self.ep
+            unit = [(name, shape) for name, shape in unit if expert_rank(name, self.model, self.ep) == ep]
             kinds, sizes = [], []
             for name, shape in unit:
                 kind = tensor_placement(name, shape, tp, self.tp, sequence) if self.tp > 1 else Replicate()
                 kinds.append(kind)
                 sizes.append(math.prod(kind.local_shape(shape) if isinstance(kind, Shard) else shape))
             for j, (name, shape) in enumerate(unit):
-                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), place, self.shards, replica)
-                placements.append(Placement(name, shape, kinds[j], pp, flat, i, len(units)))
+                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), place // fold, self.shards // fold, replica)
+                placements.append(Placement(name, shape, kinds[j], pp, ep, flat, i, len(units)))
         return placements
 
 
@@ -107,12 +113,15 @@ def _units(config: TransformerConfig, pipelined: bool) -> list[list[tuple[str, t
     return [[(names[p], p.shape) for p in unit] for unit in (part_groups(model) if pipelined else by_unit(model))]
 
 
-def bucket_elements(layout: StepLayout, pp: int, kind: type[Replicate] = Replicate) -> Counter[int]:
-    """Count the elements of each bucket of pipeline rank `pp`, by unit; only those that tp places as `kind`."""
-    elements: Counter[int] = Counter()
+def bucket_elements(layout: StepLayout, pp: int, kind: type[Replicate] = Replicate) -> Counter[tuple[int, int]]:
+    """Count the elements of each bucket of pipeline rank `pp`; only those that tp places as `kind`.
+
+    The keys are (unit, 1), and (unit, P) for the bucket of experts, of which every P-th rank of dp holds the same ones.
+    """
+    elements: Counter[tuple[int, int]] = Counter()
     for p in layout.placements(pp=pp):
         assert p.dp is not None
-        elements[p.unit] += p.dp.size * isinstance(p.tp, kind)
+        elements[p.unit, 1 if p.ep is None else layout.ep] += p.dp.size * isinstance(p.tp, kind)
     return elements
 
 
@@ -169,20 +178,21 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
         stage 1, 2  reduce-scatter, then all-gather                   the same
         stage 3     reduce-scatter, and as many gathers as `gathers`  about (2m+1) Psi (d-1)/d
 
-    Psi is the parameters of this rank, and d stands for s = d c/q: with q > 1, `replica_bytes` come on top. The loss
-    adds an all-reduce of one float64 over d c ranks, and from stage 1 on the norm adds another over s. Rajbhandari et
-    al. 2020, section 7; there stage 3 gathers twice, so 3 Psi in all.
+    Psi is the parameters of this rank, and d stands for s = d c/q, for experts for d c/P: with q > 1, `replica_bytes`
+    come on top. The loss adds an all-reduce of one float64 over d c ranks, and the norm another one over s, from stage
+    1 on or with ep > 1. Rajbhandari et al. 2020, section 7; there stage 3 gathers twice, so 3 Psi in all.
     """
 
-    def wire(op: str, algorithm: str, elements: int, itemsize: int = layout.itemsize) -> int:
-        return wire_bytes(op, algorithm, elements, itemsize, layout.shards, rank % layout.shards)
+    def wire(op: str, algorithm: str, elements: int, itemsize: int = layout.itemsize, fold: int = 1) -> int:
+        ranks = layout.shards // fold
+        return wire_bytes(op, algorithm, elements, itemsize, ranks, rank // fold % ranks)
 
-    total = wire_bytes("all_reduce", "ordered", 1, FLOAT64, layout.replicas, rank)
-    total += wire("all_reduce", "ordered", 1, FLOAT64) * (layout.zero_stage > 0) + replica_bytes(layout, rank, pp)
+    total = wire_bytes("all_reduce", "ordered", 1, FLOAT64, layout.replicas, rank) + replica_bytes(layout, rank, pp)
+    total += wire("all_reduce", "ordered", 1, FLOAT64) * (layout.zero_stage > 0 or layout.ep > 1)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
-    for unit, elements in bucket_elements(layout, pp).items():
-        total += layout.syncs * wire(reduce, layout.reduction, elements)
-        total += gathers(layout, unit) * wire("all_gather", "pairwise", elements)
+    for (unit, fold), elements in bucket_elements(layout, pp).items():
+        total += layout.syncs * wire(reduce, layout.reduction, elements, fold=fold)
+        total += gathers(layout, unit) * wire("all_gather", "pairwise", elements, fold=fold)
     return total
 
 
@@ -215,6 +225,22 @@ def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, in
         return 2 * (h + h_kv) * u * (c - 1) // c, 2 * (h + h_kv) * u * (c - 1) // c
     forward = 2 * (c - 1) * u * h_kv
     return forward, forward + 2 * (c if method == "ring" else c - 1) * u * h_kv
+
+
+def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Compute the bytes that expert-parallel rank `rank` sends over ep in a step, for the routing that happened.
+
+    rows[i][r][j] counts the (token, slot)s from rank r to the experts of rank j in the i-th layer and microbatch that
+    this pipeline rank runs. Dispatch and combine each send them in forward and in backward: in all h elements times
+    2 sum_{j != r} (n_rj + n_jr). With uniform routing that is 4 k N h (P-1)/P for N tokens. Each dispatch sends E/P
+    counts to each rank ahead. With recompute forward runs again.
+    """
+    total, forwards = 0, 1 + layout.recompute
+    for each in rows:
+        moved = sum(each[rank][j] + each[j][rank] for j in range(layout.ep) if j != rank)
+        total += (forwards + 1) * moved * layout.model.n_embd * layout.itemsize
+        total += forwards * wire_bytes("all_to_all", "pairwise", layout.model.num_local_experts, 8, layout.ep, rank)
+    return total
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:

@@ -17,10 +17,11 @@ from minipar.autograd import Function, Tensor, queue_callback
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
+from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.buckets import Bucket, Groups, make_buckets
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.placement import place
+from minipar.parallel.placement import place, placement_of
 from minipar.parallel.state import gather_state
 
 
@@ -68,11 +69,13 @@ class Wrapper(Owner, ABC):
         self.before_reduce: Callable[[Sequence[Parameter]], None] | None = None  # called before a bucket is reduced
         for owner in owners_of(model.parameters()):  # sequence parallelism's sum now comes before this wrapper's
             self.before_reduce = self.before_reduce or getattr(owner, "sum_partial", None)
-        for p in model.parameters():
-            p.owner = self
         place(model)
         # In reverse parameter order, as backward completes them.
         self.buckets = make_buckets(groups, self.shard_comm, comm.rank // self.shard_comm.size)
+        if replicas > 1 and any(bucket.comm is not self.shard_comm for bucket in self.buckets):
+            raise UsageError(f"{replicas} replicas of shards: those of experts have none; give 1 replica or ep = 1")
+        for p in model.parameters():
+            p.owner = self
         self._bucket_of: dict[Tensor, int] = {}
         for i, bucket in enumerate(self.buckets):
             for leaf in bucket.leaves():
@@ -138,15 +141,21 @@ class Wrapper(Owner, ABC):
     def _check_start(self) -> None:
         """Raise ValueError, once, if the ranks' models differ. Sends a checksum of each rank as control data."""
         self._start_checked = True
-        if len(set(self.comm.all_gather_bytes(str(self.checksum()).encode()))) > 1:
-            remedy = "draw initial values by name (mp.Linear(..., name=...)) or from one seed, and load the same state"
-            why = "the ranks hold different parameters, and no wrapper copies one rank's to the others"
-            raise ValueError(f"{why}: {remedy} on all ranks")
+        for comm in dict.fromkeys(map(self.holders, self.buckets)):
+            checksums = [self.checksum(bucket) for bucket in self.buckets if self.holders(bucket) is comm]
+            if len(set(comm.all_gather_bytes(str(checksums).encode()))) > 1:
+                why = "the ranks hold different parameters, and no wrapper copies one rank's to the others"
+                remedy = "draw initial values by name (mp.Linear(..., name=...)) or from one seed, and load the same"
+                raise ValueError(f"{why}: {remedy} state on all ranks")
 
-    def checksum(self) -> int:
-        """Return the CRC-32 of the whole parameters before training, the same on ranks that start alike."""
+    def holders(self, bucket: Bucket) -> Communicator:
+        """Return the ranks that have a bucket's parameters: all, or those that hold the same experts."""
+        return self.comm if bucket.comm is self.shard_comm else bucket.comm
+
+    def checksum(self, bucket: Bucket) -> int:
+        """Return the CRC-32 of a bucket's parameters before training, the same on ranks that start alike."""
         total = 0
-        for p in self.model.parameters():
+        for p in bucket.parameters:
             total = zlib.crc32(to_host(p.data).data, total)
         return total
 
@@ -225,7 +234,8 @@ class Wrapper(Owner, ABC):
         if self._state != "summed":
             remedy = "call it after the backward pass of the last microbatch, outside `no_sync`"
             raise RuntimeError(f"clip_grad_norm() before the gradients were summed over the ranks: {remedy}")
-        return clip_grad_norm(self.parameters(), max_norm, len(self.buckets), self.shard_comm)
+        units = placement_of(self.buckets[0].parameters[0]).units
+        return clip_grad_norm(self.parameters(), max_norm, units, self.shard_comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the whole model on rank 0, as `gather_state` does. ValueError if other axes have placed the model."""

@@ -45,7 +45,7 @@ def run(comm: Communicator) -> int:
         if comm.rank == 0 and config.run.save is not None:
             prepare_directory(config.run.save, first_step)
         metrics = Metrics(config.run.metrics if comm.rank == 0 else None, first_step)
-    mesh = DeviceMesh(comm, dp=config.mesh.dp, tp=config.mesh.tp, pp=config.mesh.pp, cp=config.mesh.cp)
+    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
     ledger = MemoryLedger()
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):

@@ -69,6 +69,7 @@ class MeshConfig:
         help="keys and values travel around a ring, or are gathered, or each rank takes all tokens of some heads")
     cp_order: str = option("zigzag", str, choices=context.ORDERS,
         help="zigzag: an early and a late part of each sample, equal work on every rank; contiguous: the r-th part")
+    ep: int = option(1, int, COUNT, "P", "of Mixtral: neighbours among dp*cp that each hold 1/P of the experts")
     pp: int = option(1, int, COUNT, "P", "pipeline ranks, each with its own layers")
     schedule: str | None = option(None, str, None, "NAME",
         f"order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
@@ -300,7 +301,8 @@ def check_sizes(config: TrainConfig) -> None:
         if model.model == "gpt2" and value is not None:
             why = "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
             raise UsageError(f"{flag} {value} is for --model llama: {why}")
-    for flag, value in (("--experts", model.experts), ("--top-k", model.top_k)):
+    ep = config.mesh.ep if config.mesh.ep > 1 else None
+    for flag, value in (("--experts", model.experts), ("--top-k", model.top_k), ("--ep", ep)):
         if model.model != "mixtral" and value is not None:
             raise UsageError(f"{flag} {value} is for --model mixtral: a layer of other models has one MLP, no experts")
     if model.model != "gpt2" and config.optimizer.dropout:

@@ -183,6 +183,7 @@ def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, sour
     """Return the first lines of a run: the model, the data, the layout and the number of ranks."""
     mesh, model, data = config.mesh, config.model, config.data
     tensor = f", cp={mesh.cp} ({mesh.context_parallel})" if mesh.cp > 1 else ""
+    tensor += f", ep={mesh.ep}" if mesh.ep > 1 else ""
     tensor += f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
     stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
     pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""

@@ -14,13 +14,13 @@ from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
-SINCE = {"--model": "gpt2", "--cp": 1, "--zero-replicas": 1}  # in older checkpoints; other new flags are None
+SINCE = {"--model": "gpt2", "--cp": 1, "--ep": 1, "--zero-replicas": 1}  # in older checkpoints; other flags are None
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
-SUMS = "--dp --cp --microbatches --tp --reduction --sync-every-microbatch --zero-replicas --device".split()
+SUMS = "--dp --cp --ep --microbatches --tp --reduction --sync-every-microbatch --zero-replicas --device".split()
 
 
 def run_flags(config: TrainConfig) -> dict[str, Any]:

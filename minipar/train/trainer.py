@@ -26,6 +26,7 @@ from minipar.nn.pretrained import load_pretrained
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.context import context_parallel
+from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
 from minipar.parallel.pipeline.actions import Action
@@ -76,8 +77,7 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
     """Return the layout of a resolved configuration. `shape` is the model's, if the flags do not say all of it."""
     mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
-    same = ["dp", "cp", "tp", "pp", "context_parallel", "sequence_parallel"]
-    same += ["zero_stage", "zero_replicas", "sync_every_microbatch"]
+    same = "dp cp ep tp pp context_parallel sequence_parallel zero_stage zero_replicas sync_every_microbatch".split()
     return StepLayout(
         shape or shape_of(config.model),
         length=config.model.seq_len,
@@ -131,6 +131,7 @@ class Trainer:
         # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
         if mesh.tp.size > 1:
             tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
+        expert_parallel(model, mesh.ep, mesh.edp)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         options: dict[str, Any] = {"groups": by_unit(model) if config.mesh.pp == 1 else part_groups(model)}
         if mesh.pp.size > 1:
@@ -239,13 +240,14 @@ class Trainer:
 
     def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters (or gradients) by name, as host arrays, on rank 0; {} elsewhere."""
-        return gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients)
+        state = gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients)
+        return {name: state[name] for name in self.shapes if name in state}  # rank 0 lists its own experts first
 
     def start_record(self, directory: str) -> None:
         """Record every further step for `minipar.compare`: rank 0 gets all gradients and parameters. Collective."""
         config, parameters, self.recording = self.config, self.state_dict(), True
         if self.mesh.world.rank == 0:
-            facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "cp", "tp", "pp")}
+            facts: dict[str, Any] = {axis: getattr(config.mesh, axis) for axis in ("dp", "cp", "ep", "tp", "pp")}
             facts |= {"microbatches": config.data.microbatches, "tokens": self.tokens_per_step}
             with writing(f"--record {directory}"):
                 self.record = Record(directory, parameters, dtype=config.run.dtype, **facts)

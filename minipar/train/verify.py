@@ -99,12 +99,15 @@ def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> V
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
-    """Return True on every rank if the ranks of dp and cp hold the same bits; at ZeRO stage 3 replicas of shards do."""
-    ddp, digest = trainer.ddp, hashlib.sha256()
-    for p in ddp.parameters() if ddp.stage == 3 else [p for bucket in ddp.buckets for p in bucket.parameters]:
-        digest.update(np.ascontiguousarray(to_host(p.data)).data)
-    holders = ddp.comm if ddp.stage < 3 else ddp.replica_comm
-    same = holders is None or len(set(holders.all_gather_bytes(digest.digest()))) == 1
+    """Return True on every rank if ranks that hold the same parameters hold the same bits; or replicas of shards."""
+    ddp: Any = trainer.ddp
+    same = True
+    for bucket in ddp.buckets if ddp.stage < 3 or ddp.replica_comm is not None else ():
+        digest = hashlib.sha256()
+        for p in bucket.parameters if ddp.stage < 3 else ddp.chunks[bucket].shards:
+            digest.update(np.ascontiguousarray(to_host(p.data)).data)
+        holders = ddp.holders(bucket) if ddp.stage < 3 else ddp.replica_comm
+        same &= len(set(holders.all_gather_bytes(digest.digest()))) == 1
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
@@ -121,7 +124,7 @@ def verify(
     verdict, parameters = Verdict(False, ""), trainer.state_dict()
     if comm.rank == 0:
         single = train_on_one_device(config, tokens, on_step)
-        ordered = config.run.reduction == "ordered" and config.mesh.cp == config.mesh.tp == 1
+        ordered = config.run.reduction == "ordered" and config.mesh.cp == config.mesh.ep == config.mesh.tp == 1
         exact = ordered and same_sums(trainer.checkpoint, config)
         verdict = compare((parameters, results), single, exact=exact, ranks=comm.size)
     with comm.engine.patient():
@@ -145,7 +148,7 @@ class OneDevice(Trainer):
     """
 
     def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
-        mesh = replace(config.mesh, cp=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
+        mesh = replace(config.mesh, cp=1, ep=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
         super().__init__(replace(config, mesh=mesh), DeviceMesh(serial()), tokens)
         self.replicas = range(config.mesh.dp or 1)
         self.shards = len(self.replicas) // config.mesh.zero_replicas

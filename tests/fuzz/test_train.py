@@ -119,6 +119,7 @@ FLAGS = {
     "--cp": ["1", "2", "3", "0"],
     "--context-parallel": ["ring", "all-gather", "ulysses"],
     "--cp-order": ["zigzag", "contiguous"],
+    "--ep": ["1", "2", "3", "0"],
     "--zero-stage": ["0", "1", "2", "3"],
     "--zero-replicas": ["1", "2", "3", "0"],
     "--sync-every-microbatch": [],

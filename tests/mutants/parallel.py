@@ -24,6 +24,40 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/parallel/expert.py",
+        "parallel/test_expert.py",
+        ("expert: rows in the order of their source", 'np.argsort(expert, kind="stable")', "np.arange(len(expert))"),
+        (
+            "expert: an expert's rows in any order",
+            'np.argsort(expert, kind="stable")',
+            "np.argsort(expert[::-1])[::-1]",
+        ),
+        ("expert: rows leave the sum to dp", "p.owner = owner", "p.owner = None"),
+        ("expert: every rank keeps the first experts", "comm.rank * count : (comm.rank + 1) * count", ": count"),
+    ),
+    *mistakes(
+        "minipar/parallel/buckets.py",
+        "parallel/test_expert.py",
+        ("buckets: experts are summed over dp", 'getattr(p.owner, "replicas", comm)', "comm"),
+    ),
+    *mistakes(
+        "minipar/parallel/grad_norm.py",
+        "parallel/test_expert.py",
+        ("norm: of this rank's experts", "or placement_of(p).ep is not None for p", "for p"),
+    ),
+    *mistakes(
+        "minipar/parallel/traffic.py",
+        "parallel/test_expert.py",
+        ("traffic: recompute dispatches nothing again", "(forwards + 1) * moved", "2 * moved"),
+        ("traffic: what comes back is not sent", "each[rank][j] + each[j][rank]", "2 * each[rank][j]"),
+        ("traffic: experts are reduced over all of dp", "1 if p.ep is None else layout.ep]", "1]"),
+    ),
+    *mistakes(
+        "minipar/parallel/wrapper.py",
+        "parallel/test_expert.py",
+        ("contract: ranks compare experts that only one holds", " if self.holders(bucket) is comm]", "]"),
+    ),
+    *mistakes(
         "minipar/parallel/fsdp.py",
         "parallel/test_fsdp.py parallel/test_zero.py parallel/test_contract.py",
         ("fsdp: parameters are never freed", "leaf.data = placeholder(p.shape, p.dtype)", "pass"),
@@ -138,7 +172,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/traffic.py",
         "parallel/test_hybrid.py",
-        ("traffic: the norm of replicas is summed over all ranks", "rank % layout.shards)", "rank)"),
+        ("traffic: the norm of replicas is summed over all ranks", "rank // fold % ranks)", "rank // fold)"),
     ),
     *mistakes(
         "minipar/parallel/wrapper.py",

@@ -146,18 +146,18 @@ def test_an_expert_multiplies_all_its_tokens_in_one_product():
     assert len(products) == 1 + 3 * 3 and sum(products[1:]) == 3 * 2 * (2 * 4 * 2) * 8 * 12
 
 
-def test_a_strategy_replaces_the_dispatch():
-    """It gets each token's experts and weights, and sees no more than `run_experts` needs."""
+def test_a_strategy_replaces_what_runs_the_experts():
+    """It gets the rows of all tokens and slots, sorted by expert, and how many there are for each of all experts."""
     layer = layer_of()
-    x, seen = Tensor(RANDOM.standard_normal((2, 3, 8))), []
+    x, seen, run_experts = Tensor(RANDOM.standard_normal((2, 3, 8))), [], layer.run_experts
 
-    def dispatch(tokens, indices, weights):
-        seen.append((tokens.shape, indices.shape, weights.shape))
-        return layer.compute(tokens, indices, weights)
+    def run(rows, counts):
+        seen.append((rows.shape, len(counts), sum(counts)))
+        return run_experts(rows, counts)
 
     expected = layer(x).data
-    layer.dispatch = dispatch
-    assert np.array_equal(layer(x).data, expected) and seen == [((6, 8), (6, 2), (6, 2))]
+    layer.run_experts, experts = run, layer.experts
+    assert np.array_equal(layer(x).data, expected) and seen == [((12, 8), len(experts), 12)]
 
 
 @pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0, 5), (5, 0, 0), (1, 2, 2)])

@@ -56,6 +56,7 @@ def test_every_flag_arrives_where_it_belongs():
         "--ffn": None,
         "--experts": None,
         "--top-k": None,
+        "--ep": 1,
         "--pp": 1,
         "--schedule": None,
         "--virtual-stages": None,
@@ -66,6 +67,7 @@ def test_every_flag_arrives_where_it_belongs():
     assert (model.model, model.kv_heads, model.ffn) == ("llama", 2, 40)
     model = config_of("--model mixtral --experts 6 --top-k 3").model
     assert (model.model, model.experts, model.top_k) == ("mixtral", 6, 3)
+    assert config_of("--model mixtral --ep 2").mesh.ep == 2
     assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

@@ -29,6 +29,7 @@ CASES = [
     (4, "--layers 1 --zero-stage 1 --zero-replicas 2 --clip-grad 1"),
     (4, "--layers 1 --zero-stage 3 --zero-replicas 2 --microbatches 2 --sync-every-microbatch --reduction ordered"),
     (4, "--layers 1 --tp 2 --global-batch 4 --model mixtral --heads 4 --experts 3 --zero-stage 3 --sequence-parallel"),
+    (4, "--layers 1 --dp 4 --ep 2 --global-batch 4 --model mixtral --heads 4 --experts 4 --zero-stage 1 --clip-grad 1"),
     (4, "--dp 2 --pp 2 --model llama --heads 4 --kv-heads 2 --schedule 1f1b --microbatches 2 --recompute full"),
     (4, "--dp 2 --pp 2 --schedule gpipe --microbatches 2 --zero-stage 3 --reduction ordered --dropout 0.1"),
     (4, "--tp 2 --pp 2 --schedule 1f1b --microbatches 4 --sequence-parallel --clip-grad 0.5"),

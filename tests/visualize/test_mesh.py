@@ -243,10 +243,32 @@ def test_gradients_are_drawn_between_ranks_of_dp_and_cp(tmp_path, sizes):
         assert abs(x0 - x1) > BOX + 0.1 or abs(y0 - y1) > 1.1
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "tp": 2, "ep": 4}], ids=str)
+def test_tokens_are_drawn_on_their_way_to_experts(tmp_path, sizes):
+    path, ranks = tmp_path / "trace.json", sizes["dp"] * sizes.get("cp", 1) * sizes.get("tp", 1)
+
+    def program(comm):
+        mesh = DeviceMesh(comm, **sizes)
+        start_trace(comm)
+        comm.traffic.reset()
+        counts = [3 + rank for rank in range(mesh.ep.size)]
+        mesh.ep.all_to_all(np.ones(sum(counts)), counts=(counts, [3 + mesh.ep.rank] * mesh.ep.size))
+        mesh.edp.all_reduce(np.ones(100), algorithm="ring")
+        save_chrome_trace(str(path), comm, mesh)
+        return {axis: comm.traffic.bytes(axis=axis) for axis in LOOKS}, mesh.ep.ranks
+
+    counted = run_local(ranks, program, clock="model")
+    traffic = mesh_traffic(read_trace(str(path)))
+    assert [{axis: traffic.sent(axis, rank)[1] for axis in LOOKS} for rank in range(ranks)] == [c for c, _ in counted]
+    drawn = {pair[1:] for pair in lines(plot_mesh(traffic)) if pair[0] == "ep"}
+    assert drawn == {(a, b) for _, members in counted for a in members for b in members if a < b}
+    assert sum(row["sent"]["ep"]["bytes"] for row in mesh_values(traffic)["ranks"]) == traffic.sent("ep")[1] > 0
+
+
 def test_axes_differ_in_grey_and_in_pattern():
     light = sorted(lightness(colour) for colour, _ in LOOKS.values())
     assert min(b - a for a, b in zip(light, light[1:], strict=False)) > 15
-    assert len({str(dashes) for _, dashes in LOOKS.values()}) == 4
+    assert len({str(dashes) for _, dashes in LOOKS.values()}) == len(LOOKS) == 5
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ another rank `comm` after it is made, at no cost to either. With Fractions as du
 """
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -54,8 +55,8 @@ def parse_action(text: str, where: str = "") -> Action:
     text = text.strip()
     match = _ACTION.fullmatch(text)
     if match is None or match[2] not in COMPUTE + MESSAGES:
-        kinds = ", ".join(COMPUTE + MESSAGES)
-        raise UsageError(f"{where}unknown action {text!r}: expected stage, kind, microbatch, of the kinds {kinds}")
+        rule = f"expected stage, kind, microbatch, of the kinds {', '.join(COMPUTE + MESSAGES)}"
+        raise UsageError(f"{where}unknown action {reprlib.repr(text)}: {rule}")
     return Action(int(match[1]), match[2], int(match[3]))
 
 
