@@ -86,6 +86,7 @@ def test_logits_that_are_not_finite_are_an_error():
 
 REFUSED = {
     "--from nowhere": "nowhere is not a directory with a config.json",
+    f"--from {'x' * 300}": f"{'x' * 300} is not a directory with a config.json",  # the system refuses such a name
     "--from {folder}": "--from {folder}/: no checkpoint in it",
     "--from {folder}/small": "--from {folder}/small: the model has 16 tokens, but those of a text are the 256 bytes",
     "--from {folder}/export --tokens 0": "--tokens 0: expected a number of at least 1",

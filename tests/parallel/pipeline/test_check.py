@@ -359,6 +359,14 @@ def test_an_unknown_action_is_named_with_its_rank_and_cell(cell, tmp_path):
     assert f"{path}, rank 1, cell 3: unknown action {cell!r}: expected stage, kind, microbatch" in str(refused.value)
 
 
+def test_a_long_cell_is_not_repeated_in_the_error(tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text("x" * 10_000)
+    with pytest.raises(UsageError) as refused:
+        load_csv(path)
+    assert len(str(refused.value)) < 1000
+
+
 def test_a_file_that_cannot_be_read_or_holds_nothing_is_named(tmp_path):
     with pytest.raises(UsageError, match="missing.csv cannot be read: No such file"):
         load_csv(tmp_path / "missing.csv")
