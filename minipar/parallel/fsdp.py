@@ -77,9 +77,8 @@ class FullyShardedDataParallel(ShardedGradients):
 
     def _free(self, bucket: Bucket) -> None:
         """Leave a placeholder of NaN in the parameters, so that a use outside their unit shows."""
-        for p in bucket.parameters:
-            for leaf in (p, *p.ties):
-                leaf.data = placeholder(p.shape, p.dtype)
+        for leaf in bucket.leaves():
+            leaf.data = placeholder(leaf.shape, leaf.dtype)
 
     def _release(self, unit: UnitPass) -> None:
         for bucket in unit.buckets:

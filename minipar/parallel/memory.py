@@ -86,14 +86,13 @@ def check_limit(
 
     message = f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} "
     message += f"data-parallel rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
-    note = ""
-    if accumulating and ranks > 1:
-        note = " (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "
-        note += "without a pipeline, --sync-every-microbatch keeps them sharded)"
-    for s in STAGES:
-        if totals[s] <= limit:
-            raise UsageError(f"{message}; --zero-stage {s} fits: {arithmetic(s)}{note}")
     least = totals.index(min(totals))
-    if stage != least:
-        message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}"
-    raise UsageError(f"{message}; no stage fits{note}")
+    if fits := [s for s in STAGES if totals[s] <= limit]:
+        message += f"; --zero-stage {fits[0]} fits: {arithmetic(fits[0])}"
+    else:
+        message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}" if stage != least else ""
+        message += "; no stage fits"
+    if accumulating and ranks > 1:
+        message += " (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "
+        message += "without a pipeline, --sync-every-microbatch keeps them sharded)"
+    raise UsageError(message)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minipar.autograd import Function, Tensor
+from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
@@ -118,16 +118,14 @@ def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
             seen.update(reads[i])
 
 
-class _OnBackward(Function):
-    """The identity; backward calls `call()` when it passes through."""
+def _on_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
+    """Return x as the result of an identity whose backward calls `call()`."""
 
-    def forward(self, x: Array, call: Callable[[], None]) -> Array:
-        self.call = call
-        return x
+    def backward(grad: Array) -> Array:
+        call()
+        return grad
 
-    def backward(self, grad: Array) -> Any:
-        self.call()
-        return grad, None
+    return mapping(x, lambda array: array, backward)
 
 
 class ShardedGradients(ShardedDataParallel):
@@ -138,7 +136,7 @@ class ShardedGradients(ShardedDataParallel):
     """
 
     def __init__(
-        self, model: Module, comm: Communicator, algorithm: str, runs: Runs | None = None, **options: Any
+        self, model: Module, comm: Communicator, algorithm: str = "ring", runs: Runs | None = None, **options: Any
     ) -> None:
         super().__init__(model, comm, algorithm, **options)
         self._full: dict[Bucket, Array] = {}  # the full gradients that exist
@@ -169,9 +167,9 @@ class ShardedGradients(ShardedDataParallel):
         """
         self._before_forward(unit)
         takes_gradient = isinstance(x, Tensor) and x.requires_grad
-        y = run(_OnBackward.apply(x, partial(self._after_backward, unit)) if takes_gradient else x)
+        y = run(_on_backward(x, partial(self._after_backward, unit)) if takes_gradient else x)
         self._after_forward(unit)
-        return _OnBackward.apply(y, partial(self._before_backward, unit)) if isinstance(y, Tensor) else y
+        return _on_backward(y, partial(self._before_backward, unit)) if isinstance(y, Tensor) else y
 
     def _before_forward(self, unit: UnitPass) -> None:
         """Forward is about to run the part."""

@@ -53,16 +53,17 @@ def local_part(placement_tp: Any, whole: Array, elements: range) -> Array:
     return part.reshape(-1)[elements.start : elements.stop]
 
 
-def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[dict[str, int] | None, int, int, Array]]) -> Array:
-    """Put a serial array of `shape` together from (cut, start, stop, elements) of all its pieces."""
+def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[dict[str, Any], Array]]) -> Array:
+    """Put a serial array of `shape` together from all its pieces, as in a manifest, and the elements of each."""
     parts: dict[int, np.ndarray] = {}
     shard: Shard | None = None
-    for cut, start, stop, elements in pieces:
+    for piece, elements in pieces:
+        cut = piece["cut"]
         shard = None if cut is None else Shard(**cut, size=shape[cut["dim"]])
         rank = 0 if shard is None else shard.rank
         if rank not in parts:
             parts[rank] = np.empty(shape if shard is None else shard.local_shape(shape), dtype)
-        parts[rank].reshape(-1)[start:stop] = elements
+        parts[rank].reshape(-1)[piece["start"] : piece["stop"]] = elements
     if shard is None:
         return parts[0]
     return shard.join([xp.asarray(parts[rank]) for rank in range(shard.ranks)])
@@ -87,7 +88,7 @@ def gather_state(
         if arrays:
             comm.isend(np.concatenate(arrays), 0).wait()
         return {}
-    pieces: dict[str, list[tuple[dict[str, int] | None, int, int, Array]]] = {}
+    pieces: dict[str, list[tuple[dict[str, Any], Array]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, text in enumerate(headers):
         listed = json.loads(text)
@@ -97,7 +98,7 @@ def gather_state(
             comm.irecv(flat, rank).wait()
             arrays = np.split(flat, np.cumsum(counts)[:-1])
         for (piece, shape), array in zip(listed, arrays if listed else [], strict=True):
-            pieces.setdefault(piece["name"], []).append((piece["cut"], piece["start"], piece["stop"], array))
+            pieces.setdefault(piece["name"], []).append((piece, array))
             shapes[piece["name"]] = tuple(shape)
     # The serial model's order; names that this rank's model does not have come last.
     own_names = [placement_of(p).name for p in model.parameters() if p.placement is not None]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Function, Tensor, queue_callback
+from minipar.autograd import Tensor, mapping, queue_callback
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
@@ -33,21 +33,6 @@ def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float,
     """
     total = comm.all_reduce(np.array([loss_sum, count], dtype=np.float64), algorithm="ordered")
     return float(total[0] / max(1.0, total[1])), int(total[1])
-
-
-class _GlobalMean(Function):
-    """The mean over all ranks as the last node of the graph: backward scales by 1/count and closes the pass."""
-
-    def forward(self, loss_sum: Array, wrapper: "Wrapper", count: int) -> Array:
-        self.wrapper = wrapper
-        mean, total = global_mean(wrapper.comm, float(loss_sum), count)
-        self.scale = 1 / max(1, total)
-        return xp.full_like(loss_sum, mean)
-
-    def backward(self, grad: Array) -> Any:
-        self.wrapper.begin_backward()
-        queue_callback(self.wrapper.end_backward)
-        return grad * xp.full_like(grad, self.scale), None, None
 
 
 class Wrapper(Owner, ABC):
@@ -136,7 +121,15 @@ class Wrapper(Owner, ABC):
         self._scaled = False  # a backward pass that failed has left it True
         if not self._start_checked:
             self._check_start()
-        return _GlobalMean.apply(self.model.loss_sum(x, y), self, self.model.target_count(y))
+        loss_sum = self.model.loss_sum(x, y)
+        mean, count = global_mean(self.comm, loss_sum.item(), self.model.target_count(y))
+
+        def backward(grad: Array) -> Array:
+            self.begin_backward()
+            queue_callback(self.end_backward)
+            return grad * xp.full_like(grad, 1 / max(1, count))
+
+        return mapping(loss_sum, lambda total: xp.full_like(total, mean), backward)
 
     def _check_start(self) -> None:
         """Raise ValueError, once, if the ranks' models differ. Sends a checksum of each rank as control data."""

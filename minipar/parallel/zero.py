@@ -13,7 +13,7 @@ from typing import Any
 
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module, Parameter, zero_grad
 from minipar.nn.optim import Optimizer
 from minipar.parallel.buckets import Bucket, FlatBuffers, make_buckets
 from minipar.parallel.placement import Placement
@@ -21,8 +21,14 @@ from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradien
 from minipar.parallel.wrapper import Wrapper
 
 
-class WholeParameters(ShardedDataParallel):
-    """Stages 1 and 2: each rank has all parameters. It updates its own chunk of them, then all gather the chunks."""
+class ZeroStage1(ShardedDataParallel):
+    """Optimizer state sharded: each rank updates its own chunk of the parameters, then all gather the chunks.
+
+    Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
+    model. `options` are groups (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step, one float64 for the norm.
+    """
+
+    stage = 1
 
     def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
         super().__init__(model, comm, algorithm, **options)
@@ -34,6 +40,11 @@ class WholeParameters(ShardedDataParallel):
             gradient = self._allocate("gradients", stop - start) if whole is None else whole[own]
             self.chunks[bucket] = Chunk(bucket, self.buffers.parameters[own], gradient, self)
 
+    def _reduce(self, bucket: Bucket) -> Work:
+        # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
+        full, out = self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient
+        return self._reduce_scatter(bucket, full, out)
+
     def after_step(self) -> None:
         """Gather what every rank's optimizer made of its chunks. Sends Psi (d-1)/d elements per rank."""
         works = []
@@ -44,23 +55,8 @@ class WholeParameters(ShardedDataParallel):
             work.wait()
 
 
-class ZeroStage1(WholeParameters):
-    """Optimizer state sharded; parameters and gradients are whole on every rank.
-
-    Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
-    model. `options` are groups (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step, one float64 for the norm.
-    """
-
-    stage = 1
-
-    def _reduce(self, bucket: Bucket) -> Work:
-        # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
-        full, out = self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient
-        return self._reduce_scatter(bucket, full, out)
-
-
-class ZeroStage2(WholeParameters, ShardedGradients):
-    """Optimizer state and gradients sharded. Sends what stage 1 sends. `options` are groups and runs (sharding.py)."""
+class ZeroStage2(ShardedGradients, ZeroStage1):
+    """Stage 1 with gradients sharded too. Sends what stage 1 sends. `options` are groups and runs (sharding.py)."""
 
     stage = 2
 
@@ -109,5 +105,4 @@ class ZeroOptimizer:
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
-        for p in self.parameters:
-            p.zero_grad()
+        zero_grad(self.parameters)

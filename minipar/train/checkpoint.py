@@ -132,10 +132,7 @@ class Checkpoint:
 
     def array(self, kind: str, name: str) -> Array:
         """Join the serial model's array for one parameter: its values, or a mean of the optimizer (see KINDS)."""
-        pieces = (
-            (piece["cut"], piece["start"], piece["stop"], self._tensor(file, f"{kind}/{name}"))
-            for file, piece in self.pieces[name]
-        )
+        pieces = ((piece, self._tensor(file, f"{kind}/{name}")) for file, piece in self.pieces[name])
         return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces))))
 
     def _tensor(self, file: str, key: str) -> np.ndarray:

@@ -60,7 +60,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/fsdp.py",
         "parallel/test_fsdp.py parallel/test_zero.py parallel/test_contract.py",
-        ("fsdp: parameters are never freed", "leaf.data = placeholder(p.shape, p.dtype)", "pass"),
+        ("fsdp: parameters are never freed", "leaf.data = placeholder(leaf.shape, leaf.dtype)", "pass"),
         (
             "fsdp: the first unit is not released after its backward",
             "queue_callback(lambda: self._release(unit))",

@@ -82,10 +82,13 @@ def test_pieces_join_to_the_serial_array_in_any_order():
     for rank in range(4):
         cut = {"dim": 0, "groups": 1, "rank": rank, "ranks": 4}
         part = Shard(rank, 4, 0, 10).part(whole).reshape(-1)
-        pieces += [(cut, start, min(start + 7, part.size), part[start : start + 7]) for start in range(0, part.size, 7)]
+        for start in range(0, part.size, 7):
+            elements = part[start : start + 7]
+            pieces.append(({"cut": cut, "start": start, "stop": start + elements.size}, elements))
     assert np.array_equal(join((10, 6), np.float64, reversed(pieces)), whole)
     flat = whole.reshape(-1)
-    assert np.array_equal(join((10, 6), np.float64, [(None, 20, 60, flat[20:]), (None, 0, 20, flat[:20])]), whole)
+    pieces = [({"cut": None, "start": start, "stop": stop}, flat[start:stop]) for start, stop in ((20, 60), (0, 20))]
+    assert np.array_equal(join((10, 6), np.float64, pieces), whole)
 
 
 def test_a_local_part_is_this_ranks_elements_of_its_part():

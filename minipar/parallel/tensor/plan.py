@@ -33,14 +33,14 @@ PLAN = {
     **dict.fromkeys(("o_proj.weight", "down_proj.weight", "w2.weight"), (1, 1)),  # rows
 }
 ROUTER = "gate.weight"  # whole; but its gradient comes from this rank's part of the experts' results
-# The layers that communicate, and which they replace. Several layers of Llama take a norm's result into the part where
+# The layers that communicate, by what they replace. Several layers of Llama take a norm's result into the part where
 # ranks differ. The norm copies or gathers it once for all of them, so the column layers stay serial ones.
-LAYERS: dict[Any, tuple[str, ...]] = {
-    layers.VocabParallelEmbedding: ("wte", "embed_tokens"),
-    layers.SequenceEmbedding: ("wpe",),
-    layers.ColumnParallelLinear: ("c_attn", "c_fc"),
-    layers.RowParallelLinear: ("c_proj", "o_proj", "down_proj"),
-    layers.EnteringNorm: ("input_layernorm", "post_attention_layernorm"),
+LAYERS: dict[str, Any] = {
+    **dict.fromkeys(("wte", "embed_tokens"), layers.VocabParallelEmbedding),
+    "wpe": layers.SequenceEmbedding,
+    **dict.fromkeys(("c_attn", "c_fc"), layers.ColumnParallelLinear),
+    **dict.fromkeys(("c_proj", "o_proj", "down_proj"), layers.RowParallelLinear),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), layers.EnteringNorm),
 }
 
 
@@ -121,9 +121,8 @@ def tensor_parallel(
     modules: dict[str, Any] = dict(model.named_modules())
     for name, module in modules.items():
         parent, _, attribute = name.rpartition(".")
-        kinds = [kind for kind, names in LAYERS.items() if attribute in names]
-        if kinds:
-            setattr(modules[parent], attribute, kinds[0].from_serial(module, group, sequence))
+        if attribute in LAYERS:
+            setattr(modules[parent], attribute, LAYERS[attribute].from_serial(module, group, sequence))
         elif isinstance(module, Dropout) and (sequence or attribute == "attn_dropout"):
             # Of (B, heads, T, T) or (B, T, h). With context parallelism the T are a rank's, so this cut comes last.
             module.mask_slices.append(MaskSlice(1, group.size, partial(group.part, dim=0)))
