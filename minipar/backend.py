@@ -27,12 +27,6 @@ LARGEST_KEPT = 2**30  # bytes of one array
 _thread_pools = cache(ThreadpoolController)  # finding the libraries takes milliseconds, setting a limit microseconds
 
 
-def prepare_process() -> None:
-    """Set this process up as a rank. `launch`, `main` and `world` call it; importing minipar changes nothing."""
-    one_blas_thread()
-    keep_freed_memory()
-
-
 def one_blas_thread() -> Any:
     """Limit BLAS to one thread from now on. As a context manager, restore the limit at the end.
 
@@ -44,12 +38,14 @@ def one_blas_thread() -> Any:
     return _thread_pools().limit(limits=1, user_api="blas")
 
 
-def keep_freed_memory() -> None:
-    """Make malloc keep freed arrays for the next ones, instead of returning them to the system. Process-wide.
+def prepare_process() -> None:
+    """Set this process up as a rank: BLAS has one thread, and malloc keeps freed arrays for the next ones.
 
-    By default glibc returns large arrays, and each step gets its activations as new pages, which the kernel fills with
-    zeros. The price is that a process keeps its peak. NB: PyTorch's caching allocator does the same on a GPU.
+    `launch`, `main` and `world` call it; importing minipar changes nothing. By default glibc returns large arrays to
+    the system, and each step gets its activations as new pages, which the kernel fills with zeros. The price is that a
+    process keeps its peak. NB: PyTorch's caching allocator does the same on a GPU.
     """
+    one_blas_thread()
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # macOS, musl, Windows: there is none

@@ -23,8 +23,7 @@ _recording: "ContextVar[MemoryLedger | None]" = ContextVar("memory_ledger", defa
 
 def hold(kind: str, *arrays: Any) -> None:
     """Record that the memory of these arrays is of this kind; the first kind stays. Other values are ignored."""
-    ledger = _recording.get()
-    if ledger is not None:
+    if (ledger := _recording.get()) is not None:
         for array in arrays:
             if isinstance(array, xp.ndarray):
                 ledger.hold(kind, array)
@@ -32,8 +31,7 @@ def hold(kind: str, *arrays: Any) -> None:
 
 def enter(phase: str, restart: bool = False) -> None:
     """Start this phase of a training step; `restart` forgets the moments so far, but not the peak."""
-    ledger = _recording.get()
-    if ledger is not None:
+    if (ledger := _recording.get()) is not None:
         ledger.phase = phase
         if restart:
             ledger.moments = []
@@ -58,7 +56,7 @@ class MemoryLedger:
         self.peak_parts = dict(self.held)
         self.moments: list[tuple[str, tuple[int, ...]]] = []
         self.phase = "setup"
-        self._live: dict[int, Any] = {}  # id of an array that owns memory -> its finalizer
+        self._live: set[int] = set()  # the ids of the arrays that own this memory
         # A message in flight may hold an array's last reference, and another rank's thread may drop it.
         self._lock = threading.RLock()
 
@@ -75,13 +73,13 @@ class MemoryLedger:
             array = array.base  # a view holds no memory of its own
         with self._lock:
             if id(array) not in self._live:
-                self._live[id(array)] = weakref.finalize(array, self._freed, id(array), kind, array.nbytes)
-                self._live[id(array)].atexit = False
+                self._live.add(id(array))
+                weakref.finalize(array, self._freed, id(array), kind, array.nbytes).atexit = False
                 self._change(kind, array.nbytes)
 
     def _freed(self, key: int, kind: str, nbytes: int) -> None:
         with self._lock:
-            del self._live[key]
+            self._live.remove(key)
             self._change(kind, -nbytes)
 
     def _change(self, kind: str, nbytes: int) -> None:

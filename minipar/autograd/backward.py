@@ -30,8 +30,7 @@ class Leaf(Protocol):
 
     hooks: list[Callable[[Any], None]]
 
-    def accumulate(self, contribution: Array | LazyGradient) -> None:
-        """Add a contribution to the gradient."""
+    def accumulate(self, contribution: Array | LazyGradient) -> None: ...
 
 
 class Node:
@@ -134,8 +133,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
     that queued them: the backward pass itself, or `DeferredGradients.run()`. ValueError outside of a backward pass.
     NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback.
     """
-    current = _running.get()
-    if current is None:
+    if (current := _running.get()) is None:
         raise ValueError("queue_callback: no backward pass is running; call it from a gradient hook")
     current.callbacks.append(callback)
 

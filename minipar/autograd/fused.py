@@ -27,8 +27,7 @@ def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
 
 def count_flops(*sizes: int) -> None:
     """Count a product of matrices (n, k) and (k, m), or a stack of them: 2 n k m operations."""
-    count = _flop_counter.get()
-    if count is not None:
+    if (count := _flop_counter.get()) is not None:
         count(2 * math.prod(sizes))
 
 

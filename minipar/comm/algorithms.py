@@ -163,10 +163,8 @@ def dissemination_barrier(link: Link) -> Steps:
     """Return when every rank has called. In step s each rank sends to the rank 2**s to its right. ceil(lg p) alpha."""
     p, r = link.size, link.rank
     nothing = link.scratch(0, np.dtype(np.uint8))
-    distance = 1
-    while distance < p:
-        yield link.isend(nothing, (r + distance) % p), link.irecv(nothing, (r - distance) % p)
-        distance *= 2
+    for step in range((p - 1).bit_length()):
+        yield link.isend(nothing, (r + 2**step) % p), link.irecv(nothing, (r - 2**step) % p)
 
 
 def gather(link: Link, x: np.ndarray, bounds: Bounds, root: int) -> Steps:

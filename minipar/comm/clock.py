@@ -138,10 +138,7 @@ class Tracer:
 
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""
-        names: list[dict[str, Any]] = [
-            {"name": "process_name", "ph": "M", "tid": 0, "args": {"name": f"rank {rank}"}},
-            {"name": "process_sort_index", "ph": "M", "tid": 0, "args": {"sort_index": rank}},
-        ]
-        for tid, name in self._tracks.values():
-            names.append({"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": name}})
-        return [event | {"pid": rank} for event in names + self.events]
+        names = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
+        names += [("thread_name", tid, {"name": name}) for tid, name in self._tracks.values()]
+        metadata = [{"name": name, "ph": "M", "tid": tid, "args": arguments} for name, tid, arguments in names]
+        return [event | {"pid": rank} for event in metadata + self.events]

@@ -205,10 +205,11 @@ class MPITransport:
     def _start(self, op: str, *arguments: Any) -> MPI.Request:
         """Start MPI's collective with the arguments of the algorithms in algorithms.py."""
         match op, arguments:
-            case "all_reduce", (x, combine):
-                return self.comm.Iallreduce(MPI.IN_PLACE, _typed(x), REDUCTIONS[combine])
+            case "all_reduce", (x, combine):  # to add elements, MPI needs their type
+                return self.comm.Iallreduce(MPI.IN_PLACE, [x, x.dtype.char], REDUCTIONS[combine])
             case "reduce_scatter", (x, out, combine):
-                return self.comm.Ireduce_scatter(_typed(x), _typed(out), self._counts(x, 1), REDUCTIONS[combine])
+                counts = self._counts(x, 1)
+                return self.comm.Ireduce_scatter([x, x.dtype.char], [out, x.dtype.char], counts, REDUCTIONS[combine])
             case "all_gather", (out,):
                 return self.comm.Iallgatherv(MPI.IN_PLACE, [out, self._counts(out, out.itemsize), BYTE])
             case "all_to_all", (x, out, *bounds):
@@ -221,11 +222,6 @@ class MPITransport:
 
     def _counts(self, x: np.ndarray, unit: int, bounds: Bounds | None = None) -> list[int]:
         return [unit * (stop - start) for start, stop in bounds or chunk_bounds(x.size, self.size)]
-
-
-def _typed(x: np.ndarray) -> list[Any]:
-    """Return the array with MPI's type for its elements, which MPI needs to add them."""
-    return [x, MPI.Datatype.fromcode(x.dtype.char)]
 
 
 def abort(code: int) -> None:

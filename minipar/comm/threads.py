@@ -104,10 +104,9 @@ class ThreadWorld:
 
     def _deadlock(self) -> str:
         lines = ["every rank waits and no message is on its way:"]
-        for rank in range(len(self.wake)):
-            request = self.idle[rank]
-            lines.append(f"  rank {rank} has returned" if request is None else f"  {request.describe()}")
-        return "\n".join(lines)
+        for rank, request in sorted(self.idle.items()):
+            lines.append(f"rank {rank} has returned" if request is None else request.describe())
+        return "\n  ".join(lines)
 
 
 class ThreadTransport:

@@ -9,10 +9,6 @@ class Traffic:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}  # (operation, axis): [messages, bytes]
 
-    def counter(self, op: str, axis: str) -> list[int]:
-        """Return the mutable [messages, bytes] of one operation on one axis."""
-        return self.counts.setdefault((op, axis), [0, 0])
-
     def messages(self, op: str | None = None, axis: str | None = None) -> int:
         """Return the number of messages sent. None means every operation or every axis."""
         return self._total(0, op, axis)

@@ -81,22 +81,15 @@ Steps = Generator[Iterable[Request], None, None]
 
 
 class Link(Protocol):
-    """The two operations as an algorithm sees them: messages are counted, and have the tag of their operation."""
+    """An operation as its algorithm sees it (`work.Work`): messages are counted, and have the operation's tag."""
 
     rank: int
     size: int
 
-    def title(self) -> str:
-        """Name the rank and the operation, for errors: `rank 5 (dp rank 2), all_reduce ring`."""
-
-    def isend(self, array: np.ndarray, dest: int) -> Request:
-        """Count a message and start to send it to a rank of the group (`Transport.isend`)."""
-
-    def irecv(self, array: np.ndarray, source: int) -> Request:
-        """Start to receive from a rank of the group (`Transport.irecv`)."""
-
-    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Return memory for `count` elements. The next operation on the communicator uses the same memory."""
+    def isend(self, array: np.ndarray, dest: int) -> Request: ...
+    def irecv(self, array: np.ndarray, source: int) -> Request: ...
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray: ...
+    def title(self) -> str: ...
 
 
 class Transport(Protocol):

@@ -53,8 +53,8 @@ MUTANTS = [
         "comm/test_barrier.py comm/test_collectives.py comm/test_delays.py",
         (
             "barrier: one round short",
-            "np.uint8))\n    distance = 1\n    while distance < p:",
-            "np.uint8))\n    distance = 1\n    while 2 * distance < p:",
+            "for step in range((p - 1).bit_length()):",
+            "for step in range((p - 1).bit_length() - 1):",
         ),
         ("broadcast: from rank 0 whatever the root", "place = (link.rank - root) % p", "place = link.rank"),
         (

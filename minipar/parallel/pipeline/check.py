@@ -39,8 +39,7 @@ def lower(schedule: Schedule) -> Schedule:
             lists[rank].append(action)
             continue
         for user in users.get(action, []):
-            message = message_of(schedule, action, user)
-            if message is not None:
+            if (message := message_of(schedule, action, user)) is not None:
                 lists[rank].append(message[0])
                 lists[schedule.home[user.stage]].append(message[1])
     return Schedule.of(schedule.name, lists)
@@ -90,12 +89,10 @@ def _check_complete(schedule: Schedule) -> None:
             raise UsageError(f"schedule {schedule.name}: no rank has stage {stage} of {schedule.stages}")
         for microbatch in range(schedule.microbatches):
             kinds = {kind for kind in COMPUTE if Action(stage, kind, microbatch) in count}
-            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
-                splits = bool(kinds & {"I", "W"})
-                problem = "both B and I or W"
-                if not (splits and "B" in kinds):
-                    missing = next(kind for kind in ("FIW" if splits else "FB") if kind not in kinds)
-                    problem = f"{Action(stage, missing, microbatch)} is missing"
+            needed = "FIW" if kinds & {"I", "W"} else "FB"
+            if kinds != set(needed):
+                missing = [Action(stage, kind, microbatch) for kind in needed if kind not in kinds]
+                problem = "both B and I or W" if kinds - set(needed) else f"{missing[0]} is missing"
                 where = f"rank {schedule.home[stage]}, stage {stage}, microbatch {microbatch}"
                 raise UsageError(f"schedule {schedule.name}, {where}: {problem}")
 
@@ -115,8 +112,7 @@ def _check_messages(schedule: Schedule) -> None:
     expected: set[tuple[Action, int]] = set()  # each message and its rank
     for rank, action in schedule:
         for need in schedule.needs(action) if action.computes else []:
-            message = message_of(schedule, need, action)
-            if message is None:
+            if (message := message_of(schedule, need, action)) is None:
                 continue
             send, receive = message
             source = schedule.home[need.stage]
@@ -138,23 +134,21 @@ def _check_blocking_sends(schedule: Schedule) -> None:
     """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
     left = [deque(actions) for actions in schedule.ranks]
 
-    def advancing(rank: int) -> list[int]:
-        """Return the ranks that finish their next action together with this one; a receive waits for its send."""
+    def advance(rank: int) -> bool:
+        """Run this rank's next action, a send together with its receive. Return False if it has to wait."""
         if not left[rank] or left[rank][0].kind.startswith("RECV"):
-            return []
+            return False
         action = left[rank][0]
-        if action.computes:  # what it needs comes before it in the lists: the checks above have seen that
-            return [rank]
-        receiver = schedule.home[action.other_end.stage]
-        return [rank, receiver] if left[receiver] and left[receiver][0] == action.other_end else []
+        if not action.computes:  # what a computation needs comes before it in the lists: the checks above have seen it
+            receiver = left[schedule.home[action.other_end.stage]]
+            if not receiver or receiver[0] != action.other_end:
+                return False
+            receiver.popleft()
+        left[rank].popleft()
+        return True
 
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(len(left)):
-            for each in advancing(rank):
-                left[each].popleft()
-                progress = True
+    while sum(advance(rank) for rank in range(len(left))):  # every rank in its turn, until none can
+        pass
     waiting = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
     if waiting:
         raise UsageError(f"schedule {schedule.name} deadlocks if sends block until they are received: {waiting}")
