@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, concatenate, embedding, swiglu
-from minipar.backend import Array, to_host, xp
+from minipar.autograd import Function, Tensor, concatenate, embedding, swiglu
+from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Block, Llama, LlamaConfig
 from minipar.nn.module import Module
 
@@ -68,10 +68,36 @@ class Expert(Module):
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
+class _Balance(Function):
+    """The identity on a router's probabilities (N, E). Backward counts the load and adds the auxiliary loss's gradient.
+
+    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share of
+    its T k (token, slot)s that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
+    gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it where the main loss's passes.
+    """
+
+    def forward(self, probabilities: Array, layer: "MoE", loads: np.ndarray) -> Array:
+        self.layer, self.loads = layer, loads  # loads: (B, E)
+        return probabilities
+
+    def backward(self, grad: Array) -> Any:
+        self.layer.load += self.loads.sum(axis=0)
+        if self.layer.aux_loss:
+            loads = self.layer.sum_loads(self.loads)
+            f = loads / loads.sum(axis=1, keepdims=True)
+            each = self.layer.aux_loss * f.shape[1] * f.repeat(len(grad) // len(f), axis=0)  # (N, E)
+            grad = grad + from_host(each.astype(grad.dtype))
+        return grad, None, None
+
+
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
-    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `leave`.
+    `load` (E,) counts the (token, slot)s of this rank for each expert, in all backward passes until it is set to zero.
+    `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch).
+
+    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `leave`,
+    context parallelism `sum_loads`, with which samples get all their tokens' loads.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
@@ -80,13 +106,15 @@ class MoE(Module):
         self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
         self.leave: Any = lambda y: y
+        self.load, self.aux_loss = np.zeros(count, np.int64), 0.0
+        self.sum_loads: Any = lambda loads: loads
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (N, h)
-        indices, weights = self.route(tokens)
+        indices, weights = self.route(tokens, x.shape[0])
         return self.leave(self.compute(tokens, indices, weights).reshape(*x.shape))
 
-    def route(self, x: Tensor) -> tuple[Array, Tensor]:
+    def route(self, x: Tensor, samples: int = 1) -> tuple[Array, Tensor]:
         """Return each token's k most probable experts, the first of equals first, and their weights; both (N, k).
 
         The probabilities are a softmax over all experts. The weights are those of the k, divided by their sum.
@@ -95,6 +123,9 @@ class MoE(Module):
         powers = (logits - logits.data.max(axis=-1, keepdims=True)).exp()
         probabilities = powers / powers.sum(-1, keepdims=True)
         indices = xp.argsort(-probabilities.data, axis=-1, kind="stable")[:, : self.top_k]
+        by_sample = to_host(indices).reshape(samples, -1)
+        loads = np.stack([np.bincount(chosen, minlength=len(self.load)) for chosen in by_sample])  # (B, E)
+        probabilities = _Balance.apply(probabilities, self, loads)
         chosen = probabilities[xp.arange(len(indices))[:, None], indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
 
@@ -113,6 +144,11 @@ class MoE(Module):
         """
         stretches = zip(self.experts, np.cumsum(counts), counts, strict=True)
         return concatenate(*(expert(xs[stop - count : stop]) for expert, stop, count in stretches))
+
+
+def moe_layers(model: Module) -> list[Any]:
+    """List a model's layers of experts."""
+    return [module for _, module in model.named_modules() if isinstance(module, MoE)]
 
 
 class MixtralBlock(Block):

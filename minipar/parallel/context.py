@@ -247,4 +247,6 @@ def context_parallel(
         elif hasattr(module, "kv_heads"):
             ulysses = partial(context.ulysses, module.attention)
             module.attention = ulysses if method == "ulysses" else context.block_attention
+        elif hasattr(module, "experts"):
+            module.sum_loads = partial(comm.all_reduce, algorithm="ordered")
     return context

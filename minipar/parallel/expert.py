@@ -25,7 +25,7 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter
-from minipar.nn.moe import MoE
+from minipar.nn.moe import moe_layers
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import place, update
 
@@ -85,8 +85,7 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
         return
     place(model)
     owner = ExpertParallel(comm, replicas)
-    moes: list[Any] = [module for _, module in model.named_modules() if isinstance(module, MoE)]
-    for moe in moes:
+    for moe in moe_layers(model):
         count, left = divmod(len(moe.experts), comm.size)
         if left:
             what = f"experts/ep = {len(moe.experts)}/{comm.size}"

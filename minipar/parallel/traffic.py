@@ -51,6 +51,7 @@ class StepLayout:
     recompute: bool = False
     reduction: str = "ring"
     sync_every_microbatch: bool = False
+    aux_loss: float = 0.0
 
     replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed: d c
     shards = property(lambda self: self.replicas // self.zero_replicas)  # ranks over which ZeRO shards: s = d c/q
@@ -168,6 +169,9 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
     coordinates = layout.coordinates(rank)
     dp, cp, tp, pp = (coordinates[axis] for axis in ("dp", "cp", "tp", "pp"))
     sent = {"dp": dp_bytes(layout, dp * layout.cp + cp, pp), "cp": cp_bytes(layout, pp)}
+    if layout.aux_loss:  # the loads of each sample, once per layer and microbatch
+        loads = wire_bytes("all_reduce", "ordered", layout.samples * layout.model.num_local_experts, 8, layout.cp, cp)
+        sent["cp"] += layout.microbatches * layout.blocks(pp) * loads
     return sent | {"tp": tp_bytes(layout, tp, pp), "pp": pp_bytes(layout, pp)}
 
 

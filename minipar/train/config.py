@@ -103,6 +103,8 @@ class ModelConfig:
         "columns of Llama's MLP or of each expert (default: 8/3 of hidden, up to a multiple of 64)")
     experts: int | None = option(None, int, COUNT, "E", "of Mixtral: MLPs in each layer (default: 8)")
     top_k: int | None = option(None, int, COUNT, "K", "of Mixtral: experts that each token is sent to (default: 2)")
+    aux_loss: float = option(0.0, float, "[0, inf)", "COEF",
+        "of Mixtral: what is minimized has COEF times each router's balance loss, 1 if it is fair, besides the loss")
     init_from: str | None = option(None, str, None, "DIR",
         "start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), which also gives the shape")
 
@@ -253,7 +255,7 @@ def inside(value: float, interval: str) -> bool:
 
 
 def check(config: TrainConfig) -> None:
-    """Check what can be known before the number of ranks. A resumed run's sizes are its checkpoint's, checked later."""
+    """Check what can be known before the number of ranks; the sizes of a checkpoint or a model directory are later."""
     for _, field, flag, value in flags(config):
         within, choices = field.metadata["within"], field.metadata["choices"]
         for one in value if isinstance(value, tuple) else (value,):
@@ -264,7 +266,7 @@ def check(config: TrainConfig) -> None:
         if value == "":
             raise UsageError(f"{flag} is empty; expected {field.metadata['metavar']}")
     mesh, run = config.mesh, config.run
-    if run.resume is None:
+    if run.resume is None and config.model.init_from is None:
         check_sizes(config)
     if run.clock != "wall" and run.trace is None:
         raise UsageError(f"--clock {run.clock} is the time of a trace; give --trace FILE.json too")
@@ -301,9 +303,8 @@ def check_sizes(config: TrainConfig) -> None:
         if model.model == "gpt2" and value is not None:
             why = "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
             raise UsageError(f"{flag} {value} is for --model llama: {why}")
-    ep = config.mesh.ep if config.mesh.ep > 1 else None
-    for flag, value in (("--experts", model.experts), ("--top-k", model.top_k), ("--ep", ep)):
-        if model.model != "mixtral" and value is not None:
+    for _, field, flag, value in flags(config):
+        if model.model != "mixtral" and str(field.metadata["help"]).startswith("of Mixtral") and value != field.default:
             raise UsageError(f"{flag} {value} is for --model mixtral: a layer of other models has one MLP, no experts")
     if model.model != "gpt2" and config.optimizer.dropout:
         why = f"{model.model.title()} has no dropout"

@@ -14,9 +14,8 @@ from minipar.train.data import Tokens
 
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
-SINCE = {"--model": "gpt2", "--cp": 1, "--ep": 1, "--zero-replicas": 1}  # in older checkpoints; other flags are None
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
-UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
+UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad --aux-loss".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
@@ -28,6 +27,9 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
     chosen = {"--dtype", "--seed", "--reduction", "--device"}
     values = {flag: value for section, _, flag, value in flags(config) if section != "run" or flag in chosen}
     return dict(json.loads(json.dumps(values)))
+
+
+SINCE = run_flags(TrainConfig())  # of flags that an older checkpoint lacks
 
 
 def _find(run: RunConfig, name: str) -> Path | None:

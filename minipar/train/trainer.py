@@ -21,6 +21,7 @@ from minipar.errors import writing
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.module import Deferred
+from minipar.nn.moe import moe_layers
 from minipar.nn.optim import AdamW, learning_rate
 from minipar.nn.pretrained import load_pretrained
 from minipar.nn.transformer import LanguageModel, TransformerConfig
@@ -86,6 +87,7 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
         itemsize=np.dtype(config.run.dtype).itemsize,
         schedule=schedule_of(config) if mesh.pp > 1 else None,
         recompute=config.run.recompute == "full",
+        aux_loss=config.model.aux_loss,
         reduction=config.run.reduction,
         **{name: getattr(mesh, name) for name in same},
     )
@@ -117,6 +119,9 @@ class Trainer:
         method, order = config.mesh.context_parallel, config.mesh.cp_order
         self.context = context_parallel(self.model, mesh.cp, method, order, config.run.reduction)
         self.ddp = self._parallelize()
+        self.moes = moe_layers(self.model)
+        for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
+            moe.aux_loss = config.model.aux_loss / (len(self.moes) * self.tokens_per_step * mesh.tp.size)
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
@@ -162,6 +167,8 @@ class Trainer:
         with self._model_clock():
             enter("forward", restart=True)
             self.ddp.zero_grad()
+            for moe in self.moes:
+                moe.load[:] = 0
             loss = self._forward_backward(step)
             gradients = self.state_dict(gradients=True) if self.recording else {}
             with self._region("optimizer"):

@@ -66,11 +66,22 @@ MUTANTS = [
         ("moe: the least probable experts are chosen", "argsort(-probabilities.data", "argsort(probabilities.data"),
         ("moe: only the best expert is asked", "[:, : self.top_k]", "[:, :1]"),
         ("moe: results return to other tokens", "xp.argsort(order).reshape(", "order.reshape("),
-        ("moe: the router gets no gradient", "self.route(tokens)", "self.route(tokens.detach())"),
+        ("moe: the router gets no gradient", "self.route(tokens,", "self.route(tokens.detach(),"),
         ("moe: gate and up change places", "swiglu(self.w1(x), self.w3(x))", "swiglu(self.w3(x), self.w1(x))"),
         ("moe: every expert takes the first rows", "expert(xs[stop - count : stop])", "expert(xs[:count])"),
         ("moe: all experts count as active", "(self.num_experts_per_tok - 1)", "(self.num_local_experts - 1)"),
         ("moe: top-k may exceed the experts", "self.num_experts_per_tok > self.num_local_experts", "False"),
+    ),
+    *mistakes(
+        "minipar/nn/moe.py",
+        "nn/test_balance.py",
+        ("balance: the shares of the whole batch", "loads.sum(axis=1, keepdims=True)", "loads.sum()"),
+        ("balance: the auxiliary gradient takes the main one's place", "grad = grad + from_host", "grad = from_host"),
+        (
+            "balance: the load of a forward pass counts",
+            "self.layer, self.loads = layer, loads",
+            "self.layer, self.loads, layer.load = layer, loads, layer.load + loads.sum(axis=0)",
+        ),
     ),
     *mistakes(
         "minipar/autograd/fused.py",

@@ -53,6 +53,15 @@ MUTANTS = [
         ("traffic: experts are reduced over all of dp", "1 if p.ep is None else layout.ep]", "1]"),
     ),
     *mistakes(
+        "minipar/parallel/traffic.py",
+        "train/test_balance.py",
+        (
+            "traffic: the loads of one sample",
+            "layout.samples * layout.model.num_local_experts",
+            "layout.model.num_local_experts",
+        ),
+    ),
+    *mistakes(
         "minipar/parallel/wrapper.py",
         "parallel/test_expert.py",
         ("contract: ranks compare experts that only one holds", " if self.holders(bucket) is comm]", "]"),

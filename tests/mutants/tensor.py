@@ -75,6 +75,11 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/parallel/context.py",
+        "train/test_balance.py",
+        ("context: a rank balances its own tokens", "module.sum_loads = partial(comm", "partial(comm"),
+    ),
+    *mistakes(
+        "minipar/parallel/context.py",
         "parallel/test_context.py",
         ("context: zigzag without the zag", "np.concatenate([early, late[::-1]]", "np.concatenate([early, late]"),
         (

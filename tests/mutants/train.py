@@ -39,6 +39,16 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/train/trainer.py",
+        "train/test_balance.py",
+        (
+            "trainer: every tp rank adds the auxiliary gradient",
+            "self.tokens_per_step * mesh.tp.size)",
+            "self.tokens_per_step)",
+        ),
+        ("trainer: a layer's auxiliary loss is not averaged", "(len(self.moes) * self.tokens", "(self.tokens"),
+    ),
+    *mistakes(
+        "minipar/train/trainer.py",
         "train/test_unseen_by_verify.py",
         (
             "trainer: --memory-limit of the world's size",

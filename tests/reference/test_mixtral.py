@@ -11,8 +11,10 @@ from transformers import MixtralConfig as TheirConfig
 from transformers import MixtralForCausalLM
 from transformers.models.mixtral import modeling_mixtral
 
+from minipar.autograd import Tensor
 from minipar.errors import UsageError
 from minipar.nn import Mixtral, MixtralConfig
+from minipar.nn.moe import moe_layers
 from minipar.nn.pretrained import load_config, load_pretrained, save_pretrained
 
 RANDOM = np.random.Generator(np.random.Philox(19))
@@ -164,3 +166,17 @@ def test_an_option_that_is_not_implemented_is_refused_by_name(name, tmp_path):
     with pytest.raises(UsageError, match=f"config.json: {name} is .*but minipar's mixtral has") as error:
         load_config(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_auxiliary_loss_is_theirs_over_k(k, monkeypatch):
+    """Of one sample and layer. They count the slots of a token one by one, so their loss is k where all is even."""
+    compute_in_float64(monkeypatch, modeling_mixtral, "load_balancing_loss_func")
+    (layer,) = moe_layers(replace(TWO_OF_FOUR, num_hidden_layers=1, num_experts_per_tok=k).build(dtype="float64"))
+    layer.gate.weight.data[...] = RANDOM.standard_normal(layer.gate.weight.shape)
+    x = RANDOM.standard_normal((1, 7, 24))
+    layer.aux_loss = 1 / 7
+    layer(Tensor(x)).backward(np.zeros_like(x))
+    weight = torch.tensor(layer.gate.weight.data, requires_grad=True)
+    (modeling_mixtral.load_balancing_loss_func((torch.tensor(x[0]) @ weight.T,), 4, k) / k).backward()
+    np.testing.assert_allclose(layer.gate.weight.grad, weight.grad.numpy(), rtol=1e-12, atol=1e-14)

@@ -1,0 +1,108 @@
+"""Claims about what keeps a router's experts evenly used: the auxiliary loss's gradient, and the counts."""
+
+import numpy as np
+import pytest
+
+from minipar.autograd import Tensor, checkpoint, no_grad
+from minipar.nn import Mixtral, MixtralConfig
+from minipar.nn.moe import moe_layers
+
+E, H = 5, 8
+RANDOM = np.random.Generator(np.random.Philox(31))
+SHAPE = MixtralConfig(11, H, 12, 2, 4, 2, 6, num_local_experts=E, num_experts_per_tok=2)
+
+
+def layer_of(top_k=2):
+    config = MixtralConfig(11, H, 12, 1, 4, 2, 6, num_local_experts=E, num_experts_per_tok=top_k)
+    (layer,) = moe_layers(Mixtral(config, seed=1, dtype="float64"))
+    for parameter in layer.parameters():
+        parameter.data[...] = RANDOM.standard_normal(parameter.shape)
+    return layer
+
+
+def probabilities(layer, x):
+    """Of each token of one sample: (T, E)."""
+    powers = np.exp(x @ layer.gate.weight.data.T)
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def load_of(layer, x):
+    """How many (token, slot)s of one sample each expert gets."""
+    best = np.argsort(-probabilities(layer, x), axis=1, kind="stable")[:, : layer.top_k]
+    return np.bincount(best.reshape(-1), minlength=E)
+
+
+def auxiliary(layer, x, load):
+    """The auxiliary loss of one sample, (T, h), whose tokens are counted in `load`."""
+    return E * (load / load.sum() * probabilities(layer, x).mean(axis=0)).sum()
+
+
+@pytest.mark.parametrize(("samples", "top_k"), [(1, 1), (1, 2), (3, 2), (2, E)])
+def test_backward_adds_the_gradient_of_each_samples_loss(samples, top_k):
+    """To both inputs of the router: the gradient of y dy, and 0.7 times the samples' auxiliary losses."""
+    layer = layer_of(top_k)
+    layer.aux_loss = 0.7 / 4  # over T
+    x, dy, direction = RANDOM.standard_normal((3, samples, 4, H))
+    across = RANDOM.standard_normal(layer.gate.weight.shape)
+    loads = [load_of(layer, tokens) for tokens in x]
+
+    def total(step):
+        layer.gate.weight.data += step * across
+        with no_grad():
+            moved = x + step * direction
+            value = (layer(Tensor(moved)).data * dy).sum()
+        value += 0.7 * sum(auxiliary(layer, tokens, load) for tokens, load in zip(moved, loads, strict=True))
+        layer.gate.weight.data -= step * across
+        return value
+
+    leaf = Tensor(x, requires_grad=True)
+    layer(leaf).backward(dy)
+    found = (leaf.grad * direction).sum() + (layer.gate.weight.grad * across).sum()
+    assert found == pytest.approx((total(1e-6) - total(-1e-6)) / 2e-6, rel=1e-7)
+
+
+def test_the_loss_is_one_if_all_experts_are_equal():
+    layer = layer_of(E)
+    layer.gate.weight.data[...] = 0
+    x = RANDOM.standard_normal((6, H))
+    assert auxiliary(layer, x, load_of(layer, x)) == pytest.approx(1, rel=1e-14)
+
+
+def test_descent_on_the_loss_alone_evens_the_load_out():
+    layer, x = layer_of(), RANDOM.standard_normal((1, 40, H))
+    layer.aux_loss, spread = 1 / 40, []
+    for _ in range(300):
+        spread.append(np.ptp(load_of(layer, x[0])))
+        layer.gate.weight.grad = None
+        layer(Tensor(x)).backward(np.zeros_like(x))
+        layer.gate.weight.data -= 0.3 * layer.gate.weight.grad
+    assert max(spread[-100:]) <= 4 < 12 < spread[0]
+
+
+def test_results_are_the_same_bits_with_the_loss():
+    layer = layer_of()
+    x = Tensor(RANDOM.standard_normal((2, 3, H)))
+    before = layer(x).data
+    layer.aux_loss = 3.0
+    assert layer(x).data.tobytes() == before.tobytes()
+
+
+def test_the_load_is_counted_once_for_each_backward():
+    layer = layer_of()
+    x = RANDOM.standard_normal((2, 3, H))
+    load = sum(load_of(layer, sample) for sample in x)
+    for run in (layer, lambda x: checkpoint(layer, x, parameters=layer.parameters())):
+        layer.load[:] = 0
+        with no_grad():
+            layer(Tensor(x))
+        y = run(Tensor(x))
+        assert not layer.load.any()
+        y.sum().backward()
+        assert np.array_equal(layer.load, load)
+        run(Tensor(x)).sum().backward()
+        assert np.array_equal(layer.load, 2 * load) and layer.load.dtype == np.int64
+
+
+def test_a_model_lists_its_layers_of_experts():
+    model = Mixtral(SHAPE)
+    assert moe_layers(model) == [block.block_sparse_moe for block in model.model.layers]

@@ -1,0 +1,169 @@
+"""Claims about training with balanced experts: equal to one device in every layout, and the bytes that it takes."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from combinations import TEXT, VOCAB, differences, run_steps
+from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for
+
+from minipar.autograd import no_grad
+from minipar.comm import run_local
+from minipar.errors import UsageError
+from minipar.nn import GPTConfig
+from minipar.parallel.traffic import predicted_traffic
+from minipar.train.config import parse, resolve, shape_of, with_shape
+from minipar.train.trainer import step_layout
+from minipar.train.verify import OneDevice
+
+E = 6
+SHAPE = f"--model mixtral --layers 3 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"
+RUN = f"--experts {E} --top-k 2 --dtype float64 --eps 1e-5 --steps 2 --reduction ordered --weight-decay 0.3"
+AUX = "--aux-loss 0.5"  # large, so that a mistake in it shows
+LAYOUTS = [
+    "--global-batch 4 --recompute full",
+    "--dp 2 --global-batch 4 --clip-grad 0.5",
+    "--dp 3 --ep 3 --global-batch 6 --microbatches 2",
+    "--dp 2 --ep 2 --global-batch 8 --zero-stage 3 --microbatches 2 --sync-every-microbatch",
+    "--tp 2 --global-batch 4 --clip-grad 0.5",
+    "--dp 2 --tp 2 --ep 2 --global-batch 4 --sequence-parallel --zero-stage 2",
+    "--tp 4 --kv-heads 4 --global-batch 2 --recompute full",
+    "--cp 2 --global-batch 4 --recompute full",
+    "--cp 4 --global-batch 6 --microbatches 2 --zero-stage 3 --context-parallel all-gather",
+    "--dp 2 --cp 2 --tp 2 --kv-heads 4 --global-batch 4 --context-parallel ulysses --sequence-parallel",
+    "--dp 2 --cp 2 --ep 4 --experts 8 --global-batch 4 --zero-stage 1",
+    "--pp 3 --global-batch 4 --microbatches 4",
+    "--dp 2 --pp 2 --ep 2 --global-batch 8 --microbatches 4 --schedule zb-h1 --zero-stage 2 --recompute full",
+    "--cp 2 --tp 2 --pp 2 --layers 4 --global-batch 4 --microbatches 2 --schedule interleaved-1f1b",
+]
+
+
+def config_of(layout, flags=AUX):
+    return config_for(f"{SHAPE} {RUN} {flags} {layout}")
+
+
+@cache
+def on_one_device(config):
+    return run_steps(OneDevice(config, TEXT))[:2]
+
+
+def trained(config):
+    """Each rank's (parameters after each step, what each step reported, bytes of each step by axis, trainer)."""
+
+    def program(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        return *run_steps(trainer), trainer
+
+    return run_local(ranks_of(config), program)
+
+
+# ---- the auxiliary loss ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_auxiliary_loss_trains_as_on_one_device(layout):
+    config = config_of(layout)
+    ranks = trained(config)
+    assert differences(*ranks[0][:2], on_one_device(config), exact=False) == []
+    for rank, (_, reported, sent, _) in enumerate(ranks):
+        assert reported == ranks[0][1]
+        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
+
+
+@pytest.mark.parametrize("layout", ["--dp 2", "--dp 2 --pp 3 --microbatches 2", "--dp 4 --recompute full"])
+def test_without_split_tokens_the_bits_are_one_devices(layout):
+    config = config_of(f"{layout} --global-batch 8 --clip-grad 0.5")
+    assert differences(*trained(config)[0][:2], on_one_device(config), exact=True) == []
+
+
+def test_every_zero_stage_has_the_bits_of_plain_dp():
+    layout = "--dp 2 --cp 2 --ep 2 --global-batch 8 --clip-grad 0.3 --reduction ring --zero-stage"
+    runs = [trained(config_of(f"{layout} {stage}"))[0] for stage in range(4)]
+    for states, reported, *_ in runs[1:]:
+        assert reported == runs[0][1]
+        assert [bits(state) for state in states] == [bits(state) for state in runs[0][0]]
+
+
+def objective(trainer, loads=None):
+    """The global batch's mean loss plus 0.5 times the mean over layers and samples; and the loads of each of them."""
+    moes, found, values = trainer.moes, [], []
+    for moe in moes:
+
+        def route(x, samples, moe=moe, route=moe.route):
+            powers = np.exp(x.data @ moe.gate.weight.data.T)
+            p = (powers / powers.sum(axis=1, keepdims=True)).reshape(samples, -1, E)
+            indices, weights = route(x, samples)
+            found.append(np.array([np.bincount(each, minlength=E) for each in indices.reshape(samples, -1)]))
+            load = found[-1] if loads is None else loads[len(found) - 1]
+            values.extend(E * (load / load.sum(axis=1, keepdims=True) * p.mean(axis=1)).sum(axis=1))
+            return indices, weights
+
+        moe.route = route
+    with no_grad():
+        inputs, targets = trainer.batches.batch(0, range(4))
+        mean = trainer.model.loss_sum(inputs, targets).item() / targets.size
+    for moe in moes:
+        del moe.route
+    assert len(values) == 4 * len(moes)
+    return mean + 0.5 * float(np.mean(values)), found
+
+
+def test_the_gradient_is_that_of_both_losses():
+    """The difference quotient of what the flag says is minimized; the loss that is reported is the cross entropy."""
+    config = config_of("--global-batch 4 --microbatches 2 --lr 1e-300 --weight-decay 0")
+    trainer = trainer_for(config, TEXT)
+    plain = trainer_for(config_of("--global-batch 4 --microbatches 2", flags=""), TEXT)
+    assert trainer.step(0).loss == plain.step(0).loss
+    gradients = trainer.state_dict(gradients=True)
+    random = np.random.Generator(np.random.Philox(5))
+    directions = {name: random.standard_normal(gradient.shape) for name, gradient in gradients.items()}
+
+    def total(step):
+        for name, p in trainer.model.named_parameters():
+            p.data += step * directions[name]
+        value = objective(trainer, loads)[0]
+        for name, p in trainer.model.named_parameters():
+            p.data -= step * directions[name]
+        return value
+
+    _, loads = objective(trainer)
+    found = sum((gradients[name] * directions[name]).sum() for name in gradients)
+    assert found == pytest.approx((total(1e-6) - total(-1e-6)) / 2e-6, rel=1e-7)
+
+
+# ---- flags and checkpoints -------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "--aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral: a layer of other models has one MLP, no experts",
+    "--model llama --aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral",
+    "--model mixtral --aux-loss -0.1": r"--aux-loss -0.1 is outside \[0, inf\)",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_flags_that_do_not_fit_are_refused_by_name(flags):
+    with pytest.raises(UsageError, match=REFUSED[flags]):
+        config_for(flags, 1)
+
+
+def test_flags_of_experts_go_with_a_mixtrals_directory():
+    """Only the directory says that it is one."""
+    config = parse("--init-from DIR --seq-len 8 --dp 2 --ep 2 --aux-loss 0.1".split())
+    of_directory = shape_of(config_of("--global-batch 4").model)
+    mixtral = resolve(with_shape(config, of_directory), 2)
+    assert (mixtral.mesh.ep, mixtral.model.aux_loss, mixtral.model.experts) == (2, 0.1, E)
+    with pytest.raises(UsageError, match="--ep 2 is for --model mixtral"):
+        resolve(with_shape(config, GPTConfig(VOCAB, 8, 16, 2, 2)), 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 3", "--dp 2 --ep 2"), ("--cp 2 --tp 2", "--dp 2")]
+)
+def test_a_resumed_run_goes_on_with_the_same_flags(before, after, tmp_path):
+    whole = config_of(f"{after} --global-batch 4")
+    expected = on_each_rank(whole, TEXT, lambda trainer, results: (trainer.state_dict(), reports(results)))[0]
+    first = config_of(f"{before} --global-batch 4 --steps 1")
+    on_each_rank(first, TEXT, lambda trainer, results: trainer.save(tmp_path, 1))
+    rest = config_of(f"{after} --global-batch 4 --resume {tmp_path}")
+    state, later = on_each_rank(rest, TEXT, lambda trainer, results: (trainer.state_dict(), reports(results)))[0]
+    assert differences([state], later, ([expected[0]], expected[1][1:]), exact=False) == []
