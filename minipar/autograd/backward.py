@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.backend import Array, setting
 from minipar.memory import hold
+
+Leaf = Any  # a Tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up
 
 
 @dataclass
@@ -23,14 +25,6 @@ class LazyGradient:
     """
 
     compute: Callable[[Array | None], Array]
-
-
-class Leaf(Protocol):
-    """A tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up."""
-
-    hooks: list[Callable[[Any], None]]
-
-    def accumulate(self, contribution: Array | LazyGradient) -> None: ...
 
 
 class Node:

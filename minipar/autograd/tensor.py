@@ -211,10 +211,6 @@ class Tensor:
         return a - b, lambda g: g, lambda g: -g
 
     @operation
-    def __rsub__(b: Any, a: Any) -> Any:
-        return a - b, lambda g: -g
-
-    @operation
     def __mul__(a: Any, b: Any) -> Any:
         return a * b, lambda g: g * b, lambda g: g * a
 
@@ -222,11 +218,13 @@ class Tensor:
     def __truediv__(a: Any, b: Any) -> Any:
         return a / b, lambda g: g / b, lambda g: -g * a / (b * b)
 
-    @operation
-    def __rtruediv__(b: Any, a: Any) -> Any:
-        return a / b, lambda g: -g * a / (b * b)
-
     __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return Tensor(other) - self
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        return Tensor(other) / self
 
     def __neg__(self) -> Tensor:
         return self * -1

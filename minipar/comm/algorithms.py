@@ -314,24 +314,18 @@ def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     yield from pairwise_all_gather(link, x)
 
 
-GENERATORS: dict[str, dict[str, Callable[..., Steps]]] = {
-    "all_reduce": {
-        "ring": ring_all_reduce,
-        "recursive_doubling": recursive_doubling_all_reduce,
-        "recursive_halving": recursive_halving_all_reduce,
-        "ordered": ordered_all_reduce,
-    },
-    "reduce_scatter": {
-        "ring": ring_reduce_scatter,
-        "recursive_halving": recursive_halving_reduce_scatter,
-        "ordered": ordered_reduce_scatter,
-    },
-    "all_gather": {
-        "ring": ring_all_gather,
-        "recursive_doubling": recursive_doubling_all_gather,
-        "pairwise": pairwise_all_gather,
-    },
-    "all_to_all": {"pairwise": pairwise_all_to_all},
-    "broadcast": {"binomial": binomial_broadcast},
-    "barrier": {"dissemination": dissemination_barrier},
+GENERATORS: dict[tuple[str, str], Callable[..., Steps]] = {  # by operation and algorithm
+    ("all_reduce", "ring"): ring_all_reduce,
+    ("all_reduce", "recursive_doubling"): recursive_doubling_all_reduce,
+    ("all_reduce", "recursive_halving"): recursive_halving_all_reduce,
+    ("all_reduce", "ordered"): ordered_all_reduce,
+    ("reduce_scatter", "ring"): ring_reduce_scatter,
+    ("reduce_scatter", "recursive_halving"): recursive_halving_reduce_scatter,
+    ("reduce_scatter", "ordered"): ordered_reduce_scatter,
+    ("all_gather", "ring"): ring_all_gather,
+    ("all_gather", "recursive_doubling"): recursive_doubling_all_gather,
+    ("all_gather", "pairwise"): pairwise_all_gather,
+    ("all_to_all", "pairwise"): pairwise_all_to_all,
+    ("broadcast", "binomial"): binomial_broadcast,
+    ("barrier", "dissemination"): dissemination_barrier,
 }

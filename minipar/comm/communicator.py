@@ -15,7 +15,7 @@ from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
 
-ALGORITHMS = {op: (*algorithms, "mpi") for op, algorithms in GENERATORS.items()}
+ALGORITHMS = {op: (*[name for other, name in GENERATORS if other == op], "mpi") for op, _ in GENERATORS}
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
 AUTO = {  # by operation: the algorithm for arrays below that size, and from there on
@@ -230,7 +230,7 @@ class Communicator(Stream):
             elements = elements[:0]
         tag = self.next_tag(op, algorithm, elements, combine)
         work = self._kind()(self, op, algorithm, tag)
-        generator = _alone if self.size == 1 else GENERATORS[op].get(algorithm, _native)
+        generator = _alone if self.size == 1 else GENERATORS.get((op, algorithm), _native)
         steps = generator(work, *arguments)
         if host is not None and type(x) is not np.ndarray:
             steps = _copy_back(steps, host, x)

@@ -56,5 +56,5 @@ def one_round_short(link):
 
 @pytest.mark.parametrize("p", range(2, 9))
 def test_a_barrier_that_is_one_round_short_is_seen(p, monkeypatch):
-    monkeypatch.setitem(communicator.GENERATORS["barrier"], "dissemination", one_round_short)
+    monkeypatch.setitem(communicator.GENERATORS, ("barrier", "dissemination"), one_round_short)
     assert returns_early(p, late=p - 1, patience=30)

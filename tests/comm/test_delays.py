@@ -140,7 +140,7 @@ def test_delays_show_an_algorithm_that_depends_on_time(p, wrong, monkeypatch):
         return [collective(comm, "all_reduce", "ordered", 257).tobytes() for _ in range(5)]
 
     expected = run_local(p, program)
-    monkeypatch.setitem(GENERATORS["all_reduce"], "ordered", wrong)
+    monkeypatch.setitem(GENERATORS, ("all_reduce", "ordered"), wrong)
     assert any(run_late(p, program, seed)[0] != expected for seed in SEEDS)
 
 

@@ -54,7 +54,7 @@ def test_a_seed_gives_the_same_schedule_again():
 
 
 def test_schedules_show_a_sum_in_order_of_arrival(monkeypatch):
-    monkeypatch.setitem(GENERATORS["all_reduce"], "ordered", in_order_of_arrival)
+    monkeypatch.setitem(GENERATORS, ("all_reduce", "ordered"), in_order_of_arrival)
 
     def total(seed):
         results, _ = run_in_turns(4, lambda comm: collective(comm, "all_reduce", "ordered", 257).tobytes(), seed)
