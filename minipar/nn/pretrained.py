@@ -202,11 +202,9 @@ def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    _write(directory / "model.safetensors", save(state or model.state_dict(), metadata={"format": "pt"}))
-    _write(directory / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file under another name and then rename it, so that a reader never sees half of one."""
-    Path(f"{path}.partial").write_bytes(data)
-    os.replace(f"{path}.partial", path)
+    weights = save(state or model.state_dict(), metadata={"format": "pt"})
+    described = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    for name, data in (("model.safetensors", weights), ("config.json", described)):
+        partial_file = directory / f"{name}.partial"  # a reader never sees half of a file
+        partial_file.write_bytes(data)
+        os.replace(partial_file, directory / name)

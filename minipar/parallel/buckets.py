@@ -125,16 +125,15 @@ class FlatBuffers:
     """A flat array into which all the buckets' parameters move and, with `gradients`, one that backward writes."""
 
     def __init__(self, buckets: Sequence[Bucket], gradients: bool = True) -> None:
-        members = [p for bucket in reversed(buckets) for p in bucket.parameters]
-        whole = Bucket(tuple(members), 0, sum(p.size for p in members), buckets[0].comm)
-        dtype = members[0].dtype
-        self.parameters: Array = xp.empty(whole.size, dtype=dtype)
-        self.gradients: Array = xp.zeros(whole.size, dtype=dtype) if gradients else None
+        size, dtype = buckets[0].stop, buckets[0].parameters[0].dtype  # the first to travel is the end of the order
+        self.parameters: Array = xp.empty(size, dtype=dtype)
+        self.gradients: Array = xp.zeros(size, dtype=dtype) if gradients else None
         hold("parameters", self.parameters)
         hold("gradients", self.gradients)
-        for p, view in whole.views(self.parameters):
-            p.move_to(view)
-            p.grad = None
-        if gradients:
-            for p, view in whole.views(self.gradients):
-                p.grad_buffer = view
+        for bucket in reversed(buckets):
+            for p, view in bucket.views(self.parameters[bucket.start : bucket.stop]):
+                p.move_to(view)
+                p.grad = None
+            if self.gradients is not None:
+                for p, view in bucket.views(self.gradients[bucket.start : bucket.stop]):
+                    p.grad_buffer = view

@@ -6,8 +6,7 @@ tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -17,14 +16,16 @@ from minipar.nn.module import Module, Parameter
 from minipar.parallel.placement import Shard, elements_of, placement_of
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements start:stop, in row-major order, of tensor-parallel rank `cut["rank"]`'s part of a parameter."""
+class Piece(TypedDict):
+    """Elements start:stop, in row-major order, of tensor-parallel rank `cut["rank"]`'s part of a parameter.
+
+    A checkpoint's manifest lists these dicts, as JSON.
+    """
 
     name: str
     start: int
     stop: int
-    cut: dict[str, int] | None  # dim, groups, rank, ranks, as in a checkpoint's manifest; None: the whole parameter
+    cut: dict[str, int] | None  # dim, groups, rank, ranks; None: the whole parameter
 
 
 def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slice]]:
@@ -42,7 +43,7 @@ def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slic
         cut = None
         if isinstance(placement.tp, Shard):
             cut = {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
-        piece = Piece(placement.name, own.start, own.stop, cut)
+        piece: Piece = {"name": placement.name, "start": own.start, "stop": own.stop, "cut": cut}
         pieces.append((i, piece, slice(own.start - held.start, own.stop - held.start)))
     return pieces
 
@@ -53,8 +54,8 @@ def local_part(placement_tp: Any, whole: Array, elements: range) -> Array:
     return part.reshape(-1)[elements.start : elements.stop]
 
 
-def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[dict[str, Any], Array]]) -> Array:
-    """Put a serial array of `shape` together from all its pieces, as in a manifest, and the elements of each."""
+def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[Piece, Array]]) -> Array:
+    """Put a serial array of `shape` together from all its pieces and the elements of each."""
     parts: dict[int, np.ndarray] = {}
     shard: Shard | None = None
     for piece, elements in pieces:
@@ -82,13 +83,13 @@ def gather_state(
     values: list[Any] = [p.grad if gradients else p.data for p in parameters]
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
     dtype = np.dtype(parameters[0].dtype if parameters else np.float32)
-    header = [[asdict(piece), placement_of(parameters[i]).shape] for i, piece, _ in own]
+    header = [[piece, placement_of(parameters[i]).shape] for i, piece, _ in own]
     headers = comm.gather_bytes(json.dumps(header).encode())
     if headers is None:
         if arrays:
             comm.isend(np.concatenate(arrays), 0).wait()
         return {}
-    pieces: dict[str, list[tuple[dict[str, Any], Array]]] = {}
+    pieces: dict[str, list[tuple[Piece, Array]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, text in enumerate(headers):
         listed = json.loads(text)

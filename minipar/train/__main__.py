@@ -98,14 +98,12 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     """Train, report, save and trace. Return what `--verify` compares. UsageError, unsaved, if a loss is not finite."""
     config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
     out = progress.progress_stream(config, comm.rank)
-    if out is not None:
-        lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name)]
-        lines += progress.notes(config)
-        if trainer.checkpoint is not None:
-            rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
-            place = printable(str(trainer.checkpoint.directory))
-            lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
-        say("\n".join(lines), out)
+    lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), *progress.notes(config)]
+    if trainer.checkpoint is not None:
+        rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
+        place = printable(str(trainer.checkpoint.directory))
+        lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
+    say("\n".join(lines), out)
     report = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
         start_trace(comm)

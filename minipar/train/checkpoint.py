@@ -18,7 +18,6 @@ A run may be killed at any moment. Files are written into step-N.partial and syn
 directory is renamed to step-N, which a file system does completely or not at all. `Checkpoint` needs no communicator.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -42,7 +41,7 @@ from minipar.nn.optim import AdamW
 from minipar.nn.pretrained import CONFIGS
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import Shard, elements_of, placement_of
-from minipar.parallel.state import join, local_part, owned_pieces
+from minipar.parallel.state import Piece, join, local_part, owned_pieces
 
 FORMAT, VERSION = "minipar checkpoint", 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
@@ -104,7 +103,7 @@ class Checkpoint:
             self.files: list[dict[str, Any]] = self.manifest["files"]
             self.history: list[dict[str, Any]] = self.manifest["history"]
             self.shapes = {name: tuple(shape) for name, shape in self.manifest["parameters"].items()}
-            self.pieces: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)  # (file, piece) by parameter
+            self.pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)  # (file, piece) by parameter
             for file in self.files:
                 for piece in file["pieces"]:
                     self.pieces[piece["name"]].append((file["name"], piece))
@@ -187,7 +186,7 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
         owned = owned_pieces(optimizer.parameters)
         state = [p.data for p in optimizer.parameters], optimizer.exp_avg, optimizer.exp_avg_sq
         tensors = {
-            f"{kind}/{piece.name}": to_host(arrays[i].reshape(-1)[elements])
+            f"{kind}/{piece['name']}": to_host(arrays[i].reshape(-1)[elements])
             for i, piece, elements in owned
             for kind, arrays in zip(KINDS, state, strict=True)
         }
@@ -196,7 +195,7 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
         path.write_bytes(data)
         _sync(path)
         file: dict[str, Any] = {"name": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        file["pieces"] = [dataclasses.asdict(piece) for _, piece, _ in owned]
+        file["pieces"] = [piece for _, piece, _ in owned]
     files = comm.gather_bytes(json.dumps(file).encode())
     with agreeing(comm, flag):
         if files is not None:

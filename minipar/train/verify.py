@@ -103,11 +103,10 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     ddp: Any = trainer.ddp
     same = True
     for bucket in ddp.buckets if ddp.stage < 3 or ddp.replica_comm is not None else ():
-        digest = hashlib.sha256()
-        for p in bucket.parameters if ddp.stage < 3 else ddp.chunks[bucket].shards:
-            digest.update(np.ascontiguousarray(to_host(p.data)).data)
+        held = [p.data for p in bucket.parameters] if ddp.stage < 3 else [ddp.chunks[bucket].data]
+        digest = hashlib.sha256(b"".join(to_host(array).tobytes() for array in held)).digest()
         holders = ddp.holders(bucket) if ddp.stage < 3 else ddp.replica_comm
-        same &= len(set(holders.all_gather_bytes(digest.digest()))) == 1
+        same &= len(set(holders.all_gather_bytes(digest))) == 1
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 

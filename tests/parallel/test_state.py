@@ -42,11 +42,11 @@ def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
     counts = defaultdict(dict)
     for piece, placement in [each for pieces in on_ranks(layout, stage, own) for each in pieces]:
         rank, shape = 0, placement.shape
-        if piece.cut is not None:
-            assert piece.cut == {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
-            rank, shape = piece.cut["rank"], placement.tp.local_shape(shape)
-        held = counts[piece.name].setdefault(rank, np.zeros(int(np.prod(shape)), int))
-        held[piece.start : piece.stop] += 1
+        if piece["cut"] is not None:
+            assert piece["cut"] == {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
+            rank, shape = piece["cut"]["rank"], placement.tp.local_shape(shape)
+        held = counts[piece["name"]].setdefault(rank, np.zeros(int(np.prod(shape)), int))
+        held[piece["start"] : piece["stop"]] += 1
     assert set(counts) == set(serial.shapes)
     for name, parts in counts.items():
         assert sorted(parts) == list(range(len(parts))), name
