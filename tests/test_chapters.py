@@ -34,6 +34,7 @@ EXPECTED = {
     "09_planning",
     "10_is_the_planner_right",
     "11_long_sequences",
+    "12_experts",
 }
 
 STANDALONE = {"00_in_one_file"}  # it uses NumPy and mpi4py only: no pictures, and headings that it prints itself

@@ -210,6 +210,18 @@ def test_the_keys_bias_which_is_noise_is_no_difference(tmp_path):
     assert compare(tmp_path / "a", tmp_path / "b").equal
 
 
+@pytest.mark.parametrize("gradient", [0.0, 1e-16])
+def test_an_update_without_any_gradient_is_compared(gradient, tmp_path):
+    """An expert without tokens has a gradient of exactly zero, and its weights decay."""
+    gradients = {"x": np.ones(2), "idle": np.full(2, gradient)}
+    for name, after in (("a", 0.9), ("b", 1.0)):
+        written = Record(tmp_path / name, {"x": np.ones(2), "idle": np.ones(2)})
+        written.step(0, 1.0, 1.0, gradients, {"x": np.zeros(2), "idle": np.full(2, after)})
+    found = compare(tmp_path / "a", tmp_path / "b").differences
+    seen = [(each.quantity, each.ratio, each.parameters) for each in found]
+    assert seen == ([("update", 0.0, ("idle",))] if gradient == 0 else [])
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_ranks_strips_are_recognized(ranks, groups):

@@ -199,7 +199,8 @@ class StepComparison:
         a, b = self.a[f"{kind}/{name}"], self.b[f"{kind}/{name}"]
         if kind == "update":  # AdamW divides a gradient by its own size, and would make an update of rounding alone
             gradient = np.maximum(self.a[f"gradient/{name}"][0], self.b[f"gradient/{name}"][0])
-            a, b = a * (gradient > self.noise), b * (gradient > self.noise)
+            certain = (gradient > self.noise) | (gradient == 0)  # exactly zero: an expert without tokens, which decays
+            a, b = a * certain, b * certain
         whole = self.factor(a, b)
         if whole is not None:
             return whole, ""

@@ -240,4 +240,56 @@ MISTAKES = [
         "    sums = comm.all_reduce(np.concatenate([[loss_sum, 1], gradient]) / max(count, 1)); sums[1] = 1\n",
         "sum of the ranks' means",
     ),
+    Mistake("e17", "result[order] = back", "result[...] = back", "put each result back"),
+    Mistake(
+        "e17",
+        "by_expert = np.argsort(expert",
+        "by_expert = np.arange(len(expert)); np.argsort(expert",
+        "of other experts",
+    ),
+    Mistake(
+        "e17",
+        'order = np.argsort(experts, kind="stable")',
+        "order = np.lexsort((-np.arange(len(experts)), experts))",
+        "kind='stable'",
+    ),
+    Mistake("e17", "rows[order], counts", "rows, counts", "sort them by expert before you send"),
+    Mistake(
+        "e17",
+        "leaving, arriving = counts.reshape(ranks, -1).sum(1) * width, here.sum(1) * width",
+        "leaving, arriving = counts.reshape(ranks, -1).sum(1), here.sum(1)",
+        "expected one for each rank",
+    ),
+    Mistake("e17", "counts=(arriving, leaving)", "counts=(leaving, arriving)", "with 2 ranks"),
+    Mistake("e17", "here.sum(0))", "counts.reshape(ranks, -1)[comm.rank])", "add those of all source ranks"),
+    Mistake("e17", "here.sum(0))", "here)", "one for each of this rank's experts"),
+    Mistake(
+        "e17",
+        "    here = comm.all_to_all(counts)",
+        "    comm.all_gather(np.zeros(4))\n    here = comm.all_to_all(counts)",
+        "elements were sent, expected",
+    ),
+    Mistake("e18", "mesh.edp.all_reduce(experts)", "mesh.ep.size * mesh.edp.all_reduce(experts)", "times too large"),
+    Mistake(
+        "e18", "mesh.edp.all_reduce(experts)", "1 / mesh.ep.size * mesh.edp.all_reduce(experts)", "times too small"
+    ),
+    Mistake("e18", "mesh.edp.all_reduce(experts)", "experts", "other ranks hold the same experts"),
+    Mistake("e18", "mesh.edp.all_reduce(experts)", "mesh.dp.all_reduce(experts)", "experts that are not the same"),
+    Mistake(
+        "e18", "mesh.ep.all_reduce(np.array([(experts**2).sum()]))[0]", "(experts**2).sum()", "are missing: sum their"
+    ),
+    Mistake("e18", "mesh.ep.all_reduce(np.array([(experts**2).sum()]))[0]", "0.0", "the experts are missing"),
+    Mistake(
+        "e18", "mesh.ep.all_reduce(np.array([(experts", "mesh.dp.all_reduce(np.array([(experts", "counts d/P times"
+    ),
+    Mistake(
+        "e18",
+        "mesh.ep.all_reduce(np.array([(experts**2).sum()]))[0]",
+        "mesh.ep.all_reduce(np.array([(experts**2).sum() + (shared**2).sum()]))[0] - (shared**2).sum()",
+        "count more than once",
+    ),
+    Mistake("e18", "mesh.dp.all_reduce(shared) / count", "shared / count", "sum it over all ranks of dp"),
+    Mistake(
+        "e18", "mesh.dp.all_reduce(shared) / count", "mesh.dp.all_reduce(shared) / count / mesh.dp.size", "once more"
+    ),
 ]

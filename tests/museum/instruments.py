@@ -21,7 +21,7 @@ from minipar.bench.layouts import framework_of, layout_of
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
-from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
+from minipar.parallel.memory import OF_DTYPE, model_state
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.placement import Shard
@@ -60,8 +60,8 @@ def configuration(flags: str, steps: int = STEPS) -> TrainConfig:
 def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield a name and a digest for each array that other ranks hold too; the same name promises the same digest.
 
-    Every data- and context-parallel rank holds its replica's parameters (ZeRO stages 0 to 2), every tensor-parallel
-    rank those that are not split, and the last pipeline rank a copy of the token embedding.
+    Every data- and context-parallel rank holds its replica's parameters (ZeRO stages 0 to 2), but for other ranks'
+    experts, every tensor-parallel rank those that are not split, and the last pipeline rank the token embedding.
     """
     place = trainer.mesh.coordinates
     for name, p in trainer.model.named_parameters():
@@ -69,7 +69,8 @@ def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
         is_copy = trainer.pipeline is not None and p is trainer.model.wte.weight and p.deferred is None
         if trainer.ddp.stage < 3 and (is_here or is_copy):
             part = place["tp"] if isinstance(p.placement.tp, Shard) else "all"
-            yield f"{name}, part {part}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
+            experts = "" if p.placement.ep is None else f", experts of ep rank {p.placement.ep}"
+            yield f"{name}, part {part}{experts}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
 
 
 def planned_peak(config: TrainConfig) -> float:
@@ -86,7 +87,7 @@ def planned_peak(config: TrainConfig) -> float:
 def predicted_state(config: TrainConfig, place: dict[str, int]) -> list[int]:
     """Compute the bytes of parameters, gradients and optimizer state on a rank by the closed forms."""
     placements = step_layout(config).placements(**place)
-    psi, own = elements_placed(placements, place["dp"])
+    psi, own = sum(p.dp.size for p in placements), sum(len(p.dp.own) for p in placements)
     accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
     state = model_state(psi, own, config.mesh.zero_stage, OF_DTYPE[config.run.dtype], accumulating)
     return [getattr(state, kind) for kind in STATE]

@@ -22,7 +22,8 @@ MUTANTS = [
         ("compare: the gradient's norm is not looked at", 'self.of_value("grad_norm") or ', ""),
         ("compare: every run is equal", "return 0 if finding.equal else 1", "return 0"),
         ("compare: the causes of more and less swapped", "(1 / size, f", "(size, f"),
-        ("compare: an update of noise is compared", "a * (gradient > self.noise), b * (gradient > self.noise)", "a, b"),
+        ("compare: an update of noise is compared", "a * certain, b * certain", "a, b"),
+        ("compare: idle parameters may do what they like", " | (gradient == 0)", ""),
         ("compare: parts of fused matrices are missed", "for groups in (1, 3)", "for groups in (1,)"),
     ),
 ]

@@ -1,0 +1,106 @@
+"""Figures of chapter 12: a router's choice, rows on their way to experts, bytes of ep and dp, mistakes, balance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, VERMILION, YELLOW, Picture, ink_on, picture, tidy
+
+RANKS = (*LINES, GREY, YELLOW)
+
+
+def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, moved: int) -> Picture:
+    """Plot what follows from moving one logit: the experts' weights (points, E), and the output's slope (points,)."""
+    figure = picture(7.2, 2.7)
+    left, right = figure.subplots(1, 2)
+    for expert, values in enumerate(weights.T):
+        width = 2.5 if expert == moved else 1.2
+        left.plot(logits, values, color=RANKS[expert], linewidth=width, label=f"expert {expert}")
+    left.set_title("weights of the experts", fontsize=9, loc="left")
+    left.legend(frameon=False, fontsize=7.5, loc="upper left")
+    right.plot(logits, slopes, color=RANKS[moved], linewidth=2.5)
+    right.axhline(0, color=INK, linewidth=0.6)
+    right.set_title(f"slope of the output by the logit of expert {moved}", fontsize=9, loc="left")
+    for axes in (left, right):
+        axes.set_xlabel(f"logit of expert {moved}")
+        tidy(axes)
+    return figure
+
+
+def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
+    """Draw the rows of every rank in the four orders in which they lie before an expert multiplies them.
+
+    chosen: for each rank the experts of its tokens, (N, k). Tokens are letters, experts numbers; a row has the colour
+    of the rank that holds its expert.
+    """
+    ranks, each = len(chosen), experts // len(chosen)
+    first = np.cumsum([0, *(len(indices) for indices in chosen)])
+    own = [
+        [(int(first[r]) + t, int(e)) for t, row in enumerate(indices) for e in row] for r, indices in enumerate(chosen)
+    ]
+    by_expert = [sorted(rows, key=lambda row: row[1]) for rows in own]
+    arrived = [[row for rows in by_expert for row in rows if row[1] // each == rank] for rank in range(ranks)]
+    panels = {
+        "1. each token once for each of its experts": own,
+        "2. sorted by expert: chunk j is for rank j": by_expert,
+        "3. after the all-to-all: by source": arrived,
+        "4. sorted again: one product per expert": [sorted(rows, key=lambda row: row[1]) for rows in arrived],
+    }
+    figure = picture(7.4, 0.75 + 0.62 * ranks)
+    longest = max(len(rows) for lists in panels.values() for rows in lists)
+    for axes, (title, lists) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for rank, rows in enumerate(lists):
+            for place, (token, expert) in enumerate(rows):
+                _row(axes, place, rank, f"{chr(ord('a') + token)}{expert}", RANKS[expert // each])
+        axes.set(xlim=(0, longest), ylim=(ranks, 0), xticks=[])
+        axes.set_yticks(np.arange(ranks) + 0.45, [f"rank {rank}" for rank in range(ranks)])
+        axes.tick_params(length=0, labelsize=8)
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=9, loc="left")
+    return figure
+
+
+def _row(axes: Axes, place: int, rank: int, text: str, colour: str) -> None:
+    axes.add_patch(Rectangle((place, rank), 0.92, 0.88, facecolor=colour))
+    axes.text(place + 0.46, rank + 0.44, text, fontsize=7.5, ha="center", va="center_baseline", color=ink_on(colour))
+
+
+def plot_ep_or_dp(
+    tokens: Sequence[int], elements: Mapping[str, Sequence[float]], crossings: Sequence[float]
+) -> Picture:
+    """Plot the elements that each method sends per layer over the tokens of a rank, and mark where two are equal."""
+    figure = picture(6.0, 3.0)
+    axes = figure.add_subplot()
+    for (name, values), colour in zip(elements.items(), (VERMILION, BLUE, GREEN), strict=True):
+        axes.plot(tokens, values, color=colour, label=name)
+    for crossing in crossings:
+        axes.axvline(crossing, color=GREY, linewidth=0.8, linestyle="--")
+        look: dict[str, Any] = {"ha": "right", "va": "top", "rotation": 90, "fontsize": 8}
+        axes.text(crossing, 0.98, f"{crossing:,.0f}", transform=axes.get_xaxis_transform(), **look)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of a rank", ylabel="elements sent per layer and rank")
+    axes.legend(frameon=False, fontsize=8)
+    tidy(axes)
+    return figure
+
+
+def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Plot the losses and the gradient norms of runs, each over its steps; the first is the right one."""
+    figure = picture(7.4, 2.9)
+    left, right = figure.subplots(1, 2)
+    for (name, run), colour in zip(runs.items(), (INK, *LINES), strict=False):
+        for axes, curve in ((left, "losses"), (right, "norms")):
+            is_right = colour == INK
+            axes.plot(
+                run[curve], color=colour, linewidth=3 if is_right else 1, alpha=0.35 if is_right else 1, label=name
+            )
+    for axes, title in ((left, "loss"), (right, "gradient norm")):
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_xlabel("step")
+        tidy(axes)
+    left.legend(frameon=False, fontsize=7.5)
+    return figure

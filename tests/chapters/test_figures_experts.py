@@ -1,0 +1,42 @@
+"""Figures of chapter 12: what is drawn is what was given."""
+
+import numpy as np
+from matplotlib.colors import to_hex
+
+from chapters.support import figures_experts as figures
+
+
+def test_a_choice_is_drawn_for_each_expert_and_the_slope():
+    logits, weights, slopes = np.array([0.0, 1.0]), np.array([[0.2, 0.8], [0.6, 0.4]]), np.array([0.0, 0.3])
+    left, right = figures.plot_choice(logits, weights, slopes, moved=1).axes
+    assert [list(line.get_ydata()) for line in left.lines] == [[0.2, 0.6], [0.8, 0.4]]
+    assert list(right.lines[0].get_ydata()) == [0.0, 0.3]
+    assert right.get_xlabel() == "logit of expert 1"
+
+
+def test_dispatched_rows_lie_with_their_experts():
+    chosen = [np.array([[3, 0], [1, 2]]), np.array([[2, 0]])]  # two ranks, four experts
+    panels = figures.plot_dispatch(chosen, 4).axes
+    texts = [[text.get_text() for text in axes.texts] for axes in panels]
+    assert texts[0] == ["a3", "a0", "b1", "b2", "c2", "c0"]
+    assert texts[1] == ["a0", "b1", "b2", "a3", "c0", "c2"]
+    assert texts[2] == ["a0", "b1", "c0", "b2", "a3", "c2"]
+    assert texts[3] == ["a0", "c0", "b1", "b2", "c2", "a3"]
+    for axes in panels:
+        colours = [to_hex(patch.get_facecolor()).upper() for patch in axes.patches]
+        assert colours == [figures.RANKS[int(text.get_text()[1]) // 2] for text in axes.texts]
+
+
+def test_bytes_of_ep_and_dp_are_marked_where_they_cross():
+    lines = {"ep": [1, 2], "dp": [3, 3], "zero": [4, 4]}
+    (axes,) = figures.plot_ep_or_dp([10, 20], lines, [15.0]).axes
+    assert [list(line.get_ydata()) for line in axes.lines[:3]] == list(lines.values())
+    assert axes.texts[0].get_text() == "15" and axes.texts[0].get_position()[0] == 15
+
+
+def test_mistakes_are_drawn_beside_the_right_run():
+    runs = {"right": {"losses": [3, 2], "norms": [1, 1]}, "wrong": {"losses": [3, 1], "norms": [1, 2]}}
+    left, right = figures.plot_mistakes(runs).axes
+    assert [list(line.get_ydata()) for line in left.lines] == [[3, 2], [3, 1]]
+    assert [list(line.get_ydata()) for line in right.lines] == [[1, 1], [1, 2]]
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["right", "wrong"]
