@@ -1,15 +1,13 @@
 """Collectives written from isend and irecv, over MPI and over threads, with counted traffic, clocks and a trace.
 
-Reading order. One call goes through the first three files:
+One call goes through these files; read them in this order:
 
-    communicator    the operations: check the arrays, choose an algorithm, run it. mesh: a communicator per axis
-    algorithms      chunks of an array, and each algorithm of an operation as a generator of messages
-    transport       isend and irecv, the interface. mpi and threads implement it
-    work            drives the generators, blocking or asynchronous; a user's single messages
-    traffic         counts messages and bytes; closed forms of what each algorithm sends
-    clock           wall time or logical time, the network's prices, and the recorder of a rank's work
-    trace           operations that take time and are drawn, and the Chrome trace of all ranks
-    launch          the beginning and the end of a program under mpirun or as threads
+    communicator   the operations: check the arrays, choose an algorithm, run it
+    algorithms     each algorithm of an operation as a generator of messages
+    work           drives the generators, blocking or asynchronous
+    transport      isend and irecv, the interface, which mpi and threads implement
+
+Around it: mesh (a communicator for each axis), traffic (counts and closed forms), clock, trace, launch.
 """
 
 import lazy_loader

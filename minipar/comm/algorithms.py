@@ -131,13 +131,10 @@ def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
     """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
     p = link.size
     place = (link.rank - root) % p
-    distance = 1
-    while distance < p:
-        if place & distance:
-            yield (link.irecv(x, (link.rank - distance) % p),)
-            break
-        distance *= 2
-    # Here `distance` is the lowest set bit of the place (for the root: the first power of two not below p).
+    # The lowest set bit of the place. For the root, which has none: the first power of two not below p.
+    distance = place & -place or 1 << (p - 1).bit_length()
+    if place:
+        yield (link.irecv(x, (link.rank - distance) % p),)
     while distance > 1:
         distance //= 2
         if place + distance < p:

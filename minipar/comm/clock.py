@@ -51,8 +51,9 @@ class Clock:
         return self._time + (self.ticks() - self._mark)
 
     def resume(self, at: float) -> None:
-        """Continue at time `at`, after a communication call. A wall clock has nothing to do."""
-        self._time, self._mark = at, self.ticks()
+        """Continue at time `at`, after a communication call. Real time goes on by itself."""
+        if self.logical:
+            self._time, self._mark = at, self.ticks()
 
 
 class WallClock(Clock):
@@ -63,9 +64,6 @@ class WallClock(Clock):
     def align(self) -> None:
         """Set the clock to 0."""
         self._mark = self.ticks()
-
-    def resume(self, at: float) -> None:
-        pass
 
 
 class CpuClock(Clock):

@@ -95,12 +95,10 @@ class ThreadWorld:
     def fail(self, failure: BaseException) -> bool:
         """Record a failure and release all ranks. Return True if it is the first."""
         with self.lock:
-            first = self.failure is None
-            if first:
-                self.failure = failure
+            self.failure = self.failure or failure
             for condition in self.wake:
                 condition.notify_all()
-            return first
+            return self.failure is failure
 
     def _deadlock(self) -> str:
         lines = ["every rank waits and no message is on its way:"]

@@ -95,8 +95,7 @@ class TimedWork(Work):
         self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.clock.now()
         self.port = stream.port
         for requests in steps:
-            yield requests
-            yield self._headers_of(requests)
+            yield self._with_headers(requests)
             self._settle(requests)
         stream.end, stream.port = self.time, self.port
         self._record()
@@ -107,16 +106,15 @@ class TimedWork(Work):
             if self.op == "send":
                 self.time = self.called if self.clock.logical else self.clock.now()
                 self._record()
-            yield requests
-            yield self._headers_of(requests)
+            yield self._with_headers(requests)
             if self.op == "recv":
                 self.started = self.time = self.asked
                 self._settle(requests)
                 self._record()
             self.clock.resume(max(self.asked, self.time))
 
-    def _headers_of(self, requests: Iterable[Request]) -> list[Request]:
-        return [header for request in requests for header in self.headers.pop(request, ())]
+    def _with_headers(self, requests: Iterable[Request]) -> list[Request]:
+        return [*requests, *(header for request in requests for header in self.headers.pop(request, ()))]
 
     def _settle(self, requests: Iterable[Request]) -> None:
         """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
