@@ -94,7 +94,8 @@ class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
     `load` (E,) counts the (token, slot)s of this rank for each expert, in all backward passes until it is set to zero.
-    `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch).
+    `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch). `bias` (E,)
+    is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664).
 
     Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `leave`,
     context parallelism `sum_loads`, with which samples get all their tokens' loads.
@@ -106,7 +107,7 @@ class MoE(Module):
         self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
         self.leave: Any = lambda y: y
-        self.load, self.aux_loss = np.zeros(count, np.int64), 0.0
+        self.load, self.bias, self.aux_loss = np.zeros(count, np.int64), np.zeros(count), 0.0
         self.sum_loads: Any = lambda loads: loads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ class MoE(Module):
         logits = self.gate(x)  # (N, E)
         powers = (logits - logits.data.max(axis=-1, keepdims=True)).exp()
         probabilities = powers / powers.sum(-1, keepdims=True)
-        indices = xp.argsort(-probabilities.data, axis=-1, kind="stable")[:, : self.top_k]
+        scores = probabilities.data + from_host(self.bias)
+        indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
         by_sample = to_host(indices).reshape(samples, -1)
         loads = np.stack([np.bincount(chosen, minlength=len(self.load)) for chosen in by_sample])  # (B, E)
         probabilities = _Balance.apply(probabilities, self, loads)

@@ -52,6 +52,7 @@ class StepLayout:
     reduction: str = "ring"
     sync_every_microbatch: bool = False
     aux_loss: float = 0.0
+    router_bias: float = 0.0
 
     replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed: d c
     shards = property(lambda self: self.replicas // self.zero_replicas)  # ranks over which ZeRO shards: s = d c/q
@@ -59,6 +60,7 @@ class StepLayout:
     syncs = property(lambda self: self.microbatches if self.sync_every_microbatch else 1)  # times gradients are reduced
     # Chunks of the gradient whose squares a rank sums for the norm: its own with ZeRO or ep > 1, else all d c.
     norm_rows = property(lambda self: 1 if self.zero_stage or self.ep > 1 else self.replicas)
+    loads = property(lambda self: self.model.n_layer * self.model.num_local_experts if self.router_bias else 0)
     ends = property(lambda self: (self.homes[0], self.homes[-1]))  # the pipeline ranks with the embedding and the head
 
     @cached_property
@@ -193,6 +195,7 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
 
     total = wire_bytes("all_reduce", "ordered", 1, FLOAT64, layout.replicas, rank) + replica_bytes(layout, rank, pp)
     total += wire("all_reduce", "ordered", 1, FLOAT64) * (layout.zero_stage > 0 or layout.ep > 1)
+    total += wire_bytes("all_reduce", "ordered", layout.loads, 8, layout.replicas, rank)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
     for (unit, fold), elements in bucket_elements(layout, pp).items():
         total += layout.syncs * wire(reduce, layout.reduction, elements, fold=fold)
@@ -297,6 +300,6 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     if layout.model.tie_word_embeddings and first != last and rank in (first, last):
         rows = -(-layout.model.vocab_size // layout.tp)  # V/t, rounded up
         total += rows * layout.model.n_embd * layout.itemsize
-    for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1):
+    for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1, layout.loads):
         total += wire_bytes("all_reduce", "ordered", elements, FLOAT64, layout.pp, rank)
     return total

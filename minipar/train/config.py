@@ -105,6 +105,7 @@ class ModelConfig:
     top_k: int | None = option(None, int, COUNT, "K", "of Mixtral: experts that each token is sent to (default: 2)")
     aux_loss: float = option(0.0, float, "[0, inf)", "COEF",
         "of Mixtral: what is minimized has COEF times each router's balance loss, 1 if it is fair, besides the loss")
+    router_bias: float = option(0.0, float, "[0, inf)", "RATE", "of Mixtral: change per step of the routers' biases")
     init_from: str | None = option(None, str, None, "DIR",
         "start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), which also gives the shape")
 

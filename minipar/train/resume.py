@@ -15,7 +15,7 @@ from minipar.train.data import Tokens
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
-UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad --aux-loss".split()
+UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad --aux-loss --router-bias".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.

@@ -17,7 +17,7 @@ from minipar.autograd import Tensor, flop_counter
 from minipar.backend import from_host, synchronize, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
-from minipar.errors import writing
+from minipar.errors import UsageError, writing
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.module import Deferred
@@ -71,6 +71,8 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> Lan
     model = checkpoint.shape.build(deferred=True, **options)
     for name, p in model.named_parameters():
         p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
+    for moe, bias in zip(moe_layers(model), checkpoint.manifest.get("router_bias", []), strict=False):
+        moe.bias[:] = bias
     return model
 
 
@@ -87,9 +89,9 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
         itemsize=np.dtype(config.run.dtype).itemsize,
         schedule=schedule_of(config) if mesh.pp > 1 else None,
         recompute=config.run.recompute == "full",
-        aux_loss=config.model.aux_loss,
         reduction=config.run.reduction,
         **{name: getattr(mesh, name) for name in same},
+        **{name: getattr(config.model, name) for name in ("aux_loss", "router_bias")},
     )
 
 
@@ -122,6 +124,8 @@ class Trainer:
         self.moes = moe_layers(self.model)
         for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
             moe.aux_loss = config.model.aux_loss / (len(self.moes) * self.tokens_per_step * mesh.tp.size)
+        if config.run.export is not None and (config.model.router_bias or any(moe.bias.any() for moe in self.moes)):
+            raise UsageError("--export: a Mixtral's files have no place for the biases of --router-bias; --save has")
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
@@ -177,6 +181,7 @@ class Trainer:
                     step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
                 )
                 self.optimizer.step()
+                self._move_biases()
                 synchronize()
             if self.pipeline is not None:  # outside the region, because the last stage computes nothing here
                 self.pipeline.send_tied_weight(self.ddp.gather_parameter)
@@ -267,9 +272,19 @@ class Trainer:
             "data": self.batches.tokens.fingerprint().hex(),
             "model": asdict(self.model.config),
             "parameters": self.shapes,
+            "router_bias": [moe.bias.tolist() for moe in self.moes],
             "history": [*history, {"step": self.first_step, "flags": run_flags(self.config)}],
         }
         save(self.mesh.world, directory, step, self.optimizer, header)
+
+    def _move_biases(self) -> None:
+        """Move each router's biases by `--router-bias` towards the mean load of the global batch (arXiv 2408.15664)."""
+        if rate := self.config.model.router_bias:
+            loads = np.array([moe.load for moe in self.moes])  # (L, E)
+            for comm in (self.mesh.dp_cp, self.mesh.pp):  # ranks with other tokens, and with other layers
+                comm.all_reduce(loads, algorithm="ordered")
+            for moe, load in zip(self.moes, loads, strict=True):
+                moe.bias += rate * np.sign(load.sum() - load.size * load)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         mesh = self.mesh

@@ -60,10 +60,10 @@ MUTANTS = [
         ("moe: the weights of the chosen are not normalized", "chosen / chosen.sum(-1, keepdims=True)", "chosen"),
         (
             "moe: of equal probabilities the last expert wins",
-            'argsort(-probabilities.data, axis=-1, kind="stable")',
-            'argsort(probabilities.data, axis=-1, kind="stable")[:, ::-1]',
+            'argsort(-scores, axis=-1, kind="stable")',
+            'argsort(scores, axis=-1, kind="stable")[:, ::-1]',
         ),
-        ("moe: the least probable experts are chosen", "argsort(-probabilities.data", "argsort(probabilities.data"),
+        ("moe: the least probable experts are chosen", "argsort(-scores", "argsort(scores"),
         ("moe: only the best expert is asked", "[:, : self.top_k]", "[:, :1]"),
         ("moe: results return to other tokens", "xp.argsort(order).reshape(", "order.reshape("),
         ("moe: the router gets no gradient", "self.route(tokens,", "self.route(tokens.detach(),"),

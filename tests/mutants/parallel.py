@@ -56,6 +56,11 @@ MUTANTS = [
         "minipar/parallel/traffic.py",
         "train/test_balance.py",
         (
+            "traffic: loads stay on their pipeline rank",
+            "* layout.norm_rows, 1, layout.loads)",
+            "* layout.norm_rows, 1)",
+        ),
+        (
             "traffic: the loads of one sample",
             "layout.samples * layout.model.num_local_experts",
             "layout.model.num_local_experts",

@@ -46,6 +46,13 @@ MUTANTS = [
             "self.tokens_per_step)",
         ),
         ("trainer: a layer's auxiliary loss is not averaged", "(len(self.moes) * self.tokens", "(self.tokens"),
+        (
+            "trainer: biases follow a replica's load",
+            "for comm in (self.mesh.dp_cp, self.mesh.pp)",
+            "for comm in (self.mesh.pp,)",
+        ),
+        ("trainer: biases leave the mean load", "load.sum() - load.size * load", "load.size * load - load.sum()"),
+        ("trainer: a resumed run starts without biases", "moe.bias[:] = bias", "pass"),
     ),
     *mistakes(
         "minipar/train/trainer.py",

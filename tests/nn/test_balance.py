@@ -103,6 +103,18 @@ def test_the_load_is_counted_once_for_each_backward():
         assert np.array_equal(layer.load, 2 * load) and layer.load.dtype == np.int64
 
 
+def test_the_bias_decides_who_is_chosen_and_not_the_weights():
+    layer, x = layer_of(), RANDOM.standard_normal((40, H))
+    p = probabilities(layer, x)
+    before = layer.route(Tensor(x))[0]
+    layer.bias[:] = [0.3, 0, -2, 0, 0.1]
+    indices, weights = layer.route(Tensor(x))
+    assert np.array_equal(indices, np.argsort(-(p + layer.bias), axis=1)[:, :2]) and 2 not in indices
+    assert (indices != before).any()
+    chosen = np.take_along_axis(p, indices, axis=1)
+    np.testing.assert_allclose(weights.data, chosen / chosen.sum(axis=1, keepdims=True), rtol=1e-14)
+
+
 def test_a_model_lists_its_layers_of_experts():
     model = Mixtral(SHAPE)
     assert moe_layers(model) == [block.block_sparse_moe for block in model.model.layers]

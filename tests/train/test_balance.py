@@ -10,7 +10,9 @@ from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_
 from minipar.autograd import no_grad
 from minipar.comm import run_local
 from minipar.errors import UsageError
+from minipar.generate import load
 from minipar.nn import GPTConfig
+from minipar.nn.moe import moe_layers
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import parse, resolve, shape_of, with_shape
 from minipar.train.trainer import step_layout
@@ -131,12 +133,97 @@ def test_the_gradient_is_that_of_both_losses():
     assert found == pytest.approx((total(1e-6) - total(-1e-6)) / 2e-6, rel=1e-7)
 
 
+# ---- biases ----------------------------------------------------------------------------------------------------------
+
+BIAS = "--router-bias 0.02"
+BIASED = [
+    "--dp 3 --ep 3 --global-batch 6 --microbatches 2",
+    "--dp 2 --tp 2 --global-batch 4 --zero-stage 3 --recompute full --aux-loss 0.5",
+    "--dp 2 --cp 2 --global-batch 4 --zero-stage 1",
+    "--dp 2 --pp 3 --ep 2 --global-batch 8 --microbatches 4 --zero-stage 2",
+    "--cp 2 --tp 2 --pp 2 --layers 4 --global-batch 4 --microbatches 2 --schedule interleaved-1f1b",
+]
+
+
+def biases_of(trainer):
+    return [moe.bias.tolist() for moe in trainer.moes]
+
+
+@pytest.mark.parametrize("layout", BIASED)
+def test_biases_are_the_same_bits_in_every_layout(layout):
+    config = config_of(layout, BIAS)
+    single, ranks = OneDevice(config, TEXT), trained(config)
+    states, reported, _ = run_steps(single)
+    assert differences(*ranks[0][:2], (states, reported), exact=False) == []
+    assert np.any(biases_of(single))
+    for rank, (_, reported, sent, trainer) in enumerate(ranks):
+        assert reported == ranks[0][1] and biases_of(trainer) == biases_of(single)
+        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
+
+
+def test_each_step_moves_biases_towards_the_mean_load():
+    config = config_of("--dp 2 --pp 3 --global-batch 4 --microbatches 2", BIAS)
+
+    def program(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        steps = []
+        for step in range(2):
+            trainer.step(step)
+            steps.append(([moe.load.copy() for moe in trainer.moes], biases_of(trainer)))
+        return steps
+
+    expected = np.zeros((3, E))
+    for ranks in zip(*run_local(6, program), strict=True):
+        loads = np.sum([load for load, _ in ranks], axis=0)
+        assert (loads.sum(axis=1) == 2 * 4 * 8).all()  # k B T of the global batch
+        expected += 0.02 * np.sign(loads.mean(axis=1, keepdims=True) - loads)
+        assert all(np.array_equal(biases, expected) for _, biases in ranks)
+
+
+@pytest.mark.parametrize(("before", "after"), [("--dp 2 --pp 3", "--tp 2"), ("--cp 2", "--dp 2 --ep 2 --zero-stage 3")])
+def test_a_resumed_run_has_the_biases_of_one_that_never_stopped(before, after, tmp_path):
+    flags = "--global-batch 12 --microbatches 2 --steps 4"
+    whole = OneDevice(config_of(f"{after} {flags}", BIAS), TEXT)
+    results = list(whole.train())
+    first = config_of(f"{before} {flags} --steps 2", BIAS)
+    on_each_rank(first, TEXT, lambda trainer, results: trainer.save(tmp_path, 2))
+    rest = config_of(f"{after} {flags} --resume {tmp_path}", BIAS)
+    for biases, later in on_each_rank(rest, TEXT, lambda trainer, results: (biases_of(trainer), results)):
+        assert biases == biases_of(whole)
+        assert [x.loss for x in later] == pytest.approx([x.loss for x in results[2:]], rel=1e-11)
+
+
+def test_biases_stay_where_they_are_without_the_flag(tmp_path):
+    """They are part of the model: a run that resumes with rate 0 still routes by them, and so does generate."""
+    on_each_rank(config_of("--global-batch 4", BIAS), TEXT, lambda trainer, results: trainer.save(tmp_path, 2))
+    frozen = trainer_for(config_of(f"--global-batch 4 --steps 3 --resume {tmp_path}", ""), TEXT)
+    biases = biases_of(frozen)
+    list(frozen.train())
+    assert biases_of(frozen) == biases and np.any(biases)
+    frozen.save(tmp_path, 3)
+    assert [moe.bias.tolist() for moe in moe_layers(load(str(tmp_path)))] == biases
+
+
+def test_a_model_with_biases_is_not_exported(tmp_path):
+    """transformers would send tokens to other experts."""
+    config = config_of(f"--global-batch 4 --export {tmp_path / 'e'}", BIAS)
+    with pytest.raises(UsageError, match="no place for the biases of --router-bias; --save has"):
+        trainer_for(config, TEXT)
+    on_each_rank(config_of("--global-batch 4", BIAS), TEXT, lambda trainer, results: trainer.save(tmp_path / "c", 2))
+    frozen = f"--global-batch 4 --export {tmp_path / 'e'} --resume {tmp_path / 'c'}"
+    with pytest.raises(UsageError, match="no place for the biases"):
+        trainer_for(config_of(frozen, ""), TEXT)
+    trainer_for(config_of(f"--global-batch 4 --export {tmp_path / 'e'}", AUX), TEXT)
+
+
 # ---- flags and checkpoints -------------------------------------------------------------------------------------------
 
 REFUSED = {
     "--aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral: a layer of other models has one MLP, no experts",
     "--model llama --aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral",
     "--model mixtral --aux-loss -0.1": r"--aux-loss -0.1 is outside \[0, inf\)",
+    "--router-bias 0.001": "--router-bias 0.001 is for --model mixtral",
+    "--model mixtral --router-bias nan": r"--router-bias nan is outside \[0, inf\)",
 }
 
 
