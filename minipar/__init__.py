@@ -22,7 +22,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "nn.llama": ["Llama", "LlamaConfig"],
         "nn.module": ["Module", "Parameter"],
         "nn.moe": ["Mixtral", "MixtralConfig"],
-        "nn.optim": ["SGD", "AdamW"],
+        "nn.optim": ["AdamW"],
         "parallel.context": ["context_parallel"],
         "parallel.ddp": ["DistributedDataParallel"],
         "parallel.expert": ["expert_parallel"],

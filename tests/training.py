@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from minipar import backend
 from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import xp
 from minipar.comm import DeviceMesh, run_local, serial
-from minipar.nn import GPT, GPTConfig
+from minipar.nn import GPT, GPTConfig, Optimizer, Parameter
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import Replicate, Shard, update
 from minipar.parallel.wrapper import Wrapper
@@ -92,6 +93,26 @@ def trained(config: TrainConfig, tokens: Tokens) -> tuple[dict[str, bytes], list
 def reports(results) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each step."""
     return [(result.loss, result.grad_norm) for result in results]
+
+
+class SGD(Optimizer):
+    """A user's own optimizer, with the rule of torch.optim.SGD: p -= lr v with v = momentum v + g + weight_decay p."""
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(parameters)
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.velocity: list[Any] = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
+
+    def update(self, i: int, parameter: Parameter, gradient: Any) -> None:
+        if self.weight_decay and parameter.decays:
+            gradient = gradient + self.weight_decay * parameter.data
+        if self.momentum:
+            self.velocity[i] *= self.momentum
+            self.velocity[i] += gradient
+            gradient = self.velocity[i]
+        parameter.data -= xp.multiply(gradient, self.lr)
 
 
 # ---- models under a wrapper ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""SGD, AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
+"""AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
 
 An element's new value depends on that element's history alone, so any sharding of the parameters gives the same bits.
 """
@@ -43,27 +43,6 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters, and those that their owners keep."""
         zero_grad(self.parameters)
-
-
-class SGD(Optimizer):
-    """Stochastic gradient descent as torch.optim.SGD: p -= lr * v with v = momentum * v + g + weight_decay * p."""
-
-    def __init__(
-        self, parameters: Iterable[Parameter], lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(parameters)
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.velocity: list[Array] = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
-        hold("optimizer", *self.velocity)
-
-    def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
-        if self.weight_decay and parameter.decays:
-            gradient = gradient + self.weight_decay * parameter.data
-        if self.momentum:
-            self.velocity[i] *= self.momentum
-            self.velocity[i] += gradient
-            gradient = self.velocity[i]
-        parameter.data -= xp.multiply(gradient, self.lr)
 
 
 class AdamW(Optimizer):

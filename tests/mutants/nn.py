@@ -144,11 +144,6 @@ MUTANTS = [
             "max(1, total_steps - 1 - warmup_steps)",
             "max(1, total_steps - warmup_steps)",
         ),
-        (
-            "sgd: decay with the wrong sign",
-            "gradient + self.weight_decay * parameter.data",
-            "gradient - self.weight_decay * parameter.data",
-        ),
     ),
     *mistakes(
         "minipar/nn/pretrained.py",

@@ -6,13 +6,13 @@ from functools import cache, partial
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
-from training import Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
+from training import SGD, Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
 
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import SGD, AdamW, Mixtral, MixtralConfig, MoE
+from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
 from minipar.parallel.ddp import all_reduce_gradients
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm

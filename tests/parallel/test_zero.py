@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import training
 from training import (
+    SGD,
     Done,
     NeverGathersTheUpdate,
     NothingDecays,
@@ -332,10 +333,8 @@ def test_a_zero_optimizer_sums_tied_gradients_too(size):
         optimizer.step()
         return model.weight.data
 
-    alone = after_a_step(serial(), lambda parameters, comm: nn.SGD(parameters, lr=0.1))
-    for weight in run_local(
-        size, after_a_step, lambda parameters, comm: ZeroOptimizer(parameters, nn.SGD, comm, lr=0.1)
-    ):
+    alone = after_a_step(serial(), lambda parameters, comm: SGD(parameters, lr=0.1))
+    for weight in run_local(size, after_a_step, lambda parameters, comm: ZeroOptimizer(parameters, SGD, comm, lr=0.1)):
         np.testing.assert_allclose(weight, alone, rtol=1e-12)
 
 
