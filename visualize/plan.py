@@ -39,10 +39,9 @@ from visualize.style import (
 TIME = {"compute": SKY, "tp": PURPLE, "pp": VERMILION, "dp": WINE, "bubble": GREY, "optimizer": GREEN}
 MEMORY = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN, "activations": YELLOW, "buffers": DARK}
 HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time whose colours are alike in grey
-AXES = ("dp", "tp", "pp")
-# Where a mesh has context parallelism, its axis and its part of the time are drawn, too.
-CP_AXES = ("dp", "cp", "tp", "pp")
-CP_TIME = {"compute": SKY, "tp": PURPLE, "cp": INDIGO} | TIME
+AXES = ("dp", "cp", "ep", "tp", "pp")
+# Where no mesh has context or expert parallelism, its axis and its part of the time are not drawn.
+OPTIONAL = {"cp": INDIGO, "ep": YELLOW}
 
 
 def read_plan(path: str) -> dict[str, Any]:
@@ -51,7 +50,8 @@ def read_plan(path: str) -> dict[str, Any]:
     try:
         plans, meshes, gpu = search["plans"], search["meshes"], search["gpu"]
         for plan in plans:
-            times = [plan["seconds"][part] for part in (*TIME, "total")] + [plan["seconds"].get("cp", 0)]
+            times = [plan["seconds"][part] for part in (*TIME, "total")]
+            times += [plan["seconds"].get(axis, 0) for axis in OPTIONAL]
             for value in (*times, *(plan["memory_bytes"][part] for part in MEMORY), plan["mfu"], plan["zero_stage"]):
                 number(value, 0)
         for mesh in meshes:
@@ -69,8 +69,8 @@ def read_plan(path: str) -> dict[str, Any]:
 
 
 def _sizes(mesh: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a mesh's sizes in the order of CP_AXES."""
-    return mesh["dp"], mesh.get("cp", 1), mesh["tp"], mesh["pp"]
+    """Return a mesh's sizes in the order of AXES."""
+    return mesh["dp"], *(mesh.get(axis, 1) for axis in OPTIONAL), mesh["tp"], mesh["pp"]
 
 
 def plot_plan(search: dict[str, Any]) -> Picture:
@@ -81,14 +81,16 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     plans = search["plans"]
     figure = picture(max(10.5, 4.5 + 1.2 * len(plans)), 4.8)
     time, memory, both = figure.subplots(1, 3, width_ratios=(1.2, 1.2, 1))
-    has_cp = any(mesh.get("cp", 1) > 1 for mesh in (*plans, *search["meshes"]))
-    _bars(time, plans, "seconds", 1.0, CP_TIME if has_cp else TIME, CP_AXES if has_cp else AXES)
+    every = (*plans, *search["meshes"])
+    axes = [axis for axis in AXES if axis not in OPTIONAL or any(mesh.get(axis, 1) > 1 for mesh in every)]
+    parts = {"compute": SKY, "tp": PURPLE} | {axis: OPTIONAL[axis] for axis in axes if axis in OPTIONAL} | TIME
+    _bars(time, plans, "seconds", 1.0, parts, axes)
     time.set_ylabel("time of a step (s)")
     time.set_title("time; above the bars: MFU", loc="left", fontsize=10)
     for place, plan in enumerate(plans):
         height, look = plan["seconds"]["total"], {"ha": "center", "va": "bottom", "fontsize": 8, "color": INK}
         time.text(place, height, f"{plan['mfu']:.1%}", **look)
-    _bars(memory, plans, "memory_bytes", 1e9, MEMORY, CP_AXES if has_cp else AXES)
+    _bars(memory, plans, "memory_bytes", 1e9, MEMORY, axes)
     memory.set_ylabel("memory of the fullest rank (GB)")
     memory.set_title("memory", loc="left", fontsize=10)
     _points(both, search)

@@ -28,6 +28,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.threads import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
+from minipar.nn import MixtralConfig
 from minipar.parallel.memory import OF_DTYPE
 from minipar.plan.cluster import AlphaBeta, Assumptions, Cluster, Gpu, model_clock_cluster
 from minipar.plan.layout import MINIPAR, Framework, Layout
@@ -85,7 +86,7 @@ MOST_RANKS = 1024  # threads
 def shape_of(config: TrainConfig) -> ModelShape:
     """Return the model of a configuration."""
     shape = configurations.shape_of(config.model)
-    is_llama = shape.model_type == "llama"
+    is_llama = shape.model_type != "gpt2"
     return ModelShape(
         shape.n_layer,
         shape.n_embd,
@@ -95,6 +96,8 @@ def shape_of(config: TrainConfig) -> ModelShape:
         kv_heads=shape.n_kv_head,
         ffn=shape.n_inner,
         tied=shape.tie_word_embeddings,
+        experts=shape.num_local_experts if isinstance(shape, MixtralConfig) else None,
+        top_k=shape.num_experts_per_tok if isinstance(shape, MixtralConfig) else 1,
         **(LLAMA if is_llama else {}),
     )
 
@@ -122,6 +125,7 @@ def layout_of(config: TrainConfig) -> Layout:
         cp=mesh.cp,
         context_parallel=mesh.context_parallel,
         cp_order=mesh.cp_order,
+        ep=mesh.ep,
     )
 
 
@@ -351,13 +355,14 @@ def run_modelled(comm: Communicator, args: argparse.Namespace) -> None:
         "hosts": -(-ranks // per_host),
         "dp": config.mesh.dp,
         "cp": config.mesh.cp,
+        "ep": config.mesh.ep,
         "tp": config.mesh.tp,
         "pp": config.mesh.pp,
         "seconds": seconds,
         "predicted_seconds": time.total,
         "ratio": time.total / seconds,
         "compute": time.compute,
-        **{f"exposed_{axis}": getattr(time, axis) for axis in ("tp", "cp", "pp", "dp")},
+        **{f"exposed_{axis}": getattr(time, axis) for axis in ("tp", "cp", "ep", "pp", "dp")},
         "bubble": time.bubble,
     }
     publish(comm, [row], args.json)
@@ -372,7 +377,7 @@ def modelled_step(config: TrainConfig, cluster: Cluster) -> float:
     network = Network(inside.alpha, inside.beta, Network(between.alpha, between.beta), cluster.per_host)
 
     def step(comm: Communicator) -> float:
-        mesh = DeviceMesh(comm, tp=config.mesh.tp, pp=config.mesh.pp, cp=config.mesh.cp)
+        mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("tp", "pp", "cp", "ep")})
         trainer = Trainer(config, mesh, random_tokens(config))
         start = comm.clock.now()
         trainer.step(0)

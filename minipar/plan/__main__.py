@@ -12,8 +12,8 @@ from minipar.errors import UsageError, UsageParser, error_line, printable, write
 from minipar.parallel.context import METHODS, ORDERS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, find_gpu, find_program
-from minipar.plan.layout import ATTENTION, PRECISIONS
-from minipar.plan.model import MODELS, RECOMPUTE, find_model
+from minipar.plan.layout import ATTENTION, PRECISIONS, check_experts
+from minipar.plan.model import MODELS, RECOMPUTE, ModelShape, find_model
 from minipar.plan.report import Request, as_json, as_text
 from minipar.plan.search import LEAST_TOKENS, TOP, SearchSpace, plan
 
@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
                         f"given, those that leave a rank {LEAST_TOKENS} tokens of a sequence")  # fmt: skip
     narrow.add_argument("--context-parallel", choices=METHODS, help="where cp > 1 (default: what is faster)")
     narrow.add_argument("--cp-order", choices=ORDERS, help="of a sequence's tokens, where cp > 1 (default zigzag)")
+    narrow.add_argument("--ep", type=sizes, metavar="1,2,4", help="one expert-parallel size, or those to try: ranks "
+                        "of dp*cp that share a Mixtral's experts; over hosts only if given")  # fmt: skip
     narrow.add_argument("--tp", type=count, metavar="N", help="tensor-parallel size; over hosts only if given here")
     narrow.add_argument("--pp", type=count, metavar="N", help="stages")
     narrow.add_argument("--microbatch", type=count, metavar="N", help="sequences in one")
@@ -106,8 +108,9 @@ def read_request(args: argparse.Namespace) -> Request:
         given = getattr(args, name)
         if given is not None and given > most:
             raise UsageError(f"--{name.replace('_', '-')} {given}: at most {most}")
-    if max(args.cp or (1,)) > MOST["gpus"]:
-        raise UsageError(f"--cp {max(args.cp)}: at most {MOST['gpus']}")
+    for name in ("cp", "ep"):
+        if max(getattr(args, name) or (1,)) > MOST["gpus"]:
+            raise UsageError(f"--{name} {max(getattr(args, name))}: at most {MOST['gpus']}")
     space = read_space(args)
     contexts = space.context_sizes(args.seq_len)
     if (args.context_parallel or args.cp_order) and max(contexts) == 1:
@@ -123,6 +126,7 @@ def read_request(args: argparse.Namespace) -> Request:
     if args.dp is not None and args.global_batch % args.dp:
         raise UsageError(f"--dp {args.dp} does not divide --global-batch {args.global_batch}")
     model, program = find_model(args.model), find_program(args.program)
+    check_expert_flags(args, model)
     if 0 < model.positions < args.seq_len:
         if args.model.lower() not in MODELS:
             raise UsageError(f"--seq-len {args.seq_len}: {args.model} has {model.positions} learned positions")
@@ -146,6 +150,22 @@ def read_request(args: argparse.Namespace) -> Request:
     )
 
 
+def check_expert_flags(args: argparse.Namespace, model: ModelShape) -> None:
+    """Raise UsageError for an --ep that the model, or another flag, contradicts."""
+    sizes = args.ep or (1,)
+    for ep in sizes:
+        if ep > 1 and model.experts is None:
+            raise UsageError(f"--ep {ep} is for a model with experts, as mixtral-8x7b: {args.model[:40]} has none")
+        check_experts(model, ep)
+        if args.dp and args.cp and len(args.cp) == len(sizes) == 1 and args.dp * args.cp[0] % ep:
+            raise UsageError(f"dp*cp/ep = {args.dp}*{args.cp[0]}/{ep} is not a whole number")
+    if min(sizes) > 1 and min(args.zero_replicas or (1,)) > 1:
+        q = min(args.zero_replicas)
+        raise UsageError(
+            f"--zero-replicas {q} with --ep {min(sizes)}: shards of experts have no replicas; give one of them"
+        )
+
+
 def read_space(args: argparse.Namespace) -> SearchSpace:
     """Return the choices that the command line fixes."""
     return SearchSpace(
@@ -163,6 +183,7 @@ def read_space(args: argparse.Namespace) -> SearchSpace:
         cp=args.cp,
         context_parallel=args.context_parallel,
         cp_order=args.cp_order or "zigzag",
+        ep=args.ep,
     )
 
 

@@ -282,11 +282,14 @@ def fetch_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> fl
     return all_to_all_seconds(cluster, nbytes, stride, size)
 
 
-def all_to_all_seconds(cluster: Cluster, nbytes: float, stride: int, size: int) -> float:
+def all_to_all_seconds(cluster: Cluster, nbytes: float, stride: int, size: int, in_steps: bool = False) -> float:
     """Return the seconds of messages of n/N bytes from each rank of a group to each other one, one after the other.
 
-    Each rank uses a network card of its own.
+    Each rank uses a network card of its own. With `in_steps` rank r sends to rank r + i in step i and waits for what
+    comes from r - i, so that over hosts every step takes as long as a message between them.
     """
+    if in_steps:
+        return cluster.link(stride, size).seconds(nbytes / size) * (size - 1)
     near = cluster.members_per_host(stride, size) - 1
     chunk = nbytes / size
     return near * cluster.inside.seconds(chunk) + (size - 1 - near) * cluster.between.seconds(chunk)

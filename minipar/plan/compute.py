@@ -1,14 +1,14 @@
 """Seconds of one microbatch in each unit of the model on one rank: the embedding, a layer, the output head.
 
-A unit's F, I and W are its computation and the communication that it waits for: tensor-parallel collectives, and in a
-layer's attention messages over cp. Next to them are the collectives over dp that its parameters need. The computation
-follows from the GPU's data sheet and the assumptions (`gpu_compute`), or it was measured on this machine
-(Cluster.measured, `python -m minipar.bench machine`).
+A unit's F, I and W are its computation and the communication that it waits for: tensor-parallel collectives, in a
+layer's attention messages over cp, and over ep those to its experts and back. Next to them are the collectives over dp
+that its parameters need. The computation follows from the GPU's data sheet and the assumptions (`gpu_compute`), or it
+was measured on this machine (Cluster.measured, `python -m minipar.bench machine`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -26,9 +26,12 @@ from minipar.plan.model import ModelShape
 from minipar.plan.pipeline_time import StageTime
 from minipar.plan.rank_bytes import (
     embedding_rows,
+    expert_bytes,
     kv_columns,
     layer_activations,
+    layer_experts,
     layer_state,
+    rank_experts,
     rank_parameters,
     replicated_parameters,
 )
@@ -67,7 +70,7 @@ def gpu_compute(
 
     A product of f FLOPs takes (f + half_work) / (products * peak). Elementwise kernels move the bytes that forward
     keeps (Korthikanti et al. 2022) `forward_traffic` or `backward_traffic` times; the optimizer moves `update_traffic`
-    bytes per parameter.
+    bytes per parameter. Each of a rank's experts has two products of its own, so that few large ones take less time.
     """
     t, a, tokens = layout.tp, assumptions, layout.tokens(length)
     seconds_per_byte = 1 / (gpu.memory_bandwidth * a.copies)
@@ -76,11 +79,12 @@ def gpu_compute(
         """Return the seconds of `count` products that have `flops` together, divided over the tp ranks."""
         return flops / t / (gpu.peak * a.products) * (1 + a.half_work * count * t / flops)
 
+    count = 2 + 2 * (model.experts or 1) // layout.ep  # of a layer
     core = core_flops(model, layout, length, sum(attention_squares(layout, framework)))
     flops = 2 * tokens * model.layer_matrices + core
     kept = layer_activations(model, replace(layout, recompute="none"), length)
     kept_without_scores = layer_activations(model, replace(layout, recompute="selective"), length)
-    forward = products(flops, 4) + a.forward_traffic * kept * seconds_per_byte
+    forward = products(flops, count) + a.forward_traffic * kept * seconds_per_byte
     core_forward = products(core, 2) + a.forward_traffic * (kept - kept_without_scores) * seconds_per_byte
     recompute = {"none": 0.0, "selective": core_forward, "full": forward}[layout.recompute]
     # Flash attention computes the scores once more, next to their gradients: the first of the core's two products.
@@ -90,8 +94,8 @@ def gpu_compute(
     softmax = elements / t * seconds_per_byte
     return ComputeTime(
         forward=forward,
-        backward_input=products(flops + core, 4) + scores_again + a.backward_traffic * kept * seconds_per_byte,
-        backward_weight=products(flops - core, 4),
+        backward_input=products(flops + core, count) + scores_again + a.backward_traffic * kept * seconds_per_byte,
+        backward_weight=products(flops - core, count),
         recompute=recompute,
         head_forward=logits + a.forward_traffic * softmax,
         head_backward_input=logits + a.backward_traffic * softmax,
@@ -109,11 +113,12 @@ def gpu_compute(
 class UnitTime(StageTime):
     """Seconds of one microbatch in one unit: F, I (with recomputation) and W, waiting for tp and cp included.
 
-    tp, cp    the communication in these: waiting, and what hidden messages cost the computation
+    tp, cp, ep   the communication in these: waiting, and what hidden messages cost the computation
     gather    all-gather of the unit's parameters over dp
     reduce    all-reduce of its gradients over dp; from ZeRO stage 1 on reduce-scatter
     across    all-reduce, after `reduce`, of the rank's chunk of them over the replicas of ZeRO's shards
-    partial   sum over tp of the gradients of which each tp rank has only its tokens' share; it precedes `reduce`
+    partial   sum over tp of the gradients of which each tp rank has only its share, of the tokens or of the experts'
+              columns (a router's); it precedes `reduce`
     """
 
     tp: float
@@ -122,6 +127,7 @@ class UnitTime(StageTime):
     partial: float
     across: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
 
     def launched_in(self, seconds: float) -> UnitTime:
         """Return the unit with F, I and W stretched to `seconds` in all if the host takes longer than the GPU."""
@@ -154,31 +160,44 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 
 @lru_cache(maxsize=4096)
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
-    parameters = rank_parameters(model, layout) / (layout.shards if layout.zero else 1)  # that the rank updates
+    experts = rank_experts(model, layout)
+    parameters = (rank_parameters(model, layout) - experts) / (layout.shards if layout.zero else 1)  # that it updates
+    parameters += experts / (layout.expert_shards if layout.zero else 1)
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
     else:
         compute = gpu_compute(model, layout, length, parameters, cluster.gpu, cluster.assumptions, cluster.framework)
     cp_forward, cp_backward = context_seconds(model, layout, cluster, length)
+    ep_forward, ep_backward = expert_seconds(model, layout, cluster, length)
     tp = _TensorParallel.of(model, layout, cluster, length)
     full_recompute = layout.recompute == "full"
 
     layer_sums = 4 * tp.gather  # two all-reduces, or two pairs of all-gather and reduce-scatter
     recomputed_sums, cp_again = (layer_sums, cp_forward) if full_recompute else (0.0, 0.0)
+    ep_again = ep_forward if full_recompute else 0.0
     waiting, slowdown = tp.backward([compute.backward_weight * share for share in model.column_shares], rows=2)
     launches = cluster.assumptions.host_layer * (4 / 3 if full_recompute else 1)
     layer = UnitTime(
-        forward=compute.forward + layer_sums + cp_forward,
+        forward=compute.forward + layer_sums + cp_forward + ep_forward,
         backward_input=compute.backward_input
         + compute.recompute
         + recomputed_sums
         + waiting
         + slowdown
-        + (cp_again + cp_backward),
+        + (cp_again + cp_backward)
+        + (ep_again + ep_backward),
         backward_weight=compute.backward_weight,
         tp=layer_sums + recomputed_sums + waiting + slowdown,
         cp=cp_forward + cp_again + cp_backward,
-        **_over_dp(cluster, layout, layer_state(model, layout.tp), replicated_parameters(model)),
+        ep=ep_forward + ep_again + ep_backward,
+        **_over_dp(
+            cluster,
+            layout,
+            layer_state(model, layout.tp, layout.ep),
+            replicated_parameters(model),
+            router=model.router,
+            experts=layer_experts(model, layout.tp, layout.ep) if layout.ep > 1 else 0,
+        ),
     ).launched_in(launches)
 
     # Parameters of the two ends. Without a pipeline their gradients travel together, with the embedding's.
@@ -240,6 +259,20 @@ def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length:
         waits = ring_seconds(steps, message, messages >= c, one_link) - sum(steps)
         waiting.append(waits + cluster.assumptions.contention * max(0.0, messages * message - waits))
     return waiting[0], waiting[1]
+
+
+def expert_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> tuple[float, float]:
+    """Return the seconds that a layer's experts wait for messages over ep, in forward and in backward.
+
+    An all-to-all of the rows to their experts and one of the results back, each way, and ahead of forward's one of
+    counts. Nothing hides them. The ranks of ep are neighbours among dp x cp.
+    """
+    t, ranks = layout.tp, layout.ep
+    rows, counts = (
+        all_to_all_seconds(cluster, nbytes, t, ranks, cluster.framework.pairwise)
+        for nbytes in expert_bytes(model, layout, length)
+    )
+    return counts + 2 * rows, 2 * rows
 
 
 def ring_seconds(steps: Sequence[float], message: float, gradients: bool, one_link: bool = True) -> float:
@@ -307,17 +340,29 @@ class _TensorParallel:
         return len(columns) * self.leave - hidden + row_gathers, self.contention * hidden
 
 
-def _over_dp(cluster: Cluster, layout: Layout, parameters: int, replicated: int) -> dict[str, float]:
+def _over_dp(
+    cluster: Cluster, layout: Layout, parameters: int, replicated: int, router: int = 0, experts: int = 0
+) -> dict[str, float]:
     """Return gather, reduce, partial and across (UnitTime) of a unit with these `parameters` on a rank.
 
-    `replicated` of them are on every tp rank.
+    `replicated` of them are on every tp rank, among them a `router`, whose gradient is summed over tp even without
+    sequence parallelism. `experts` of them travel in a bucket of their own, over the ranks that hold the same ones.
     """
     precision, t, s, q = layout.precision, layout.tp, layout.shards, layout.zero_replicas
-    reduce = gather_seconds(cluster, parameters * precision.gradients, t, s)
+    buckets = [(elements, fold) for elements, fold in ((parameters - experts, 1), (experts, layout.ep)) if elements]
+
+    def over_shards(collective: Callable[..., float], width: int) -> float:
+        seconds = [collective(cluster, elements * width, t * fold, s // fold) for elements, fold in buckets]
+        return max(seconds) if cluster.framework.parallel_messages else sum(seconds)
+
+    reduce = over_shards(gather_seconds, precision.gradients)
     between_replicas = gather_seconds(cluster, parameters * precision.gradients / s, t * s, q)
-    partial = 2 * gather_seconds(cluster, replicated * precision.gradients, 1, t) if layout.sequence_parallel else 0.0
+    partial = 0.0
+    if layout.sequence_parallel or router:
+        summed = replicated if layout.sequence_parallel else router
+        partial = 2 * gather_seconds(cluster, summed * precision.gradients, 1, t)
     return {
-        "gather": fetch_seconds(cluster, parameters * precision.parameters, t, layout.shards),
+        "gather": over_shards(fetch_seconds, precision.parameters),
         "reduce": reduce if layout.zero else cluster.assumptions.all_reduce * reduce,
         "partial": partial,
         "across": cluster.assumptions.all_reduce * between_replicas,

@@ -28,6 +28,7 @@ class Layout:
     dp * microbatch * microbatches. Attention is "stored" if its scores are kept for backward. It is "flash" if they are
     computed tile by tile, and once more in backward (Dao et al. 2022, arXiv 2205.14135). Context parallelism's ring and
     all-gather always compute it so. `context_parallel` and `cp_order` say how its cp ranks share each sample's tokens.
+    `ep` neighbours among the ranks of dp x cp each hold 1/ep of every layer's experts.
     """
 
     dp: int
@@ -46,6 +47,7 @@ class Layout:
     cp: int = 1
     context_parallel: str = "ring"
     cp_order: str = "zigzag"
+    ep: int = 1
 
     @property
     def gpus(self) -> int:
@@ -54,6 +56,11 @@ class Layout:
     @property
     def mesh(self) -> tuple[int, int, int, int]:
         return self.dp, self.cp, self.tp, self.pp
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Return the mesh, and ep, which is folded from dp x cp."""
+        return *self.mesh, self.ep
 
     @property
     def replicas(self) -> int:
@@ -73,6 +80,11 @@ class Layout:
     def shards(self) -> int:
         """Return the number of neighbouring ranks over which ZeRO shards: s = dp cp/q."""
         return self.replicas // self.zero_replicas
+
+    @property
+    def expert_shards(self) -> int:
+        """Return the number of ranks over which ZeRO shards experts, those that hold the same ones: dp cp/ep."""
+        return self.replicas // self.ep
 
     @property
     def splits_backward(self) -> bool:
@@ -103,6 +115,8 @@ class Layout:
         if self.cp > 1:
             order = f" {self.cp_order}" if self.cp_order != "zigzag" else ""
             words.insert(1, f"cp {self.cp} ({self.context_parallel}{order})")
+        if self.ep > 1:
+            words.insert(1 + (self.cp > 1), f"ep {self.ep}")
         words.append(f"microbatch {self.microbatch} x {self.microbatches}")
         if self.pp > 1:
             words.append(self.schedule + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else ""))
@@ -117,11 +131,11 @@ class Layout:
 
 def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int, length: int) -> None:
     """Raise UsageError, with the equation that does not hold, if a layout contradicts what it is asked to run."""
-    sizes = {name: getattr(layout, name) for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches")}
+    sizes = {name: getattr(layout, name) for name in ("dp", "cp", "tp", "pp", "microbatch", "microbatches", "ep")}
     for name, size in sizes.items():
         if size < 1:
             raise UsageError(f"{name} {size}: expected at least 1")
-    dp, cp, tp, pp, microbatch, m = sizes.values()
+    dp, cp, tp, pp, microbatch, m, ep = sizes.values()
     if layout.gpus != gpus:
         axes = f"dp*cp*tp*pp = {dp}*{cp}*{tp}*{pp}" if cp > 1 else f"dp*tp*pp = {dp}*{tp}*{pp}"
         raise UsageError(f"{axes} = {layout.gpus}, but the cluster has {gpus} GPUs")
@@ -134,6 +148,11 @@ def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int
             f"{ranks}/replicas = {dp * cp}/{q} is not a whole number" if layout.zero else "ZeRO stage 0 shards nothing"
         )
         raise UsageError(f"{q} replicas of shards, but {why}")
+    check_experts(model, ep)
+    if dp * cp % ep:
+        raise UsageError(f"dp*cp/ep = {dp}*{cp}/{ep} is not a whole number: the ranks of ep are among those of dp*cp")
+    if ep > 1 and q > 1:
+        raise UsageError(f"{q} replicas of shards: those of experts have none; give 1 replica or ep = 1")
     if not model.tp_divides(tp):
         raise UsageError(f"tp {tp} does not divide {model.heads} heads, {model.groups} of keys and values")
     if pp > model.layers:
@@ -147,6 +166,14 @@ def check_layout(model: ModelShape, layout: Layout, gpus: int, global_batch: int
         check_heads(*model.rank_heads(tp), cp)
 
 
+def check_experts(model: ModelShape, ep: int) -> None:
+    """Raise UsageError if ep > 1 ranks cannot share the model's experts equally."""
+    if ep > 1 and model.experts is None:
+        raise UsageError(f"ep {ep} divides the experts of a layer; each layer of this model has one MLP, no experts")
+    if (model.experts or 1) % ep:
+        raise UsageError(f"experts/ep = {model.experts}/{ep} is not a whole number: each rank holds whole experts")
+
+
 @dataclass(frozen=True)
 class Activations:
     """Elements of one token that a framework keeps for backward (a one-byte mask counts half a 16-bit element).
@@ -158,6 +185,8 @@ class Activations:
     qkv, context, inner, gated   multiples of queries, keys and values; of attention's output; of the inner size of a
                                  plain MLP, or of a gated one: tensor parallelism divides all of them
     scores    elements for each head and each token attended to, divided over tp
+    routed    multiples of h, of each row: a token at one of its experts. They are whole on every tp rank
+    router    values for each expert
 
     Outside the layers:
     logits    multiples of the vocabulary, divided over tp
@@ -179,6 +208,8 @@ class Activations:
     boundary: float
     moving: float
     moving_whole: float
+    routed: float
+    router: float
 
 
 @dataclass(frozen=True)
@@ -192,7 +223,9 @@ class Framework:
                        4.1). Otherwise it does so only under sequence parallelism.
     balanced_stages    Layers are divided so that the output head counts. Otherwise every stage has ceil(layers/stages).
     every_microbatch   From ZeRO stage 2 on, gradients are reduced after each microbatch. Otherwise once per step.
-    pairwise           Parameters are gathered, and scalars summed, by messages from each rank to each other rank.
+    pairwise           Parameters are gathered, and scalars summed, by messages from each rank to each other rank. An
+                       all-to-all over ep goes in steps, and each waits for the slowest message. Otherwise no rank
+                       waits for another one's messages.
     gathers_ahead      ZeRO stages 1 and 2 gather updated parameters during the next step's first forward.
     embedding_returns  The first stage sends the updated token embedding to the last. Otherwise both update it.
     lockstep           In a ring over hosts every message waits for one between hosts. Otherwise one per host does.
@@ -200,8 +233,8 @@ class Framework:
     hidden_reductions  Gradients are reduced over dp while backward goes on. Otherwise after a stage's last backward.
     visible_pairs      Under cp attention counts the pairs of tokens that are computed: a rank's own, and the visible
                        ones of other ranks. Otherwise it counts all pairs, as in the published formulas.
-    parallel_messages  A rank sends keys and gradients to its neighbour in the ring at the same time, as on minipar's
-                       clock `model`. Otherwise one after the other.
+    parallel_messages  A rank sends keys and gradients to its neighbour in the ring at the same time, and a layer's
+                       buckets of experts and of all else, as on minipar's clock `model`. Otherwise one after the other.
     gradient_copy      Bytes per parameter of a second copy of the gradients: in 16 bits next to 32, or the other way.
     overhead           Bytes of the libraries' own buffers on each GPU.
     kept               What is kept for backward.
@@ -227,8 +260,10 @@ class Framework:
 
 # Megatron-LM on NCCL, with ZeRO as DeepSpeed does it. Activations: Korthikanti et al. 2022, section 4.1, s b h (34 +
 # 5 a s / h) bytes in 16 bits; of a gated MLP both products' outputs, the activated one, and the last product's input;
-# logits in 16 bits, and their softmax in 32. NCCL builds a ring through each network card. Megatron's pipeline
-# exchanges with both neighbours between two computations (p2p_communication.py). It has --overlap-param-gather.
+# logits in 16 bits, and their softmax in 32. Of experts the rows that arrive and the results that go back, and of the
+# router logits and probabilities in 32 bits: an assumption. NCCL builds a ring through each network card. Megatron's
+# pipeline exchanges with both neighbours between two computations (p2p_communication.py). It has
+# --overlap-param-gather.
 MEGATRON = Framework(
     ring_per_card=True,
     blocking_hops=True,
@@ -240,7 +275,7 @@ MEGATRON = Framework(
     embedding_returns=False,
     kept=Activations(
         sliced=5, gathered=0, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5,
-        logits=3, head=2, boundary=0, moving=0, moving_whole=0,
+        logits=3, head=2, boundary=0, moving=0, moving_whole=0, routed=2, router=4,
     ),
 )  # fmt: skip
 
@@ -278,7 +313,7 @@ MINIPAR = Framework(
     parallel_messages=True,
     kept=Activations(
         sliced=2, gathered=2, rows=2, qkv=1, context=1, inner=3, gated=4, scores=1,
-        logits=2, head=2, boundary=1, moving=2, moving_whole=1,
+        logits=2, head=2, boundary=1, moving=2, moving_whole=1, routed=2, router=4,
     ),
 )  # fmt: skip
 
@@ -300,6 +335,6 @@ NANOTRON = Framework(
     overhead=0.38e9,
     kept=Activations(
         sliced=5, gathered=2, rows=0, qkv=1, context=1, inner=2, gated=4, scores=2.5,
-        logits=5.7, head=2, boundary=0, moving=0, moving_whole=0,
+        logits=5.7, head=2, boundary=0, moving=0, moving_whole=0, routed=2, router=4,
     ),
 )  # fmt: skip

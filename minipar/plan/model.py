@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class ModelShape:
     positions    learned positions; 0 for rotary positions, which have no parameters
     tied         whether the output head is the token embedding
     biases       whether linear layers have biases;  norm_biases: whether norms do (LayerNorm does, RMSNorm does not)
+    experts      MLPs in a layer, of which a router sends each token to top_k; None: one MLP and no router
     """
 
     layers: int
@@ -56,10 +57,16 @@ class ModelShape:
     tied: bool = True
     biases: bool = True
     norm_biases: bool = True
+    experts: int | None = None
+    top_k: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab_size", "positions", "kv_heads", "ffn"):
-            check_size(name, name, getattr(self, name), optional=name in ("kv_heads", "ffn"))
+        for name in ("layers", "hidden", "heads", "vocab_size", "positions", "kv_heads", "ffn", "experts", "top_k"):
+            check_size(name, name, getattr(self, name), optional=name in ("kv_heads", "ffn", "experts"))
+        if self.top_k > (self.experts or 1):
+            raise UsageError(f"top-k {self.top_k} is more than experts {self.experts or 1}")
+        if self.experts and self.biases:
+            raise UsageError("a layer of experts has no biases")
         if self.hidden % self.heads:
             raise UsageError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.heads % self.groups:
@@ -88,9 +95,24 @@ class ModelShape:
         return self.heads % tp == 0 and (self.groups % tp == 0 or tp % self.groups == 0)
 
     @property
+    def active_inner(self) -> int:
+        """Return the inner size of all MLPs of a layer that a token passes: one, or top_k experts."""
+        return self.top_k * self.inner
+
+    @property
+    def router(self) -> int:
+        """Return the elements of a layer's router: h for each expert."""
+        return self.hidden * (self.experts or 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the elements of one expert: of the two or three matrices of an MLP."""
+        return self.hidden * (3 if self.gated else 2) * self.inner
+
+    @property
     def layer_matrices(self) -> int:
-        """Return the elements of a layer's matrices. GPT-2: 12 h^2."""
-        return self.hidden * (self.qkv + self.hidden + (3 if self.gated else 2) * self.inner)
+        """Return the elements of those matrices of a layer with which a token is multiplied. GPT-2: 12 h^2."""
+        return self.hidden * (self.qkv + self.hidden) + self.router + self.top_k * self.expert_parameters
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -98,7 +120,12 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Return the parameters of a layer: attention, MLP, two norms. GPT-2: 12 h^2 + 13 h."""
         biases = self.qkv + self.hidden + (2 if self.gated else 1) * self.inner + self.hidden
-        return self.layer_matrices + (biases if self.biases else 0) + 2 * self.norm_parameters
+        return self.layer_matrices + (biases if self.biases else 0) + 2 * self.norm_parameters + self.idle_parameters
+
+    @property
+    def idle_parameters(self) -> int:
+        """Return the parameters of a layer that one token does not use: those of experts that it is not sent to."""
+        return 0 if self.experts is None else (self.experts - self.top_k) * self.expert_parameters
 
     @property
     def norm_parameters(self) -> int:
@@ -109,6 +136,11 @@ class ModelShape:
         """Return all parameters: embeddings, layers, the last norm, and the output matrix unless it is tied."""
         matrices = self.vocab_size * (1 if self.tied else 2) + self.positions
         return matrices * self.hidden + self.layers * self.layer_parameters + self.norm_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters that one token uses."""
+        return self.parameters - self.layers * self.idle_parameters
 
     # ---- operations of one sequence of s = `length` tokens -----------------------------------------------------------
 
@@ -123,8 +155,8 @@ class ModelShape:
     @property
     def column_shares(self) -> tuple[float, float]:
         """Return the two column-parallel layers' shares of a layer's matrices: q, k, v and the MLP's first."""
-        first, second = self.qkv, (2 if self.gated else 1) * self.inner
-        whole = first + second + self.hidden + self.inner
+        first, second = self.qkv, (2 if self.gated else 1) * self.active_inner
+        whole = first + second + self.hidden + self.active_inner
         return first / whole, second / whole
 
     def head_flops(self, length: int) -> int:
@@ -168,6 +200,7 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab_
 
 # GPT-2: Radford et al. 2019. gpt3-175b: Brown et al. 2020 (vocabulary as Megatron pads it). megatron-*: Narayanan et
 # al. 2021, table 1. llama-*: Touvron et al. 2023 (arXiv 2302.13971, 2307.09288); Llama Team 2024 (arXiv 2407.21783).
+# mixtral-*: Jiang et al. 2024 (arXiv 2401.04088), and the config.json of Mixtral-8x22B-v0.1.
 MODELS = {
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt2-medium": _gpt(24, 1024, 16, 50257, 1024),
@@ -190,6 +223,8 @@ MODELS = {
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256),
+    "mixtral-8x7b": replace(_llama(32, 4096, 32, 8, 14336, 32000), experts=8, top_k=2),
+    "mixtral-8x22b": replace(_llama(56, 6144, 48, 8, 16384, 32000), experts=8, top_k=2),
 }
 # A field of ModelShape and its key in a config.json of Hugging Face.
 GPT2_KEYS = {
@@ -200,11 +235,13 @@ LLAMA_KEYS = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
     "ffn": "intermediate_size", "vocab_size": "vocab_size", "kv_heads": "num_key_value_heads",
 }  # fmt: skip
+MIXTRAL_KEYS = LLAMA_KEYS | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
+KEYS = {"gpt2": GPT2_KEYS, "llama": LLAMA_KEYS, "mixtral": MIXTRAL_KEYS}
 OPTIONAL_KEYS = ("n_inner", "num_key_value_heads")
 
 
 def find_model(name: str) -> ModelShape:
-    """Return a model by its name, or that of a directory with a config.json of Hugging Face (GPT-2 or Llama).
+    """Return a model by its name, or that of a directory with a config.json of Hugging Face (GPT-2, Llama or Mixtral).
 
     UsageError for an unknown name and for a file that describes no such model.
     """
@@ -216,9 +253,9 @@ def find_model(name: str) -> ModelShape:
         raise UsageError(message + did_you_mean(name, MODELS))
     config = read_json(path)
     kind = config.get("model_type")
-    if kind not in ("gpt2", "llama"):
-        raise UsageError(f"{path}: model_type {str(kind)[:40]!r}: expected gpt2 or llama")
-    keys = GPT2_KEYS if kind == "gpt2" else LLAMA_KEYS
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise UsageError(f"{path}: model_type {str(kind)[:40]!r}: expected gpt2, llama or mixtral")
+    keys = KEYS[kind]
     for field, key in keys.items():
         check_size(f"{path}: {key}", field, config.get(key), optional=key in OPTIONAL_KEYS)
     sizes: dict[str, Any] = {field: config.get(key) for field, key in keys.items()}

@@ -23,14 +23,25 @@ def embedding_rows(model: ModelShape, tp: int) -> int:
 
 
 def replicated_parameters(model: ModelShape) -> int:
-    """Return the parameters of a layer that every tp rank has: norms and the biases of row-parallel layers."""
-    return 2 * model.norm_parameters + (2 * model.hidden if model.biases else 0)
+    """Return the parameters of a layer that every tp rank has: norms, biases of row-parallel layers, the router."""
+    return 2 * model.norm_parameters + (2 * model.hidden if model.biases else 0) + model.router
 
 
-def layer_state(model: ModelShape, tp: int) -> int:
-    """Return the parameters of one layer on a tp rank: matrices and biases of column-parallel layers are divided."""
+def layer_experts(model: ModelShape, tp: int, ep: int) -> int:
+    """Return the parameters of one layer's experts on a rank: 1/ep of the experts, and 1/tp of each."""
+    return (model.experts or 0) // ep * -(-model.expert_parameters // tp)
+
+
+def layer_state(model: ModelShape, tp: int, ep: int = 1) -> int:
+    """Return the parameters of one layer on a rank: matrices and biases of column-parallel layers are divided by tp."""
     whole = replicated_parameters(model)
-    return -(-(model.layer_parameters - whole) // tp) + whole
+    dense = model.layer_parameters - layer_experts(model, 1, 1) - whole
+    return -(-dense // tp) + whole + layer_experts(model, tp, ep)
+
+
+def rank_experts(model: ModelShape, layout: Layout) -> int:
+    """Return those of `rank_parameters` that not all ranks of dp x cp have: experts, where ep > 1."""
+    return layout.layers_per_rank(model) * layer_experts(model, layout.tp, layout.ep) if layout.ep > 1 else 0
 
 
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
@@ -39,7 +50,7 @@ def rank_parameters(model: ModelShape, layout: Layout) -> int:
     It holds the embeddings and its layers; without a pipeline also the last norm and an output head that is not tied.
     """
     embedding = embedding_rows(model, layout.tp) + model.positions * model.hidden
-    parameters = embedding + layout.layers_per_rank(model) * layer_state(model, layout.tp)
+    parameters = embedding + layout.layers_per_rank(model) * layer_state(model, layout.tp, layout.ep)
     if layout.pp == 1:
         parameters += model.norm_parameters + (0 if model.tied else embedding_rows(model, layout.tp))
     return parameters
@@ -68,7 +79,9 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Acti
 
     GPT-2 with s tokens, b samples, a heads: s b h (10 + 24/t + 5as/(ht)) under tensor parallelism over t ranks; with
     sequence parallelism s b h (34 + 5as/h) / t. "selective" recomputation and flash attention drop the 5as/h, and
-    "full" recomputation keeps the input alone, 2 s b h. Context parallelism divides all of it by c.
+    "full" recomputation keeps the input alone, 2 s b h. Context parallelism divides all of it by c. Of a Mixtral the
+    MLP's part counts for each of a token's k experts: with routing that is uniform a rank's experts get k rows for each
+    of its tokens, whatever ep.
     """
     h, t, slices = model.hidden, layout.tp, layout.sequence_slices
     tokens = layout.tokens(length) * layout.precision.parameters
@@ -76,8 +89,11 @@ def layer_activations(model: ModelShape, layout: Layout, length: int, kept: Acti
         return tokens * h / slices
     stored = layout.recompute == "none" and layout.stores_scores
     core = kept.scores * model.heads * length if stored else 0
-    split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.inner
-    return tokens * ((kept.sliced * h + kept.rows) / slices + kept.gathered * h + (split + core) / t)
+    split = kept.qkv * model.qkv + kept.context * h + (kept.gated if model.gated else kept.inner) * model.active_inner
+    whole = kept.gathered * h
+    if model.experts is not None:
+        whole += kept.routed * model.top_k * h + kept.router * model.experts
+    return tokens * ((kept.sliced * h + kept.rows) / slices + whole + (split + core) / t)
 
 
 def in_flight(layout: Layout) -> Fraction | int:
@@ -106,10 +122,13 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     ZeRO stage 2 on, as in DeepSpeed. Otherwise microbatches accumulate in whole gradients next to the rank's shard.
     """
     precision, kept = layout.precision, framework.kept
-    psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp)
+    psi, layer = rank_parameters(model, layout), layer_state(model, layout.tp, layout.ep)
+    experts = rank_experts(model, layout)
     accumulating = layout.microbatches > 1 and not framework.every_microbatch
-    copy = framework.gradient_copy * psi / (layout.shards if layout.zero >= 2 else 1)
-    state = model_state(psi, Fraction(psi, layout.shards), layout.zero, precision, accumulating)
+    copy = framework.gradient_copy * (psi - experts) / (layout.shards if layout.zero >= 2 else 1)
+    copy += framework.gradient_copy * experts / (layout.expert_shards if layout.zero >= 2 else 1)
+    own = Fraction(psi - experts, layout.shards) + Fraction(experts, layout.expert_shards)
+    state = model_state(psi, own, layout.zero, precision, accumulating)
 
     layers, layer_bytes = layout.layers_per_rank(model), layer_activations(model, layout, length, kept)
     tokens = layout.tokens(length) * precision.parameters
@@ -134,7 +153,7 @@ def memory(model: ModelShape, layout: Layout, length: int, framework: Framework 
     if layout.zero >= 2:
         buffers += 2 * precision.gradients * layer
     if layout.cp > 1:  # by then backward has freed the activations of the layer's MLP
-        freed = tokens * (kept.gated if model.gated else kept.inner) * model.inner / layout.tp
+        freed = tokens * (kept.gated if model.gated else kept.inner) * model.active_inner / layout.tp
         buffers += max(0.0, precision.parameters * context_buffer(model, layout, length) - freed)
     return Memory(
         parameters=float(state.parameters),
@@ -173,6 +192,7 @@ class Volume:
     pp: Fraction
     dp: Fraction
     cp: Fraction = Fraction(0)
+    ep: Fraction = Fraction(0)
 
 
 def volume(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Volume:
@@ -189,9 +209,12 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     dp   (d-1)/d times: 2 psi elements at ZeRO stages 0 and 1; 2 psi at stage 2 and (2 m + 1) psi at stage 3, or
          (m + 1) psi and 3 m psi where gradients are reduced after every microbatch (Rajbhandari et al. 2020, section 7,
          for m = 1). With q replicas of the shards d is s = d/q, and 2 psi/s (q-1)/q are summed between replicas at
-         each reduction. d counts the ranks of dp x cp.
+         each reduction. d counts the ranks of dp x cp. For the experts it is d/P, the ranks that hold the same ones.
     cp   the elements of parallel/traffic.py for each layer and microbatch, forward twice with full recompute. Context
          parallelism divides s by c in the lines above.
+    ep   4 k b s h (P-1)/P elements for each layer and microbatch, if tokens are spread evenly: rows to their experts
+         and results back, forward and backward, 6 with full recompute. Before each dispatch E (P-1)/P counts of 8
+         bytes. Each tp rank sends whole rows.
 
     parallel/traffic.py has minipar's traffic to the byte; these are the papers' formulas.
     """
@@ -206,10 +229,23 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     reductions = m if framework.every_microbatch else 1
     gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, reductions), 3: (2 * m, reductions)}[layout.zero]
     width = gathers * layout.precision.parameters + reductions * layout.precision.gradients
-    psi = rank_parameters(model, layout)
+    psi, experts = rank_parameters(model, layout), rank_experts(model, layout)
+    dp = Fraction(width * (psi - experts) * (s - 1), s)
+    dp += Fraction(width * experts * (layout.expert_shards - 1), layout.expert_shards)
     across = Fraction(2 * reductions * layout.precision.gradients * psi * (q - 1), s * q)
     columns = model.hidden // t, kv_columns(model, t)
     forward, backward = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
     forward *= 2 if layout.recompute == "full" else 1
     cp = Fraction((forward + backward) * layout.precision.parameters) * m * layout.layers_per_rank(model)
-    return Volume(tp=tp, pp=pp, dp=Fraction(width * psi * (s - 1), s) + across, cp=cp)
+    rows, counts = expert_bytes(model, layout, length)
+    forwards = 2 if layout.recompute == "full" else 1
+    ep = Fraction((2 * rows * (forwards + 1) + counts * forwards) * (layout.ep - 1), layout.ep)
+    ep *= m * layout.layers_per_rank(model)
+    return Volume(tp=tp, pp=pp, dp=dp + across, cp=cp, ep=ep)
+
+
+def expert_bytes(model: ModelShape, layout: Layout, length: int) -> tuple[int, int]:
+    """Return the bytes of a microbatch's rows, k b s h elements, and of their counts, 8 for each expert, if ep > 1."""
+    if layout.ep == 1 or model.experts is None:
+        return 0, 0
+    return model.top_k * layout.tokens(length) * model.hidden * layout.precision.parameters, 8 * model.experts

@@ -8,23 +8,29 @@ from typing import Any
 
 from minipar.plan.cluster import Cluster, Evidence
 from minipar.plan.layout import PRECISIONS, Layout
-from minipar.plan.model import ModelShape
+from minipar.plan.model import MOST, ModelShape
 from minipar.plan.search import Plan, SearchResult, SearchSpace
 
 SHOWN_MESHES = 200  # in the JSON
-SETTINGS = "dp cp tp pp ZeRO microbatch schedule recompute SP".split()
+SETTINGS = "dp cp ep tp pp ZeRO microbatch schedule recompute SP".split()
 MEMORY = "parameters gradients optimizer activations buffers total".split()
-MESH_SETTINGS = ("dp", "cp", "tp", "pp", "zero_stage", "recompute")  # of each mesh in the JSON
-SECONDS = [*"compute tp cp pp dp bubble update total TFLOP/s/GPU HFU MFU".split(), "GB tp", "GB cp", "GB pp", "GB dp"]
+MESH_SETTINGS = ("dp", "cp", "ep", "tp", "pp", "zero_stage", "recompute")  # of each mesh in the JSON
+SECONDS = [*"compute tp cp ep pp dp bubble update total TFLOP/s/GPU HFU MFU".split()]
+SECONDS += [f"GB {axis}" for axis in ("tp", "cp", "ep", "pp", "dp")]
 NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
 CONTEXT = (
     "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
     "waited for; gradients are summed, and ZeRO shards, over dp x cp"
 )
+EXPERTS = (
+    "ep: tokens are spread evenly over the experts; every all-to-all is waited for, its messages one after the other "
+    "on a GPU's own link, and each tp rank sends whole rows; ZeRO shards experts over dp x cp / ep"
+)
 PARTS = {
     "compute": "computation (recomputed, in smaller products, or with more layers on the fullest rank)",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
     "pp": "pipeline messages",
     "dp": "data-parallel communication",
     "bubble": "pipeline bubble",
@@ -59,6 +65,11 @@ class Request:
         """Return whether the search has layouts with context parallelism."""
         return max(self.space.context_sizes(self.length)) > 1
 
+    @property
+    def tries_ep(self) -> bool:
+        """Return whether the search has layouts with expert parallelism."""
+        return max(self.space.expert_sizes(self.model, 0, MOST)) > 1
+
 
 def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
     """Return everything as JSON: bytes, seconds, FLOP/s. `python -m visualize plan` reads it."""
@@ -66,7 +77,12 @@ def as_json(request: Request, result: SearchResult) -> dict[str, Any]:
     winner = result.plans[0]
     text = assumptions(request)
     return {
-        "model": {"name": request.name, "parameters": model.parameters, **asdict(model)},
+        "model": {
+            "name": request.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            **asdict(model),
+        },
         "flops_per_sequence": {
             "model": model.model_flops(length),
             "hardware_selective_recompute": model.hardware_flops(length, "selective"),
@@ -149,6 +165,7 @@ def assumptions(request: Request) -> list[str]:
         + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention"),
         f"tp: forward waits for its sums, {hidden}; pp: {waited}",
         *([CONTEXT] if request.tries_cp else []),
+        *([EXPERTS] if request.tries_ep else []),
         f"dp: gradients {reduced}, stage 3's gathers hide behind all computation, {updated}and take "
         f"{a.contention:.0%} of the hidden time from it; from stage 2 on gradients travel {often}",
         *(host if a.host_layer else []),
@@ -160,9 +177,13 @@ def assumptions(request: Request) -> list[str]:
 def as_text(request: Request, result: SearchResult) -> str:
     """Return tables of the plans, the assumptions above them, and below them why the slower plans are slower."""
     model, cluster, plans = request.model, request.cluster, result.plans
+    active, experts = "", ""
+    if model.experts is not None:
+        active = f", of which a token uses {model.active_parameters:,}"
+        experts = f", {model.top_k} of {model.experts} experts"
     lines = [
-        f"{request.name}: {model.parameters:,} parameters, {model.layers} layers, hidden {model.hidden}, "
-        f"{model.heads} heads",
+        f"{request.name}: {model.parameters:,} parameters{active}, {model.layers} layers, hidden {model.hidden}, "
+        f"{model.heads} heads{experts}",
         f"{cluster.gpus} x {request.gpu}, {cluster.per_host} to a host; batch {request.global_batch} x "
         f"{request.length} = {request.tokens:,} tokens per step",
         "",
@@ -195,7 +216,7 @@ def _settings(plan: Plan) -> list[str]:
     return [
         str(layout.dp),
         f"{layout.cp} {layout.context_parallel}" if layout.cp > 1 else "1",
-        *(str(size) for size in (layout.tp, layout.pp)),
+        *(str(size) for size in (layout.ep, layout.tp, layout.pp)),
         f"{layout.zero}" + (f" x{layout.zero_replicas}" if layout.zero_replicas > 1 else ""),
         f"{layout.microbatch} x {layout.microbatches}",
         layout.schedule + virtual if layout.pp > 1 else "-",
@@ -219,19 +240,21 @@ def _ties(plans: Sequence[Plan], spread: float) -> str:
 def _seconds(plan: Plan, spread: float) -> list[str]:
     time, sent = plan.time, plan.volume
     return [
-        *(f"{part:.3f}" for part in (time.compute, time.tp, time.cp, time.pp, time.dp)),
+        *(f"{part:.3f}" for part in (time.compute, time.tp, time.cp, time.ep, time.pp, time.dp)),
         *(f"{part:.3f}" for part in (time.bubble, time.optimizer)),
         f"{'' if time.exact else '~'}{time.total:.4g} +-{spread * time.total:.2g}",
         f"{plan.tflops:.0f}",
         f"{plan.hfu:.1%}",
         f"{plan.mfu:.1%}",
-        *(f"{float(nbytes) / 1e9:.1f}" for nbytes in (sent.tp, sent.cp, sent.pp, sent.dp)),
+        *(f"{float(nbytes) / 1e9:.1f}" for nbytes in (sent.tp, sent.cp, sent.ep, sent.pp, sent.dp)),
     ]
 
 
 def _numbered(request: Request, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table of the plans, without cp's columns where the search has no cp."""
-    shown = [i for i, name in enumerate(names) if request.tries_cp or name not in ("cp", "GB cp")]
+    """Return the lines of a table of the plans, without cp's and ep's columns where the search has none."""
+    tries = {"cp": request.tries_cp, "ep": request.tries_ep}
+    hidden = [name for axis in tries if not tries[axis] for name in (axis, f"GB {axis}")]
+    shown = [i for i, name in enumerate(names) if name not in hidden]
     numbered = [[f"{rank}.", *(row[i] for i in shown)] for rank, row in enumerate(rows, start=1)]
     return table(["", *(names[i] for i in shown)], numbered)
 
@@ -261,7 +284,7 @@ def complexity(layout: Layout) -> tuple[bool, int]:
 
     NB: memory does not count. Among the Playbook's runs the one with least memory is mostly slower than its ties.
     """
-    return layout.pp > 1, sum(size > 1 for size in layout.mesh)
+    return layout.pp > 1, sum(size > 1 for size in layout.axes)
 
 
 def why(winner: Plan, loser: Plan) -> str:

@@ -11,7 +11,7 @@ from minipar.errors import UsageError
 from minipar.parallel.context import METHODS, check_heads, check_length
 from minipar.parallel.memory import Precision
 from minipar.plan.cluster import GPUS, Cluster
-from minipar.plan.layout import PRECISIONS, Layout, check_layout
+from minipar.plan.layout import PRECISIONS, Layout, check_experts, check_layout
 from minipar.plan.model import RECOMPUTE, ModelShape, utilization
 from minipar.plan.pipeline_time import simulated_actions
 from minipar.plan.rank_bytes import Memory, Volume, memory, volume
@@ -29,7 +29,7 @@ LEAST_TOKENS = 8192  # of a sequence on a rank, unless the user gives cp. As Lla
 class SearchSpace:
     """The choices that the user has fixed; `None` leaves one to the planner.
 
-    `zero` is a stage, or those to try, and so is the size `cp`.
+    `zero` is a stage, or those to try, and so are the sizes `cp` and `ep`.
     """
 
     dp: int | None = None
@@ -46,6 +46,7 @@ class SearchSpace:
     cp: int | tuple[int, ...] | None = None
     context_parallel: str | None = None
     cp_order: str = "zigzag"
+    ep: int | tuple[int, ...] | None = None
 
     def context_sizes(self, length: int) -> list[int]:
         """Return the sizes of cp to try for sequences of `length` tokens. UsageError if a given one does not divide.
@@ -69,6 +70,18 @@ class SearchSpace:
         whole = all(heads % cp == 0 for heads in model.rank_heads(tp))
         return [method for method in methods if whole or method != "ulysses"]
 
+    def expert_sizes(self, model: ModelShape, replicas: int, near: int) -> list[int]:
+        """Return the sizes of ep to try on so many ranks of dp x cp. UsageError if a given one divides no experts.
+
+        Only one that the user has fixed goes over hosts: `near` of the ranks share one.
+        """
+        if self.ep is None:
+            return [ep for ep in divisors(model.experts or 1) if replicas % ep == 0 and ep <= max(1, near)]
+        sizes = [self.ep] if isinstance(self.ep, int) else sorted(set(self.ep))
+        for ep in sizes:
+            check_experts(model, ep)
+        return [ep for ep in sizes if replicas % ep == 0]
+
     def zero_stages(self, replicas: int) -> list[int]:
         """Return the ZeRO stages to try. With one replica there is nothing to shard."""
         if replicas == 1:
@@ -77,10 +90,10 @@ class SearchSpace:
             return [0, 1, 2, 3]
         return [self.zero] if isinstance(self.zero, int) else sorted(set(self.zero))
 
-    def replicas(self, zero: int, dp: int) -> list[int]:
-        """Return the numbers of replicas of ZeRO's shards to try: 1 unless the user asks for others."""
+    def replicas(self, zero: int, dp: int, ep: int = 1) -> list[int]:
+        """Return the numbers of replicas of ZeRO's shards to try: 1 unless the user asks for others, and with ep."""
         tried = sorted(set(self.zero_replicas or (1,)))
-        return [q for q in tried if q == 1 or (zero > 0 and dp % q == 0)]
+        return [q for q in tried if q == 1 or (zero > 0 and ep == 1 and dp % q == 0)]
 
     def recomputations(self, schedule: str) -> list[str]:
         """Return the kinds of recomputation to try.
@@ -118,10 +131,12 @@ def layouts(
         for microbatch in microbatch_sizes(samples, space, cp):
             m = samples // microbatch
             for schedule, v in schedules(model, pp, m, space.schedule, cluster.framework.balanced_stages):
-                sharded = [(zero, q) for zero in space.zero_stages(dp * cp) for q in space.replicas(zero, dp * cp)]
+                sizes = space.expert_sizes(model, dp * cp, cluster.per_host // tp)
+                stages = product(sizes, space.zero_stages(dp * cp))
+                sharded = [(ep, zero, q) for ep, zero in stages for q in space.replicas(zero, dp * cp, ep)]
                 methods = space.context_methods(model, tp, cp)
                 choices = sharded, space.recomputations(schedule), space.sequence_choices(tp)
-                for (zero, replicas), recompute, sequence_parallel, method in product(*choices, methods):
+                for (ep, zero, replicas), recompute, sequence_parallel, method in product(*choices, methods):
                     layout = Layout(
                         dp=dp,
                         tp=tp,
@@ -139,6 +154,7 @@ def layouts(
                         cp=cp,
                         context_parallel=method,
                         cp_order=space.cp_order,
+                        ep=ep,
                     )
                     if recompute != "selective" or layout.stores_scores:
                         yield layout
@@ -207,11 +223,7 @@ def schedules(
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout and its predictions.
-
-    mfu, hfu   model and hardware FLOPs utilization
-    tflops     TFLOP/s per GPU with recomputation, as Narayanan et al. 2021 print them
-    """
+    """A layout and its predictions: model and hardware FLOPs utilization, and TFLOP/s per GPU with recomputation."""
 
     layout: Layout
     memory: Memory
@@ -220,10 +232,6 @@ class Plan:
     mfu: float
     hfu: float
     tflops: float
-
-    @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        return self.layout.mesh
 
 
 @dataclass(frozen=True)
@@ -239,7 +247,7 @@ class Candidate:
 class SearchResult:
     """The outcome of a search.
 
-    plans      the fastest layout of each of the best meshes (dp, cp, tp, pp), simulated, fastest first
+    plans      the fastest layout of each of the best meshes (dp, cp, tp, pp, and ep), simulated, fastest first
     examined   the number of layouts, of which `fitting` fit
     meshes     the fastest layout of each mesh in closed form, fastest first
     """
@@ -263,11 +271,11 @@ def plan(
     UsageError if no layout divides, or none fits; it says how much memory the smallest needs and what would fit. Also
     if there are more than MOST_LAYOUTS.
     """
-    best: dict[tuple[int, int, int, int], Candidate] = {}
+    best: dict[tuple[int, ...], Candidate] = {}
     examined = list(islice(layouts(model, cluster, global_batch, space, length), MOST_LAYOUTS + 1))
     if len(examined) > MOST_LAYOUTS:
         raise UsageError(
-            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --cp, --pp, --dp, --microbatch, "
+            f"more than {MOST_LAYOUTS} layouts: narrow the search, with --tp, --cp, --pp, --dp, --ep, --microbatch, "
             "--zero-stage, --schedule, --recompute or --sequence-parallel"
         )
     fitting = 0
@@ -277,8 +285,8 @@ def plan(
             continue
         fitting += 1
         seconds = step_time(model, layout, cluster, length, exact=False).total
-        if layout.mesh not in best or seconds < best[layout.mesh].seconds:
-            best[layout.mesh] = Candidate(seconds=seconds, nbytes=nbytes, layout=layout)
+        if layout.axes not in best or seconds < best[layout.axes].seconds:
+            best[layout.axes] = Candidate(seconds=seconds, nbytes=nbytes, layout=layout)
     if not best:
         raise UsageError(_nothing_fits(model, cluster, global_batch, length, space))
     candidates = sorted(best.values(), key=lambda candidate: candidate.seconds)
@@ -349,7 +357,7 @@ def _nothing_fits(model: ModelShape, cluster: Cluster, global_batch: int, length
 def _wider_choices(
     model: ModelShape, cluster: Cluster, global_batch: int, length: int, space: SearchSpace
 ) -> Iterator[str]:
-    """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation, stages, cp.
+    """Yield what fits if one of the user's choices is given up: the ZeRO stage, recomputation, stages, cp, ep.
 
     Each is the least change of its kind.
     """
@@ -359,6 +367,7 @@ def _wider_choices(
         "--recompute": (space.recompute, [(kind, replace(space, recompute=kind)) for kind in RECOMPUTE]),
         "--pp": (space.pp, [(pp, replace(space, pp=pp)) for pp in divisors(cluster.gpus)]),
         "--cp": (space.cp, [(c, replace(space, cp=c)) for c in replace(space, cp=None).context_sizes(length)]),
+        "--ep": (space.ep or model.experts, [(ep, replace(space, ep=ep)) for ep in divisors(model.experts or 1)]),
     }
     for flag, (fixed, wider) in choices.items():
         for value, other in wider if fixed is not None else ():
@@ -378,6 +387,7 @@ def _nothing_divides(model: ModelShape, cluster: Cluster, global_batch: int, len
     fixed = [f"{n} {getattr(space, n)}" for n in ("dp", "tp", "pp", "schedule", "microbatch") if getattr(space, n)]
     fixed += [f"replicas of shards {', '.join(map(str, space.zero_replicas))}"] if space.zero_replicas else []
     fixed += [f"cp {', '.join(map(str, sizes))}"] * (space.cp is not None)
+    fixed += [f"ep {space.ep if isinstance(space.ep, int) else ', '.join(map(str, space.ep))}"] if space.ep else []
     only = f" with {', '.join(fixed)}" if fixed else ""
     return (
         f"no layout divides{only}: global batch {global_batch}, {cluster.gpus} GPUs in hosts of {cluster.per_host}, "

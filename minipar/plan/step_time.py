@@ -26,7 +26,7 @@ class StepTime:
     """Seconds of a step on the busiest rank, by what they are spent on.
 
     compute      products and elementwise work, and waiting for the host that launches them
-    tp, cp, pp, dp   communication that nothing hides; tp, cp and dp include what hidden messages cost the computation
+    tp, cp, ep, pp, dp   communication that nothing hides; tp, cp, dp include what hidden messages cost the computation
     bubble       waiting in the pipeline
     optimizer    the update
     exact        whether the pipeline's time is the simulator's, not the closed form's
@@ -40,10 +40,11 @@ class StepTime:
     optimizer: float
     exact: bool
     cp: float = 0.0
+    ep: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.tp + self.pp + self.dp + self.bubble + self.optimizer + self.cp
+        return self.compute + self.tp + self.pp + self.dp + self.bubble + self.optimizer + self.cp + self.ep
 
 
 # ---- data parallelism next to computation ----------------------------------------------------------------------------
@@ -339,30 +340,31 @@ def step_time(model: ModelShape, layout: Layout, cluster: Cluster, length: int, 
     scalar_tp = scalar_seconds(cluster, 1, layout.tp)
     scalar_dp = scalar_seconds(cluster, layout.tp, layout.replicas)
     scalar_pp = scalar_seconds(cluster, layout.tp * layout.replicas, layout.pp)
-    dp += scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if layout.zero else 0.0)
+    sums = layout.zero or layout.ep > 1
+    dp += scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if sums else 0.0)
     return replace(passes, tp=passes.tp + scalar_tp, pp=pp + 2 * scalar_pp, dp=dp, optimizer=stages.units.update)
 
 
 def _passes(stages: Stages, busiest: Sequence[int], tied: float, exact: bool) -> StepTime:
     """Return the seconds of the busiest rank until gradients are reduced: forward and backward of all microbatches.
 
-    Divide what the makespan has more than computation, tp and cp: messages first, gathers over dp, then the bubble. A
-    part is 0 where rounding, or a closed form, leaves less than that.
+    Divide what the makespan has more than computation, tp, cp and ep: messages first, gathers over dp, then the bubble.
+    A part is 0 where rounding, or a closed form, leaves less than that.
     """
     m, units = stages.layout.microbatches, [unit for s in busiest for unit in stages.units_of(s)]
-    tp, cp = m * sum(unit.tp for unit in units), m * sum(unit.cp for unit in units)
-    compute = m * sum(unit.seconds for unit in units) - tp - cp
-    parts = partial(StepTime, compute=compute, tp=tp, cp=cp, optimizer=0.0)
+    tp, cp, ep = (m * sum(getattr(unit, axis) for unit in units) for axis in ("tp", "cp", "ep"))
+    compute = m * sum(unit.seconds for unit in units) - tp - cp - ep
+    parts = partial(StepTime, compute=compute, tp=tp, cp=cp, ep=ep, optimizer=0.0)
     if stages.layout.pp == 1:
-        return parts(pp=0.0, dp=max(0.0, stages.without_pipeline() - compute - tp - cp), bubble=0.0, exact=True)
+        return parts(pp=0.0, dp=max(0.0, stages.without_pipeline() - compute - tp - cp - ep), bubble=0.0, exact=True)
     hops = m * 2 * len(busiest) * stages.hop_wait
     with_gathers = m * sum(stages.stage_time(stages.units_of(s)).seconds for s in busiest)
-    gathers = max(0.0, with_gathers - compute - tp - cp - hops)
+    gathers = max(0.0, with_gathers - compute - tp - cp - ep - hops)
     pipeline = stages.simulated() if exact else None
     if pipeline is None:
         exposed = [stages.units.layer] if stages.hides_reductions else units
         makespan, late = stages.closed_form(), sum(unit.reduce + unit.across for unit in exposed)
     else:
         makespan, late = pipeline.makespan, stages.late_reduction(pipeline, tied)
-    bubble = max(0.0, makespan - compute - tp - cp - hops - gathers)
+    bubble = max(0.0, makespan - compute - tp - cp - ep - hops - gathers)
     return parts(pp=hops, dp=gathers + late, bubble=bubble, exact=pipeline is not None)

@@ -15,9 +15,7 @@ def test_a_row_has_the_clocks_time_and_the_planners():
     (row,) = json.loads(result.stdout)
     assert (row["ranks"], row["hosts"], row["dp"], row["tp"], row["pp"]) == (16, 4, 4, 2, 2)
     assert row["ratio"] == pytest.approx(1, abs=0.05) and row["ratio"] == row["predicted_seconds"] / row["seconds"]
-    parts = (
-        row["compute"] + row["exposed_tp"] + row["exposed_cp"] + row["exposed_pp"] + row["exposed_dp"] + row["bubble"]
-    )
+    parts = row["compute"] + row["bubble"] + sum(row[f"exposed_{axis}"] for axis in ("tp", "cp", "ep", "pp", "dp"))
     assert row["predicted_seconds"] == pytest.approx(parts)  # products alone take time: the update takes none
 
 
@@ -29,6 +27,16 @@ def test_context_parallelism_and_llama_are_modelled_and_planned():
     (row,) = json.loads(result.stdout)
     assert (row["ranks"], row["dp"], row["cp"], row["tp"]) == (8, 1, 4, 2) and row["exposed_cp"] > 0
     assert row["ratio"] == pytest.approx(1, abs=0.03)
+
+
+def test_experts_are_modelled_and_planned():
+    flags = "--dp 4 --ep 2 --model mixtral --experts 4 --top-k 4 --layers 4 --hidden 32 --heads 4 --seq-len 64"
+    command = ["-m", "minipar.bench", "modelled", "--flops", "1e9", "--json", "-", "--", *flags.split()]
+    result = run_mpi(1, [*command, "--global-batch", "4"])
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    assert (row["ranks"], row["dp"], row["ep"]) == (4, 4, 2) and row["exposed_ep"] > 0
+    assert row["ratio"] == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize(

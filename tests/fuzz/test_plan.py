@@ -10,6 +10,7 @@ PLAN = "minipar.plan.__main__:main"
 SMALL = "--gpus 1 --global-batch 1 --seq-len 8 --tp 1 --pp 1 --zero-stage 0 --recompute none --top 1".split()
 WARM = Case(("--model", "gpt2", "--gpu", "a100", *SMALL))
 
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
 GPU = {"peak": 1e14, "memory": 8e10, "memory_bandwidth": 1e12, "inside": 3e11, "between": 2.5e10}
 LIKE = {"like": "a100", "memory": 4e10}
 
@@ -49,13 +50,13 @@ def model_case(name: str, content: bytes | str) -> Case:
 
 
 def test_a_models_directory_plans_or_is_refused(fuzzed):
-    contents = or_no_file(json_files(GPT2 | {"n_inner": None}) | json_files(LLAMA))
+    contents = or_no_file(json_files(GPT2 | {"n_inner": None}) | json_files(LLAMA) | json_files(LLAMA | MIXTRAL))
     count = fuzzed(PLAN, cases(model_case, name=names(), content=contents), share=0.12, warm=WARM)
     assert 0 < count.succeeded < count.cases
 
 
 FLAGS = {
-    "--model": ["gpt2", "gpt2-xl", "llama-3-8b", "megatron-1t", "GPT2", "directory"],
+    "--model": ["gpt2", "gpt2-xl", "llama-3-8b", "mixtral-8x7b", "megatron-1t", "GPT2", "directory"],
     "--gpu": ["a100", "v100", "H100", "h200"],
     "--gpus": ["1", "2", "6", "8", "16"],
     "--gpus-per-node": ["1", "2", "8"],
@@ -68,6 +69,7 @@ FLAGS = {
     "--tp": ["1", "2", "8", "16"],
     "--pp": ["1", "2", "8"],
     "--cp": ["1", "2", "1,2,4", "3"],
+    "--ep": ["1", "2", "1,2,4", "3"],
     "--context-parallel": ["ring", "all-gather", "ulysses"],
     "--cp-order": ["zigzag", "contiguous"],
     "--microbatch": ["1", "2"],

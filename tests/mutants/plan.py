@@ -56,6 +56,36 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/plan/compute.py",
+        "plan/test_experts.py",
+        (
+            "compute: recomputation sends no tokens again",
+            "ep_again = ep_forward if full_recompute",
+            "ep_again = 0.0 if True",
+        ),
+        ("compute: experts are summed over all of dp", "t * fold, s // fold) for", "t, s) for"),
+        (
+            "compute: results stay with their experts",
+            "return counts + 2 * rows, 2 * rows",
+            "return counts + rows, rows",
+        ),
+    ),
+    *mistakes(
+        "minipar/plan/rank_bytes.py",
+        "plan/test_experts.py",
+        (
+            "bytes: ZeRO shards experts as all else",
+            "+ Fraction(experts, layout.expert_shards)",
+            "+ Fraction(experts, layout.shards)",
+        ),
+        ("bytes: a token has one row", "return model.top_k * layout.tokens(length)", "return layout.tokens(length)"),
+    ),
+    *mistakes(
+        "minipar/plan/search.py",
+        "plan/test_experts.py",
+        ("search: ep leaves the host unasked", "and ep <= max(1, near)]", "]"),
+    ),
+    *mistakes(
         "minipar/plan/model.py",
         "plan/test_model.py",
         ("model: backward takes three times forward", "return 3 * (self.layers", "return 4 * (self.layers"),
@@ -64,8 +94,13 @@ MUTANTS = [
             "2 * self.groups * (self.hidden // self.heads)",
             "2 * self.hidden",
         ),
-        ("model: a gated MLP has two matrices", "(3 if self.gated else 2) * self.inner)", "2 * self.inner)"),
+        ("model: a gated MLP has two matrices", "(3 if self.gated else 2) * self.inner", "2 * self.inner"),
         ("model: the head is always tied", "(1 if self.tied else 2)", "1"),
+        (
+            "model: a token passes all experts",
+            "self.router + self.top_k * self",
+            "self.router + (self.experts or 1) * self",
+        ),
     ),
     *mistakes(
         "minipar/plan/pipeline_time.py",
@@ -92,8 +127,8 @@ MUTANTS = [
         ),
         (
             "search: the slowest layout of each mesh",
-            "seconds < best[layout.mesh].seconds",
-            "seconds > best[layout.mesh].seconds",
+            "seconds < best[layout.axes].seconds",
+            "seconds > best[layout.axes].seconds",
         ),
         ("search: plans in the closed form's order", "plans.sort(key=lambda plan: plan.time.total)", "pass"),
         ("search: a long sequence is cut to the last token", "length // LEAST_TOKENS + 1", "length + 1"),
@@ -105,7 +140,7 @@ MUTANTS = [
         ("step: a unit computes before its parameters arrive", "now = max(now, own_arrival)", "pass"),
         (
             "step: one scalar over dp with ZeRO too",
-            "scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if layout.zero else 0.0)",
+            "scalar_dp + (scalar_seconds(cluster, layout.tp, layout.shards) if sums else 0.0)",
             "scalar_dp",
         ),
         (

@@ -45,7 +45,7 @@ def test_json_alone_on_standard_output():
             1536 * found["flops_per_sequence"]["model"] / one["seconds"]["total"] / 1024 / 312e12
         )
         assert one["tokens_per_second"] == pytest.approx(1536 * 2048 / one["seconds"]["total"])
-        assert set(one["communication_bytes"]) == {"tp", "cp", "pp", "dp"} and one["why"] and one["simulated"]
+        assert set(one["communication_bytes"]) == {"tp", "cp", "ep", "pp", "dp"} and one["why"] and one["simulated"]
         assert (one["cp"], one["context_parallel"], one["cp_order"]) == (1, None, None)
         assert one["seconds_from_to"] == pytest.approx([one["seconds"]["total"] * part for part in (0.85, 1.15)])
     fastest = found["plans"][0]["seconds"]["total"]
@@ -161,6 +161,38 @@ def test_short_sequences_are_cut_only_where_it_is_asked_for(capsys):
     assert {one["cp"] for one in found_plans(capsys, cp="2", context_parallel="ring")} == {2}
 
 
+MIXTRAL = {"model": "mixtral-8x7b", "gpus": "64", "gpu": "h100", "global_batch": "256", "seq_len": "4096"}
+MIXTRAL |= {"precision": "bf16", "attention": "flash"}
+
+
+def test_experts_are_shared_over_ep(tmp_path, capsys):
+    assert main([*changed(**MIXTRAL), "--json", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "46,702,792,704 parameters, of which a token uses 12,879,925,248" in printed
+    assert "2 of 8 experts" in printed and "ep: tokens are spread evenly over the experts" in printed
+    assert "GB ep" in printed and "expert-parallel communication" in printed and "GB cp" not in printed
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert (found["model"]["active_parameters"], found["model"]["experts"]) == (12_879_925_248, 8)
+    best = found["plans"][0]
+    assert best["ep"] == 8 and best["seconds"]["ep"] > 0 < best["communication_bytes"]["ep"]
+    axes = [tuple(mesh[axis] for axis in ("dp", "cp", "ep", "tp", "pp")) for mesh in found["meshes"]]
+    assert len(set(axes)) == len(axes)
+    assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
+
+
+def test_ep_narrows_the_search_and_goes_over_hosts_if_asked(capsys):
+    assert {one["ep"] for one in found_plans(capsys, **MIXTRAL, ep="1,4", top="50")} == {1, 4}
+    narrow = {"tp": "4", "top": "50"}
+    assert max(one["ep"] for one in found_plans(capsys, **MIXTRAL, **narrow)) == 2
+    assert {one["ep"] for one in found_plans(capsys, **MIXTRAL, **narrow, ep="8")} == {8}
+
+
+def test_a_dense_models_table_has_no_experts(capsys):
+    assert main(changed(ep="1")) == 0
+    printed = capsys.readouterr().out
+    assert "ep" not in printed.split() and "experts" not in printed and "of which a token uses" not in printed
+
+
 def test_tp_goes_over_hosts_only_where_it_is_asked_for(capsys):
     assert max(one["tp"] for one in found_plans(capsys, top="50")) == 8
     asked = found_plans(capsys, tp="16", top="50")
@@ -255,6 +287,15 @@ def changed(**given):
         ({"cp": "2", "context_parallel": "ring", "recompute": "selective"}, "ring and all-gather keep no scores"),
         ({"cp": "1", "context_parallel": "ring"}, "about context parallelism; give --cp 2 or more"),
         ({"cp_order": "contiguous"}, "about context parallelism; give --cp 2 or more"),
+        ({"ep": "2"}, "--ep 2 is for a model with experts, as mixtral-8x7b: gpt3-175b has none"),
+        ({"ep": "0"}, "argument --ep: invalid list of whole numbers from 1 up"),
+        ({"ep": "2097152"}, "--ep 2097152: at most 1048576"),
+        (MIXTRAL | {"ep": "2,3"}, "experts/ep = 8/3 is not a whole number: each rank holds whole experts"),
+        (MIXTRAL | {"ep": "16"}, "experts/ep = 8/16 is not a whole number"),
+        (MIXTRAL | {"ep": "8", "dp": "4", "cp": "1"}, "dp*cp/ep = 4*1/8 is not a whole number"),
+        (MIXTRAL | {"ep": "8", "dp": "4"}, "no layout divides with dp 4, ep 8"),
+        (MIXTRAL | {"ep": "2", "zero_replicas": "2"}, "--zero-replicas 2 with --ep 2: shards of experts have no rep"),
+        (MIXTRAL | {"ep": "1", "tp": "1", "pp": "1", "zero_stage": "1"}, "What would fit: --zero-stage "),
         ({"zero_stage": "0,4"}, "--zero-stage"),
         ({"zero_stage": "0,,1"}, "--zero-stage"),
         ({"zero_replicas": "0"}, "--zero-replicas"),

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
+from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig, Mixtral, MixtralConfig
 from minipar.nn.pretrained import save_pretrained
 from minipar.plan.model import MODELS, ModelShape, find_model, utilization
 
@@ -55,6 +55,36 @@ def test_parameters_and_operations_are_those_of_our_own_llama(tied, tmp_path):
     assert shape.model_flops(16) == 3 * config.forward_flops(1, 16)
 
 
+def test_parameters_and_operations_are_those_of_our_own_mixtral(tmp_path):
+    config = MixtralConfig(131, 48, 80, 3, 6, 2, 17, num_local_experts=5, num_experts_per_tok=3)
+    model = Mixtral(config)
+    save_pretrained(model, tmp_path)
+    shape = find_model(str(tmp_path))
+    assert (shape.experts, shape.top_k) == (5, 3)
+    assert shape.parameters == sum(p.size for p in model.parameters())
+    assert shape.active_parameters == config.active_parameters
+    assert shape.model_flops(16) == 3 * config.forward_flops(1, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active", "billions"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248, (46.7, 12.9)),  # as Jiang et al. 2024 and the cards print them
+        ("Mixtral-8x22B", 140_620_634_112, 39_152_031_744, (141, 39)),
+    ],
+)
+def test_a_mixtral_has_all_its_experts_and_uses_two(name, parameters, active, billions):
+    model = find_model(name)
+    assert (model.parameters, model.active_parameters) == (parameters, active)
+    digits = 1 if "7" in name else 0
+    assert (round(parameters / 1e9, digits), round(active / 1e9, digits)) == billions
+    # A token's operations are those of the parameters that it uses, but for lookups and norms, and attention's.
+    matrices = active - model.vocab_size * model.hidden - (2 * model.layers + 1) * model.hidden
+    assert model.model_flops(1) == 6 * matrices + 3 * model.layers * 4 * model.hidden
+    dense = find_model("llama-3-8b")
+    assert dense.active_parameters == dense.parameters
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -84,6 +114,7 @@ LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
     "vocab_size": 128256, "num_key_value_heads": 8, "intermediate_size": 14336,
 }  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def described(directory, text):
@@ -95,6 +126,7 @@ def test_a_config_json_describes_a_model(tmp_path):
     assert described(tmp_path, json.dumps(GPT2)) == described(tmp_path, json.dumps(GPT2 | {"n_inner": None}))
     assert described(tmp_path, json.dumps(GPT2)) == MODELS["gpt2"]
     assert described(tmp_path, json.dumps(LLAMA)) == MODELS["llama-3-8b"]
+    assert described(tmp_path, json.dumps(MIXTRAL)) == MODELS["mixtral-8x7b"]
     tied = described(tmp_path, json.dumps(LLAMA | {"tie_word_embeddings": True}))
     assert MODELS["llama-3-8b"].parameters - tied.parameters == 128256 * 4096
 
@@ -102,8 +134,12 @@ def test_a_config_json_describes_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (json.dumps({"model_type": "bert"}), "expected gpt2 or llama"),
-        (json.dumps({}), "expected gpt2 or llama"),
+        (json.dumps({"model_type": "bert"}), "expected gpt2, llama or mixtral"),
+        (json.dumps({"model_type": ["gpt2"]}), "expected gpt2, llama or mixtral"),
+        (json.dumps({}), "expected gpt2, llama or mixtral"),
+        (json.dumps(MIXTRAL | {"num_local_experts": None}), "num_local_experts = None"),
+        (json.dumps(MIXTRAL | {"num_experts_per_tok": 0}), "num_experts_per_tok = 0"),
+        (json.dumps(MIXTRAL | {"num_experts_per_tok": 9}), "top-k 9 is more than experts 8"),
         (json.dumps({"model_type": "gpt2"}), "n_layer = None"),
         (json.dumps(GPT2 | {"n_head": 7}), "hidden 768 is not divisible by heads 7"),
         (json.dumps(GPT2 | {"n_layer": 1.5}), "n_layer = 1.5, expected a whole number from 1 to 4096"),
@@ -145,3 +181,10 @@ def test_an_unknown_name_gets_the_nearest_one():
 def test_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(UsageError):
         ModelShape(*sizes)
+
+
+def test_experts_have_no_biases_and_are_at_least_as_many_as_k():
+    with pytest.raises(UsageError, match="a layer of experts has no biases"):
+        ModelShape(1, 8, 2, 9, experts=4)
+    with pytest.raises(UsageError, match="top-k 2 is more than experts 1"):
+        ModelShape(1, 8, 2, 9, top_k=2)
