@@ -10,7 +10,7 @@ from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, gather, ring_all_gather
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps
-from minipar.comm.work import Finished, Stream, Work
+from minipar.comm.work import Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
 COMBINE = {"sum": np.add, "max": np.maximum}
@@ -91,8 +91,6 @@ class Communicator(Stream):
         Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order, as one device does.
         """
         algorithm, combine = choose("all_reduce", algorithm, x.nbytes), _combine(op)
-        if self.size == 1:
-            return Finished(x) if async_op else x
         flat = self._flat(x, "all_reduce")
         return self._run("all_reduce", algorithm, x, flat, async_op, flat, combine)
 
@@ -154,8 +152,6 @@ class Communicator(Stream):
         algorithm = choose("broadcast", algorithm, x.nbytes)
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
-        if self.size == 1:
-            return Finished(x) if async_op else x
         flat = self._flat(x, "broadcast")
         return self._run("broadcast", algorithm, x, flat, async_op, flat, root)
 
@@ -305,8 +301,8 @@ def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -
     x[...] = from_host(host.reshape(x.shape))
 
 
-def _alone(work: Work, flat: np.ndarray, out: np.ndarray | None = None, *_: Any) -> Steps:
+def _alone(work: Work, flat: np.ndarray, out: Any = None, *_: Any) -> Steps:
     """Run a collective of one rank: copy the input to the output, where they differ."""
-    if out is not None:
+    if isinstance(out, np.ndarray):
         out[...] = flat
     yield ()

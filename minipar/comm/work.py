@@ -246,18 +246,3 @@ class Work:
                 self.done = True
                 return True
         return False
-
-
-class Finished:
-    """A Work of one rank alone, which has nothing to do."""
-
-    done, missing = True, None
-
-    def __init__(self, result: Any) -> None:
-        self._result = result
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        return self._result
