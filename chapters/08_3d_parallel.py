@@ -520,9 +520,9 @@ class AveragesOverTP(Trainer):
             p.grad /= self.mesh.tp.size
 
 
-def norm_over_dp(parameters, max_norm, units, dp, tp, pp):
+def norm_over_dp(parameters, max_norm, dp, tp, pp):
     """Mistake 2: dp in the place of tp."""
-    return clip_grad_norm(parameters, max_norm, units, dp, dp, pp)
+    return clip_grad_norm(parameters, max_norm, dp, dp, pp)
 
 
 class DealsByWorldRank(Trainer):

@@ -277,7 +277,7 @@ class OwnChunksNorm(Trainer):
 
     def _clip_grad_norm(self, max_norm):
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, serial(), mesh.tp, mesh.pp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, serial(), mesh.tp, mesh.pp)
 
 
 class LeavesTheTiedGradientBehind(Trainer):

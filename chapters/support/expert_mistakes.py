@@ -43,7 +43,7 @@ class NormWithoutExperts(Trainer):
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         shared = [p for p in self.ddp.parameters() if p.placement.ep is None]
-        norm = clip_grad_norm(shared, max_norm, self.units, self.mesh.dp_cp, self.mesh.tp)
+        norm = clip_grad_norm(shared, max_norm, self.mesh.dp_cp, self.mesh.tp)
         for p in self.ddp.parameters():
             p.grad *= 1 if p in shared else min(1.0, (max_norm or np.inf) / (norm + 1e-6))
         return norm

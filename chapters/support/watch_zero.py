@@ -180,7 +180,7 @@ class OwnNorm(ZeroStage1):
     """Mistake 1: the sum of squares over the chunks is taken on this rank alone."""
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        return grad_norm.clip_grad_norm(self.parameters(), max_norm, len(self.buckets), serial())
+        return grad_norm.clip_grad_norm(self.parameters(), max_norm, serial())
 
 
 class NoGather(ZeroStage1):

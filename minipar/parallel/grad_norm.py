@@ -17,27 +17,22 @@ from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, plac
 
 
 def clip_grad_norm(
-    parameters: Sequence[Parameter],
-    max_norm: float | None,
-    units: int,
-    dp: Communicator,
-    tp: Communicator | None = None,
-    pp: Communicator | None = None,
-    chunks: int | None = None,
-) -> float:
+    parameters: Sequence[Parameter], max_norm: float | None,
+    dp: Communicator, tp: Communicator | None = None, pp: Communicator | None = None, chunks: int | None = None,
+) -> float:  # fmt: skip
     """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`, if given.
 
-    `parameters` are what this rank's optimizer holds, with their gradients summed over dp; `units` is the number of
-    units of the whole model. Scales as torch.nn.utils.clip_grad_norm_ does. `chunks` is the number of chunks to add in
-    where that is not dp's size: one device that is compared with many ranks.
+    `parameters` are what this rank's optimizer holds, with their gradients summed over dp. Scales as
+    torch.nn.utils.clip_grad_norm_ does. `chunks` is the number of chunks to add in where that is not dp's size: one
+    device that is compared with many ranks.
 
     A rank that holds shards, or experts that others do not hold, sums its own chunks only. Sends float64 values: over
     dp one (such ranks), over tp one per chunk that is summed, over pp two per unit and such chunk.
     """
-    own = not parameters or any(isinstance(p, ParameterShard) or placement_of(p).ep is not None for p in parameters)
+    own = any(isinstance(p, ParameterShard) or placement_of(p).ep is not None for p in parameters)
     rows = 1 if own else dp.size if chunks is None else chunks
     # Per chunk and unit: squares of the parameters that every tp rank holds whole, and of those that are split.
-    squares = np.zeros((rows, units, 2))
+    squares = np.zeros((rows, placement_of(parameters[0]).units, 2))
     for p in parameters:
         assert p.grad is not None, "gradients are summed over dp first"
         placement, gradient = placement_of(p), p.grad.reshape(-1)

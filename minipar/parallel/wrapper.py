@@ -21,7 +21,7 @@ from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.buckets import Bucket, Groups, make_buckets
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.placement import place, placement_of
+from minipar.parallel.placement import place
 from minipar.parallel.state import gather_state
 
 
@@ -227,8 +227,7 @@ class Wrapper(Owner, ABC):
         if self._state != "summed":
             remedy = "call it after the backward pass of the last microbatch, outside `no_sync`"
             raise RuntimeError(f"clip_grad_norm() before the gradients were summed over the ranks: {remedy}")
-        units = placement_of(self.buckets[0].parameters[0]).units
-        return clip_grad_norm(self.parameters(), max_norm, units, self.shard_comm)
+        return clip_grad_norm(self.parameters(), max_norm, self.shard_comm)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Collect the whole model on rank 0, as `gather_state` does. ValueError if other axes have placed the model."""

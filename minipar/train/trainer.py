@@ -32,7 +32,6 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import OF_DTYPE, check_limit
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, part_groups
-from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
 from minipar.parallel.tensor.plan import tensor_parallel
@@ -288,12 +287,7 @@ class Trainer:
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.ddp.shard_comm, mesh.tp, mesh.pp)
-
-    @property
-    def units(self) -> int:
-        """The number of units (groups of one bucket) of the gradient's norm, on all pipeline ranks together."""
-        return placement_of(self.ddp.buckets[0].parameters[0]).units
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)
 
     def _model_clock(self) -> AbstractContextManager[None]:
         """Advance a model clock by each matrix product's operations / its speed. All else takes no time on it."""

@@ -177,7 +177,7 @@ class OneDevice(Trainer):
         return float(_sum(iter(losses.values())))
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, chunks=self.shards)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.mesh.dp, chunks=self.shards)
 
 
 def _sum(values: Iterator[Any]) -> Any:

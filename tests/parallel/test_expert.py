@@ -373,14 +373,14 @@ class NormWithoutExperts(Trainer):
 
     def _clip_grad_norm(self, max_norm):
         dense = [p for p in self.ddp.parameters() if p.placement.ep is None]
-        return clip_grad_norm(dense, max_norm, self.units, self.mesh.dp_cp)
+        return clip_grad_norm(dense, max_norm, self.mesh.dp_cp)
 
 
 class NormOfOwnExperts(Trainer):
     """Each rank adds its own experts to the norm of all else."""
 
     def _clip_grad_norm(self, max_norm):
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, serial())
+        return clip_grad_norm(self.ddp.parameters(), max_norm, serial())
 
 
 class RouterNotSummed(Trainer):

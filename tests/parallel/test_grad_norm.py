@@ -6,7 +6,7 @@ from training import config_for, ranks_of, trainer_for
 
 from minipar.comm import run_local, serial, wire_bytes
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.placement import elements_of
+from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import local_part
 from minipar.train.data import Tokens
 
@@ -49,7 +49,7 @@ def norms(layout, stage, max_norm=None, inspect=lambda trainer, norm: norm, **wr
         axes = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp}
         axes |= {axis: choose(mesh) for axis, choose in wrong.items()}
         comm.traffic.reset()
-        return inspect(trainer, clip_grad_norm(parameters, max_norm, trainer.units, **axes))
+        return inspect(trainer, clip_grad_norm(parameters, max_norm, **axes))
 
     return run_local(ranks_of(config), rank)
 
@@ -64,7 +64,7 @@ def test_each_element_counts_once_in_the_same_bits_at_each_stage(layout):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_one_device_that_adds_as_many_chunks_has_the_same_bits(ranks):
     trainer = trainer_for(config_for(SHAPE), TEXT)
-    single = clip_grad_norm(with_gradient(trainer), None, trainer.units, serial(), chunks=ranks)
+    single = clip_grad_norm(with_gradient(trainer), None, serial(), chunks=ranks)
     assert norms(f"--dp {ranks} --global-batch 24", 2) == [single] * ranks
 
 
@@ -88,7 +88,8 @@ def test_it_sends_what_the_docstring_says(layout, stage):
     def check(trainer, norm):
         mesh, sent = trainer.mesh, trainer.mesh.world.traffic
         chunks = 1 if stage else mesh.dp.size
-        counts = {"dp": int(stage > 0), "tp": chunks, "pp": 2 * trainer.units * chunks}
+        units = placement_of(trainer.ddp.parameters()[0]).units
+        counts = {"dp": int(stage > 0), "tp": chunks, "pp": 2 * units * chunks}
         for axis, count in counts.items():
             comm = getattr(mesh, axis)
             expected = wire_bytes("all_reduce", "ordered", count, 8, comm.size, comm.rank) if count else 0

@@ -194,7 +194,7 @@ class NormOverTheWrongAxis(Trainer):
 
     def _clip_grad_norm(self, max_norm):
         mesh = self.mesh
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, mesh.dp, mesh.dp, mesh.pp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, mesh.dp, mesh.dp, mesh.pp)
 
 
 class GradientsAveragedOverTensorRanks(Trainer):
@@ -224,7 +224,7 @@ class ForgetsTheSumOverReplicas(Trainer):
 
 class NormOfOnePipelineRank(Trainer):
     def _clip_grad_norm(self, max_norm):
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.units, self.mesh.dp, self.mesh.tp)
+        return clip_grad_norm(self.ddp.parameters(), max_norm, self.mesh.dp, self.mesh.tp)
 
 
 class LossOfOneReplica(Trainer):
