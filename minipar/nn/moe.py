@@ -1,11 +1,12 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088), exactly: the function and files of Hugging Face's MixtralForCausalLM.
 
 A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of them. A token's result
-is their mean, weighted by the router's probabilities. No token is dropped. Shapes: N = B T tokens, M rows that this
-rank's experts multiply: N k, or what other ranks send (expert parallelism).
+is their mean, weighted by the router's probabilities. No token is dropped, unless experts are given a capacity. Shapes:
+N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send (expert parallelism).
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,9 @@ class _Balance(Function):
         return probabilities
 
     def backward(self, grad: Array) -> Any:
-        self.layer.load += self.loads.sum(axis=0)
+        load, room = self.loads.sum(axis=0), self.layer.capacity(len(grad))
+        self.layer.load += load
+        self.layer.dropped += int(np.maximum(load - room, 0).sum())
         if self.layer.aux_loss:
             loads = self.layer.sum_loads(self.loads)
             f = loads / loads.sum(axis=1, keepdims=True)
@@ -95,7 +98,8 @@ class MoE(Module):
 
     `load` (E,) counts the (token, slot)s of this rank for each expert, in all backward passes until it is set to zero.
     `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch). `bias` (E,)
-    is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664).
+    is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664). With a
+    `capacity_factor` an expert gets `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
 
     Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `leave`,
     context parallelism `sum_loads`, with which samples get all their tokens' loads.
@@ -107,7 +111,8 @@ class MoE(Module):
         self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
         self.leave: Any = lambda y: y
-        self.load, self.bias, self.aux_loss = np.zeros(count, np.int64), np.zeros(count), 0.0
+        self.load, self.dropped, self.bias, self.aux_loss = np.zeros(count, np.int64), 0, np.zeros(count), 0.0
+        self.capacity_factor: float | None = None
         self.sum_loads: Any = lambda loads: loads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,13 +136,34 @@ class MoE(Module):
         chosen = probabilities[xp.arange(len(indices))[:, None], indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
 
+    def capacity(self, tokens: int) -> int:
+        """Return the most rows that an expert takes of this many tokens: ceil(factor N k / E), or all N."""
+        return ceil(min(tokens, (self.capacity_factor or np.inf) * tokens * self.top_k / len(self.load)))
+
     def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h)."""
-        order = xp.argsort(indices.reshape(-1), kind="stable")  # of (token, slot): by expert and then by token
-        counts = to_host(xp.bincount(indices.reshape(-1), minlength=self.gate.weight.shape[0]))
-        results = self.run_experts(embedding(x, order // self.top_k), counts)  # (N k, h), one product per expert
-        by_token = embedding(results, xp.argsort(order).reshape(indices.shape))  # (N, k, h)
-        return (by_token * weights.reshape(*indices.shape, 1)).sum(1)
+        """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h).
+
+        With a capacity C each expert gets C rows: of the tokens in their order whose first choice it is, then of those
+        whose second choice it is, and so on. What is beyond C counts as zero; the weights of a token's other experts
+        stay, as in the Switch Transformer. A row that is left is token 0, and nobody reads its result.
+        """
+        (n, k), experts = indices.shape, len(self.load)
+        if self.capacity_factor is None:
+            order = xp.argsort(indices.reshape(-1), kind="stable")  # of (token, slot): by expert and then by token
+            counts = to_host(xp.bincount(indices.reshape(-1), minlength=experts))
+            rows, places = order // k, xp.argsort(order).reshape(n, k)  # (N k,), (N, k)
+        else:
+            order = xp.argsort(indices.T.reshape(-1), kind="stable")  # of (slot, token): by expert, slot and token
+            expert, room = indices.T.reshape(-1)[order], self.capacity(n)
+            place = xp.arange(n * k) - xp.searchsorted(expert, expert)  # among the expert's
+            kept, place = order[place < room], (expert * room + place)[place < room]
+            rows, places, is_kept = (xp.zeros(size, dtype=int) for size in (experts * room, n * k, n * k))
+            rows[place], places[kept], is_kept[kept] = kept % n, place, 1
+            counts, places = np.full(experts, room), places.reshape(k, n).T  # (E,), (N, k)
+            weights = weights * is_kept.reshape(k, n).T.astype(weights.dtype)
+        results = self.run_experts(embedding(x, rows), counts)  # (N k or E C, h), one product per expert
+        by_token = embedding(results, places)  # (N, k, h)
+        return (by_token * weights.reshape(n, k, 1)).sum(1)
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:
         """Run expert e on the e-th stretch, of counts[e] rows, of xs (M, h), which are sorted by expert: (M, h).

@@ -6,7 +6,8 @@ j E/P to (j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an ex
     dispatch   h sum_{j != r} n_rj elements in forward; in backward as many, the gradients of the results
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
 
-and before each dispatch E (P-1)/P counts of 8 bytes. No row is dropped. An expert multiplies the rows of all P ranks in
+and before each dispatch E (P-1)/P counts of 8 bytes. With a capacity C each rank sends C rows for each expert, E C h
+(P-1)/P elements each way, and no counts. An expert multiplies the rows of all P ranks in
 one product, in the order of (source rank, token): one device that takes the P ranks' tokens in one pass does the same,
 so the bits are the same. The gradient of an expert then covers the P ranks' tokens. It is summed over the d c/P ranks
 that hold the same expert, and not over the P ranks again. NB: frameworks that did so had P times too large gradients,
@@ -14,7 +15,7 @@ which nobody saw, because AdamW divides a gradient by its own size.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter
-from minipar.nn.moe import moe_layers
+from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import place, update
 
@@ -49,13 +50,10 @@ class ExpertParallel(Owner):
         remedy = "wrap the model first: mp.DistributedDataParallel(model, mesh.dp_cp), or mp.shard"
         raise ValueError(f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}")
 
-    def run(self, run_experts: Callable[[Tensor, np.ndarray], Tensor], xs: Tensor, counts: np.ndarray) -> Tensor:
-        """Run all E experts on this rank's rows xs (M, h), sorted by expert, counts[e] for expert e: (M, h).
-
-        `run_experts` is the layer's, and runs the experts that this rank holds. Collective.
-        """
+    def run(self, moe: MoE, xs: Tensor, counts: np.ndarray) -> Tensor:
+        """Run all E experts on this rank's rows xs (M, h), sorted by expert, counts[e] for e: (M, h). Collective."""
         ranks, h = self.comm.size, xs.shape[1]
-        arriving = self.comm.all_to_all(counts).reshape(ranks, -1)  # (P, E/P): from each rank, for each expert here
+        arriving = (counts if moe.capacity_factor else self.comm.all_to_all(counts)).reshape(ranks, -1)  # (P, E/P)
         leaves, arrives = h * counts.reshape(ranks, -1).sum(axis=1), h * arriving.sum(axis=1)  # elements, by rank
         expert = np.repeat(np.tile(np.arange(arriving.shape[1]), ranks), arriving.reshape(-1))  # of each row
         order = from_host(np.argsort(expert, kind="stable"))  # by expert, then source rank, then token
@@ -72,7 +70,7 @@ class ExpertParallel(Owner):
             return exchange(rows, arrives, leaves)
 
         here = mapping(xs, dispatch, combine)
-        return mapping(run_experts(here, arriving.sum(axis=0)), combine, dispatch)
+        return mapping(MoE.run_experts(moe, here, arriving.sum(axis=0)), combine, dispatch)
 
 
 def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -> None:
@@ -91,7 +89,7 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
             what = f"experts/ep = {len(moe.experts)}/{comm.size}"
             raise UsageError(f"{what} is not a whole number: each rank holds whole experts")
         moe.experts = moe.experts[comm.rank * count : (comm.rank + 1) * count]
-        moe.run_experts = partial(owner.run, moe.run_experts)
+        moe.run_experts = partial(owner.run, moe)
         for p in (p for expert in moe.experts for p in expert.parameters()):
             update(p, ep=comm.rank)
             p.owner = owner

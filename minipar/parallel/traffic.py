@@ -53,6 +53,7 @@ class StepLayout:
     sync_every_microbatch: bool = False
     aux_loss: float = 0.0
     router_bias: float = 0.0
+    capacity_factor: float | None = None
 
     replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed: d c
     shards = property(lambda self: self.replicas // self.zero_replicas)  # ranks over which ZeRO shards: s = d c/q
@@ -60,7 +61,8 @@ class StepLayout:
     syncs = property(lambda self: self.microbatches if self.sync_every_microbatch else 1)  # times gradients are reduced
     # Chunks of the gradient whose squares a rank sums for the norm: its own with ZeRO or ep > 1, else all d c.
     norm_rows = property(lambda self: 1 if self.zero_stage or self.ep > 1 else self.replicas)
-    loads = property(lambda self: self.model.n_layer * self.model.num_local_experts if self.router_bias else 0)
+    balances = property(lambda self: self.router_bias > 0 or self.capacity_factor is not None)
+    loads = property(lambda self: self.model.n_layer * (self.model.num_local_experts + 1) if self.balances else 0)
     ends = property(lambda self: (self.homes[0], self.homes[-1]))  # the pipeline ranks with the embedding and the head
 
     @cached_property
@@ -240,13 +242,15 @@ def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int
     rows[i][r][j] counts the (token, slot)s from rank r to the experts of rank j in the i-th layer and microbatch that
     this pipeline rank runs. Dispatch and combine each send them in forward and in backward: in all h elements times
     2 sum_{j != r} (n_rj + n_jr). With uniform routing that is 4 k N h (P-1)/P for N tokens. Each dispatch sends E/P
-    counts to each rank ahead. With recompute forward runs again.
+    counts to each rank ahead. With recompute forward runs again. With a capacity C every n_rj is C E/P, sent with no
+    counts: 4 E C h (P-1)/P elements.
     """
     total, forwards = 0, 1 + layout.recompute
     for each in rows:
         moved = sum(each[rank][j] + each[j][rank] for j in range(layout.ep) if j != rank)
         total += (forwards + 1) * moved * layout.model.n_embd * layout.itemsize
-        total += forwards * wire_bytes("all_to_all", "pairwise", layout.model.num_local_experts, 8, layout.ep, rank)
+        if layout.capacity_factor is None:
+            total += forwards * wire_bytes("all_to_all", "pairwise", layout.model.num_local_experts, 8, layout.ep, rank)
     return total
 
 

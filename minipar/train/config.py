@@ -103,9 +103,10 @@ class ModelConfig:
         "columns of Llama's MLP or of each expert (default: 8/3 of hidden, up to a multiple of 64)")
     experts: int | None = option(None, int, COUNT, "E", "of Mixtral: MLPs in each layer (default: 8)")
     top_k: int | None = option(None, int, COUNT, "K", "of Mixtral: experts that each token is sent to (default: 2)")
-    aux_loss: float = option(0.0, float, "[0, inf)", "COEF",
-        "of Mixtral: what is minimized has COEF times each router's balance loss, 1 if it is fair, besides the loss")
+    aux_loss: float = option(0.0, float, "[0, inf)", "COEF", "of Mixtral: coefficient of the routers' balance loss")
     router_bias: float = option(0.0, float, "[0, inf)", "RATE", "of Mixtral: change per step of the routers' biases")
+    capacity_factor: float | None = option(None, float, "(0, inf)", "F",
+        "of Mixtral: experts take at most F times the mean load of a microbatch and drop the rest (default: take all)")
     init_from: str | None = option(None, str, None, "DIR",
         "start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), which also gives the shape")
 
@@ -158,8 +159,8 @@ class RunConfig:
     reduction: str = option("ring", str, choices=("ring", "ordered"),
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one device)")
     metrics: str | None = option(None, str, None, "FILE.jsonl",
-        "one JSON line per step: step, loss (nats per token), grad_norm, seconds, tokens_per_second; '-' is standard "
-        "output, and progress then goes to standard error")
+        "one JSON line per step: step, loss (nats per token), grad_norm, seconds, tokens_per_second, with a capacity "
+        "dropped; '-' is standard output, and progress then goes to standard error")
     trace: str | None = option(None, str, None, "FILE.json",
         "Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
     clock: str = option("wall", str, choices=("wall", "cpu", "model"),
@@ -280,6 +281,8 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--sync-every-microbatch keeps gradients sharded between microbatches, but {whole}")
     if mesh.sequence_parallel and mesh.tp == 1:
         raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
+    if mesh.cp > 1 and config.model.capacity_factor is not None:
+        raise UsageError("--capacity-factor shares out the tokens of whole samples, of which --cp gives a rank a part")
     if mesh.cp == 1 and {"mesh.context_parallel", "mesh.cp_order"} & config.given:
         raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
     for flag, value in (("--schedule", mesh.schedule), ("--virtual-stages", mesh.virtual_stages)):

@@ -133,7 +133,8 @@ class Metrics:
             return
         try:
             # json writes floats with repr: the shortest digits that read back as the same value.
-            line = dataclasses.asdict(result) | ({} if validation is None else {"eval_loss": validation})
+            line = dataclasses.asdict(result) | {"eval_loss": validation}
+            line = {name: value for name, value in line.items() if value is not None}
             print(json.dumps(line), file=self.file, flush=True)
         except OSError as error:
             self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"

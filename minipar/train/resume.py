@@ -15,7 +15,8 @@ from minipar.train.data import Tokens
 # What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
 MUST_AGREE = [*SHAPE, *"--seq-len --dtype --global-batch --order --seed --betas".split()]
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
-UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad --aux-loss --router-bias".split()
+UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
+UPDATE += "--aux-loss --router-bias --capacity-factor".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
@@ -27,9 +28,6 @@ def run_flags(config: TrainConfig) -> dict[str, Any]:
     chosen = {"--dtype", "--seed", "--reduction", "--device"}
     values = {flag: value for section, _, flag, value in flags(config) if section != "run" or flag in chosen}
     return dict(json.loads(json.dumps(values)))
-
-
-SINCE = run_flags(TrainConfig())  # of flags that an older checkpoint lacks
 
 
 def _find(run: RunConfig, name: str) -> Path | None:
@@ -87,6 +85,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
             if period["flags"].get("--init-from") is not None:
                 raise UsageError("--verify with --resume starts from step 0, but this run began with --init-from")
             names = [*UPDATE, *(["--steps"] if config.optimizer.lr_schedule == "cosine" else [])]
+            names += ["--dp", "--microbatches"] * (config.model.capacity_factor is not None)  # decide what is dropped
             why = "; --verify starts from step 0 and needs the same there"
             _compare(checkpoint.path, names, period["flags"], current, why)
     with agreeing(comm, "--resume"):
@@ -96,7 +95,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
 
 def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str) -> None:
     """Raise UsageError with all those flags whose values differ."""
-    saved = SINCE | saved
+    saved = run_flags(TrainConfig()) | saved  # an older checkpoint lacks some
     different = [name for name in names if saved.get(name) != current[name]]
     if different:
         then = ", ".join(f"{name} {saved.get(name)}" for name in different)
@@ -107,7 +106,8 @@ def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: d
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
     current = run_flags(config)
-    periods = [] if checkpoint is None else [SINCE | period["flags"] for period in checkpoint.history]
+    history = [] if checkpoint is None else checkpoint.history
+    periods = [run_flags(TrainConfig()) | period["flags"] for period in history]
     # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
     same_norm = (not config.optimizer.clip_grad or (then.get("--pp") == 1) == (config.mesh.pp == 1) for then in periods)
     return all(same_norm) and all(then.get(name) == current[name] for then in periods for name in SUMS)

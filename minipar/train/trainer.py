@@ -53,6 +53,7 @@ class StepResult:
     grad_norm: float  # before clipping
     seconds: float
     tokens_per_second: float
+    dropped: int | None = None  # with --capacity-factor: (token, slot)s of all layers for which experts had no room
 
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:
@@ -90,7 +91,7 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
         recompute=config.run.recompute == "full",
         reduction=config.run.reduction,
         **{name: getattr(mesh, name) for name in same},
-        **{name: getattr(config.model, name) for name in ("aux_loss", "router_bias")},
+        **{name: getattr(config.model, name) for name in ("aux_loss", "router_bias", "capacity_factor")},
     )
 
 
@@ -122,6 +123,7 @@ class Trainer:
         self.ddp = self._parallelize()
         self.moes = moe_layers(self.model)
         for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
+            moe.capacity_factor = config.model.capacity_factor
             moe.aux_loss = config.model.aux_loss / (len(self.moes) * self.tokens_per_step * mesh.tp.size)
         if config.run.export is not None and (config.model.router_bias or any(moe.bias.any() for moe in self.moes)):
             raise UsageError("--export: a Mixtral's files have no place for the biases of --router-bias; --save has")
@@ -171,7 +173,7 @@ class Trainer:
             enter("forward", restart=True)
             self.ddp.zero_grad()
             for moe in self.moes:
-                moe.load[:] = 0
+                moe.load[:] = moe.dropped = 0
             loss = self._forward_backward(step)
             gradients = self.state_dict(gradients=True) if self.recording else {}
             with self._region("optimizer"):
@@ -180,7 +182,7 @@ class Trainer:
                     step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
                 )
                 self.optimizer.step()
-                self._move_biases()
+                drops = self._balance()
                 synchronize()
             if self.pipeline is not None:  # outside the region, because the last stage computes nothing here
                 self.pipeline.send_tied_weight(self.ddp.gather_parameter)
@@ -190,7 +192,7 @@ class Trainer:
             if self.record is not None:
                 with writing(f"--record {self.record.directory}", self.record.directory / f"step-{step}.npz"):
                     self.record.step(step, loss / self.tokens_per_step, grad_norm, gradients, parameters)
-        return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds)
+        return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds, drops)
 
     def _forward_backward(self, step: int) -> float:
         """Compute the gradient of the global batch's mean loss; return the global batch's summed loss."""
@@ -276,14 +278,17 @@ class Trainer:
         }
         save(self.mesh.world, directory, step, self.optimizer, header)
 
-    def _move_biases(self) -> None:
-        """Move each router's biases by `--router-bias` towards the mean load of the global batch (arXiv 2408.15664)."""
-        if rate := self.config.model.router_bias:
-            loads = np.array([moe.load for moe in self.moes])  # (L, E)
-            for comm in (self.mesh.dp_cp, self.mesh.pp):  # ranks with other tokens, and with other layers
-                comm.all_reduce(loads, algorithm="ordered")
-            for moe, load in zip(self.moes, loads, strict=True):
-                moe.bias += rate * np.sign(load.sum() - load.size * load)
+    def _balance(self) -> int | None:
+        """Move each router's biases towards the mean load of the global batch; return how much experts dropped."""
+        rate, factor = self.config.model.router_bias, self.config.model.capacity_factor
+        if not rate and factor is None:
+            return None
+        counts = np.array([[*moe.load, moe.dropped] for moe in self.moes])  # (L, E + 1)
+        for comm in (self.mesh.dp_cp, self.mesh.pp):  # ranks with other tokens, and with other layers
+            comm.all_reduce(counts, algorithm="ordered")
+        for moe, load in zip(self.moes, counts[:, :-1], strict=True):  # arXiv 2408.15664, algorithm 1
+            moe.bias += rate * np.sign(load.sum() - load.size * load)
+        return None if factor is None else int(counts[:, -1].sum())
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         mesh = self.mesh

@@ -135,6 +135,7 @@ FLAGS = {
     "--experts": ["1", "3", "1000000000000"],
     "--top-k": ["1", "2", "3"],
     "--aux-loss": ["0.1", "1e308", "-1"],
+    "--capacity-factor": ["0.5", "1e308", "1e-308", "0"],
     "--router-bias": ["0.1", "1e308", "-1"],
     "--init-from": ["missing", "directory"],
     "--data": ["d.bin", "missing", "directory"],

@@ -7,6 +7,7 @@ MUTANTS = [
         "minipar/train/resume.py",
         "train/test_resume_flags.py train/test_checkpoint_files.py train/test_checkpoint.py",
         ("resume: the optimizer's flags are not taken over", "TAKEN = [*MUST_AGREE, *UPDATE,", "TAKEN = [*MUST_AGREE,"),
+        ("resume: a capacity is of any batch", '["--dp", "--microbatches"] * (config', "[] * (config"),
         ("resume: another seed is accepted", "--order --seed --betas", "--order --betas"),
         (
             "resume: a finished run is refused",

@@ -82,6 +82,22 @@ MUTANTS = [
             "self.layer, self.loads = layer, loads",
             "self.layer, self.loads, layer.load = layer, loads, layer.load + loads.sum(axis=0)",
         ),
+        (
+            "capacity: second choices come with their tokens",
+            "xp.argsort(indices.T.reshape(-1)",
+            "xp.argsort(indices.reshape(-1)",
+        ),
+        (
+            "capacity: what is dropped gets another token's result",
+            "weights = weights * is_kept",
+            "weights = weights + 0 * is_kept",
+        ),
+        (
+            "capacity: one row too many",
+            "order[place < room], (expert * room + place)[place < room]",
+            "order[place <= room], (expert * room + place)[place <= room]",
+        ),
+        ("capacity: nothing counts as dropped", "np.maximum(load - room, 0)", "np.maximum(load - len(grad), 0)"),
     ),
     *mistakes(
         "minipar/autograd/fused.py",

@@ -53,8 +53,14 @@ MUTANTS = [
         ("traffic: experts are reduced over all of dp", "1 if p.ep is None else layout.ep]", "1]"),
     ),
     *mistakes(
+        "minipar/parallel/expert.py",
+        "train/test_balance.py",
+        ("expert: a capacity's counts travel too", "(counts if moe.capacity_factor else", "(counts if False else"),
+    ),
+    *mistakes(
         "minipar/parallel/traffic.py",
         "train/test_balance.py",
+        ("traffic: counts travel with a capacity too", "if layout.capacity_factor is None:", "if True:"),
         (
             "traffic: loads stay on their pipeline rank",
             "* layout.norm_rows, 1, layout.loads)",

@@ -64,8 +64,8 @@ MUTANTS = [
         ),
         (
             "trainer: tokens_per_second of one replica",
-            "self.tokens_per_step / seconds)",
-            "self.tokens_per_step / self.mesh.dp.size / seconds)",
+            "self.tokens_per_step / seconds,",
+            "self.tokens_per_step / self.mesh.dp.size / seconds,",
         ),
         ("trainer: seconds are milliseconds", "time.perf_counter() - start", "1000 * (time.perf_counter() - start)"),
     ),

@@ -1,11 +1,13 @@
-"""Claims about training with balanced experts: equal to one device in every layout, and the bytes that it takes."""
+"""Claims about training with balanced or limited experts: equal to one device in every layout, and bytes."""
 
+import json
 from functools import cache
+from math import ceil
 
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
-from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for
+from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts
 
 from minipar.autograd import no_grad
 from minipar.comm import run_local
@@ -13,9 +15,10 @@ from minipar.errors import UsageError
 from minipar.generate import load
 from minipar.nn import GPTConfig
 from minipar.nn.moe import moe_layers
-from minipar.parallel.traffic import predicted_traffic
+from minipar.parallel.traffic import ep_bytes, predicted_traffic
 from minipar.train.config import parse, resolve, shape_of, with_shape
-from minipar.train.trainer import step_layout
+from minipar.train.progress import Metrics
+from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import OneDevice
 
 E = 6
@@ -49,11 +52,20 @@ def on_one_device(config):
     return run_steps(OneDevice(config, TEXT))[:2]
 
 
+class Noting(Trainer):
+    """A trainer that keeps what each step dropped."""
+
+    def step(self, step):
+        result = super().step(step)
+        self.dropped = [*getattr(self, "dropped", []), result.dropped]
+        return result
+
+
 def trained(config):
     """Each rank's (parameters after each step, what each step reported, bytes of each step by axis, trainer)."""
 
     def program(comm):
-        trainer = trainer_for(config, TEXT, comm)
+        trainer = trainer_for(config, TEXT, comm, Noting)
         return *run_steps(trainer), trainer
 
     return run_local(ranks_of(config), program)
@@ -216,12 +228,104 @@ def test_a_model_with_biases_is_not_exported(tmp_path):
     trainer_for(config_of(f"--global-batch 4 --export {tmp_path / 'e'}", AUX), TEXT)
 
 
+# ---- capacity --------------------------------------------------------------------------------------------------------
+
+CAPACITY = "--capacity-factor 0.8"
+LIMITED = [
+    "--global-batch 4 --microbatches 2 --recompute full",
+    "--dp 2 --global-batch 4 --clip-grad 0.5 --capacity-factor 1.5",
+    "--dp 3 --ep 3 --global-batch 6 --microbatches 2 --zero-stage 3",
+    "--dp 4 --ep 2 --global-batch 8 --zero-stage 2 --recompute full --router-bias 0.02",
+    "--dp 2 --tp 2 --ep 2 --global-batch 4 --sequence-parallel --zero-stage 1 --aux-loss 0.5",
+    "--dp 2 --pp 3 --ep 2 --global-batch 8 --microbatches 4 --capacity-factor 0.1",
+    "--dp 2 --pp 2 --ep 2 --tp 2 --global-batch 8 --microbatches 2 --schedule zb-h1",
+]
+
+
+@pytest.mark.parametrize("layout", LIMITED)
+def test_a_device_that_drops_the_same_tokens_is_equal(layout):
+    config = config_of(layout, CAPACITY)
+    single, ranks = OneDevice(config, TEXT), trained(config)
+    results = list(single.train())
+    assert differences(*ranks[0][:2], on_one_device(config), exact=False) == []
+    for rank, (_, reported, sent, trainer) in enumerate(ranks):
+        assert reported == ranks[0][1] and biases_of(trainer) == biases_of(single)
+        assert trainer.dropped == [result.dropped for result in results]
+        assert sent == [predicted_traffic(step_layout(config), rank)] * len(sent)
+    assert all(result.dropped for result in results)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--dp 3 --ep 3 --global-batch 6 --microbatches 2",
+        "--dp 4 --ep 2 --global-batch 4 --recompute full --zero-stage 2",
+        "--dp 2 --pp 3 --tp 2 --ep 2 --global-batch 4 --microbatches 2",
+    ],
+)
+def test_with_a_capacity_each_rank_sends_c_rows_per_expert(layout):
+    config = config_of(layout, CAPACITY)
+    sizes, m = step_layout(config), config.data.microbatches
+    c, h, p = ceil(0.8 * sizes.tokens * 2 / E), sizes.model.n_embd, sizes.ep
+
+    def sent(comm):
+        trainer = trainer_for(config, TEXT, comm)
+        trainer.step(0)
+        return comm.traffic.bytes(axis="ep"), trainer.mesh.ep.rank, sizes.blocks(trainer.mesh.pp.rank)
+
+    for count, rank, layers in run_local(ranks_of(config), sent):
+        ways = 6 if sizes.recompute else 4  # dispatch and combine, in each forward and in backward
+        assert count == ways * layers * m * E * c * h * (p - 1) // p * 8
+        assert count == ep_bytes(sizes, rank, [[[c * E // p] * p] * p] * (layers * m))
+
+
+def test_what_is_dropped_is_counted_over_the_global_batch():
+    """Each replica's microbatches have tokens of their own and a capacity of their own."""
+    config = config_of("--dp 2 --pp 3 --global-batch 8 --microbatches 2", f"{CAPACITY} --lr 1e-300 --weight-decay 0")
+    dropped = on_each_rank(config, TEXT, lambda trainer, results: [result.dropped for result in results])[0]
+    trainer = trainer_for(config_of("--global-batch 8", CAPACITY), TEXT)
+    for step, count in enumerate(dropped):
+        loads = []
+        for first in range(0, 8, 2):
+            for moe in trainer.moes:
+                moe.load[:] = 0
+            inputs, targets = trainer.batches.batch(step, range(first, first + 2))
+            with trainer.ddp.scaled_backward():
+                trainer.model.loss_sum(inputs, targets).backward()
+            loads += [moe.load.copy() for moe in trainer.moes]
+        assert count == sum(int(np.maximum(load - ceil(0.8 * 2 * 8 * 2 / E), 0).sum()) for load in loads) > 0
+
+
+def test_metrics_say_what_is_dropped(tmp_path):
+    for flags, written in ((CAPACITY, True), ("", False)):
+        trainer = trainer_for(config_of("--global-batch 4", flags), TEXT)
+        metrics = Metrics(str(tmp_path / f"{written}.jsonl"))
+        for result in trainer.train():
+            metrics.write(result)
+        metrics.close()
+        lines = [json.loads(line) for line in (tmp_path / f"{written}.jsonl").read_text().splitlines()]
+        assert [("dropped" in line, "eval_loss" in line) for line in lines] == [(written, False)] * 2
+        assert not written or all(type(line["dropped"]) is int and line["dropped"] > 0 for line in lines)
+
+
+def test_verify_drops_what_the_ranks_drop(tmp_path):
+    config = config_of("--dp 2 --ep 2 --global-batch 8 --microbatches 2", CAPACITY)
+    assert {verdict.passed for verdict in verdicts(config, TEXT)} == {True}
+    on_each_rank(config, TEXT, lambda trainer, results: trainer.save(tmp_path, 2))
+    rest = f"--global-batch 8 --steps 3 --resume {tmp_path} --verify"
+    with pytest.raises(UsageError, match="written with --dp 2, --microbatches 2, but this run has --dp 1, --microb"):
+        trainer_for(config_of(rest, CAPACITY), TEXT)
+
+
 # ---- flags and checkpoints -------------------------------------------------------------------------------------------
 
 REFUSED = {
     "--aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral: a layer of other models has one MLP, no experts",
     "--model llama --aux-loss 0.1": "--aux-loss 0.1 is for --model mixtral",
     "--model mixtral --aux-loss -0.1": r"--aux-loss -0.1 is outside \[0, inf\)",
+    "--capacity-factor 1": "--capacity-factor 1.0 is for --model mixtral",
+    "--model mixtral --capacity-factor 0": r"--capacity-factor 0.0 is outside \(0, inf\)",
+    "--model mixtral --cp 2 --capacity-factor 1": "--capacity-factor shares out the tokens of whole samples, of which",
     "--router-bias 0.001": "--router-bias 0.001 is for --model mixtral",
     "--model mixtral --router-bias nan": r"--router-bias nan is outside \[0, inf\)",
 }

@@ -58,6 +58,7 @@ def test_every_flag_arrives_where_it_belongs():
         "--top-k": None,
         "--aux-loss": 0.0,
         "--router-bias": 0.0,
+        "--capacity-factor": None,
         "--ep": 1,
         "--pp": 1,
         "--schedule": None,
@@ -70,8 +71,8 @@ def test_every_flag_arrives_where_it_belongs():
     model = config_of("--model mixtral --experts 6 --top-k 3").model
     assert (model.model, model.experts, model.top_k) == ("mixtral", 6, 3)
     assert config_of("--model mixtral --ep 2").mesh.ep == 2
-    model = config_of("--model mixtral --aux-loss 0.01 --router-bias 0.001").model
-    assert (model.aux_loss, model.router_bias) == (0.01, 0.001)
+    model = config_of("--model mixtral --aux-loss 0.01 --router-bias 0.001 --capacity-factor 1.25").model
+    assert (model.aux_loss, model.router_bias, model.capacity_factor) == (0.01, 0.001, 1.25)
     assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

@@ -62,6 +62,7 @@ def test_resume_takes_model_data_optimizer_and_seed(saved):
     default = {flag: value for _, _, flag, value in flags(TrainConfig())}
     # Those of other models are resumed in test_llama.py, test_mixtral.py and test_balance.py.
     of_others = {"--model", "--kv-heads", "--ffn", "--experts", "--top-k", "--aux-loss", "--router-bias"}
+    of_others.add("--capacity-factor")
     assert {flag for flag in TAKEN if own[flag] == default[flag]} == of_others | {"--eval-every", "--eval-data"}
 
 
