@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter
 
 from visualize.style import BLUE, GREEN, GREY, INK, LINES, VERMILION, YELLOW, Picture, ink_on, picture, tidy
 
@@ -103,4 +104,39 @@ def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
         axes.set_xlabel("step")
         tidy(axes)
     left.legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
+    """Plot each expert's share of the tokens' choices in each step; runs: for each run (steps, E) counts."""
+    figure = picture(7.4, 2.6)
+    for axes, (name, load) in zip(
+        figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs.items(), strict=True
+    ):
+        shares = load / load.sum(axis=1, keepdims=True)
+        for expert, share in enumerate(shares.T):
+            axes.plot(share, color=RANKS[expert % len(RANKS)], linewidth=0.9)
+        axes.axhline(1 / load.shape[1], color=INK, linewidth=0.8, linestyle="--")
+        last = shares[-(len(shares) // 4 or 1) :]
+        busiest = last.max(axis=1).mean() * load.shape[1]
+        axes.set_title(f"{name}\nbusiest: {busiest:.1f} x the mean", fontsize=9, loc="left")
+        axes.set(xlabel="step", ylim=(0, None))
+        tidy(axes)
+    figure.axes[0].set_ylabel("share of the tokens' choices", fontsize=8)
+    return figure
+
+
+def plot_exchange(sent: Mapping[str, Sequence[int]], uniform: float) -> Picture:
+    """Plot the bytes that each rank of ep sends in a step, for each run, and those of uniform routing as a line."""
+    figure = picture(6.0, 2.8)
+    axes = figure.add_subplot()
+    width = 0.8 / len(sent)
+    for i, ((name, values), colour) in enumerate(zip(sent.items(), LINES, strict=False)):
+        axes.bar(np.arange(len(values)) + (i - (len(sent) - 1) / 2) * width, values, width, color=colour, label=name)
+    axes.axhline(uniform, color=INK, linewidth=0.8, linestyle="--", label="uniform routing")
+    axes.set(xlabel="rank of ep", xticks=range(max(map(len, sent.values()))), ylabel="bytes sent over ep in a step")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.margins(y=0.25)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    tidy(axes)
     return figure

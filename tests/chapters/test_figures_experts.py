@@ -40,3 +40,19 @@ def test_mistakes_are_drawn_beside_the_right_run():
     assert [list(line.get_ydata()) for line in left.lines] == [[3, 2], [3, 1]]
     assert [list(line.get_ydata()) for line in right.lines] == [[1, 1], [1, 2]]
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["right", "wrong"]
+
+
+def test_balance_shows_each_experts_share_of_the_tokens():
+    runs = {"one": np.array([[6, 2], [8, 0], [8, 0], [6, 2]]), "two": np.full((4, 2), 3)}
+    left, right = figures.plot_balance(runs).axes
+    assert [list(line.get_ydata()) for line in left.lines[:2]] == [[0.75, 1, 1, 0.75], [0.25, 0, 0, 0.25]]
+    assert [list(line.get_ydata()) for line in right.lines] == [[0.5] * 4, [0.5] * 4, [0.5, 0.5]]
+    assert left.get_title(loc="left") == "one\nbusiest: 1.5 x the mean"
+
+
+def test_an_exchange_stands_beside_the_uniform_one():
+    (axes,) = figures.plot_exchange({"without": [30, 10], "aux": [20, 22]}, 21.0).axes
+    assert [patch.get_height() for patch in axes.patches] == [30, 10, 20, 22]
+    assert list(axes.lines[0].get_ydata()) == [21.0, 21.0]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert sorted(names) == ["aux", "uniform routing", "without"]
