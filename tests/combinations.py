@@ -33,7 +33,7 @@ CONTEXT_SHAPES = {False: (24, 8, 16), True: (24, 6, 24)}  # by whether cp*tp is 
 CONTEXT_LLAMAS = {False: (32, 16, 8, 24, 16), True: (24, 12, 6, 24, 24)}
 LLAMAS = {1: (20, 2, 1, 28, 8), 2: (16, 4, 2, 28, 8), 3: (24, 6, 3, 27, 9), 4: (16, 8, 4, 28, 8), 8: (32, 16, 8, 24, 8)}
 LAYERS = (3, 5, 9, 16)  # the first of these that has a layer for each stage: mostly stages of unequal size
-TWO_PER_RANK = ("interleaved-1f1b", "zbv")
+TWO_PER_RANK = ("interleaved-1f1b", "zbv", "dualpipev")
 STEPS = 2
 # AdamW's first update is lr*g/(|g| + eps): of a gradient that is zero but for rounding (the keys' bias), that rounding
 # over eps; and of one that is tiny by chance. With the usual 1e-8 this is more than the 1e-12 asserted below (see
@@ -141,8 +141,10 @@ def legal(some: dict) -> bool:
     if pp is not None:
         if schedule is not ... and (schedule is None) != (pp == 1):
             return False  # a schedule is a pipeline's
-        if m == 8 and pp < 8:
+        if m == 8 and pp < 8 and (schedule not in (..., "dualpipev") or pp < 3):
             return False  # allowed, and slow
+        if schedule == "dualpipev" and (pp == 8 or (m is not None and m < 2 * pp)):
+            return False  # it needs 2 pp microbatches
         if schedule == "interleaved-1f1b" and m is not None and m % pp:
             return False  # microbatches go through in groups of pp
     if some.get("dropout") and some.get("model") in ("llama", "mixtral"):

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minipar.errors import UsageError, printable
-from minipar.parallel.pipeline.actions import Durations, Slot, Time, Timeline, simulate
+from minipar.parallel.pipeline.actions import PAIR, Durations, Slot, Time, Timeline, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.boxes import (
     DIGIT_WIDTH,
@@ -47,6 +47,7 @@ NAMES = {
     "zb-h1": "ZB-H1",
     "zb-h2": "ZB-H2",
     "zbv": "ZB-V",
+    "dualpipev": "DualPipeV",
 }
 # Inches. The size of every box must be known before its number is written, so the layout is made here, by hand.
 LEFT, RIGHT, TITLE, AXIS, LEGEND = 0.72, 0.46, 0.34, 0.46, 0.32
@@ -96,7 +97,7 @@ def sizes_text(timelines: Sequence[Timeline], times: bool = True) -> str:
 
 def times_text(timelines: Iterable[Timeline]) -> str:
     """State the times, "F = I = W = 1, B = 2 for all layers of a rank", of the kinds that have one time everywhere."""
-    times: dict[str, set[Time]] = {kind: set() for kind in KINDS}
+    times: dict[str, set[Time]] = {kind: set() for kind in (*KINDS, PAIR)}
     several = False
     for timeline in timelines:
         v = stages_per_rank(timeline)
@@ -106,15 +107,16 @@ def times_text(timelines: Iterable[Timeline]) -> str:
     kinds: dict[str, list[str]] = {}
     for kind, durations in times.items():
         if len(durations) == 1:
-            kinds.setdefault(f"{float(durations.pop()):.4g}", []).append(kind)
+            kinds.setdefault(f"{float(durations.pop()):.4g}", []).append("F&B" if kind == PAIR else kind)
     text = ", ".join(" = ".join([*equal, time]) for time, equal in kinds.items())
     return f"{text} for all layers of a rank" if text and several else text
 
 
 def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
     """Return (time, activations alive from then on) for one rank: from the start of F to the end of B or I."""
-    changes = [(slot.start, 1) for slot in slots if slot.action.kind == "F"]
-    changes += [(slot.end, -1) for slot in slots if slot.action.kind in ("B", "I")]
+    halves = [(half.kind, slot) for slot in slots for half in slot.action.halves]
+    changes = [(slot.start, 1) for kind, slot in halves if kind == "F"]
+    changes += [(slot.end, -1) for kind, slot in halves if kind in ("B", "I")]
     live, steps = 0, {slots[0].start if slots else 0: 0}
     for time, change in sorted(changes):  # all changes at one time are one step
         live += change
@@ -237,6 +239,8 @@ class _Sheet:
         integer = not self.seconds and self.span > 10
         axes[-1].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10], integer=integer))
         note = "number in a box: its microbatch"
+        if any(slot.action.pair for timeline in self.timelines for row in timeline.ranks for slot in row):
+            note += "; F above B: a pair, both at once"
         axes[-1].set_xlabel(f"time ({self.unit}; {note})" if self.unit else f"time ({note})", fontsize=9)
         handles, labels = legend_handles(self.colours)
         figure.legend(
@@ -256,23 +260,17 @@ class _Sheet:
         end = float(timeline.makespan) * self.scale
         points = self.points(panel, ranks)
         for rank, slots in enumerate(timeline.ranks):
-            row = (rank + 0.04, 0.92)
+            top, height = row = (rank + 0.04, 0.92)
             panel.broken_barh([(0, end)], row, facecolor="white", edgecolor=PAPER, linewidth=0.8)
             shown = [slot for slot in slots if float(slot.start) * self.scale < self.span]
-            spans = [(float(slot.start) * self.scale, float(slot.end) * self.scale) for slot in shown]
-            stages = [chunk[slot.action.stage] for slot in shown]
-            faces = [self.colours[slot.action.kind, stage] for slot, stage in zip(shown, stages, strict=True)]
-            bars = [(start, end - start) for start, end in spans]
-            edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
-            panel.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidth=edge)
-            hatch_boxes(panel, row, [(*span, slot.action.kind) for span, slot in zip(spans, shown, strict=True)])
-            marks = [(*span, face, stage) for span, face, stage in zip(spans, faces, stages, strict=True)]
-            mark_stages(panel, row, marks, points[0], stages_per_rank(timeline))
-            boxes = [
-                (*span, face, str(slot.action.microbatch)) for span, face, slot in zip(spans, faces, shown, strict=True)
-            ]
-            boxes = [box for box in boxes if box[1] <= self.span]
-            number_boxes(panel, row, boxes, points, self.digits, self.size)
+            # A pair's F is in the upper half of the row and its B below, both for the pair's whole time.
+            pairs = [slot for slot in shown if slot.action.pair]
+            lanes = [(row, [slot for slot in shown if not slot.action.pair])]
+            for i in range(2 if pairs else 0):
+                halves = [Slot(slot.action.halves[i], slot.start, slot.end) for slot in pairs]
+                lanes.append(((top + i * height / 2, height / 2), halves))
+            for lane, boxes in lanes:
+                self._draw_boxes(panel, lane, boxes, chunk, stages_per_rank(timeline), points)
         if end > self.span:
             self._beside(panel, ranks / 2, f"▸ {end:g}")
         self._ranks(panel, ranks)
@@ -280,6 +278,29 @@ class _Sheet:
         name = f"{name}, v = {v}" if v > 1 else name
         panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
         panel.set_title(facts, loc="right", fontsize=9.5, color=INK, pad=4)
+
+    def _draw_boxes(
+        self,
+        panel: Axes,
+        row: tuple[float, float],
+        slots: Sequence[Slot],
+        chunk: Mapping[int, int],
+        stages: int,
+        points: tuple[float, float],
+    ) -> None:
+        """Draw boxes with their numbers and marks in a row (top, height); `points` as `self.points` returns them."""
+        spans = [(float(slot.start) * self.scale, float(slot.end) * self.scale) for slot in slots]
+        chunks = [chunk[slot.action.stage] for slot in slots]
+        faces = [self.colours[slot.action.kind, number] for slot, number in zip(slots, chunks, strict=True)]
+        bars = [(start, end - start) for start, end in spans]
+        edge = min([0.6, *(0.1 * points[0] * length for _, length in bars)])
+        panel.broken_barh(bars, row, facecolors=faces, edgecolors="white", linewidth=edge)
+        hatch_boxes(panel, row, [(*span, slot.action.kind) for span, slot in zip(spans, slots, strict=True)])
+        marks = [(*span, face, number) for span, face, number in zip(spans, faces, chunks, strict=True)]
+        mark_stages(panel, row, marks, points[0], stages)
+        texts = [str(slot.action.microbatch) for slot in slots]
+        boxes = [(*span, face, text) for span, face, text in zip(spans, faces, texts, strict=True)]
+        number_boxes(panel, row, [box for box in boxes if box[1] <= self.span], points, self.digits, self.size)
 
     def _beside(self, panel: Axes, y: float, text: str, above: float = 0) -> None:
         """Write text in the margin at the right."""

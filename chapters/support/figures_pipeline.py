@@ -175,6 +175,26 @@ def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Pictu
     return plot_schedule(simulate(schedule, durations))
 
 
+def plot_overlap(p: int, m: int, steps: int = 12) -> Picture:
+    """Draw a step's time with ZB-V and with DualPipeV over the share of all-to-alls in the forward of a stage.
+
+    F and I are 1 of computation and x of all-to-alls, and W is 1; x grows from 0 to 1, and then F is half all-to-alls.
+    The time is divided by that of the computation alone, which is 6m.
+    """
+    figure = picture(6.4, 3.2)
+    axes = figure.subplots()
+    parts = [Fraction(i, steps) for i in range(steps + 1)]
+    for name, colour in (("zbv", COLOURS["B"]), ("dualpipev", COLOURS["F"])):
+        lines = [simulate(make(name, p, m), Durations(1 + x, 1 + x, 1, exchange=x)) for x in parts]
+        times = [float(line.makespan / (6 * m)) for line in lines]
+        axes.plot([float(100 * x / (1 + x)) for x in parts], times, color=colour, label=NAMES[name])
+    axes.set_xlabel(f"share of all-to-alls in F, % (p = {p}, m = {m})", color=INK)
+    axes.set_ylabel("time / computation", color=INK)
+    axes.set_ylim(bottom=1)
+    axes.legend(frameon=False)
+    return figure
+
+
 def schedule_table(p: int, m: int) -> str:
     """Tabulate every schedule: bubbles, memory and messages, with equal times and with T_F, T_I, T_W = 4, 5, 3.
 

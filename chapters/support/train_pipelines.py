@@ -14,7 +14,7 @@ from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_loca
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.pipeline.actions import Durations, Timeline
+from minipar.parallel.pipeline.actions import Durations, Schedule, Timeline
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens, load_tokens
@@ -123,6 +123,11 @@ def timeline_on_model_clock(schedule: str, message: int) -> Timeline:
 
     events = [event for mine in run_local(4, step) for event in mine]
     return measured_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
+
+
+def unpaired(schedule: Schedule) -> Schedule:
+    """Return the schedule that the executor runs on one core: a pair's halves come one after the other."""
+    return Schedule.of(schedule.name, [[half for action in row for half in action.halves] for row in schedule.ranks])
 
 
 def same_times(measured: Timeline, predicted: Timeline) -> bool:

@@ -151,7 +151,7 @@ def gathers(layout: StepLayout, unit: int) -> int:
 def end_gathers(schedule: Schedule, head_too: bool) -> int:
     """Count how often ZeRO stage 3 gathers the token embedding in a pipeline's step.
 
-    Each lookup needs it, m times in all; its backward does not read the table. If the head is on the same rank (zbv),
+    Each lookup needs it, m times in all; its backward does not read the table. If the head is on the same rank (a V),
     the head reads it too. A lookup frees the values afterwards. The head's forward keeps them for its backward, which
     frees them. An action gathers if the values are not held.
 
@@ -159,7 +159,7 @@ def end_gathers(schedule: Schedule, head_too: bool) -> int:
     the last is followed by an action that needs it.
     """
     gathers, is_held = 0, False
-    for action in schedule.ranks[schedule.home[0]]:
+    for _, action in schedule:
         lookup = action.stage == 0 and action.kind == "F"
         head = head_too and action.stage == schedule.stages - 1 and action.kind in ("F", "B", "I")
         if lookup or head:

@@ -11,6 +11,7 @@ from chapters.support.figures_pipeline import (
     MarkedPath,
     explore_schedules,
     measured_timeline,
+    plot_overlap,
     plot_paths,
     schedule_table,
 )
@@ -160,6 +161,17 @@ def test_a_path_that_is_shorter_than_the_schedule_is_refused():
     for path, pieces in ((PATH[:-1], PIECES), (PATH, PIECES[:-1])):
         with pytest.raises(UsageError, match="but the schedule 9"):
             MarkedPath(slots(), path, pieces)
+
+
+def test_overlap_is_drawn_as_simulated_and_pays_later():
+    lines = {line.get_label(): line.get_xydata() for line in plot_overlap(4, 16, steps=4).axes[0].lines}
+    assert list(lines) == ["ZB-V", "DualPipeV"]
+    for name, key in (("ZB-V", "zbv"), ("DualPipeV", "dualpipev")):
+        for x, (share, time) in zip((0, 0.25, 0.5, 0.75, 1), lines[name], strict=True):
+            durations = Durations(1 + x, 1 + x, 1, exchange=x)
+            assert share == pytest.approx(100 * x / (1 + x))
+            assert time == pytest.approx(simulate(make(key, 4, 16), durations).makespan / 96)
+    assert lines["ZB-V"][0, 1] < lines["DualPipeV"][0, 1] and lines["ZB-V"][-1, 1] > lines["DualPipeV"][-1, 1]
 
 
 def test_the_table_has_a_row_for_each_schedule():

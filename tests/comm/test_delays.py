@@ -159,6 +159,7 @@ LAYOUTS = {
     "zb-h1": Combination((1, 1, 3), "zb-h1", microbatches=4),
     "zb-h2": Combination((1, 1, 3), "zb-h2", microbatches=4),
     "zbv": Combination((1, 1, 2), "zbv", microbatches=4),
+    "dualpipev": Combination((1, 1, 2), "dualpipev", microbatches=4),
     "3D, ZeRO 1": Combination((2, 2, 2), "1f1b", sequence=True, microbatches=2, zero=1, clip=True),
     "3D, ZeRO 3": Combination((2, 2, 2), "zbv", microbatches=2, zero=3, dropout=True),
 }

@@ -15,10 +15,12 @@ SCHEDULES = [
     "0F0,0F1,,,0I0,0W0,0I1,0W1\n,1F0,1F1,1I0,1W0,1I1,1W1\n",
     "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
     "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n",
+    "0F0,0F1,,0B0,,,0B1\n,1F0,(1F1;1B0)OVERLAP_F_B,,,1B1\n",
 ]
 CELLS = [
     "", " ", "0F0", "1B1", "9F9", "0F", "F0", "0X0", "-1F0", "٣F0", "0f0", "0F0 ", '"0F0"', '"', "999999999F0",
     "0F999999999", "1234567890F0", "0UNSHARD", "0RESHARD", "0REDUCE_GRAD", "0SEND_F0", "1RECV_B0", "0F0;0F1",
+    "(1F1;1B0)OVERLAP_F_B", "(0F1;1B0)OVERLAP_F_B", "(0F0;0F0)OVERLAP_F_B", "(0F0;)OVERLAP_F_B",
     "\x1b[31m", "x" * 200_000, "\0",
 ]  # fmt: skip
 
@@ -86,7 +88,7 @@ def test_a_large_csv_ends_in_time(content):
         assert problems(case, worker.outcome(case)) == []
 
 
-NAMES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"]
+NAMES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"]
 FLAGS = {
     "--schedule": [*NAMES, "file.csv", "fifo.csv", "directory", "directory.csv", "/dev/zero", "missing.csv"],
     "--stages": ["1", "2", "4", "7", "300", "100000"],

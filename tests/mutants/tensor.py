@@ -134,6 +134,7 @@ MUTANTS = [
             "self._sent = [message for message in self._sent if not message.test()]",
             "pass",
         ),
+        ("executor: a pair's F is sent after its B", "if a.pair}.intersection(lowered)", "if a.pair}.intersection([])"),
         ("executor: one tag for both directions", '(receiver * 2 + (direction == "B"))', "(receiver * 2)"),
         ("executor: a step ends before its messages have left", "            message.wait()", "            pass"),
         ("executor: the loss's gradient is not scaled", "xp.full_like(y, scale)", "xp.full_like(y, 1.0)"),
@@ -148,6 +149,8 @@ MUTANTS = [
             "min((p - r - 1) + (v - 1) * p",
         ),
         ("schedules: zb-h2 puts W off as little as zb-h1", "delay=2 * r", "delay=r"),
+        ("schedules: dualpipev's last rank pairs its first B", "        if r == p - 1:", "        if r == p:"),
+        ("schedules: dualpipev puts off no W after step 3", '*"Ii" * (r + 1)', '*"Bb" * (r + 1)'),
     ),
     *mistakes(
         "minipar/parallel/pipeline/actions.py",
@@ -157,7 +160,8 @@ MUTANTS = [
             "durations.comm if schedule.home[n.stage] != rank else 0",
             "durations.comm",
         ),
-        ("simulator: the bubble is idle / busy", "_ratio(total - busy, total)", "_ratio(total - busy, busy)"),
+        ("simulator: the bubble is idle / busy", "Fraction(idle, total)", "Fraction(idle, total - idle)"),
+        ("simulator: a pair hides nothing", "forward + backward - 2 * self.exchange", "forward + backward"),
         (
             "simulator: W takes no time in B",
             "both = self.backward_input + self.backward_weight",
@@ -165,8 +169,18 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/parallel/pipeline/actions.py",
+        "parallel/pipeline/test_check.py",
+        ("actions: a pair is written with its B first", "map(str, self.pair)", "map(str, self.pair[::-1])"),
+    ),
+    *mistakes(
         "minipar/parallel/pipeline/check.py",
         "parallel/pipeline/test_check.py",
+        (
+            "checker: a pair's F is sent and its B is not",
+            "for half in action.halves for user in",
+            "for half in action.halves[:1] for user in",
+        ),
         ("checker: an action may be done twice", "if count[action] > 1:", "if count[action] > 2:"),
         ("checker: sends that block are not tried", "    _check_blocking_sends(lowered)", "    pass"),
         ("checker: a message that nobody needs is accepted", "(action, rank) not in expected", "False"),

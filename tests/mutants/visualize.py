@@ -4,6 +4,15 @@ from mutants.mutant import mistakes
 
 MUTANTS = [
     *mistakes(
+        "visualize/schedule.py",
+        "visualize/test_schedule.py",
+        (
+            "schedule: a pair's B is drawn above its F",
+            "(top + i * height / 2, height / 2)",
+            "(top + (1 - i) * height / 2, height / 2)",
+        ),
+    ),
+    *mistakes(
         "visualize/measurements.py",
         "visualize/test_measured.py visualize/test_pictures.py visualize/test_memory.py",
         (

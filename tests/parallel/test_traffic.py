@@ -60,6 +60,8 @@ CASES = {
         "--sync-every-microbatch --recompute full --reduction ordered"),
     "five replicas, which divide nothing": (5, "--zero-stage 2 --global-batch 10 --microbatches 2"),
     "seven stages of nine layers": (7, "--pp 7 --layers 9 --microbatches 5 --global-batch 5 --schedule zb-h2"),
+    "pairs of a forward and a backward": (4, "--dp 2 --pp 2 --layers 4 --schedule dualpipev --microbatches 4 "
+        "--zero-stage 3 --global-batch 8"),
     "three stages per rank": (6, "--pp 2 --dp 3 --layers 7 --schedule interleaved-1f1b --virtual-stages 3 "
         "--microbatches 4 --global-batch 12 --zero-stage 3"),
     "a long vocabulary": (8, "--tp 4 --pp 2 --vocab-size 259 --microbatches 2 --sequence-parallel --zero-stage 3"),
@@ -167,7 +169,7 @@ def test_the_schedule_does_not_change_what_dp_and_tp_send():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_a_pipelines_buckets_are_on_one_rank_and_are_the_model(name, p):
-    layout = replace(SERIAL, model=GPTConfig(16, T, H, 17, 8), pp=p, schedule=make(name, p, 8), zero_stage=3)
+    layout = replace(SERIAL, model=GPTConfig(16, T, H, 17, 8), pp=p, schedule=make(name, p, 16), zero_stage=3)
     of_rank = [bucket_elements(layout, rank) for rank in range(p)]
     assert sum(some.total() for some in of_rank) == PSI + (17 - L) * (12 * H * H + 13 * H)
     assert sum(len(some) for some in of_rank) == 17 + 2

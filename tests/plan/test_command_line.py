@@ -307,6 +307,7 @@ def changed(**given):
         ({"top": "51"}, "--top 51: at most 50"),
         ({"zero_stage": "4"}, "--zero-stage"),
         ({"schedule": "fast"}, "--schedule"),
+        ({"schedule": "dualpipev"}, "invalid choice: 'dualpipev'"),
         ({"model": "x" * 5000}, "neither a directory with a config.json nor one of"),
         ({"gpu": "x" * 5000}, "neither a JSON file nor one of"),
         ({"json": "/nowhere/plan.json"}, "--json /nowhere/plan.json cannot be written"),

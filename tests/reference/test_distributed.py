@@ -66,6 +66,7 @@ CASES = [
     *[Case(name, f"--pp {n} --schedule {name}", n, 4, n) for n in (2, 4) for name in ("gpipe", "1f1b", "zb-h1")],
     # Two stages on each process.
     *[Case(name, f"--pp {n} --schedule {name}", n, 4, 2 * n) for n in (2, 4) for name in ("interleaved-1f1b", "zbv")],
+    *[Case("dualpipev", f"--pp {n} --schedule dualpipev", n, 2 * n, 2 * n) for n in (2, 4)],
 ]
 
 

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -190,7 +191,7 @@ def pipeline(case, weights, kind, per_rank: int = 1) -> Program:
     """
     rank, processes = dist.get_rank(), dist.get_world_size()
     stages = processes * per_rank
-    if kind is ScheduleZBVZeroBubble:
+    if kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
         own = [rank, stages - 1 - rank]
     else:
         own = list(range(rank, stages, processes))
@@ -236,6 +237,7 @@ STRATEGIES = {
     "interleaved-1f1b": partial(pipeline, kind=ScheduleInterleaved1F1B, per_rank=2),
     "zb-h1": partial(pipeline, kind=ScheduleInterleavedZeroBubble),
     "zbv": partial(pipeline, kind=ScheduleZBVZeroBubble, per_rank=2),
+    "dualpipev": partial(pipeline, kind=ScheduleDualPipeV, per_rank=2),
 }
 
 

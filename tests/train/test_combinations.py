@@ -57,7 +57,8 @@ def test_every_layout_meets_every_schedule_and_every_stage():
     sizes = [s for s in itertools.product((1, 2, 3, 4, 8), repeat=3) if s[0] * s[1] * s[2] <= 8]
     assert layouts == set(sizes) and len(layouts) == 29
     pipelines = [layout for layout in layouts if layout[2] > 1]
-    assert {(c.layout, c.schedule) for c in covering()} >= set(itertools.product(pipelines, AXES["schedule"][1:]))
+    met = set(itertools.product(pipelines, AXES["schedule"][1:])) - {((1, 1, 8), "dualpipev")}  # which needs m = 16
+    assert {(c.layout, c.schedule) for c in covering()} >= met
     assert {(c.layout, c.zero) for c in covering()} == set(itertools.product(layouts, range(4)))
 
 

@@ -8,7 +8,7 @@ from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bit
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Durations, simulate
+from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, save_csv
 from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.train.config import schedule_of
@@ -57,8 +57,8 @@ CASES = [
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_trains_one_devices_bits(schedule, size, flags):
-    pp = int(flags.split()[1])
-    if schedule == "interleaved-1f1b" and int(flags.split("--microbatches ")[1].split()[0]) % pp:
+    pp, m = int(flags.split()[1]), int(flags.split("--microbatches ")[1].split()[0])
+    if (schedule == "interleaved-1f1b" and m % pp) or (schedule == "dualpipev" and m < 2 * pp):
         flags = flags.replace("--microbatches 3 --global-batch 6", "--microbatches 4 --global-batch 8")
     assert_one_devices_bits(size, f"{flags} --schedule {schedule}")
 
@@ -101,10 +101,14 @@ def test_a_schedule_from_a_file_trains_the_same_bits(tmp_path):
     assert_one_devices_bits(3, f"{flags} {path}")
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"])
 def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
-    """One block per stage; the head, which the last stage has besides, is made free."""
-    config = config_for(f"--pp 4 --microbatches 8 --global-batch 8 --layers 4 --steps 1 --schedule {schedule}", 4)
+    """One block per stage; the head, which the last stage has besides, is made free. A pair's halves run one after the
+    other, so the time of dualpipev is that of the same list without pairs.
+    """
+    layers = 8 if schedule in ("zbv", "dualpipev") else 4
+    flags = f"--pp 4 --microbatches 8 --global-batch 8 --layers {layers} --steps 1 --schedule {schedule}"
+    config = config_for(flags, 4)
 
     def rank(comm):
         trainer = trainer_for(config, TOKENS, comm)
@@ -115,7 +119,10 @@ def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
 
     forward = 24 * 8 * 16 * 16 + 4 * 8 * 8 * 16  # one sample, one block
     weights = 24 * 8 * 16 * 16
-    predicted = simulate(schedule_of(config), Durations(forward, 2 * forward - weights, weights)).makespan
+    lists = [[half for action in row for half in action.halves] for row in schedule_of(config).ranks]
+    durations = Durations(forward, 2 * forward - weights, weights)
+    predicted = simulate(Schedule.of(schedule, lists), durations).makespan
+    assert predicted <= simulate(schedule_of(config), durations).makespan
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
 
 
@@ -162,6 +169,7 @@ def test_the_command_line_proves_it_on_eight_ranks(schedule):
 BAD = {
     "--pp 2 --layers 1": "layers 1 are fewer than the pipeline's 2 stages",
     "--pp 2 --schedule interleaved-1f1b --microbatches 3 --global-batch 3": "microbatches/pp = 3/2 is not whole",
+    "--pp 2 --schedule dualpipev --microbatches 3 --global-batch 3": "microbatches 3 are fewer than 2*pp = 2*2 = 4",
     "--pp 2 --schedule none": "schedule none: choose from naive, gpipe",
     "--pp 2 --schedule pipedream": "asynchronous",
     "--schedule 1f1b": "give --pp 2 or more",

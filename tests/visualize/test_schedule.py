@@ -49,10 +49,11 @@ def expected(line, scale=1.0) -> list[tuple[float, float, int, str]]:
             round(float(slot.start) * scale, 6),
             round(float(slot.end) * scale, 6),
             rank,
-            colours[slot.action.kind, chunk[slot.action.stage]].lower(),
+            colours[half.kind, chunk[half.stage]].lower(),
         )
         for rank, row in enumerate(line.ranks)
         for slot in row
+        for half in slot.action.halves
     )
 
 
@@ -61,7 +62,15 @@ def expected(line, scale=1.0) -> list[tuple[float, float, int, str]]:
 
 @pytest.mark.parametrize(
     ("name", "p", "m"),
-    [("naive", 3, 2), ("gpipe", 1, 1), ("1f1b", 4, 8), ("interleaved-1f1b", 2, 4), ("zb-h1", 4, 2), ("zbv", 3, 5)],
+    [
+        ("naive", 3, 2),
+        ("gpipe", 1, 1),
+        ("1f1b", 4, 8),
+        ("interleaved-1f1b", 2, 4),
+        ("zb-h1", 4, 2),
+        ("zbv", 3, 5),
+        ("dualpipev", 2, 5),
+    ],
 )
 def test_the_boxes_are_the_actions(name, p, m):
     line = timeline(name, p, m, forward=Fraction(1, 3), backward_weight=Fraction(1, 2), comm=Fraction(1, 10))
@@ -226,7 +235,7 @@ def test_all_numbers_of_a_picture_have_one_size():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 8)])
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8)])
 def test_live_activations_rise_to_the_peak_and_end_at_none(name, p, m):
     line = timeline(name, p, m, comm=Fraction(1, 7))
     for slots, actions in zip(line.ranks, line.schedule.ranks, strict=True):
@@ -242,15 +251,39 @@ def test_the_gallery_gives_every_schedule_the_same_model():
     assert busy == {4 * 8 * 3}
     assert {name: line.makespan for name, line in lines.items()} == {
         "Naive": 96, "GPipe": 33, "1F1B": 33, "Interleaved 1F1B": Fraction(57, 2), "ZB-H1": 27, "ZB-H2": 27,
-        "ZB-V": Fraction(51, 2),
+        "ZB-V": Fraction(51, 2), "DualPipeV": 27,
     }  # fmt: skip
     assert "Interleaved 1F1B" not in gallery(4, 6)
     figure = plot_schedules(lines)
-    two = {"Interleaved 1F1B": ", v = 2", "ZB-V": ", v = 2"}  # stages per rank
+    assert "DualPipeV" not in gallery(4, 7)
+    two = dict.fromkeys(("Interleaved 1F1B", "ZB-V", "DualPipeV"), ", v = 2")  # stages per rank
     assert [axes.get_title(loc="left") for axes in figure.axes] == [name + two.get(name, "") for name in lines]
     assert {axes.get_xlim() for axes in figure.axes} == {(0, 1.06 * 33)}, "the naive one is cut"
     assert [text.get_text() for text in figure.axes[0].texts][-1] == "▸ 96"
-    assert len(drawn(figure.axes[-1])) == 2 * 3 * 4 * 8
+    assert len(drawn(figure.axes[-2])) == 2 * 3 * 4 * 8
+
+
+def test_a_pairs_forward_is_above_its_backward_in_one_row():
+    """Both for the whole time of the pair, each with its number; the axis says what two boxes mean."""
+    line = timeline("dualpipev", 2, 6)
+    figure = plot_schedule(line)
+    panel = figure.axes[0]
+    pairs = [(slot, rank) for rank, row in enumerate(line.ranks) for slot in row if slot.action.pair]
+    assert len(pairs) == 7 + 7
+    for slot, rank in pairs:
+        middle = float(slot.start + slot.end) / 2
+        texts = sorted(
+            (t.get_position()[1], t.get_text())
+            for t in panel.texts
+            if abs(t.get_position()[0] - middle) < 1e-9 and int(t.get_position()[1]) == rank
+        )
+        assert [text for _, text in texts] == [str(half.microbatch) for half in slot.action.halves]
+        assert rank < texts[0][0] < rank + 0.5 < texts[1][0] < rank + 1
+    assert "F above B: a pair" in figure.axes[-1].get_xlabel()
+    assert "pair" not in plot_schedule(timeline("zbv", 2, 6)).axes[-1].get_xlabel()
+    assert (
+        sizes_text([line]) == "p = 2 ranks, m = 6 microbatches;  F = I = W = 2, B = 4, F&B = 6 for all layers of a rank"
+    )
 
 
 # ---- colours ---------------------------------------------------------------------------------------------------------

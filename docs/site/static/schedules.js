@@ -1,5 +1,6 @@
 // Pipeline schedules and the time they take, in JavaScript: minipar/parallel/pipeline/schedules.py, and simulate of
 // actions.py.
+// DualPipeV is left out: two of its actions run at the same time, which this simulator does not know.
 // tests/test_explorers.py compares every list, start, end, bubble and peak with Python's.
 
 export const SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"];

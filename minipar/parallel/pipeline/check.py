@@ -37,9 +37,8 @@ def lower(schedule: Schedule) -> Schedule:
     for _, is_start, rank, action in sorted(events):
         if is_start:
             lists[rank].append(action)
-            continue
-        for user in users.get(action, []):
-            if (message := message_of(schedule, action, user)) is not None:
+        for result, user in ((half, user) for half in action.halves for user in users.get(half, []) if not is_start):
+            if (message := message_of(schedule, result, user)) is not None:
                 lists[rank].append(message[0])
                 lists[schedule.home[user.stage]].append(message[1])
     return Schedule.of(schedule.name, lists)
@@ -99,7 +98,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _check_order(schedule: Schedule) -> None:
     """Check that on each rank forward comes before backward and I before W."""
-    position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
+    position = {half: i for actions in schedule.ranks for i, action in enumerate(actions) for half in action.halves}
     for rank, action in schedule:
         for need in schedule.needs(action) if action.computes else []:
             if schedule.home[need.stage] == rank and position[need] > position[action]:
@@ -108,14 +107,13 @@ def _check_order(schedule: Schedule) -> None:
 
 def _check_messages(schedule: Schedule) -> None:
     """Check that each result is sent after it is made and received before it is used, and that nothing else is sent."""
-    position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
+    position = {half: i for actions in schedule.ranks for i, action in enumerate(actions) for half in action.halves}
     expected: set[tuple[Action, int]] = set()  # each message and its rank
     for rank, action in schedule:
         for need in schedule.needs(action) if action.computes else []:
             if (message := message_of(schedule, need, action)) is None:
                 continue
-            send, receive = message
-            source = schedule.home[need.stage]
+            (send, receive), source = message, schedule.home[need.stage]
             for half, where in ((send, source), (receive, rank)):
                 expected.add((half, where))
                 if half not in position:
@@ -133,22 +131,18 @@ def _check_messages(schedule: Schedule) -> None:
 def _check_blocking_sends(schedule: Schedule) -> None:
     """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
     left = [deque(actions) for actions in schedule.ranks]
-
-    def advance(rank: int) -> bool:
-        """Run this rank's next action, a send together with its receive. Return False if it has to wait."""
-        if not left[rank] or left[rank][0].kind.startswith("RECV"):
-            return False
-        action = left[rank][0]
-        if not action.computes:  # what a computation needs comes before it in the lists: the checks above have seen it
-            receiver = left[schedule.home[action.other_end.stage]]
-            if not receiver or receiver[0] != action.other_end:
-                return False
-            receiver.popleft()
-        left[rank].popleft()
-        return True
-
-    while sum(advance(rank) for rank in range(len(left))):  # every rank in its turn, until none can
-        pass
+    progress = True
+    while progress:
+        progress = False
+        for row in left:
+            while row and not row[0].kind.startswith("RECV"):
+                if not row[0].computes:  # a send and its receive are done together
+                    peer = left[schedule.home[row[0].other_end.stage]]
+                    if not peer or peer[0] != row[0].other_end:
+                        break
+                    peer.popleft()
+                row.popleft()  # what a computation needs comes before it in the lists: the checks above have seen that
+                progress = True
     waiting = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
     if waiting:
         raise UsageError(f"schedule {schedule.name} deadlocks if sends block until they are received: {waiting}")

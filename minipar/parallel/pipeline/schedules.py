@@ -10,18 +10,36 @@ idle / total time, of stages that take equal time.
     zb-h1              1f1b with W moved into the bubble (Qi et al. 2023, section 2.1)        time (p-1)(F+I-W)
     zb-h2              more forwards first: no bubble in the steady state (same paper)        time (p-1)(F+I-2W)
     zbv                two stages per rank, in the shape of a V (Qi et al. 2024)              none if F = I = W
+    dualpipev          the same V; F and B overlap in pairs F&B (DeepSeek-AI 2024)  time (p-1)(F&B+B-3W) of a stage
 """
 
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Action, Durations, Schedule, parse_action, simulate
+from minipar.parallel.pipeline.actions import PAIR, Action, Durations, Schedule, parse_action, simulate
 
 _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def _numbered(steps: Iterable[str], m: int, stage: int, down: int = 0) -> list[Action]:
+    """List the actions: capitals are `stage`, small letters `down`, two a pair; a kind's k-th is microbatch k < m."""
+    count: Counter[tuple[int, str]] = Counter()
+    actions = []
+    for step in steps:
+        halves = []
+        for letter in step:
+            s, kind = stage if letter.isupper() else down, letter.upper()
+            parts = "IW" if kind == "B" else kind
+            halves.append(Action(s, kind, count[s, parts[0]]))
+            count.update((s, part) for part in parts)
+        if halves[0].microbatch < m:
+            actions.append(replace(halves[0], kind=PAIR, pair=tuple(halves)) if len(halves) == 2 else halves[0])
+    return actions
 
 
 def _in_turn(r: int, m: int, ahead: int, delay: int | None = None) -> list[Action]:
@@ -30,18 +48,10 @@ def _in_turn(r: int, m: int, ahead: int, delay: int | None = None) -> list[Actio
     With a `delay`, each backward is an I, and its W comes `delay` microbatches later. The previous rank waits for I
     only, so a rank that puts W off sends its I earlier; its W fill the time that 1F1B waits.
     """
-    # Warmup.
-    actions = [Action(r, "F", i) for i in range(ahead)]
-    for i in range(m):
-        # Steady state: one forward, one backward. Cooldown: the same without forwards.
-        if ahead + i < m:
-            actions.append(Action(r, "F", ahead + i))
-        actions.append(Action(r, "B" if delay is None else "I", i))
-        if delay is not None and i >= delay:
-            actions.append(Action(r, "W", i - delay))
-    if delay is not None:  # the W that are left
-        actions += [Action(r, "W", i) for i in range(max(0, m - delay), m)]
-    return actions
+    steps = "F" * ahead  # warmup
+    for i in range(m):  # steady state: one forward, one backward; cooldown: the same without forwards
+        steps += "F" * (ahead + i < m) + ("B" if delay is None else "I" + "W" * (i >= delay))
+    return _numbered(steps + "W" * min(delay or 0, m), m, r)
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -79,8 +89,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
         """Return the k-th forward or backward of rank r; backwards take its stages from the last to the first."""
         group, k = divmod(k, p * v)
         turn, i = divmod(k, p)
-        stage = (turn if kind == "F" else v - 1 - turn) * p + r
-        return Action(stage, kind, group * p + i)
+        return Action((turn if kind == "F" else v - 1 - turn) * p + r, kind, group * p + i)
 
     lists = []
     for r in range(p):
@@ -126,30 +135,43 @@ def zbv(p: int, m: int) -> Schedule:
     n = max(m, 2 * p - 1)
     lists = []
     for r in range(p):
-        down, up = r, 2 * p - 1 - r
-        f, i, w, F, I, W = [(stage, kind) for stage in (down, up) for kind in "FIW"]  # noqa: E741
-        # Warmup. f: until microbatch 0 has been down to the last rank and is back on this one.
-        order = [f] * (2 * (p - r) - 1)
-        # F f: until microbatch 0 has been up to rank 0, where its backward starts, and its gradient is here.
-        order += [F, f] * r
-        # F I W: until that gradient has been down to the last rank and is back.
-        order += [F, I, W] * (p - r)
-        # Steady state. f i w F I W: every kind once; then the same without f when all forwards down are done.
-        order += [f, i, w, F, I, W] * (n - (2 * p - 1 - r))
-        order += [i, w, F, I, W] * (p - 1 - r)
-        # Cooldown. i I, then i w: other ranks wait for I and i, so the last W and w come at the end.
-        order += [i, I] * r
-        order += [i, w] * (p - r)
-        order += [W] * r + [w] * r
-        # The k-th occurrence of a pair is for microbatch k.
-        count: Counter[tuple[int, str]] = Counter()
-        actions = []
-        for stage, kind in order:
-            if count[stage, kind] < m:
-                actions.append(Action(stage, kind, count[stage, kind]))
-            count[stage, kind] += 1
-        lists.append(actions)
+        steps = "f" * (2 * (p - r) - 1)  # warmup: until microbatch 0 has been down to the last rank and is back here
+        steps += "Ff" * r  # until it has been up to rank 0, where its backward starts, and its gradient is here
+        steps += "FIW" * (p - r)  # until that gradient has been down to the last rank and is back
+        steps += "fiwFIW" * (n - (2 * p - 1 - r))  # steady state: every kind once
+        steps += "iwFIW" * (p - 1 - r)  # the same without f when all forwards down are done
+        # Cooldown: other ranks wait for I and i, so the last W and w come at the end.
+        steps += "iI" * r + "iw" * (p - r) + "W" * r + "w" * r
+        lists.append(_numbered(steps, m, 2 * p - 1 - r, down=r))
     return Schedule.of("zbv", lists)
+
+
+def dualpipev(p: int, m: int) -> Schedule:
+    """Lay 2p stages out as zbv does, and overlap the forwards of one with the backwards of the other.
+
+    Each half of a pair F&B communicates while the other computes. A rank keeps at most 2p+1 activations of half size.
+    Steps and names are DeepSeek's (arXiv 2412.19437): 0 is the stage on the way down, 1 that up. UsageError if m < 2p.
+    """
+    if m < 2 * p:
+        raise UsageError(f"schedule dualpipev: microbatches {m} are fewer than 2*pp = 2*{p} = {2 * p}")
+    lists = []
+    for r in range(p):
+        n, pairs = p - 1 - r, ["fB", "Fb"] * (m - 2 * p + r + 1)
+        if r == p - 1:
+            pairs[:1] = ["f", "B"]  # the first B1 needs only the F1 before it: in a pair it would wait for F0's input
+        late = [*("Ww" * (r + 1))[r + 1 :], *"w" * n]  # the W of all I from step 6 on: other ranks wait for I
+        steps = [
+            *"f" * (2 * n),  # 1, nF0: until microbatch 0 has been down to the last rank and is back on this one
+            *"fF" * (r + 1),  # 2, nF0F1: until it has been up to rank 0, where its backward starts, and that is here
+            *"IWF" * n,  # 3, nB1W1F1: until its gradient has been down to the last rank and is back
+            *pairs,  # 4, nF0B1F1B0, the main step: until all forwards down are done
+            *["B", "Fb"] * n,  # 5, nB1F1B0: until all forwards up are done
+            *[*"Bb" * (r + 1)][: r + 1], *[*"Ii" * (r + 1)][r + 1 :],  # 6, nB1B0
+            *[letter for w in late[:n] for letter in (w, "i")],  # 7, nWB0
+            *late[n:],  # 8, nW
+        ]  # fmt: skip
+        lists.append(_numbered(steps, m, 2 * p - 1 - r, down=r))
+    return Schedule.of("dualpipev", lists)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -160,6 +182,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zbv": zbv,
+    "dualpipev": dualpipev,
 }
 
 
@@ -174,7 +197,7 @@ def make(name: str, p: int, m: int, v: int | None = None) -> Schedule:
         raise UsageError(f"schedule {name}: pp = {p}, microbatches = {m}, virtual stages = {v}: each is at least 1")
     if name == "interleaved-1f1b":
         return interleaved(p, m, 2 if v is None else v)
-    own = 2 if name == "zbv" else 1
+    own = 2 if name in ("zbv", "dualpipev") else 1
     if v not in (None, own):
         raise UsageError(f"schedule {name} has {own} stage{'s' if own > 1 else ''} per rank, not {v}")
     return SCHEDULES[name](p, m)

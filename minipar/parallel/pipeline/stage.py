@@ -21,6 +21,7 @@ from minipar.parallel.placement import place, update
 # Tags of the token embedding's messages, which two stages need, and the first of the schedule's.
 TIED_GRADIENT, TIED_WEIGHT, FIRST_TAG = 0, 1, 2
 Key = tuple[int, str, int]  # of a result: the stage that uses it, direction (F or B), microbatch
+Around = Callable[[Action], AbstractContextManager[None]]
 
 
 def part_costs(config: TransformerConfig, length: int) -> list[float]:
@@ -118,22 +119,25 @@ class PipelineExecutor:
         dtype: Any,
     ) -> None:
         if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
-            messages = f"2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} messages in a step"
-            tags = USER_TAGS - FIRST_TAG
-            raise UsageError(f"schedule {schedule.name}: {messages} are more than the {tags} tags there are")
+            messages = (
+                f"2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} messages in a step are more"
+            )
+            raise UsageError(f"schedule {schedule.name}: {messages} than the {USER_TAGS - FIRST_TAG} tags there are")
         self.schedule, self.comm, self.stages = schedule, comm, stages
-        self.actions = lower(schedule).ranks[comm.rank]
+        lowered = lower(schedule).ranks[comm.rank]
+        # A pair's halves run one after the other, and the result of its F is sent in between: it travels while B runs.
+        early = {Action(a.stage, "SEND_F", a.microbatch) for a in lowered if a.pair}.intersection(lowered)
+        self.actions: list[Action] = []
+        for half in (half for action in lowered if action not in early for half in action.halves):
+            send = Action(half.stage, f"SEND_{half.kind}", half.microbatch)
+            self.actions += [half, send] if send in early else [half]
         self.shape, self.dtype = shape, dtype
         self.peak_alive = 0
         self._results: dict[Key, Any] = {}  # not used yet: an array, or a function that waits for it
         self._sent: list[Work] = []
 
     def run(
-        self,
-        tokens: Callable[[int], Array],
-        loss: Callable[[int, Tensor], Tensor],
-        scale: float,
-        around: Callable[[Action], AbstractContextManager[None]],
+        self, tokens: Callable[[int], Array], loss: Callable[[int, Tensor], Tensor], scale: float, around: Around
     ) -> None:
         """Run one step: every action of this rank's list, each computation inside `around(action)`.
 
@@ -158,10 +162,7 @@ class PipelineExecutor:
             x = tokens(m) if s == 0 else Tensor(self._take(s, "F", m), requires_grad=True)
             with around(action):
                 y = stage.forward(m, x, (lambda logits: loss(m, logits)) if is_last else None)
-            if is_last:
-                self._results[s, "B", m] = xp.full_like(y, scale)
-            else:
-                self._results[s + 1, "F", m] = y
+            self._results[(s, "B", m) if is_last else (s + 1, "F", m)] = xp.full_like(y, scale) if is_last else y
         elif action.kind == "W":
             with around(action):
                 stage.backward_weight(m)
@@ -201,12 +202,8 @@ class PipelineExecutor:
 
 def part_groups(model: LanguageModel) -> list[list[Parameter]]:
     """Group the parameters by part, each in the first part that uses it; a tied head's group is the last norm."""
-    seen: set[Parameter] = set()
-    groups = []
-    for part in model.parts:
-        groups.append([p for p in part.parameters if p not in seen])
-        seen |= set(part.parameters)
-    return groups
+    first = {p: i for i, part in reversed([*enumerate(model.parts)]) for p in part.parameters}
+    return [[p for p in part.parameters if first[p] == i] for i, part in enumerate(model.parts)]
 
 
 class PipelineParallel:
@@ -248,15 +245,12 @@ class PipelineParallel:
         if self.comm.rank == self.borrower:
             self.comm.isend(leaf.grad, self.first, TIED_GRADIENT).wait()
         elif self.comm.rank == self.first:
-            gradient = xp.empty(weight.shape, dtype=weight.dtype)
-            leaf.grad = self.comm.irecv(gradient, self.borrower, TIED_GRADIENT).wait()
+            leaf.grad = self.comm.irecv(xp.empty(weight.shape, dtype=weight.dtype), self.borrower, TIED_GRADIENT).wait()
 
     def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
         """Send the updated token embedding from the first stage to the last. whole(p) returns all values of p."""
-        if self.borrower is None:
-            return
         weight = self.model.token_embedding
-        if self.comm.rank == self.first:
+        if self.borrower is not None and self.comm.rank == self.first:
             self.comm.isend(whole(weight), self.borrower, TIED_WEIGHT).wait()
         elif self.comm.rank == self.borrower:
             self.comm.irecv(weight.data, self.first, TIED_WEIGHT).wait()

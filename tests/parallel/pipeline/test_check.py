@@ -43,6 +43,9 @@ WITH_MESSAGES = (
     "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
 )
 A, B = WITH_MESSAGES
+PAIR = "(1F1;1B0)OVERLAP_F_B"
+WITH_A_PAIR = (ONE_F_ONE_B[0], f"1F0 {PAIR} 1B1")
+PAIR_AND_MESSAGES = (A, f"1RECV_F0 1F0 1RECV_F1 {PAIR} 1SEND_B0 1B1 1SEND_B1")
 # What is wrong: the lists, and what the refusal says.
 BROKEN = {
     "no F": (["0F0 0F1 0B0 0B1", "1F0 1B0 1B1"], "rank 1, stage 1, microbatch 1: 1F1 is missing"),
@@ -101,6 +104,33 @@ BROKEN = {
         [A.replace("0SEND_F1 ", ""), B + " 0SEND_F1"],
         "rank 1, 0SEND_F1: stage 0 is on rank 0 too",
     ),
+    "a pair on two ranks": (
+        ["0F0 0F1 0B1", "1F0 1B0 (1F1;0B0)OVERLAP_F_B 1B1"],
+        "rank 0, 0F0: stage 0 is on rank 1 too",
+    ),
+    "half of a pair twice": (["0F0 0F1 0B0 0B1", f"1F0 1B0 {PAIR} 1B1"], "rank 1, 1B0: done 2 times"),
+    "no half of a pair": (["0F0 0F1 0B0", f"1F0 {PAIR}"], "rank 0, stage 0, microbatch 1: 0B1 is missing"),
+    "a pair's F before its input": (
+        [f"0F0 1F0 {PAIR} 0F1 1B1 0B0 0B1"],
+        "rank 0, 1F1: comes before 0F1, whose result it needs",
+    ),
+    "a pair's B before its F": (["0F0 0F1 0B0 0B1", f"{PAIR} 1F0 1B1"], "rank 1, 1B0: comes before 1F0, whose result"),
+    "a pair that needs itself": (
+        ["0F0 0F1 0B0 0B1", "1F0 1B0 (1F1;1B1)OVERLAP_F_B"],
+        "never ends: rank 0 before 0B1, which needs 1B1; rank 1 before (1F1;1B1)OVERLAP_F_B, which needs 1F1",
+    ),
+    "a pair whose halves wait for each other": (  # both halves begin when both have their input
+        ["0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1F1 1B0 1B1"],
+        "never ends: rank 0 before (0F1;0B0)OVERLAP_F_B, which needs 1B0; rank 1 before 1F1, which needs 0F1",
+    ),
+    "a pair's input received after it": (
+        [A, f"1RECV_F0 1F0 {PAIR} 1RECV_F1 1SEND_B0 1B1 1SEND_B1"],
+        "rank 1, 1RECV_F1: comes after 1F1, which needs it",
+    ),
+    "a pair's result sent before it": (
+        [A, f"1RECV_F0 1F0 1RECV_F1 1SEND_B0 {PAIR} 1B1 1SEND_B1"],
+        "rank 1, 1SEND_B0: comes before 1B0, whose result it sends",
+    ),
     # The steady state of 1F1B, written down the obvious way: both neighbours send first.
     "sends that face each other": (
         [A, "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"],
@@ -124,9 +154,10 @@ def test_a_broken_list_is_refused_with_its_rank_and_action(fault, source, tmp_pa
 
 @pytest.mark.parametrize("source", [from_memory, from_csv])
 def test_the_lists_that_were_broken_are_accepted_whole(source, tmp_path):
-    for rows in (ONE_F_ONE_B, WITH_MESSAGES):
+    for rows in (ONE_F_ONE_B, WITH_MESSAGES, WITH_A_PAIR, PAIR_AND_MESSAGES):
         report = check(source(rows, tmp_path))
-        assert (report.peak_activations, report.peak_weight_gradients, report.sends) == ([2, 1], [0, 0], [2, 2])
+        peaks = [2, 1 + (rows[1].count("OVERLAP"))]  # the pair's F begins while the activation of its B is alive
+        assert (report.peak_activations, report.peak_weight_gradients, report.sends) == (peaks, [0, 0], [2, 2])
     assert check(schedule("0F0 0I0 0W0 0F1 0B1")).peak_weight_gradients == [1]  # B here, I and W there: allowed
 
 
@@ -136,6 +167,7 @@ def test_the_report_counts_what_is_held_and_sent():
     assert report.sends == [8, 16, 16, 8]
     assert check(make("zbv", 4, 8)).sends == [16, 32, 32, 16]  # nothing is sent where the V turns
     assert check(make("interleaved-1f1b", 1, 3, 3)).sends == [0]
+    assert check(make("dualpipev", 4, 8)).sends == [16, 32, 32, 16]
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: "-".join(map(str, case)))
@@ -145,7 +177,7 @@ def test_lowering_adds_each_message_once_and_nothing_else(case):
     assert [[a for a in row if a.computes] for row in whole.ranks] == [list(row) for row in original.ranks]
     p, m, stages = case[1], case[2], original.stages
     cuts = sum(original.home[s] != original.home[s + 1] for s in range(stages - 1))
-    assert cuts == (0 if p == 1 else stages - 1 - (case[0] == "zbv"))
+    assert cuts == (0 if p == 1 else stages - 1 - (case[0] in ("zbv", "dualpipev")))
     kinds = Counter(action.kind for _, action in whole if not action.computes)
     assert all(kinds[kind] == cuts * m for kind in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"))
     check(whole)  # the rendezvous too
@@ -180,7 +212,7 @@ def waits(mine, event=lambda action: action):
             needed = edges.setdefault(event(action), set())
             needed |= {before} - {None, event(action)}
             if action.computes:
-                needed |= set(mine.needs(action))
+                needed |= set(map(event, mine.needs(action)))
             before = event(action)
     return edges
 
@@ -222,6 +254,18 @@ def random_schedule(rng, consistent):
         rows = [[a for a in order if homes[a.stage] == rank] for rank in range(len(rows))]
     else:
         rows = [shuffled(rng, row, after) for row in rows]
+    return Schedule.of("random", rows)
+
+
+def paired(rng, mine):
+    """The same lists with some of the Fs that come right before a B paired with it."""
+    rows = []
+    for row in mine.ranks:
+        rows.append([])
+        for action in row:
+            if rows[-1] and (rows[-1][-1].kind, action.kind) == ("F", "B") and rng.random() < 0.7:
+                action = parse_action(f"({rows[-1].pop()};{action})OVERLAP_F_B")
+            rows[-1].append(action)
     return Schedule.of("random", rows)
 
 
@@ -275,6 +319,19 @@ def test_orders_are_refused_exactly_when_an_execution_gets_stuck():
     assert min(found.values()) > 40, found
 
 
+def test_pairs_are_refused_exactly_when_an_execution_gets_stuck():
+    """A pair is one event, which waits for what either half needs."""
+    rng = random.Random(6)
+    found = Counter()
+    for _ in range(400):
+        mine = paired(rng, random_schedule(rng, consistent=True))
+        whole = {half: action for row in mine.ranks for action in row for half in action.halves}
+        stuck = never_ends(waits(mine, lambda action, whole=whole: whole.get(action, action)))
+        assert refuses(mine) == stuck
+        found[stuck, any(action.pair for action in whole.values())] += 1
+    assert min(found[stuck, True] for stuck in (True, False)) > 40, found
+
+
 def test_messages_are_refused_when_blocking_sends_get_stuck():
     rng = random.Random(3)
     found = Counter()
@@ -324,6 +381,7 @@ def test_the_csv_is_pytorchs_a_row_per_rank_a_cell_per_step(tmp_path):
     assert text(make("gpipe", 3, 1)) == "0F0,,,,,0B0\n,1F0,,,1B0\n,,2F0,2B0\n"
     assert text(make("zb-h1", 2, 2)) == "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
     assert text(make("zbv", 1, 1)) == "0F0,1F0,1I0,1W0,0I0,0W0\n"
+    assert text(make("dualpipev", 1, 2)) == "0F0,1F0,0F1,1B0,,(1F1;0B0)OVERLAP_F_B,,,1B1,,0I1,0W1\n"
     assert text(schedule(*WITH_MESSAGES)) == "".join(row.replace(" ", ",") + "\n" for row in WITH_MESSAGES)
 
 
@@ -338,7 +396,7 @@ def test_every_schedule_comes_back_from_its_csv(case, tmp_path):
     save_csv(make(*case), path)
     rows = [line.split(",") for line in path.read_text().splitlines()]
     for row, slots in zip(rows, simulate(make(*case)).ranks, strict=True):  # F, I, W one step each, and B
-        if make(*case).splits_backward:
+        if make(*case).splits_backward:  # of B and a pair the first of their steps
             assert [i for i, cell in enumerate(row) if cell] == [slot.start for slot in slots]
 
 
@@ -349,7 +407,29 @@ def test_spaces_quotes_and_windows_line_ends_do_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cell", ["2X0", "F0", "0F", "0f0", "-1F0", "0F-1", "0F0.5", "0 F 0", "0SEND0", "0RECV_W0", "0F0;0B0", "hello"]
+    "cell",
+    [
+        "2X0",
+        "F0",
+        "0F",
+        "0f0",
+        "-1F0",
+        "0F-1",
+        "0F0.5",
+        "0 F 0",
+        "0SEND0",
+        "0RECV_W0",
+        "0F0;0B0",
+        "hello",
+        "(0F0;0B0)",
+        "(0F0;0I0)OVERLAP_F_B",
+        "(0B0;0F0)OVERLAP_F_B",
+        "(0F0)OVERLAP_F_B",
+        "(0F0;0B0;0F1)OVERLAP_F_B",
+        "(0F0;0B0;)OVERLAP_F_B",
+        "OVERLAP_F_B",
+        "0OVERLAP_F_B0",
+    ],
 )
 def test_an_unknown_action_is_named_with_its_rank_and_cell(cell, tmp_path):
     path = tmp_path / "bad.csv"
@@ -389,4 +469,7 @@ def test_actions_read_as_they_are_written():
     for kind in ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"):
         action = Action(12, kind, 345)
         assert str(action) == f"12{kind}345" and parse_action(str(action)) == action
-        assert action.computes == (len(kind) == 1)
+        assert action.computes == (len(kind) == 1) and action.halves == (action,)
+    pair = Action(0, "OVERLAP_F_B", 5, (Action(0, "F", 5), Action(7, "B", 1)))
+    assert str(pair) == "(0F5;7B1)OVERLAP_F_B" and parse_action(" (0F5;7B1)OVERLAP_F_B ") == pair
+    assert pair.computes and pair.halves == pair.pair

@@ -29,6 +29,8 @@ CASES = [
     *[("zbv", p, m, layers, None)
       for p, m, layers in ((1, 1, 2), (1, 4, 3), (2, 1, 4), (2, 5, 7), (3, 2, 6), (3, 7, 8), (4, 6, 9), (4, 9, 8),
                            (8, 5, 17))],
+    *[("dualpipev", p, m, layers, None)
+      for p, m, layers in ((1, 2, 2), (1, 5, 3), (2, 4, 4), (2, 7, 7), (3, 6, 6), (4, 9, 9), (8, 16, 17))],
     *[("interleaved-1f1b", p, m, layers, v)
       for p, m, layers, v in ((1, 3, 5, 3), (2, 2, 4, 1), (2, 6, 7, 3), (3, 3, 8, 2), (4, 4, 9, 2), (4, 8, 12, 3),
                               (8, 8, 17, 2))],
@@ -57,7 +59,7 @@ def test_every_gradient_has_one_devices_bits(case):
     message = B * T * H * 8
     cuts = [[(s, d) for s, home in schedule.home.items() if home == r for d in (-1, 1)] for r in range(p)]
     sends = [sum(0 <= s + d < schedule.stages and schedule.home[s + d] != r for s, d in cuts[r]) for r in range(p)]
-    if name not in ("zbv", "interleaved-1f1b"):
+    if name not in ("zbv", "dualpipev", "interleaved-1f1b"):
         assert sends == [(r > 0) + (r < p - 1) for r in range(p)]
     for run, count in zip(runs, sends, strict=True):
         traffic = run.comm.traffic
@@ -71,7 +73,7 @@ def assert_nothing_is_left(runs):
     assert runs[0].comm.transport.world.unmatched == {}  # no message was sent that nobody received
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipev", "interleaved-1f1b"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recompute_and_dropout_in_every_combination(name, recompute, dropout):
@@ -96,9 +98,10 @@ def test_the_tied_embedding_collects_gradients_where_they_arise():
     assert [run.gradients["wte.weight tied 0"] is not None for run in runs] == [True, False]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "dualpipev"])
 def test_each_cut_carries_an_activation_and_a_gradient(name):
-    schedule, m = make(name, 3, 4), 4
+    m = 6 if name == "dualpipev" else 4
+    schedule = make(name, 3, m)
 
     def rank(comm):
         sent, isend = [], comm.isend
@@ -135,7 +138,7 @@ class NotesGraphs(PipelineStage):
         return super().forward(microbatch, x, note)
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv"])
+@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev"])
 def test_activations_are_freed_when_their_backward_is_done(name):
     """At once, with no help from the garbage collector: a later action never sees the graph of an earlier backward."""
     schedule = make(name, 2, 6)
@@ -203,6 +206,37 @@ def test_computations_happen_in_the_lists_order_inside_around():
     assert tuple(run_local(2, rank)) == schedule.ranks
 
 
+def test_a_pairs_forward_travels_while_its_backward_computes():
+    """Every rank sends the F's result after F and before B, for each pair whose F has a message; the checker's list,
+    which has to agree with sends that block, sends both results after the pair.
+    """
+    schedule = make("dualpipev", 3, 7)
+
+    def rank(comm):
+        seen, isend = [], comm.isend
+
+        def spy(array, dest, tag=0):
+            seen.append(f"to {dest}")
+            return isend(array, dest, tag)
+
+        comm.isend = spy
+        run = execute_rank(comm, schedule, 6, watch=lambda executor, action: seen.append(action))
+        assert run.executor.peak_alive == 7
+        return seen
+
+    count = 0
+    for r, seen in enumerate(run_local(3, rank)):
+        assert [each for each in seen if isinstance(each, Action)] == [a for home, a in schedule if home == r]
+        for pair in (action for action in schedule.ranks[r] if action.pair):
+            forward, backward = pair.halves
+            peer = schedule.home.get(forward.stage + 1, r)
+            expected = [forward, f"to {peer}", backward] if peer != r else [forward, backward]
+            begin = seen.index(forward)
+            assert seen[begin : begin + len(expected)] == expected
+            count += peer != r
+    assert count > 10
+
+
 def test_a_second_step_adds_to_the_gradients_of_the_first():
     schedule = make("zb-h1", 2, 2)
 
@@ -226,15 +260,16 @@ def test_a_second_step_adds_to_the_gradients_of_the_first():
 # -- schedules from elsewhere ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zbv", "interleaved-1f1b", "dualpipev"])
 @pytest.mark.parametrize("messages", [False, True], ids=["computations only", "with messages"])
 def test_a_schedule_from_a_csv_runs(name, messages, tmp_path):
-    schedule = make(name, 3, 3)
+    m = 6 if name == "dualpipev" else 3
+    schedule = make(name, 3, m)
     save_csv(lower(schedule) if messages else schedule, tmp_path / "mine.csv")
     loaded = load_csv(tmp_path / "mine.csv")
     check(loaded)
     runs = execute(loaded, 7)
-    assert differing(runs, one_device(7, 3)) == []
+    assert differing(runs, one_device(7, m)) == []
     assert_nothing_is_left(runs)
 
 
@@ -281,7 +316,8 @@ from minipar.parallel.pipeline.schedules import make
 from pipeline_cases import execute_rank, one_device
 
 def program(comm):
-    for name, m, layers in (("1f1b", 5, 5), ("interleaved-1f1b", 4, 9), ("zb-h1", 3, 6), ("zbv", 6, 8)):
+    for name, m, layers in (("1f1b", 5, 5), ("interleaved-1f1b", 4, 9), ("zb-h1", 3, 6), ("zbv", 6, 8),
+                            ("dualpipev", 8, 8)):
         run = execute_rank(comm, make(name, comm.size, m), layers, recompute=name == "1f1b")
         expected = one_device(layers, m)
         mine = {leaf: g for leaf, g in run.gradients.items() if g is not None}

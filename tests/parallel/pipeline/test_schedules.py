@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
+from minipar.parallel.pipeline.actions import Durations, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
@@ -18,7 +18,7 @@ SIZES, MICROBATCHES = range(1, 9), range(1, 17)
 EQUAL = Durations(1, 1, 1)
 UNEQUAL = Durations(Fraction(3, 2), Fraction(5, 3), Fraction(3, 4))
 LARGE_W = Durations(2, 1, 5)
-CASES = [(name, None) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv")]
+CASES = [(name, None) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv", "dualpipev")]
 CASES += [("interleaved-1f1b", v) for v in (1, 2, 3)]
 
 made = cache(make)
@@ -32,7 +32,8 @@ def timeline(name, p, m, v=None, durations=EQUAL):
 
 def grid(name, microbatches=MICROBATCHES):
     """(p, m) for which the schedule exists."""
-    return [(p, m) for p in SIZES for m in microbatches if name != "interleaved-1f1b" or m % p == 0]
+    exists = {"interleaved-1f1b": lambda p, m: m % p == 0, "dualpipev": lambda p, m: m >= 2 * p}
+    return [(p, m) for p in SIZES for m in microbatches if exists.get(name, lambda p, m: True)(p, m)]
 
 
 def idle(line):
@@ -50,9 +51,10 @@ def test_every_schedule_passes_the_checker(name, v):
     for p, m in grid(name):
         schedule = made(name, p, m, v)
         checked(name, p, m, v)
-        per_rank = 2 if name == "zbv" else v or 1
+        per_rank = 2 if name in ("zbv", "dualpipev") else v or 1
         assert (len(schedule.ranks), schedule.stages, schedule.microbatches) == (p, p * per_rank, m)
-        assert [len({action.stage for action in actions}) for actions in schedule.ranks] == [per_rank] * p
+        homes = list(schedule.home.values())
+        assert [homes.count(r) for r in range(p)] == [per_rank] * p
 
 
 @pytest.mark.parametrize("name, v", CASES)
@@ -62,9 +64,10 @@ def test_a_stage_takes_the_microbatches_in_order(name, v):
         schedule = made(name, p, m, v)
         order = {}
         for _, action in schedule:
-            order.setdefault((action.stage, action.kind), []).append(action.microbatch)
+            for part in {"B": "IW"}.get(action.kind, action.kind):
+                order.setdefault((action.stage, part), []).append(action.microbatch)
         assert all(found == list(range(m)) for found in order.values())
-        assert len(order) == schedule.stages * (3 if schedule.splits_backward else 2)
+        assert len(order) == schedule.stages * 3
 
 
 @pytest.mark.parametrize("durations", [UNEQUAL, LARGE_W], ids=["small W", "large W"])
@@ -128,6 +131,8 @@ def test_peak_activations_of_stages_that_are_parts_of_a_rank():
         assert max(peaks) == min(2 * m, 2 * p)  # halves: 1F1B's p
         if m >= 2 * p - 1:
             assert peaks == [2 * p] * p  # and every rank the same, which 1F1B's are not
+    for p, m in grid("dualpipev"):
+        assert checked("dualpipev", p, m, None).peak_activations == [2 * p + 1] * p
     for v in (1, 2, 3):
         for p, m in grid("interleaved-1f1b"):
             expected = [min(2 * (p - r - 1) + (v - 1) * p + 1, m * v) for r in range(p)]
@@ -180,6 +185,39 @@ def test_equal_times_leave_zb_h1_a_third_and_zb_h2_zbv_no_bubble():
             assert timeline("zbv", p, m).makespan == 6 * m + p - 1
 
 
+@pytest.mark.parametrize("exchange", [0, Fraction(1, 4), 1])
+def test_dualpipevs_bubble_is_the_papers(exchange):
+    """(p-1)(F&B + B - 3W) on the rank that idles most, and on all ranks if nothing is hidden (arXiv 2412.19437, Table
+    2; its PP is 2p). The all-to-alls are a part of F and of I, and a pair hides them.
+    """
+    durations = Durations(1 + exchange, 1 + exchange, 1, exchange=exchange)
+    for p, m in [*grid("dualpipev"), (8, 32)]:
+        line = timeline("dualpipev", p, m, None, durations)
+        bubbles = [line.makespan - sum(slot.end - slot.start for slot in row) for row in line.ranks]
+        assert max(bubbles) == (p - 1) * (3 + (2 + exchange) - 3)  # F&B = 3: the computation alone
+        assert exchange or set(bubbles) == {2 * (p - 1)}
+
+
+def test_a_pair_takes_what_its_computer_or_its_network_takes():
+    pair = parse_action("(0F1;1B0)OVERLAP_F_B")
+    assert Durations(1, 1, 1).of(pair) == 3  # one core: F + B
+    for exchange, time in ((0, 7), (1, 5), (Fraction(3, 2), 4), (2, 4), (Fraction(5, 2), 5)):
+        # F = 3 and B = 4 (of which the exchange): all computing, B alone, or all communication.
+        assert Durations(3, 3, 1, exchange=exchange).of(pair) == time
+    table = {(0, "F"): 5, (1, "B"): 9}
+    assert Durations(table=table, exchange=2).of(pair) == 10
+    with pytest.raises(UsageError, match="a duration of -1"):
+        Durations(exchange=-1)
+
+
+def test_overlap_pays_for_dualpipevs_larger_bubble():
+    """Without all-to-alls zbv has none of F = I = W's bubble; with them every pair saves two."""
+    assert timeline("dualpipev", 4, 16).makespan == timeline("zbv", 4, 16).makespan + 3
+    slow = Durations(Fraction(3, 2), Fraction(3, 2), 1, exchange=Fraction(1, 2))
+    zbv, dual = (timeline(name, 4, 16, None, slow).makespan for name in ("zbv", "dualpipev"))
+    assert (zbv, dual) == (Fraction(265, 2), Fraction(225, 2))
+
+
 def test_the_first_row_of_zero_bubbles_tables():
     """arXiv 2401.10241, Tables 5 and 6: p = 8, m = 24."""
     durations = Durations(18.522, 18.086, 9.337, 0.601)
@@ -207,6 +245,13 @@ def test_a_message_takes_time_between_ranks_and_none_within():
     assert simulate(made("gpipe", 2, 1), slow).makespan == 1 + 10 + 1 + 2 + 10 + 2
     # zbv: stages 1 and 2 are both on rank 1, and 3 is on rank 0, where the backward turns. Rank 1 does 2W0 before 1I0.
     assert simulate(made("zbv", 2, 1), slow).makespan == (1 + 10 + 2 + 10 + 2) + 10 + 3 + 10 + 2
+
+
+@pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 7), (8, 12)])
+def test_dualpipev_needs_twice_as_many_microbatches_as_ranks(p, m):
+    with pytest.raises(UsageError, match=rf"microbatches {m} are fewer than 2\*pp = 2\*{p} = {2 * p}$"):
+        make("dualpipev", p, m)
+    assert make("dualpipev", p, 2 * p).microbatches == 2 * p
 
 
 @pytest.mark.parametrize("p, m", [(4, 6), (4, 2), (8, 12), (3, 1)])
