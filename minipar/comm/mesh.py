@@ -31,10 +31,7 @@ class DeviceMesh:
         rest = comm.rank
         for axis in self.AXES:
             rest, self.coordinates[axis] = divmod(rest, self.shape[axis])
-        self.tp = self._along("tp")
-        self.cp = self._along("cp")
-        self.dp = self._along("dp")
-        self.pp = self._along("pp")
+        self.tp, self.cp, self.dp, self.pp = map(self._along, ("tp", "cp", "dp", "pp"))
         self.dp_cp = self.dp if self.cp.size == 1 else self._along("dp", "cp")
         if ep < 1 or self.dp_cp.size % ep:
             sizes = f"dp*cp/ep = {self.dp.size}*{cp}/{ep}"
