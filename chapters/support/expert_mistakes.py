@@ -91,9 +91,11 @@ def configuration(steps: int = STEPS) -> TrainConfig:
     return resolve(parse(f"{FLAGS} --steps {steps}".split()), RANKS)
 
 
-def model() -> Any:
-    """Return the shape of the model of all runs."""
-    return shape_of(configuration().model)
+def share_of_parameters() -> float:
+    """Return which share of the parameters of the model of all runs is the experts'."""
+    config = shape_of(configuration().model)
+    sizes = {name: p.size for name, p in config.build(deferred=True).named_parameters()}
+    return sum(size for name, size in sizes.items() if "experts" in name) / sum(sizes.values())
 
 
 def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, mov
         width = 2.5 if expert == moved else 1.2
         left.plot(logits, values, color=RANKS[expert], linewidth=width, label=f"expert {expert}")
     left.set_title("weights of the experts", fontsize=9, loc="left")
+    left.set_ylim(-0.03, 1.15)
     left.legend(frameon=False, fontsize=7.5, loc="upper left")
     right.plot(logits, slopes, color=RANKS[moved], linewidth=2.5)
     right.axhline(0, color=INK, linewidth=0.6)
@@ -108,21 +109,18 @@ def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
 
 
 def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
-    """Plot each expert's share of the tokens' choices in each step; runs: for each run (steps, E) counts."""
+    """Draw each expert's share of the rows in each step, one on another; runs: for each run (steps, E) counts."""
     figure = picture(7.4, 2.6)
-    for axes, (name, load) in zip(
-        figure.subplots(1, len(runs), sharey=True, squeeze=False)[0], runs.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for axes, (name, load) in zip(panels, runs.items(), strict=True):
         shares = load / load.sum(axis=1, keepdims=True)
-        for expert, share in enumerate(shares.T):
-            axes.plot(share, color=RANKS[expert % len(RANKS)], linewidth=0.9)
-        axes.axhline(1 / load.shape[1], color=INK, linewidth=0.8, linestyle="--")
-        last = shares[-(len(shares) // 4 or 1) :]
-        busiest = last.max(axis=1).mean() * load.shape[1]
+        looks = [RANKS[expert % len(RANKS)] for expert in range(load.shape[1])]
+        axes.stackplot(np.arange(len(load)), 100 * shares.T, colors=looks, linewidth=0)
+        busiest = shares[-(len(shares) // 4 or 1) :].max(axis=1).mean() * load.shape[1]
         axes.set_title(f"{name}\nbusiest: {busiest:.1f} x the mean", fontsize=9, loc="left")
-        axes.set(xlabel="step", ylim=(0, None))
+        axes.set(xlim=(0, len(load) - 1), ylim=(0, 100), xlabel="step")
         tidy(axes)
-    figure.axes[0].set_ylabel("share of the tokens' choices", fontsize=8)
+    panels[0].set_ylabel("rows of each expert, %", fontsize=8)
     return figure
 
 

@@ -42,11 +42,12 @@ def test_mistakes_are_drawn_beside_the_right_run():
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["right", "wrong"]
 
 
-def test_balance_shows_each_experts_share_of_the_tokens():
+def test_balance_shows_each_experts_share_of_the_rows():
     runs = {"one": np.array([[6, 2], [8, 0], [8, 0], [6, 2]]), "two": np.full((4, 2), 3)}
     left, right = figures.plot_balance(runs).axes
-    assert [list(line.get_ydata()) for line in left.lines[:2]] == [[0.75, 1, 1, 0.75], [0.25, 0, 0, 0.25]]
-    assert [list(line.get_ydata()) for line in right.lines] == [[0.5] * 4, [0.5] * 4, [0.5, 0.5]]
+    for axes, first in ((left, [75, 100, 100, 75]), (right, [50] * 4)):
+        lower, upper = (collection.get_paths()[0].vertices[:, 1] for collection in axes.collections)
+        assert lower.max() == max(first) and upper.max() == 100 and upper.min() == min(first)
     assert left.get_title(loc="left") == "one\nbusiest: 1.5 x the mean"
 
 

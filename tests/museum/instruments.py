@@ -79,6 +79,7 @@ def planned_peak(config: TrainConfig) -> float:
     size = sizes.layers, sizes.hidden, sizes.heads, sizes.vocab_size
     llama = {"tied": False, "gated": True, "biases": False, "norm_biases": False}
     options = {"positions": sizes.seq_len} if is_gpt2 else {"kv_heads": sizes.kv_heads, "ffn": sizes.ffn, **llama}
+    options |= {"experts": sizes.experts, "top_k": sizes.top_k} if sizes.model == "mixtral" else {}
     length = sizes.seq_len // config.mesh.cp
     layout = layout_of(replace(config, mesh=replace(config.mesh, cp=1)))
     return memory(ModelShape(*size, **options), layout, length, framework_of(config)).total
