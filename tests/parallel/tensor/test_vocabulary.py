@@ -95,7 +95,7 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     logits = vocab_parallel_head(x, weight, vocab, group, sequence)
     comm.traffic.reset()
     loss = vocab_parallel_cross_entropy_sum(logits, targets, group)
-    sent = {key: tuple(count) for key, count in comm.traffic.counts.items()}
+    sent = {key: tuple(count) for key, count in comm.traffic.counts.items() if count[0]}
     (loss * 0.5).backward()
     dx = group.gather(x.grad, 1) if sequence else x.grad
     return logits.data, loss.item(), dx, joined(comm, weight, weight.grad), sent
