@@ -65,20 +65,27 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(parameters)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.exp_avg = [xp.zeros_like(p.data) for p in self.parameters]
-        self.exp_avg_sq = [xp.zeros_like(p.data) for p in self.parameters]
-        hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
+        # Of parameters in 2 bytes: what is updated, and then rounded. Of others: the parameters themselves.
+        self.masters = [p.data.astype("float32") if p.dtype.itemsize == 2 else p.data for p in self.parameters]
+        self.exp_avg = [xp.zeros_like(master) for master in self.masters]
+        self.exp_avg_sq = [xp.zeros_like(master) for master in self.masters]
+        copies = (master for master, p in zip(self.masters, self.parameters, strict=True) if master is not p.data)
+        hold("optimizer", *copies, *self.exp_avg, *self.exp_avg_sq)
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
         m, v, (beta1, beta2) = self.exp_avg[i], self.exp_avg_sq[i], self.betas
+        master = self.masters[i] if parameter.dtype.itemsize == 2 else parameter.data
+        gradient = gradient.astype(master.dtype, copy=False)
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
         m += (1 - beta1) * (gradient - m)
         v *= beta2
         v += (1 - beta2) * (gradient * gradient)
         if parameter.decays:
-            parameter.data *= 1 - self.lr * self.weight_decay
-        parameter.data -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
+            master *= 1 - self.lr * self.weight_decay
+        master -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
+        if master is not parameter.data:
+            parameter.data[...] = master
 
 
 def squared_norm(arrays: Iterable[Array]) -> float:
@@ -93,6 +100,7 @@ def squared_norm(arrays: Iterable[Array]) -> float:
         step = BLOCK if is_host(flat) else max(flat.size, 1)
         for start in range(0, flat.size, step):
             block = flat[start : start + step]
+            block = block.astype("float32") if block.dtype.itemsize == 2 else block
             total += float((block * block).sum(dtype="float64"))
     return total
 

@@ -5,6 +5,8 @@ soon as backward has completed it (wrapper.py). In both the loss is a sum over t
 the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
 """
 
+from typing import Any
+
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
@@ -62,13 +64,17 @@ class DistributedDataParallel(Wrapper):
         groups: Groups | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        **options: Any,
     ) -> None:
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
-        super().__init__(model, comm, algorithm, groups)
-        self.buffers = FlatBuffers(self.buckets)
+        super().__init__(model, comm, algorithm, groups, **options)
+        self.buffers = FlatBuffers(self.buckets, self.gradient_dtype)
 
     def _reduce(self, bucket: Bucket) -> Work:
         """Start to sum a bucket's gradient over the ranks, in place."""
         gradients = self.buffers.gradients[bucket.start : bucket.stop]
-        return bucket.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True)
+        wire = self._wire(gradients)
+        if wire is not gradients:
+            wire[...] = gradients
+        return bucket.comm.all_reduce(wire, algorithm=self.algorithm, async_op=True)

@@ -25,10 +25,8 @@ from minipar.train.data import Tokens, load_tokens
 from minipar.train.evaluate import Evaluation, hold_out
 from minipar.train.progress import Metrics, Progress, say
 from minipar.train.resume import check_checkpoint, continued, find_checkpoint
-from minipar.train.trainer import StepResult, Trainer
+from minipar.train.trainer import DIVERGED, StepResult, Trainer
 from minipar.train.verify import verify
-
-DIVERGED = "training has diverged: {}; try a smaller --lr than {:g}, --warmup-steps or --clip-grad"
 
 
 def run(comm: Communicator) -> int:
@@ -111,13 +109,11 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
         done, last = result.step + 1, config.optimizer.steps
-        values = {"loss": result.loss, "gradient norm": result.grad_norm}
+        validation = None
         if evaluation is not None and is_due(done, last, config.data.eval_every):
-            values["validation loss"] = evaluation.loss(trainer)
-        if not all(map(math.isfinite, values.values())):
-            text = " and ".join(f"{name} {value}" for name, value in values.items())
-            raise UsageError(DIVERGED.format(f"{text} in step {done}", config.optimizer.lr))
-        validation = values.get("validation loss")
+            validation = evaluation.loss(trainer)
+        if validation is not None and not math.isfinite(validation):
+            raise UsageError(DIVERGED.format(f"validation loss {validation} in step {done}", config.optimizer.lr))
         metrics.write(result, validation)
         report(result, validation)
         if config.run.verify:

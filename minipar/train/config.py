@@ -42,6 +42,11 @@ def byte_count(text: str) -> int:
     return int(count)
 
 
+def dtype_name(text: str) -> str:
+    """Return NumPy's name of a dtype that is called bf16, fp16 or fp32 (ml_dtypes adds bfloat16)."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text)
+
+
 def option(
     default: Any, kind: Callable[[str], Any], within: Any = None, metavar: Any = None, help: Any = None, **details: Any
 ) -> Any:
@@ -149,7 +154,13 @@ class RunConfig:
     """run: seed, precision, device, and the files that are written"""
 
     seed: int = option(0, int, "[0, 1.8e19]", "N", "keys every random draw (weights, samples)")
-    dtype: str = option("float32", str, choices=("float32", "float64"), help="of parameters, gradients and activations")
+    dtype: str = option("float32", dtype_name, choices=("float32", "float64", "bfloat16", "float16"),
+        help="of parameters and activations; with bf16 and fp16 the optimizer has float32 copies of the parameters")
+    gradients: str | None = option(None, dtype_name, choices=("float32", "bfloat16", "float16"),
+        help="in which microbatches' gradients add up, if --dtype has 2 bytes (default: fp32)")
+    reduce_dtype: str | None = option(None, dtype_name, choices=("float32", "bfloat16", "float16"),
+        help="in which gradients and tensor-parallel sums travel and add up, if --dtype has 2 bytes (default: fp32)")
+    skip_nonfinite: bool = option(False, bool, help="skip a step whose loss or gradient is not finite, and count it")
     device: str = option("cpu", str, choices=("cpu", "cuda"), help="cpu: NumPy; cuda: CuPy")
     recompute: str = option("none", str, choices=("none", "full"),
         help="full: keep only each layer's input and run its forward again in backward")
@@ -263,7 +274,7 @@ def check(config: TrainConfig) -> None:
         for one in value if isinstance(value, tuple) else (value,):
             if within is not None and one is not None and not inside(one, within):
                 raise UsageError(f"{flag} {one} is outside {within}")
-        if choices is not None and value not in choices:
+        if choices is not None and value is not None and value not in choices:
             raise UsageError(f"{flag} {value}: choose from {', '.join(choices)}")
         if value == "":
             raise UsageError(f"{flag} is empty; expected {field.metadata['metavar']}")
@@ -364,7 +375,25 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
     check_memory(Decimal(8 * batch) * model.seq_len, f"positions: 8 bytes * {batch} samples * {model.seq_len} tokens")
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+    return with_values(config, _precision(config))
+
+
+def _precision(config: TrainConfig) -> dict[str, str]:
+    """Return the dtypes of gradients in 2-byte training that were not given. UsageError for what it does not have."""
+    run = config.run
+    given = {"--gradients": run.gradients, "--reduce-dtype": run.reduce_dtype}
+    if run.dtype in ("float32", "float64"):
+        for flag, value in given.items():
+            if value is not None:
+                raise UsageError(f"{flag} {value} is for --dtype bf16 or fp16")
+        return {}
+    if config.mesh.cp > 1:
+        raise UsageError(f"--dtype {run.dtype} with --cp {config.mesh.cp}: context parallelism works in 4 or 8 bytes")
+    if run.verify and (run.reduction != "ordered" or config.mesh.tp * config.mesh.ep > 1):
+        why = "8 or 11 bits of mantissa prove nothing but equal bits"
+        raise UsageError(f"--verify with --dtype {run.dtype} needs --reduction ordered, and tp = ep = 1: {why}")
+    return {"run.gradients": run.gradients or "float32", "run.reduce_dtype": run.reduce_dtype or "float32"}
 
 
 def schedule_of(config: TrainConfig) -> Schedule:

@@ -19,7 +19,7 @@ from minipar.train.trainer import Trainer
 
 SAMPLES = 64  # at most, evenly spaced in the text
 HELD_OUT = 10  # at most one token in HELD_OUT of the training text is kept back
-DIGITS = {"float32": 5, "float64": 10}  # significant ones
+DIGITS = {"bfloat16": 2, "float16": 2, "float32": 5, "float64": 10}  # significant ones
 
 
 @dataclass(frozen=True)

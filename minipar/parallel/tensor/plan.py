@@ -93,7 +93,7 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
 
 
 def tensor_parallel(
-    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False
+    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False, reduce_dtype: Any = None
 ) -> TensorParallel:
     """Split `model` over `comm` by the plan, in place.
 
@@ -104,7 +104,7 @@ def tensor_parallel(
     """
     check_shape(model.config, comm.size)
     place(model)
-    group = TensorGroup(comm, reduction)
+    group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
         placement = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
