@@ -38,7 +38,7 @@ def column_linear_without_f(
     return linear(x, weight, bias, transposed)
 
 
-def norm_of_all_ranks(parameters: Any, max_norm: Any, units: int, dp: Any, tp: Any, pp: Any) -> float:
+def norm_of_all_ranks(parameters: Any, max_norm: Any, dp: Any, tp: Any, pp: Any) -> float:
     """Mistake 3: a gradient norm that sums the squares of replicated parameters over tp, too."""
     squares = np.array([squared_norm([p.grad for p in parameters])])
     tp.all_reduce(squares, algorithm="ordered")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from minipar.comm import Communicator, Network, run_local, serial
+from minipar.comm.work import Work
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
@@ -110,12 +111,13 @@ def _step(comm: Any, bucket_bytes: int | None) -> Step:
 class DropsABucket(DistributedDataParallel):
     """Mistake 1: the first bucket is "summed" over this rank alone."""
 
-    def _start(self, bucket: Bucket) -> None:
-        comm = self.comm
+    def _reduce(self, bucket: Bucket) -> Work:
+        ranks = bucket.comm
         if bucket is self.buckets[0]:
-            self.comm = serial()
-        super()._start(bucket)
-        self.comm = comm
+            bucket.comm = serial()
+        work = super()._reduce(bucket)
+        bucket.comm = ranks
+        return work
 
 
 class LocalCount(DistributedDataParallel):
@@ -129,16 +131,15 @@ class LocalCount(DistributedDataParallel):
 class KeepsGradients(DistributedDataParallel):
     """Mistake 3: each rank steps on the mean gradient of its own samples; then `after_step` averages the parameters."""
 
-    def synchronize(self) -> None:
-        ranks, self.comm = self.comm, serial()
-        super().synchronize()
-        self.comm = ranks
-        self.buffers.gradients *= self.comm.size
+    def _reduce(self, bucket: Bucket) -> Work:
+        ranks, bucket.comm = bucket.comm, serial()
+        work = super()._reduce(bucket)
+        bucket.comm = ranks
+        return work
 
-    def _on_gradient(self, leaf: Any) -> None:
-        ranks, self.comm = self.comm, serial()
-        super()._on_gradient(leaf)
-        self.comm = ranks
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.buffers.gradients *= self.comm.size
 
     def after_step(self) -> None:
         for bucket in self.buckets:
