@@ -138,6 +138,7 @@ def test_ranks_dealt_one_by_one_to_hosts_may_start_late(machine, tmp_path, ranks
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_a_start_that_no_other_host_sees_fail_has_a_timeout(machine, tmp_path):
     done = start(tmp_path, 2, 1, "if rank == '0': os._exit(0)", MINIPAR_TIMEOUT="3")
     assert done.returncode not in (0, None) and "MPI has not started within 20 s (MINIPAR_TIMEOUT)" in done.stderr

@@ -195,7 +195,7 @@ def one_device(dropout):
 
 @pytest.mark.parametrize(("method", "order"), WAYS)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_model_has_one_devices_loss_and_gradients(method, order, ranks, recompute):
     loss, expected = one_device(0.2)
     for own, found in run_local(ranks, gradients, method, order, 0.2, recompute):

@@ -122,6 +122,7 @@ def test_replicas_and_several_zero_stages_narrow_the_search(capsys):
     assert {one["zero_stage"] for one in found_plans(capsys, dp="16", zero_stage="0", top="50")} == {0}
 
 
+@pytest.mark.long
 def test_replicas_of_shards_are_those_that_are_asked_for(capsys):
     assert {one["zero_replicas"] for one in found_plans(capsys, top="50")} == {1}
     plans = found_plans(capsys, zero_stage="3", zero_replicas="1,2,4", top="50")

@@ -73,7 +73,7 @@ def test_gradients_travel_over_dp_and_cp_together(zero):
     assert sent == volume(shape_of(config), one, config.model.seq_len, framework_of(config)).dp
 
 
-@pytest.mark.parametrize("length", [32, 256])
+@pytest.mark.parametrize("length", [32, pytest.param(256, marks=pytest.mark.long)])
 @pytest.mark.parametrize("flags", RUNS)
 def test_memory_is_within_10_percent_of_the_ledger(flags, length):
     """At 256 tokens the program's attention keeps no scores, with whatever method."""

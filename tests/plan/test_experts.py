@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from combinations import TEXT
 from planning import a100s, layout
+from sampled import sampled
 from training import config_for, ranks_of, trainer_for
 
 from minipar.bench.layouts import RECORDED, framework_of, layout_of, modelled_step, shape_of
@@ -118,7 +119,11 @@ UNEVEN = "--global-batch 32 --experts 8 --top-k 2"  # as an untrained router sen
 
 @pytest.mark.parametrize(
     ("flags", "length", "routing"),
-    [(flags, length, EVEN) for flags in RUNS for length in (32, 256)] + [(flags, 32, UNEVEN) for flags in RUNS[::3]],
+    sampled(
+        [(flags, length, EVEN) for length in (32, 256) for flags in RUNS]
+        + [(flags, 32, UNEVEN) for flags in RUNS[::3]],
+        every=3,
+    ),
 )
 def test_memory_is_within_10_percent_of_the_ledger(flags, length, routing):
     """At 256 tokens the program's attention keeps no scores."""

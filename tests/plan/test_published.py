@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from planning import a100s, layout
+from sampled import sampled
 
 from minipar.errors import UsageError
 from minipar.plan.cluster import GPUS, PROGRAMS, Cluster
@@ -63,7 +64,7 @@ def test_megatrons_mesh_is_among_the_best_five_without_zero(name):
 BEHIND = {"megatron-18b": 8, "megatron-39b": 11, "megatron-530b": 6}
 
 
-@pytest.mark.parametrize(("name", "most"), [(name, BEHIND.get(name, 5)) for name in TABLE_1])
+@pytest.mark.parametrize(("name", "most"), sampled([(name, BEHIND.get(name, 5)) for name in TABLE_1], every=2))
 def test_with_zero_it_is_among_the_best_five_in_seven_rows(name, most):
     assert rank_of_the_authors_mesh(name, SearchSpace()) <= most
 
