@@ -132,7 +132,7 @@ def test_a_rank_alone_on_its_host_that_never_starts_is_named(machine, tmp_path, 
     assert done.returncode not in (0, None) and f"minipar: rank {odd} has ended before MPI started" in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_ranks_dealt_one_by_one_to_hosts_may_start_late(machine, tmp_path, ranks):
     done = start(tmp_path, ranks, 1, "if rank == '1': time.sleep(5)")
     assert (done.returncode, done.stderr) == (0, "")

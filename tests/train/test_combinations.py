@@ -79,11 +79,11 @@ def test_the_legal_pairs_are_those_of_legal_combinations():
 # ---- in-process ------------------------------------------------------------------------------------------------------
 
 
-# A quarter of them are for `make reference`: the suite has to end in ten minutes.
-QUARTER = [pytest.param(c, marks=pytest.mark.long) if i % 4 == 3 else c for i, c in enumerate(covering())]
+# Half of them are for `make reference`: the suite has to end in ten minutes.
+HALF = [pytest.param(c, marks=pytest.mark.long) if i % 2 == 1 else c for i, c in enumerate(covering())]
 
 
-@pytest.mark.parametrize("combination", QUARTER, ids=str)
+@pytest.mark.parametrize("combination", HALF, ids=str)
 def test_a_combination_trains_as_one_device_and_sends_as_said(combination):
     assert wrong_of(combination) == []
 
