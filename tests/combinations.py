@@ -38,7 +38,8 @@ STEPS = 2
 # AdamW's first update is lr*g/(|g| + eps): of a gradient that is zero but for rounding (the keys' bias), that rounding
 # over eps; and of one that is tiny by chance. With the usual 1e-8 this is more than the 1e-12 asserted below (see
 # tensor_cases.py), with 1e-6 in 1 of 162 such runs, and with 1e-5 in 1 of 244: an element whose terms of 0.1 cancel to
-# 2.3e-7 differs by 1.3e-17, and its update by 1.2e-12. (The gradients themselves differ by 9e-16.)
+# 2.3e-7 differs by 1.3e-17, and its update by 1.2e-12. (The gradients themselves differ by 9e-16.) A larger eps hides
+# nothing: a gradient that is wrong by a factor changes the update by eps/(|g| + eps) of that, so it shows it sooner.
 EPS = 1e-4
 
 SIZES = (1, 2, 3, 4, 8)

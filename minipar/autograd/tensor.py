@@ -121,7 +121,7 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
 
 @operation
 def mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Any:
-    """Apply a linear function whose adjoint is its backward: strategies send activations with it."""
+    """Apply `function`; backward applies `adjoint`. Strategies send activations with it, or act during backward."""
     return function(x), lambda g: adjoint(g)
 
 

@@ -23,7 +23,7 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
     "reduce_scatter": ("recursive_halving", "ordered"),
     "all_gather": ("recursive_doubling", "pairwise"),
 }
-NOTHING = np.empty(0, np.uint8)  # the array of operations that have none
+NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
 
 Counts = tuple[Sequence[int], Sequence[int]] | None
 Result = Any  # the array, or with async_op the Work whose wait() returns it
@@ -91,7 +91,7 @@ class Communicator(Stream):
         Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order, as one device does.
         """
         algorithm, combine = choose("all_reduce", algorithm, x.nbytes), _combine(op)
-        flat = self._flat(x, "all_reduce")
+        flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
         return self._run("all_reduce", algorithm, x, flat, async_op, flat, combine)
 
     def reduce_scatter(
@@ -152,14 +152,14 @@ class Communicator(Stream):
         algorithm = choose("broadcast", algorithm, x.nbytes)
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
-        flat = self._flat(x, "broadcast")
+        flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
         return self._run("broadcast", algorithm, x, flat, async_op, flat, root)
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
         algorithm = choose("barrier", algorithm, 0)
         if self.size > 1:
-            self._run("barrier", algorithm, None, None, False)
+            self._run("barrier", algorithm, None, NOTHING, False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Operation "control": no clock and no trace sees it."""
@@ -217,9 +217,7 @@ class Communicator(Stream):
         inside = self.row(list(range(first, first + near)), axis or self.axis)
         return inside, self.row(list(range(place, self.size, near)), self.axis)
 
-    def _run(
-        self, op: str, algorithm: str, x: Array, host: np.ndarray | None, async_op: bool, *arguments: Any
-    ) -> Result:
+    def _run(self, op: str, algorithm: str, x: Array, host: np.ndarray, async_op: bool, *arguments: Any) -> Result:
         """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
         elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
         if type(combine) is list:  # of the chunks of an all-to-all: each rank has its own number of elements
@@ -228,7 +226,7 @@ class Communicator(Stream):
         work = self._kind()(self, op, algorithm, tag)
         generator = _alone if self.size == 1 else GENERATORS.get((op, algorithm), _native)
         steps = generator(work, *arguments)
-        if host is not None and type(x) is not np.ndarray:
+        if host is not NOTHING and type(x) is not np.ndarray:
             steps = _copy_back(steps, host, x)
         if not async_op and type(work) is Work and not self.queue:  # no queue: a tenth less for small messages
             return work.run(steps, x)

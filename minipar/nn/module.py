@@ -29,6 +29,7 @@ class Owner:
 
     sharded = False  # whether this rank holds only a shard of each parameter's gradient
     holds_values = True  # False if it holds only a shard of the values
+    replicas: Any = None  # the Communicator over which a wrapper sums these gradients, if not over its own
 
     def check(self, parameters: "Sequence[Parameter]") -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""

@@ -2,7 +2,8 @@
 
 A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of them. A token's result
 is their mean, weighted by the router's probabilities. No token is dropped, unless experts are given a capacity. Shapes:
-N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send (expert parallelism).
+N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send (expert parallelism). An
+assignment is a (token, slot): a token and one of its k experts.
 """
 
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class _Balance(Function):
     """The identity on a router's probabilities (N, E). Backward counts the load and adds the auxiliary loss's gradient.
 
     A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share of
-    its T k (token, slot)s that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
+    its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
     gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it where the main loss's passes.
     """
 
@@ -96,7 +97,7 @@ class _Balance(Function):
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
-    `load` (E,) counts the (token, slot)s of this rank for each expert, in all backward passes until it is set to zero.
+    `load` (E,) counts this rank's assignments to each expert, in all backward passes until it is set to zero.
     `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch). `bias` (E,)
     is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664). With a
     `capacity_factor` an expert gets `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
@@ -145,7 +146,7 @@ class MoE(Module):
 
         With a capacity C each expert gets C rows: of the tokens in their order whose first choice it is, then of those
         whose second choice it is, and so on. What is beyond C counts as zero; the weights of a token's other experts
-        stay, as in the Switch Transformer. A row that is left is token 0, and nobody reads its result.
+        stay, as in the Switch Transformer. Rows that are not used hold token 0, and nobody reads their results.
         """
         (n, k), experts = indices.shape, len(self.load)
         if self.capacity_factor is None:

@@ -98,7 +98,7 @@ def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[B
     """Make and place a bucket for each group, in the order in which they travel: the last group first.
 
     The groups, one after another, are the flat order. Of several groups of ranks that hold all chunks, `comm` is the
-    one with number `replica`. Experts, whose `ExpertParallel.replicas` are other ranks, have a bucket of their own.
+    one with number `replica`. Parameters with other `Owner.replicas` (experts) have a bucket of their own.
     ValueError for parameters of several dtypes, or of none.
     """
     dtypes = {str(p.dtype) for group in groups for p in group}
@@ -109,7 +109,7 @@ def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[B
     for i, group in enumerate(groups):
         holders: dict[Communicator, list[Parameter]] = {}
         for p in group:
-            holders.setdefault(getattr(p.owner, "replicas", comm), []).append(p)
+            holders.setdefault((p.owner and p.owner.replicas) or comm, []).append(p)
         for ranks, parameters in holders.items():
             bucket = Bucket(tuple(parameters), start, start + sum(p.size for p in parameters), ranks)
             buckets.insert(0, bucket)

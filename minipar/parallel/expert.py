@@ -7,11 +7,12 @@ j E/P to (j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an ex
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
 
 and before each dispatch E (P-1)/P counts of 8 bytes. With a capacity C each rank sends C rows for each expert, E C h
-(P-1)/P elements each way, and no counts. An expert multiplies the rows of all P ranks in
-one product, in the order of (source rank, token): one device that takes the P ranks' tokens in one pass does the same,
-so the bits are the same. The gradient of an expert then covers the P ranks' tokens. It is summed over the d c/P ranks
-that hold the same expert, and not over the P ranks again. NB: frameworks that did so had P times too large gradients,
-which nobody saw, because AdamW divides a gradient by its own size.
+(P-1)/P elements each way, and no counts.
+
+An expert multiplies the rows of all P ranks in one product, in the order of (source rank, token): one device that takes
+the P ranks' tokens in one pass does the same, so the bits are the same. The gradient of an expert then covers the P
+ranks' tokens. It is summed over the d c/P ranks that hold the same expert, and not over the P ranks again. NB:
+frameworks that did so had P times too large gradients, which nobody saw, because AdamW divides a gradient by its size.
 """
 
 import re

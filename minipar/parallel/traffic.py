@@ -62,6 +62,7 @@ class StepLayout:
     # Chunks of the gradient whose squares a rank sums for the norm: its own with ZeRO or ep > 1, else all d c.
     norm_rows = property(lambda self: 1 if self.zero_stage or self.ep > 1 else self.replicas)
     balances = property(lambda self: self.router_bias > 0 or self.capacity_factor is not None)
+    # Counts of each layer, by expert and of what is dropped, which a step sums over dp, cp and pp.
     loads = property(lambda self: self.model.n_layer * (self.model.num_local_experts + 1) if self.balances else 0)
     ends = property(lambda self: (self.homes[0], self.homes[-1]))  # the pipeline ranks with the embedding and the head
 
@@ -239,7 +240,7 @@ def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, in
 def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
     """Compute the bytes that expert-parallel rank `rank` sends over ep in a step, for the routing that happened.
 
-    rows[i][r][j] counts the (token, slot)s from rank r to the experts of rank j in the i-th layer and microbatch that
+    rows[i][r][j] counts the assignments from rank r to the experts of rank j in the i-th layer and microbatch that
     this pipeline rank runs. Dispatch and combine each send them in forward and in backward: in all h elements times
     2 sum_{j != r} (n_rj + n_jr). With uniform routing that is 4 k N h (P-1)/P for N tokens. Each dispatch sends E/P
     counts to each rank ahead. With recompute forward runs again. With a capacity C every n_rj is C E/P, sent with no

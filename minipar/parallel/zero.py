@@ -84,8 +84,8 @@ class ZeroOptimizer:
         for i, p in enumerate(self.parameters):
             if isinstance(p.owner, Wrapper):
                 raise ValueError("a wrapper sums these gradients already: write AdamW(wrapper.parameters()) instead")
-            if hasattr(p.owner, "replicas"):
-                raise ValueError("other ranks hold the same experts than the same layers: use mp.shard(model, comm, 1)")
+            if p.owner is not None and p.owner.replicas is not None:
+                raise ValueError("experts are summed over other ranks than all else: use mp.shard(model, comm, 1)")
             p.owner = None
             p.placement = p.placement or Placement(str(i), p.shape)
         (self.bucket,) = make_buckets([self.parameters], comm)

@@ -26,6 +26,7 @@ from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
 SHAPE = "--model --layers --hidden --heads --kv-heads --ffn --experts --top-k --vocab-size".split()  # of the model
+EXPERTS = "--ep --experts --top-k --aux-loss --router-bias --capacity-factor".split()  # of a Mixtral alone
 COUNT = "[1, inf)"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -308,7 +309,7 @@ def check_sizes(config: TrainConfig) -> None:
             why = "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
             raise UsageError(f"{flag} {value} is for --model llama: {why}")
     for _, field, flag, value in flags(config):
-        if model.model != "mixtral" and str(field.metadata["help"]).startswith("of Mixtral") and value != field.default:
+        if model.model != "mixtral" and flag in EXPERTS and value != field.default:
             raise UsageError(f"{flag} {value} is for --model mixtral: a layer of other models has one MLP, no experts")
     if model.model != "gpt2" and config.optimizer.dropout:
         why = f"{model.model.title()} has no dropout"

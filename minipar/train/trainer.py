@@ -53,7 +53,7 @@ class StepResult:
     grad_norm: float  # before clipping
     seconds: float
     tokens_per_second: float
-    dropped: int | None = None  # with --capacity-factor: (token, slot)s of all layers for which experts had no room
+    dropped: int | None = None  # with --capacity-factor: assignments of all layers for which experts had no room
 
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:

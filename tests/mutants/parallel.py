@@ -38,7 +38,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/buckets.py",
         "parallel/test_expert.py",
-        ("buckets: experts are summed over dp", 'getattr(p.owner, "replicas", comm)', "comm"),
+        ("buckets: experts are summed over dp", "(p.owner and p.owner.replicas) or comm", "comm"),
     ),
     *mistakes(
         "minipar/parallel/grad_norm.py",

@@ -30,7 +30,7 @@ def probabilities(layer, x):
 
 
 def load_of(layer, x):
-    """How many (token, slot)s of one sample each expert gets."""
+    """How many assignments of one sample each expert gets."""
     best = np.argsort(-probabilities(layer, x), axis=1, kind="stable")[:, : layer.top_k]
     return np.bincount(best.reshape(-1), minlength=E)
 

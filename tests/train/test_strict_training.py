@@ -14,6 +14,7 @@ from training import SGD, config_for, on_each_rank, using
 
 import minipar
 from minipar import backend
+from minipar.comm import serial
 from minipar.nn import GPT, AdamW, GPTConfig, clip_grad_norm
 from minipar.train.data import load_tokens
 
@@ -118,3 +119,15 @@ def test_every_name_taken_from_the_array_module_is_in_cupy():
         for name in chain:
             assert hasattr(found, name), f"{file}: xp.{'.'.join(chain)} is not in cupy"
             found = getattr(found, name)
+
+
+def test_one_rank_alone_copies_nothing_to_the_host(monkeypatch):
+    """Its sum is what it has: the gradients of a single GPU stay there."""
+
+    def refuse(array):
+        raise AssertionError("a copy to the host")
+
+    monkeypatch.setattr("minipar.comm.communicator.to_host", refuse)
+    with using(strict_array):
+        comm, x = serial(), backend.xp.ones(5)
+        assert comm.all_reduce(x) is comm.broadcast(x) is comm.all_reduce(x, async_op=True).wait() is x

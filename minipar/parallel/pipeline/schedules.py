@@ -27,7 +27,8 @@ _FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 def _numbered(steps: Iterable[str], m: int, stage: int, down: int = 0) -> list[Action]:
-    """List the actions: capitals are `stage`, small letters `down`, two a pair; a kind's k-th is microbatch k < m."""
+    """Return the actions of steps such as "F", "i" or "fB", a pair: capitals for `stage`, small letters for `down`."""
+    # The k-th step of a kind is for microbatch k. There are no microbatches from m on.
     count: Counter[tuple[int, str]] = Counter()
     actions = []
     for step in steps:
@@ -150,7 +151,7 @@ def dualpipev(p: int, m: int) -> Schedule:
     """Lay 2p stages out as zbv does, and overlap the forwards of one with the backwards of the other.
 
     Each half of a pair F&B communicates while the other computes. A rank keeps at most 2p+1 activations of half size.
-    Steps and names are DeepSeek's (arXiv 2412.19437): 0 is the stage on the way down, 1 that up. UsageError if m < 2p.
+    The steps have DeepSeek's names (arXiv 2412.19437): 0 is a rank's first stage, 1 its second. UsageError if m < 2p.
     """
     if m < 2 * p:
         raise UsageError(f"schedule dualpipev: microbatches {m} are fewer than 2*pp = 2*{p} = {2 * p}")

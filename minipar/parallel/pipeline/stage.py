@@ -119,10 +119,9 @@ class PipelineExecutor:
         dtype: Any,
     ) -> None:
         if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
-            messages = (
-                f"2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} messages in a step are more"
-            )
-            raise UsageError(f"schedule {schedule.name}: {messages} than the {USER_TAGS - FIRST_TAG} tags there are")
+            messages = f"2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} messages in a step"
+            more = f"are more than the {USER_TAGS - FIRST_TAG} tags there are"
+            raise UsageError(f"schedule {schedule.name}: {messages} {more}")
         self.schedule, self.comm, self.stages = schedule, comm, stages
         lowered = lower(schedule).ranks[comm.rank]
         # A pair's halves run one after the other, and the result of its F is sent in between: it travels while B runs.
@@ -162,7 +161,8 @@ class PipelineExecutor:
             x = tokens(m) if s == 0 else Tensor(self._take(s, "F", m), requires_grad=True)
             with around(action):
                 y = stage.forward(m, x, (lambda logits: loss(m, logits)) if is_last else None)
-            self._results[(s, "B", m) if is_last else (s + 1, "F", m)] = xp.full_like(y, scale) if is_last else y
+            key, result = ((s, "B", m), xp.full_like(y, scale)) if is_last else ((s + 1, "F", m), y)
+            self._results[key] = result
         elif action.kind == "W":
             with around(action):
                 stage.backward_weight(m)
