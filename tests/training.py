@@ -95,6 +95,21 @@ def reports(results) -> list[tuple[float, float]]:
     return [(result.loss, result.grad_norm) for result in results]
 
 
+def run_until(tokens: Tokens, config: TrainConfig, save_to=None, stop: int | None = None) -> tuple[dict, list]:
+    """Train on threads. Return rank 0's state and reports; with `stop` the run ends, saved, after that step."""
+
+    def rank(comm):
+        trainer, results = trainer_for(config, tokens, comm), []
+        for result in trainer.train():
+            results.append(result)
+            if stop == result.step + 1:
+                trainer.save(save_to, stop)
+                break
+        return trainer.state_dict(), reports(results)
+
+    return run_local(ranks_of(config), rank)[0]
+
+
 class SGD(Optimizer):
     """A user's own optimizer, with the rule of torch.optim.SGD: p -= lr v with v = momentum v + g + weight_decay p."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from combinations import TEXT, VOCAB
 from launcher import run_mpi
-from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts
+from training import bits, config_for, on_each_rank, ranks_of, run_until, trainer_for, verdicts
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
@@ -125,21 +125,6 @@ def test_the_flags_make_the_model_and_rank_0_says_so():
 # ---- checkpoints and files -------------------------------------------------------------------------------------------
 
 
-def run(config, save_to=None, stop=None):
-    """Rank 0's state and reports; with `stop` the run ends, saved, after that step."""
-
-    def rank(comm):
-        trainer, results = trainer_for(config, TEXT, comm), []
-        for result in trainer.train():
-            results.append(result)
-            if stop == result.step + 1:
-                trainer.save(save_to, stop)
-                break
-        return trainer.state_dict(), reports(results)
-
-    return run_local(ranks_of(config), rank)[0]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("before", "after"), [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 2", "--tp 2"), ("--tp 2", "")]
@@ -148,10 +133,10 @@ def test_a_resumed_llama_is_one_that_never_stopped(before, after, tied, start, t
     def config(flags):
         return from_directory(start, flags) if tied else config_for(f"{SHAPE} {RUN} {flags}")
 
-    state, results = run(config(after))
-    run(config(before), tmp_path, 1)
+    state, results = run_until(TEXT, config(after))
+    run_until(TEXT, config(before), tmp_path, 1)
     resumed = config_for(f"{SHAPE} {RUN} {after} --resume {tmp_path}")
-    again, later = run(resumed)
+    again, later = run_until(TEXT, resumed)
     assert list(again) == list(state) and ("lm_head.weight" in state) != tied
     if "--tp" in before + after:
         assert all(np.allclose(again[name], state[name], rtol=0, atol=1e-11) for name in state)
@@ -160,7 +145,7 @@ def test_a_resumed_llama_is_one_that_never_stopped(before, after, tied, start, t
 
 
 def test_a_resumed_run_keeps_its_model(tmp_path):
-    run(config_for(f"{SHAPE} {RUN}"), tmp_path, 1)
+    run_until(TEXT, config_for(f"{SHAPE} {RUN}"), tmp_path, 1)
     for flags, message in (
         (
             f"--model gpt2 --vocab-size {VOCAB}",

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from combinations import TEXT, VOCAB
 from launcher import run_mpi
-from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts
+from training import bits, config_for, on_each_rank, run_until, trainer_for, verdicts
 
-from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import MixtralConfig
 from minipar.nn.pretrained import load_config, load_pretrained
@@ -90,29 +89,14 @@ def test_the_flags_make_the_model_and_rank_0_says_so():
 # ---- checkpoints and files -------------------------------------------------------------------------------------------
 
 
-def run(config, save_to=None, stop=None):
-    """Rank 0's state and reports; with `stop` the run ends, saved, after that step."""
-
-    def rank(comm):
-        trainer, results = trainer_for(config, TEXT, comm), []
-        for result in trainer.train():
-            results.append(result)
-            if stop == result.step + 1:
-                trainer.save(save_to, stop)
-                break
-        return trainer.state_dict(), reports(results)
-
-    return run_local(ranks_of(config), rank)[0]
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [("--dp 2", "--dp 2 --zero-stage 3"), ("--pp 2", "--tp 2"), ("--tp 2", ""), ("--cp 2", "--dp 2 --zero-stage 1")],
 )
 def test_a_resumed_mixtral_is_one_that_never_stopped(before, after, tmp_path):
-    state, results = run(config_for(f"{SHAPE} {RUN} {after}"))
-    run(config_for(f"{SHAPE} {RUN} {before}"), tmp_path, 1)
-    again, later = run(config_for(f"{RUN} {after} --resume {tmp_path} {SHAPE}"))
+    state, results = run_until(TEXT, config_for(f"{SHAPE} {RUN} {after}"))
+    run_until(TEXT, config_for(f"{SHAPE} {RUN} {before}"), tmp_path, 1)
+    again, later = run_until(TEXT, config_for(f"{RUN} {after} --resume {tmp_path} {SHAPE}"))
     assert list(again) == list(state)
     if {"--tp", "--cp"} & set(f"{before} {after}".split()):
         assert all(np.allclose(again[name], state[name], rtol=0, atol=1e-11) for name in state)
@@ -121,7 +105,7 @@ def test_a_resumed_mixtral_is_one_that_never_stopped(before, after, tmp_path):
 
 
 def test_a_resumed_run_keeps_its_experts(tmp_path):
-    run(config_for(f"{SHAPE} {RUN}"), tmp_path, 1)
+    run_until(TEXT, config_for(f"{SHAPE} {RUN}"), tmp_path, 1)
     message = "written with --experts 4, --top-k 2, but this run has --experts 5, --top-k 1"
     with pytest.raises(UsageError, match=message):
         trainer_for(config_for(f"{SHAPE} {RUN} --experts 5 --top-k 1 --resume {tmp_path}"), TEXT)
