@@ -691,7 +691,7 @@ for name, wrap, right, catching in (
 # | `_gather`, `_release` | `unshard()`, `reshard()` | `GatheredParameters` |
 # | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
 # | `no_sync` | `set_requires_gradient_sync(False)` | |
-# | `Deferred` | the device `meta` | `deepspeed.zero.Init` |
+# | `deferred=True` | the device `meta` | `deepspeed.zero.Init` |
 # | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
 #
 # ## 5.12 Problems

@@ -7,7 +7,7 @@ import numpy as np
 
 from minipar.comm import run_local
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, part_costs
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut
 
 B, T, H, V = 2, 5, 8, 13  # samples per microbatch, sequence, hidden, vocabulary: no two sizes alike
 TEXT = np.random.Generator(np.random.Philox(11)).integers(0, V, (16, B, T + 1))
@@ -59,7 +59,7 @@ def execute_rank(
     action begins.
     """
     model = gpt(layers, recompute, dropout)
-    runs = cut(model, counts or balanced_cuts(part_costs(model.config, T), schedule.stages))
+    runs = cut(model, counts or balanced_cuts(model.config.part_flops(T), schedule.stages))
     stages = {s: stage_type(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
     executor = PipelineExecutor(schedule, comm, stages, (B, T, H), np.dtype("float64"))
 

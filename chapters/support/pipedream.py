@@ -32,7 +32,7 @@ from minipar.nn.module import Parameter
 from minipar.nn.optim import AdamW
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.schedules import one_f_one_b
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, part_costs, part_groups
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, part_groups
 
 Batch = Callable[[int], tuple[np.ndarray, np.ndarray]]  # microbatch -> tokens and targets, (B, T) each
 MakeOptimizer = Callable[[list[Parameter]], AdamW]
@@ -114,7 +114,7 @@ def untie(model: GPT) -> list[list[Parameter]]:
 
 def _stage_parameters(model: GPT, stages: int, length: int) -> tuple[list[int], list[list[Parameter]]]:
     """Cut the model into stages and return (number of parts, parameters) of each, as two lists."""
-    counts = balanced_cuts(part_costs(model.config, length), stages)
+    counts = balanced_cuts(model.config.part_flops(length), stages)
     groups, parameters, start = untie(model), [], 0
     for count in counts:
         parameters.append([p for group in groups[start : start + count] for p in group])

@@ -7,7 +7,6 @@ from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_wei
 from minipar.autograd.fused import (
     IGNORE_INDEX,
     concatenate,
-    cross_entropy,
     cross_entropy_sum,
     dropout,
     embedding,

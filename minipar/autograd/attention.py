@@ -4,14 +4,14 @@ Shapes: B samples, T tokens per sample (S keys where that differs), a heads of d
 n heads, each shared by a/n consecutive query heads (grouped-query attention; Hugging Face's repeat_kv).
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import reduce
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd.fused import count_flops
+from minipar.autograd.fused import product
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
@@ -46,7 +46,7 @@ def attend(
                 p -= top
                 xp.exp(p, out=p)
                 total = xp.matmul(p, ones[: p.shape[-1]])  # (..., rows, 1), in half the time of p.sum
-                part = _product(_dropped(p, kept, keep_scale, columns), v_[..., columns, :])
+                part = product(_dropped(p, kept, keep_scale, columns), v_[..., columns, :])
                 part /= total
                 results.append((part, (top + xp.log(total))[..., 0]))
             out_[..., rows, :], lse_[..., rows] = reduce(lambda one, other: merge(*one, *other), results)
@@ -55,40 +55,38 @@ def attend(
 
 def attend_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, scale: float,
-    keep: Any = None, keep_scale: float = 1.0, delta: Array | None = None, gradients: Any = None,
+    keep: Any = None, keep_scale: float = 1.0, gradients: Any = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Compute (dq, dk, dv) of `attend` from its inputs and results; the probabilities are computed again, in blocks.
 
-    With `out` and `lse` of more keys than k (`merge`), these are the terms of the keys k. `delta` is the sum of
-    dout * out over d, (B, a, T), if the caller has it. `gradients` are three arrays to write into.
+    With `out` and `lse` of more keys than k (`merge`), these are the terms of the keys k. `gradients` are three arrays
+    to write into.
     """
-    if delta is None:
-        delta = xp.einsum("bhtd,bhtd->bht", dout, out)
     dq, dk, dv = gradients or [xp.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
     for at in _heads(k):
-        q_, k_, v_, dout_, lse_, delta_, dq_ = (_group(x, k, at) for x in (q, k, v, dout, lse, delta, dq))
+        q_, k_, v_, dout_, out_, lse_, dq_ = (_group(x, k, at) for x in (q, k, v, dout, out, lse, dq))
         ones = xp.ones((*k_.shape[:-1], 1), dtype=k.dtype)
         k_1, v_1 = (xp.concatenate([x, ones], axis=-1) for x in (k_, v_))  # (..., S, d + 1)
         dk_, dv_ = (xp.zeros((*q_.shape[:-2], *k_.shape[-2:]), dtype=q.dtype) for _ in "kv")  # of each query head
         for rows, blocks in _blocks(q, k, causal):
             kept, queries, g = _kept(keep, q, k, at, rows), q_[..., rows, :] * scale, dout_[..., rows, :]
             # A column more in a product subtracts lse or delta, in less time than a pass over the block.
-            row_lse, row_delta = lse_[..., rows, None], delta_[..., rows, None]
+            row_lse, row_delta = lse_[..., rows, None], xp.einsum("...d,...d->...", g, out_[..., rows, :])[..., None]
             queries_lse, g_delta = (xp.concatenate([x, -y], axis=-1) for x, y in ((queries, row_lse), (g, row_delta)))
             dqueries = xp.zeros(queries.shape, dtype=q.dtype)
             for columns, mask in blocks:
                 p = _scores(queries_lse, k_1[..., columns, :], mask)
                 xp.exp(p, out=p)
-                dv_[..., columns, :] += _product(_dropped(p, kept, keep_scale, columns).swapaxes(-1, -2), g)
+                dv_[..., columns, :] += product(_dropped(p, kept, keep_scale, columns).swapaxes(-1, -2), g)
                 # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . out, a much smaller product (B.4).
-                dscores = _product(g_delta, v_1[..., columns, :].swapaxes(-1, -2))
+                dscores = product(g_delta, v_1[..., columns, :].swapaxes(-1, -2))
                 if keep is not None:  # dropout acts on dp alone
                     dscores += row_delta
                     dscores = _dropped(dscores, kept, keep_scale, columns)
                     dscores -= row_delta
                 dscores *= p
-                dqueries += _product(dscores, k_[..., columns, :])
-                dk_[..., columns, :] += _product(dscores.swapaxes(-1, -2), queries)
+                dqueries += product(dscores, k_[..., columns, :])
+                dk_[..., columns, :] += product(dscores.swapaxes(-1, -2), queries)
             dqueries *= scale
             dq_[..., rows, :] = dqueries
         dk[at], dv[at] = dk_.sum(axis=-3), dv_.sum(axis=-3)
@@ -110,7 +108,7 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
 def _heads(k: Array) -> Iterable[Any]:
     """Return heads of keys as slices of (B, n): on the CPU one at a time (its blocks stay in caches), on a GPU all."""
     one = xp.module is np
-    return product(*([slice(i, i + 1) for i in range(n)] if one else [slice(0, n)] for n in k.shape[:2]))
+    return itertools.product(*([slice(i, i + 1) for i in range(n)] if one else [slice(0, n)] for n in k.shape[:2]))
 
 
 def _group(x: Any, k: Array, at: Any) -> Any:
@@ -131,7 +129,7 @@ def _blocks(q: Array, k: Array, causal: bool) -> Iterator[tuple[slice, list[tupl
 
 def _scores(queries: Array, keys: Array, mask: Array | None) -> Array:
     """Multiply queries, scaled already, with keys."""
-    scores = _product(queries, keys.swapaxes(-1, -2))
+    scores = product(queries, keys.swapaxes(-1, -2))
     if mask is not None:
         scores[..., -mask.shape[-1] :] += mask
     return scores
@@ -148,30 +146,24 @@ def _dropped(p: Array, keep: Array | None, scale: float, columns: slice = ALL) -
     return p if keep is None else p * keep[..., columns] * scale
 
 
-def _product(a: Array, b: Array) -> Array:
-    count_flops(a.size, b.shape[-1])
-    return xp.matmul(a, b)
-
-
 def _attend_full(q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any, keep_scale: float) -> Any:
     """Compute `attend` with whole matrices; the probabilities (B, n, a/n, T, T) take the log-sum-exp's place."""
     batch, heads, length, dim = q.shape
     q_, k_, v_, keep_ = (_group(x, k, ()) for x in (q, k, v, keep))
-    p = xp.matmul(q_, k_.swapaxes(-1, -2))
-    count_flops(2, p.size, dim)  # this product and the one below
+    p = product(q_, k_.swapaxes(-1, -2))
     p *= scale
     p += xp.triu(xp.full((length, length), -xp.inf, dtype=q.dtype), 1)
     p -= p.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
     xp.exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
     out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)
-    xp.matmul(_dropped(p, keep_, keep_scale), v_, out=_group(out, k, ()))
+    product(_dropped(p, keep_, keep_scale), v_, out=_group(out, k, ()))
     return out, p
 
 
 def _full_backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array, p: Array, causal: bool, scale: float,
-    keep: Any, keep_scale: float, delta: None, gradients: Any,
+    keep: Any, keep_scale: float, gradients: Any,
 ) -> None:  # fmt: skip
     q_, k_, v_, keep_, g, out, dq, dk, dv = (_group(x, k, ()) for x in (q, k, v, keep, dout, out, *gradients))
 
@@ -180,14 +172,13 @@ def _full_backward(
         x, y = (z.reshape(*k.shape[:2], 1, -1, z.shape[-1]) for z in (x, y))
         return x.swapaxes(-1, -2), y
 
-    count_flops(4, p.size, q.shape[-1])  # four products of this size follow
-    xp.matmul(*transposed(_dropped(p, keep_, keep_scale), g), out=dv)
-    dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), keep_, keep_scale)  # so far the gradient of p
-    dscores -= xp.einsum("...td,...td->...t", g, out)[..., None]  # softmax, as in attend_backward
+    product(*transposed(_dropped(p, keep_, keep_scale), g), out=dv)
+    dscores = _dropped(product(g, v_.swapaxes(-1, -2)), keep_, keep_scale)  # so far the gradient of p
+    dscores -= xp.einsum("...d,...d->...", g, out)[..., None]  # softmax, as in attend_backward
     dscores *= p
     dscores *= scale
-    xp.matmul(dscores, k_, out=dq)
-    xp.matmul(*transposed(dscores, q_), out=dk)
+    product(dscores, k_, out=dq)
+    product(*transposed(dscores, q_), out=dk)
 
 
 class CausalAttention(Function):
@@ -208,7 +199,7 @@ class CausalAttention(Function):
     def backward(self, grad: Array) -> Any:
         dqkv = xp.empty_like(self.qkv)
         dout = grad.reshape(*grad.shape[:2], self.heads, -1).swapaxes(1, 2)  # (B, a, T, d)
-        options = self.output, self.kept, True, self.scale, self.keep, self.keep_scale, None
+        options = self.output, self.kept, True, self.scale, self.keep, self.keep_scale
         self.compute_backward(dout, *self.split(self.qkv), *options, self.split(dqkv))
         return dqkv, None, None, None, None, None
 

@@ -4,7 +4,6 @@ Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. We
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -25,10 +24,11 @@ def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
     return setting(_flop_counter, count)
 
 
-def count_flops(*sizes: int) -> None:
-    """Count a product of matrices (n, k) and (k, m), or a stack of them: 2 n k m operations."""
+def product(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Multiply matrices (n, k) and (k, m), or stacks of them, and count the 2 n k m operations of each."""
     if (count := _flop_counter.get()) is not None:
-        count(2 * math.prod(sizes))
+        count(2 * a.size * b.shape[-1])
+    return xp.matmul(a, b, out=out)
 
 
 class LinearFunction(Function):
@@ -36,8 +36,7 @@ class LinearFunction(Function):
         self.transposed, self.shape = transposed, x.shape
         self.matrix = self.at_backward(1, weight)  # (in, out), or (out, in) if transposed
         self.x = x.reshape(-1, x.shape[-1])  # (N, in)
-        y = xp.matmul(self.x, weight.T if transposed else weight)  # (N, out)
-        count_flops(*self.x.shape, y.shape[-1])
+        y = product(self.x, weight.T if transposed else weight)  # (N, out)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -47,15 +46,9 @@ class LinearFunction(Function):
         dx = None
         if self.needs[0]:
             w = self.matrix()
-            dx = xp.matmul(g, w if self.transposed else w.T).reshape(self.shape)
-            count_flops(*x.shape, g.shape[-1])
+            dx = product(g, w if self.transposed else w.T).reshape(self.shape)
         left, right = (g, x) if self.transposed else (x, g)
-
-        def product(out: Array | None) -> Array:
-            count_flops(*left.shape, right.shape[-1])
-            return xp.matmul(left.T, right, out=out)
-
-        dweight = LazyGradient(product) if self.needs[1] else None
+        dweight = LazyGradient(lambda out: product(left.T, right, out)) if self.needs[1] else None
         dbias = LazyGradient(lambda out: g.sum(axis=0, out=out)) if self.needs[2] else None
         return dx, dweight, dbias, None
 
@@ -94,7 +87,7 @@ class _LayerNorm(Function):
         self.rstd = 1 / xp.sqrt(variance + eps)
         xhat *= self.rstd
         self.xhat = xhat
-        y = self.xhat * weight
+        y = xhat * weight
         if bias is not None:
             y += bias
         return y
@@ -103,15 +96,13 @@ class _LayerNorm(Function):
         # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means over the last dim.
         # RMSNorm has no mean(g), which comes from centering.
         xhat, gain, rows = self.xhat, self.gain(), tuple(range(grad.ndim - 1))
-        product = grad * xhat
-        dweight = product.sum(axis=rows)
-        product *= gain
-        mean_gx = product.mean(axis=-1, keepdims=True)
+        gx = grad * xhat
+        dweight = gx.sum(axis=rows)
+        gx *= gain
         dx = grad * gain
         if self.centers:
             dx -= dx.mean(axis=-1, keepdims=True)
-        xp.multiply(xhat, mean_gx, out=product)
-        dx -= product
+        dx -= xhat * gx.mean(axis=-1, keepdims=True)
         dx *= self.rstd
         return dx, dweight, grad.sum(axis=rows) if self.centers else None, None
 
@@ -174,9 +165,9 @@ def swiglu(gate: Array, up: Array) -> Any:
     return silu * up, lambda g: g * up * (sigmoid + silu * (1 - sigmoid)), lambda g: g * silu
 
 
-def _rotate(x: Array, angles: Array, out: Array | None = None) -> Array:
+def _rotate(x: Array, angles: Array) -> Array:
     """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d) by its token's angles (T, d/2)."""
-    out = xp.empty(x.shape, dtype=x.dtype) if out is None else out
+    out = xp.empty(x.shape, dtype=x.dtype)
     pairs, rotated = (array.reshape(*array.shape[:-1], -1, 2, angles.shape[-1]) for array in (x, out))  # views
     first, second = pairs[..., 0, :], pairs[..., 1, :]  # (B, T, heads, d/2)
     cos, sin = (function(angles)[:, None].astype(x.dtype) for function in (xp.cos, xp.sin))  # (T, 1, d/2)
@@ -195,10 +186,7 @@ def rotary(q: Array, k: Array, v: Array, positions: Array, size: int, theta: flo
     """
     angles = positions[:, None] * theta ** (xp.arange(0, size, 2) / -size)  # (T, d/2), float64 whatever the dtype
     a, b = q.shape[-1], q.shape[-1] + k.shape[-1]
-    packed = xp.empty((*q.shape[:-1], b + v.shape[-1]), dtype=q.dtype)
-    _rotate(q, angles, packed[..., :a])
-    _rotate(k, angles, packed[..., a:b])
-    packed[..., b:] = v
+    packed = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
     return packed, lambda g: _rotate(g[..., :a], -angles), lambda g: _rotate(g[..., a:b], -angles), lambda g: g[..., b:]
 
 
@@ -238,8 +226,3 @@ def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     logits (..., V), integer targets (...,). As ranks may have unequal counts of targets, a mean is left to the caller.
     """
     return CrossEntropyFunction.apply(logits, targets)
-
-
-def cross_entropy(logits: Tensor, targets: Array) -> Tensor:
-    """Average `cross_entropy_sum` over the positions that count, as torch.nn.functional.cross_entropy does."""
-    return cross_entropy_sum(logits, targets) * (1 / max(1, int((targets != IGNORE_INDEX).sum())))

@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "gpt": ["GPT", "GPTConfig"],
         "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "RMSNorm", "dropping"],
         "llama": ["Llama", "LlamaConfig"],
-        "module": ["Deferred", "Module", "Owner", "Parameter", "Part", "placeholder"],
+        "module": ["Module", "Owner", "Parameter", "Part", "placeholder"],
         "moe": ["Mixtral", "MixtralConfig", "MoE"],
         "optim": ["AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
     },

@@ -19,7 +19,7 @@ import numpy as np
 
 from minipar.autograd import Tensor, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
-from minipar.nn.module import Deferred, Module, Parameter
+from minipar.nn.module import Module, Parameter, placeholder
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -38,12 +38,12 @@ def drawn(
 ) -> Parameter:
     """Make a parameter of values from N(0, std^2), drawn by name; with `deferred`, later."""
     draw = partial(normal, seed, name, shape, std)
-    return Parameter(Deferred(shape, np.dtype(dtype), lambda: from_host(draw().astype(dtype))), deferred)
+    return Parameter(placeholder(shape, dtype), lambda: from_host(draw().astype(dtype)), deferred)
 
 
 def constant(value: float, size: int, dtype: Any = "float32", deferred: bool = False) -> Parameter:
     """Make a parameter whose elements are all `value`."""
-    return Parameter(Deferred((size,), np.dtype(dtype), lambda: xp.full(size, value, dtype=dtype)), deferred)
+    return Parameter(placeholder((size,), dtype), lambda: xp.full(size, value, dtype=dtype), deferred)
 
 
 def _tensor(x: Any, dtype: Any) -> Tensor:

@@ -15,15 +15,6 @@ def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
     return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """Values before `make` computes them, so that a model may exceed a rank's memory. NB: on PyTorch's meta device."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    make: Callable[[], Array]
-
-
 class Owner:
     """A strategy that looks after parameters. Optimizers call it around each update; by default it does nothing."""
 
@@ -45,18 +36,19 @@ class Owner:
 
 
 class Parameter(Tensor):
-    """A leaf that is trained: an array, or Deferred values, which `materialize` or `move_to` computes.
+    """A leaf that is trained. `data` is its values, or a placeholder until `materialize` or `move_to` calls `make`.
+
+    With such deferred values a model may exceed a rank's memory. NB: PyTorch puts them on its meta device.
 
     `ties` are leaves that read the same values but collect gradients of their own, as GPT-2's output head of `wte`. In
     a pipeline the two gradients arise on different ranks; so on one device too they stay apart until the step.
     """
 
-    __slots__ = ("decays", "deferred", "owner", "placement", "ties")
+    __slots__ = ("decays", "make", "owner", "placement", "ties")
 
-    def __init__(self, data: Array | Deferred, deferred: bool = True) -> None:
-        self.deferred = data if isinstance(data, Deferred) else None
-        array = placeholder(data.shape, data.dtype) if isinstance(data, Deferred) else data
-        super().__init__(array, requires_grad=True)
+    def __init__(self, data: Array, make: Callable[[], Array] | None = None, deferred: bool = True) -> None:
+        super().__init__(data, requires_grad=True)
+        self.make = make  # computes deferred values; None when the values are here
         self.decays = self.ndim >= 2  # whether weight decay applies
         self.ties: list[Tensor] = []
         self.placement: Any = None  # a strategy's record of where the elements are
@@ -66,22 +58,20 @@ class Parameter(Tensor):
 
     def materialize(self) -> None:
         """Compute deferred values, in an array of their own."""
-        if self.deferred is not None:
-            self.data, self.deferred = self.deferred.make(), None
+        if self.make is not None:
+            self.data, self.make = self.make(), None
 
     def map_value(self, shape: tuple[int, ...], function: Callable[[Array], Array]) -> None:
         """Replace the value by `function(value)`, of this shape, such as a rank's slice. Deferred values stay so."""
-        if self.deferred is None:
+        if (make := self.make) is None:
             self.data = function(self.data)
-            return
-        make = self.deferred.make
-        self.deferred = Deferred(shape, self.dtype, lambda: function(make()))
-        self.data = placeholder(shape, self.dtype)
+        else:
+            self.data, self.make = placeholder(shape, self.dtype), lambda: function(make())
 
     def move_to(self, place: Array) -> None:
         """Move the values into `place`, such as a part of flat storage. Deferred values are computed there."""
-        place[...] = self.data if self.deferred is None else self.deferred.make()
-        self.data, self.deferred = place, None
+        place[...] = self.data if self.make is None else self.make()
+        self.data, self.make = place, None
 
     def tie(self) -> Tensor:
         """Return a new leaf with this parameter's values and a gradient of its own."""

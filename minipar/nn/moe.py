@@ -7,12 +7,13 @@ assignment is a (token, slot): a token and one of its k experts.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Function, Tensor, concatenate, embedding, swiglu
+from minipar.autograd import Tensor, concatenate, embedding, mapping, swiglu
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Block, Llama, LlamaConfig
 from minipar.nn.module import Module
@@ -70,30 +71,6 @@ class Expert(Module):
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
-class _Balance(Function):
-    """The identity on a router's probabilities (N, E). Backward counts the load and adds the auxiliary loss's gradient.
-
-    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share of
-    its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
-    gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it where the main loss's passes.
-    """
-
-    def forward(self, probabilities: Array, layer: "MoE", loads: np.ndarray) -> Array:
-        self.layer, self.loads = layer, loads  # loads: (B, E)
-        return probabilities
-
-    def backward(self, grad: Array) -> Any:
-        load, room = self.loads.sum(axis=0), self.layer.capacity(len(grad))
-        self.layer.load += load
-        self.layer.dropped += int(np.maximum(load - room, 0).sum())
-        if self.layer.aux_loss:
-            loads = self.layer.sum_loads(self.loads)
-            f = loads / loads.sum(axis=1, keepdims=True)
-            each = self.layer.aux_loss * f.shape[1] * f.repeat(len(grad) // len(f), axis=0)  # (N, E)
-            grad = grad + from_host(each.astype(grad.dtype))
-        return grad, None, None
-
-
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
@@ -133,9 +110,26 @@ class MoE(Module):
         indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
         by_sample = to_host(indices).reshape(samples, -1)
         loads = np.stack([np.bincount(chosen, minlength=len(self.load)) for chosen in by_sample])  # (B, E)
-        probabilities = _Balance.apply(probabilities, self, loads)
+        probabilities = mapping(probabilities, lambda p: p, partial(self.balance, loads))
         chosen = probabilities[xp.arange(len(indices))[:, None], indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
+
+    def balance(self, loads: np.ndarray, grad: Array) -> Array:
+        """Count the loads (B, E) in backward, and add the auxiliary loss's gradient to the probabilities' (N, E).
+
+        A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share
+        of its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A
+        token's gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it in backward.
+        """
+        load = loads.sum(axis=0)
+        self.load += load
+        self.dropped += int(np.maximum(load - self.capacity(len(grad)), 0).sum())
+        if not self.aux_loss:
+            return grad
+        loads = self.sum_loads(loads)
+        f = loads / loads.sum(axis=1, keepdims=True)
+        each = self.aux_loss * f.shape[1] * f.repeat(len(grad) // len(f), axis=0)  # (N, E)
+        return grad + from_host(each.astype(grad.dtype))
 
     def capacity(self, tokens: int) -> int:
         """Return the most rows that an expert takes of this many tokens: ceil(factor N k / E), or all N."""

@@ -19,7 +19,6 @@ from minipar.backend import Array, from_host
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.llama import LlamaConfig
-from minipar.nn.module import Deferred
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 
@@ -159,8 +158,7 @@ def load_pretrained(
         if not np.array_equal(head, tokens):
             raise UsageError(f"{path}: {HEAD} differs from {embedding}, but the head is tied to it")
     for name, parameter in model.named_parameters():
-        read = partial(_read, files[stored[name]], stored[name], dtype)
-        parameter.deferred = Deferred(parameter.shape, parameter.dtype, read)
+        parameter.make = partial(_read, files[stored[name]], stored[name], dtype)
     if not deferred:
         config.check_memory(np.dtype(dtype).itemsize)
         model.materialize()

@@ -46,11 +46,14 @@ class TransformerConfig:
         if self.n_head % self.n_kv_head:
             raise ValueError(f"heads {self.n_head} are not divisible by kv-heads {self.n_kv_head}")
 
+    def part_flops(self, length: int) -> list[int]:
+        """Return the operations per token of each part, in sequences of `length`, as `forward_flops` counts them."""
+        block = 2 * self.layer_matrices + 4 * length * self.n_embd
+        return [0, *[block] * self.n_layer, 2 * self.n_embd * self.vocab_size]
+
     def forward_flops(self, batch: int, length: int) -> int:
         """Return the operations of forward's matrix products (Narayanan et al. 2021); backward takes twice as many."""
-        tokens, h = batch * length, self.n_embd
-        layer = 2 * tokens * self.layer_matrices + 4 * tokens * length * h
-        return self.n_layer * layer + 2 * tokens * h * self.vocab_size
+        return batch * length * sum(self.part_flops(length))
 
     def check_memory(self, nbytes: int, shares: int = 1) -> None:
         """Raise UsageError if one of `shares` of `nbytes` bytes per parameter is more than this machine's memory."""

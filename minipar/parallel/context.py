@@ -139,21 +139,20 @@ class ContextParallel:
 
     def attend_backward(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, scale: float,
-        keep: Any, keep_scale: float, delta: Any, gradients: Any,
+        keep: Any, keep_scale: float, gradients: Any,
     ) -> None:  # fmt: skip
         """Write the gradients of this rank's queries, keys and values."""
         dq, dk, dv = gradients
         dq[...] = 0
-        known = dout, q, out, lse, xp.einsum("bhtd,bhtd->bht", dout, out)
 
         def parts() -> Iterator[Array]:
             for source, block in self.blocks(k, v):
                 part = xp.zeros_like(block)
                 for rows, columns in visible(self.order, self.rank, source, q.shape[2]):
-                    g, queries, o, sums, delta = (x[:, :, rows] for x in known)
+                    g, queries, o, sums = (x[:, :, rows] for x in (dout, q, out, lse))
                     keys, values = block[:, :, :, columns]
                     options = source == self.rank, scale, self._masks(keep, q, source, rows, columns), keep_scale
-                    terms = attend_backward(g, queries, keys, values, o, sums, *options, delta)
+                    terms = attend_backward(g, queries, keys, values, o, sums, *options)
                     dq[:, :, rows] += terms[0]
                     part[0, :, :, columns], part[1, :, :, columns] = terms[1:]
                 yield part

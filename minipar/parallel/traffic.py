@@ -22,7 +22,7 @@ from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.buckets import by_unit
 from minipar.parallel.expert import expert_rank
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.stage import balanced_cuts, part_costs, part_groups
+from minipar.parallel.pipeline.stage import balanced_cuts, part_groups
 from minipar.parallel.placement import BucketSlice, Partial, Placement, Replicate, Shard
 from minipar.parallel.tensor.plan import tensor_placement
 
@@ -71,7 +71,7 @@ class StepLayout:
         """The pipeline rank of each part of the model: the embedding, the blocks, the head."""
         if self.schedule is None:
             return [0] * (self.model.n_layer + 2)
-        cuts = balanced_cuts(part_costs(self.model, self.length), self.schedule.stages)
+        cuts = balanced_cuts(self.model.part_flops(self.length), self.schedule.stages)
         return [self.schedule.home[stage] for stage, count in enumerate(cuts) for _ in range(count)]
 
     def blocks(self, pp: int) -> int:

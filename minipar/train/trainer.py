@@ -20,7 +20,6 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, writing
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
-from minipar.nn.module import Deferred
 from minipar.nn.moe import moe_layers
 from minipar.nn.optim import AdamW, learning_rate
 from minipar.nn.pretrained import load_pretrained
@@ -70,7 +69,7 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> Lan
         return shape.build(seed=run.seed, deferred=True, **options)
     model = checkpoint.shape.build(deferred=True, **options)
     for name, p in model.named_parameters():
-        p.deferred = Deferred(p.shape, p.dtype, partial(checkpoint.array, "parameter", name))
+        p.make = partial(checkpoint.array, "parameter", name)
     for moe, bias in zip(moe_layers(model), checkpoint.manifest.get("router_bias", []), strict=False):
         moe.bias[:] = bias
     return model

@@ -17,8 +17,8 @@ MUTANTS = [
         ("attention: the keys' gradient without the transpose", "x.swapaxes(-1, -2), y", "x, y"),
         (
             "attention: backward without the dropout mask",
-            "dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), keep_",
-            "dscores = _dropped(xp.matmul(g, v_.swapaxes(-1, -2)), None",
+            "dscores = _dropped(product(g, v_.swapaxes(-1, -2)), keep_",
+            "dscores = _dropped(product(g, v_.swapaxes(-1, -2)), None",
         ),
     ),
     *mistakes(

@@ -34,7 +34,8 @@ MUTANTS = [
             "check_memory(count * nbytes, ",
         ),
         ("models: an untied head is tied", "if self.config.tie_word_embeddings:", "if True:"),
-        ("models: the operations of attention are halved", "+ 4 * tokens * length * h", "+ 2 * tokens * length * h"),
+        ("models: a block's operations are halved", "block = 2 * self.layer_matrices", "block = self.layer_matrices"),
+        ("models: the operations of attention are halved", "+ 4 * length * self.n_embd", "+ 2 * length * self.n_embd"),
     ),
     *mistakes(
         "minipar/nn/llama.py",
@@ -76,11 +77,11 @@ MUTANTS = [
         "minipar/nn/moe.py",
         "nn/test_balance.py",
         ("balance: the shares of the whole batch", "loads.sum(axis=1, keepdims=True)", "loads.sum()"),
-        ("balance: the auxiliary gradient takes the main one's place", "grad = grad + from_host", "grad = from_host"),
+        ("balance: the auxiliary gradient takes the main one's place", "return grad + from_host", "return from_host"),
         (
             "balance: the load of a forward pass counts",
-            "self.layer, self.loads = layer, loads",
-            "self.layer, self.loads, layer.load = layer, loads, layer.load + loads.sum(axis=0)",
+            "probabilities = mapping(",
+            "self.load = self.load + loads.sum(axis=0)\n        probabilities = mapping(",
         ),
         (
             "capacity: second choices come with their tokens",
@@ -97,7 +98,7 @@ MUTANTS = [
             "order[place < room], (expert * room + place)[place < room]",
             "order[place <= room], (expert * room + place)[place <= room]",
         ),
-        ("capacity: nothing counts as dropped", "np.maximum(load - room, 0)", "np.maximum(load - len(grad), 0)"),
+        ("capacity: nothing counts as dropped", "load - self.capacity(len(grad))", "load - len(grad)"),
     ),
     *mistakes(
         "minipar/autograd/fused.py",

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from minipar.errors import UsageError
-from minipar.nn import GPT, Deferred, GPTConfig, Parameter, placeholder
+from minipar.nn import GPT, GPTConfig, Parameter, placeholder
 from minipar.nn.pretrained import load_pretrained, save_pretrained
 from minipar.parallel.buckets import by_unit
 
@@ -16,14 +16,14 @@ TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
 
 
 def counted(shape=(2, 3), dtype="float32"):
-    """Return Deferred values, and a list that gets an entry each time they are computed."""
+    """Return a parameter of deferred values, and a list that gets an entry each time they are computed."""
     calls = []
 
     def make():
         calls.append(None)
         return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
 
-    return Deferred(shape, np.dtype(dtype), make), calls
+    return Parameter(placeholder(shape, dtype), make), calls
 
 
 def test_a_placeholder_is_one_read_only_nan_of_any_shape():
@@ -35,16 +35,14 @@ def test_a_placeholder_is_one_read_only_nan_of_any_shape():
 
 
 def test_a_deferred_parameter_has_a_shape_before_it_has_values():
-    deferred, calls = counted()
-    parameter = Parameter(deferred)
+    parameter, calls = counted()
     assert (parameter.shape, parameter.dtype, parameter.size, parameter.ndim) == ((2, 3), np.float32, 6, 2)
-    assert parameter.decays and not Parameter(counted((6,))[0]).decays
+    assert parameter.decays and not counted((6,))[0].decays
     assert np.isnan(parameter.data).all() and calls == []
 
 
 def test_materialize_computes_the_values_once():
-    deferred, calls = counted()
-    parameter = Parameter(deferred)
+    parameter, calls = counted()
     for _ in range(2):
         parameter.materialize()
         assert np.array_equal(parameter.data, [[0, 1, 2], [3, 4, 5]]) and len(calls) == 1
@@ -55,10 +53,9 @@ def test_materialize_computes_the_values_once():
 
 
 def test_moving_computes_or_copies_the_values_in_place():
-    deferred, calls = counted()
+    parameter, calls = counted()
     storage = np.full(12, -1, np.float32)
     first, second = (storage[i : i + 6].reshape(2, 3) for i in (0, 6))
-    parameter = Parameter(deferred)
     parameter.move_to(first)
     assert parameter.data is first and len(calls) == 1
     parameter.data += 1

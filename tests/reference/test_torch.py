@@ -8,7 +8,7 @@ from training import SGD
 from minipar.autograd import (
     Tensor,
     causal_attention,
-    cross_entropy,
+    cross_entropy_sum,
     embedding,
     gelu,
     layer_norm,
@@ -59,8 +59,8 @@ OPERATIONS = {
                                  [normal(2, 5, 40)]),
     "attention in blocks": (lambda x: causal_attention(x, 6, 2, method="blockwise"), lambda x: torch_attention(x, 6, 2),
                             [normal(2, 1100, 20)]),
-    "cross_entropy": (lambda x: cross_entropy(x, TARGETS), lambda x: F.cross_entropy(x, torch.tensor(TARGETS)),
-                      [normal(4, 6)]),
+    "cross_entropy_sum": (lambda x: cross_entropy_sum(x, TARGETS),
+                          lambda x: F.cross_entropy(x, torch.tensor(TARGETS), reduction="sum"), [normal(4, 6)]),
 }  # fmt: skip
 
 

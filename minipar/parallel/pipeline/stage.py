@@ -13,7 +13,7 @@ from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold
 from minipar.nn.module import Parameter, Part
-from minipar.nn.transformer import LanguageModel, TransformerConfig
+from minipar.nn.transformer import LanguageModel
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
 from minipar.parallel.placement import place, update
@@ -22,12 +22,6 @@ from minipar.parallel.placement import place, update
 TIED_GRADIENT, TIED_WEIGHT, FIRST_TAG = 0, 1, 2
 Key = tuple[int, str, int]  # of a result: the stage that uses it, direction (F or B), microbatch
 Around = Callable[[Action], AbstractContextManager[None]]
-
-
-def part_costs(config: TransformerConfig, length: int) -> list[float]:
-    """Return each part's relative cost for sequences of `length`: operations per token as in `forward_flops`."""
-    block = 2 * config.layer_matrices + 4 * length * config.n_embd
-    return [0.0, *[float(block)] * config.n_layer, 2.0 * config.n_embd * config.vocab_size]
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
@@ -221,7 +215,7 @@ class PipelineParallel:
         if len(schedule.ranks) != comm.size:
             raise UsageError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, but pp = {comm.size}")
         self.model, self.comm = model, comm
-        runs = cut(model, balanced_cuts(part_costs(model.config, length), schedule.stages))
+        runs = cut(model, balanced_cuts(model.config.part_flops(length), schedule.stages))
         self.stages = {s: PipelineStage(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
         homes = {part.name: schedule.home[s] for s, run in enumerate(runs) for part in run}
         self.first, self.last = schedule.home[0], schedule.home[schedule.stages - 1]

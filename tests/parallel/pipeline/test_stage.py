@@ -8,12 +8,12 @@ import pytest
 from pipeline_cases import SCALE, TEXT, B, H, T, gpt, gradients
 from training import small_gpt
 
-from minipar.autograd import Tensor
+from minipar.autograd import Tensor, flop_counter
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.pipeline.schedules import make
-from minipar.parallel.pipeline.stage import PipelineParallel, PipelineStage, balanced_cuts, cut, part_costs
+from minipar.parallel.pipeline.stage import PipelineParallel, PipelineStage, balanced_cuts, cut
 
 
 def test_a_backward_in_halves_gives_the_input_gradient_first():
@@ -65,11 +65,13 @@ def test_balanced_cuts_are_the_best_of_all_cuts():
             assert largest(costs, counts) == best
 
 
-def test_part_costs_are_the_models_operations():
-    config = GPTConfig(vocab_size=50, n_positions=T, n_embd=H, n_layer=6, n_head=2)
-    model = GPT(config, dtype="float64", deferred=True)
-    costs = part_costs(model.config, T)
-    assert sum(costs) * B * T == config.forward_flops(B, T) and len(costs) == len(model.parts)
+def test_each_parts_cost_is_its_operations_per_token():
+    model, x = GPT(GPTConfig(vocab_size=50, n_positions=T, n_embd=H, n_layer=6, n_head=2)), TEXT[0, :, :-1]
+    for part, cost in zip(model.parts, model.config.part_flops(T), strict=True):
+        operations = []
+        with flop_counter(operations.append):
+            x = part.run(x)
+        assert sum(operations) == cost * TEXT[0, :, :-1].size
 
 
 def test_a_large_head_takes_blocks_away_from_its_stage():
@@ -81,7 +83,7 @@ def test_a_large_head_takes_blocks_away_from_its_stage():
 def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():
     model = gpt(3)
     with pytest.raises(UsageError, match="layers 3 are fewer than the pipeline's 4 stages"):
-        balanced_cuts(part_costs(model.config, T), 4)
+        balanced_cuts(model.config.part_flops(T), 4)
     for counts in ([2, 2], [5, 1], [6, -1], [5, 0]):
         with pytest.raises(
             UsageError, match=rf"stages of \[{counts[0]}, {counts[1]}\] parts do not cut the model's 5 parts"
