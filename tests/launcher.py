@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import re
 import runpy
@@ -95,6 +96,45 @@ def run_mpi(
             _end(process)
             raise
         return Result(process.returncode, stdout, OPEN_MPI_SAYS.sub("", stderr))
+
+
+# Each command is a whole program, from the arguments to its exit; MPI and the imports are shared.
+TRAIN_EACH = """
+import contextlib, io, json, sys
+from minipar.comm import main, world
+from minipar.train import __main__ as program
+
+def outcome(argv):
+    sys.argv[1:] = argv
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(program.run)
+        except SystemExit as leaving:
+            return leaving.code, out.getvalue(), err.getvalue()
+
+comm = world()
+for argv in COMMANDS:
+    everyone = comm.all_gather_bytes(json.dumps(outcome(argv)).encode())
+    if comm.rank == 0:
+        print(json.dumps([json.loads(one) for one in everyone]), flush=True)
+"""
+
+
+def train_each(n: int, commands: Sequence[Sequence[str]], timeout: float = 60.0) -> list[Result]:
+    """Run `python -m minipar.train` with each of these arguments in turn, in one job of n ranks: a start is dear.
+
+    A result has what all ranks wrote. The job ends if a command ends one rank alone, which is an AssertionError.
+    """
+    script = f"COMMANDS = {[list(words) for words in commands]!r}\n{TRAIN_EACH}"
+    job = run_mpi(n, script, timeout=timeout)
+    results = []
+    for line in job.stdout.splitlines():
+        codes, outs, errors = zip(*json.loads(line), strict=True)
+        assert len(set(codes)) == 1, f"{commands[len(results)]}: the ranks' exit codes are {codes}"
+        results.append(Result(codes[0], "".join(outs), "".join(errors)))
+    assert len(results) == len(commands), f"{commands[len(results)]} ended the job: {job}"
+    return results
 
 
 def kill_mpi(n: int, argv: Sequence[str], moment: Callable[[], bool], timeout: float = 60.0) -> Result | None:

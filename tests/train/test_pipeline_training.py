@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import training
-from launcher import run_mpi
+from launcher import run_mpi, train_each
 from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bits, on_each_rank, reports, trainer_for
 
 from minipar.comm import run_local
@@ -179,9 +179,14 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def refusals():
+    return dict(zip(BAD, train_each(2, [["--steps", "1", *flags.split()] for flags in BAD], timeout=30), strict=True))
+
+
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_input_is_refused_before_anything_runs(flags):
-    result = run_mpi(2, ["-m", "minipar.train", "--steps", "1", *flags.split()], timeout=30)
+def test_bad_input_is_refused_before_anything_runs(flags, refusals):
+    result = refusals[flags]
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and BAD[flags] in result.stderr
 
