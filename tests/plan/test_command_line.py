@@ -1,10 +1,12 @@
 """`python -m minipar.plan`: its table, its JSON, its picture, and bad input as one line and code 2."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -16,11 +18,34 @@ from minipar.plan.pipeline_time import simulated_actions
 from visualize.__main__ import main as visualize
 
 GIVEN = "--model gpt3-175b --gpus 1024 --gpu a100 --gpus-per-node 8 --global-batch 1536 --seq-len 2048".split()
+SMALL = {"model": "gpt2", "gpus": "16", "gpu": "h100", "global_batch": "64", "seq_len": "1024", "precision": "bf16"}
 
 
-def test_the_table_names_its_assumptions(capsys):
-    assert main(GIVEN) == 0
-    printed = capsys.readouterr().out
+def changed(**given):
+    argv = list(GIVEN)
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in argv:
+            argv[argv.index(flag) + 1] = value
+        else:
+            argv += [flag, value]
+    return argv
+
+
+@cache
+def printed_by(*argv):
+    """What a search prints. Those of 1024 GPUs take a second, so each is made once."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(list(argv)) == 0
+    return out.getvalue()
+
+
+def found_plans(**given):
+    return json.loads(printed_by(*changed(**given), "--json", "-"))["plans"]
+
+
+def test_the_table_names_its_assumptions():
+    printed = printed_by(*GIVEN)
     for words in ("174,615,846,912 parameters", "3,145,728 tokens per step", "Assumptions", "312 TFLOP/s"):
         assert words in printed
     for words in ("Memory of the fullest rank", "bubble", "MFU", "2. ", "s slower"):
@@ -57,7 +82,7 @@ def test_json_alone_on_standard_output():
 
 def test_a_full_disk_is_one_line_and_code_2():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "minipar.plan", *GIVEN, "--top", "1"]
+        command = [sys.executable, "-m", "minipar.plan", *changed(**SMALL), "--top", "1"]
         run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 2
     assert run.stderr == "minipar: error: standard output cannot be written: No space left on device\n"
@@ -67,14 +92,14 @@ def test_a_full_disk_is_one_line_and_code_2():
 def test_a_reader_that_has_gone_needs_no_message(arguments):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "minipar.plan", *GIVEN, *arguments]
+    command = [sys.executable, "-m", "minipar.plan", *changed(**SMALL), *arguments]
     run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (run.returncode, run.stderr) == (2, "")
 
 
 def test_a_full_disk_for_json_is_one_line(capsys):
-    assert main([*GIVEN, "--json", "/dev/full"]) == 2
+    assert main([*changed(**SMALL), "--json", "/dev/full"]) == 2
     assert capsys.readouterr().err == "minipar: error: --json /dev/full cannot be written: No space left on device\n"
 
 
@@ -96,40 +121,32 @@ def test_plans_beyond_the_most_actions_are_not_simulated(monkeypatch):
 def test_a_name_cannot_change_what_the_terminal_shows(tmp_path, capsys):
     path = tmp_path / "a\n\x1b[31m\udcff.json"
     path.write_text('{"like": "a100"}')
-    assert main(changed(gpu=str(path))) == 0
+    assert main(changed(**SMALL | {"gpu": str(path)})) == 0
     assert "a\\n\\x1b[31m\\udcff.json" in capsys.readouterr().out
 
 
-def test_flags_narrow_the_search(capsys):
+def test_flags_narrow_the_search():
     narrow = "--tp 8 --pp 8 --zero-stage 1 --schedule 1f1b --recompute full --microbatch 2 --precision bf16".split()
-    assert main([*GIVEN, *narrow, "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (one,) = found["plans"]
+    (one,) = json.loads(printed_by(*GIVEN, *narrow, "--json", "-"))["plans"]
     asked = [one[key] for key in ("tp", "pp", "zero_stage", "schedule", "recompute", "microbatch")]
     assert asked == [8, 8, 1, "1f1b", "full", 2]
     assert one["memory_bytes"]["gradients"] == 2 * one["memory_bytes"]["parameters"]
 
 
-def found_plans(capsys, **given):
-    assert main([*changed(**given), "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)["plans"]
-
-
-def test_replicas_and_several_zero_stages_narrow_the_search(capsys):
-    plans = found_plans(capsys, dp="16", zero_stage="0,1,3", top="50")
+def test_replicas_and_several_zero_stages_narrow_the_search():
+    plans = found_plans(dp="16", zero_stage="0,1,3", top="50")
     assert {one["dp"] for one in plans} == {16} and len(plans) > 2
     assert {one["zero_stage"] for one in plans} <= {0, 1, 3}
-    assert {one["zero_stage"] for one in found_plans(capsys, dp="16", zero_stage="0", top="50")} == {0}
+    assert {one["zero_stage"] for one in found_plans(dp="16", zero_stage="0", top="50")} == {0}
 
 
 @pytest.mark.long
-def test_replicas_of_shards_are_those_that_are_asked_for(capsys):
-    assert {one["zero_replicas"] for one in found_plans(capsys, top="50")} == {1}
-    plans = found_plans(capsys, zero_stage="3", zero_replicas="1,2,4", top="50")
+def test_replicas_of_shards_are_those_that_are_asked_for():
+    assert {one["zero_replicas"] for one in found_plans(top="50")} == {1}
+    plans = found_plans(zero_stage="3", zero_replicas="1,2,4", top="50")
     assert {one["zero_replicas"] for one in plans} == {1, 2, 4}
     assert all(one["dp"] % one["zero_replicas"] == 0 for one in plans)
-    assert main(changed(zero_stage="3", zero_replicas="2")) == 0
-    assert " 3 x2 " in capsys.readouterr().out
+    assert " 3 x2 " in printed_by(*changed(zero_stage="3", zero_replicas="2"))
 
 
 LONG = {"model": "llama-3-8b", "gpus": "64", "gpu": "h100", "global_batch": "8", "seq_len": "1048576"}
@@ -137,7 +154,7 @@ LONG |= {"precision": "bf16", "attention": "flash"}
 
 
 def test_a_long_sequence_is_cut_over_cp(tmp_path, capsys):
-    plans = found_plans(capsys, **LONG)
+    plans = found_plans(**LONG)
     assert all(one["cp"] > 1 and one["dp"] * one["cp"] * one["tp"] * one["pp"] == 64 for one in plans)
     assert all(one["seconds"]["cp"] > 0 < one["communication_bytes"]["cp"] for one in plans)
     assert main([*changed(**LONG), "--json", str(tmp_path / "plan.json")]) == 0
@@ -146,20 +163,19 @@ def test_a_long_sequence_is_cut_over_cp(tmp_path, capsys):
     assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
 
 
-def test_cp_its_method_and_its_order_narrow_the_search(capsys):
-    plans = found_plans(capsys, **LONG, cp="8,16", context_parallel="all-gather", cp_order="contiguous", top="50")
+def test_cp_its_method_and_its_order_narrow_the_search():
+    plans = found_plans(**LONG, cp="8,16", context_parallel="all-gather", cp_order="contiguous", top="50")
     assert {one["cp"] for one in plans} == {8, 16}
     assert {(one["context_parallel"], one["cp_order"]) for one in plans} == {("all-gather", "contiguous")}
-    zigzag = found_plans(capsys, **LONG, cp="8", context_parallel="all-gather")[0]
+    zigzag = found_plans(**LONG, cp="8", context_parallel="all-gather")[0]
     slow = next(one for one in plans if all(one[axis] == zigzag[axis] for axis in ("dp", "cp", "tp", "pp")))
     assert slow["seconds"]["compute"] > 1.5 * zigzag["seconds"]["compute"], "attention's efficiency is 8/15"
 
 
-def test_short_sequences_are_cut_only_where_it_is_asked_for(capsys):
-    assert main(GIVEN) == 0
-    assert "cp" not in capsys.readouterr().out.split()
-    assert {one["cp"] for one in found_plans(capsys, top="50")} == {1}
-    assert {one["cp"] for one in found_plans(capsys, cp="2", context_parallel="ring")} == {2}
+def test_short_sequences_are_cut_only_where_it_is_asked_for():
+    assert "cp" not in printed_by(*GIVEN).split()
+    assert {one["cp"] for one in found_plans(top="50")} == {1}
+    assert {one["cp"] for one in found_plans(**SMALL, cp="2", context_parallel="ring")} == {2}
 
 
 MIXTRAL = {"model": "mixtral-8x7b", "gpus": "64", "gpu": "h100", "global_batch": "256", "seq_len": "4096"}
@@ -181,83 +197,66 @@ def test_experts_are_shared_over_ep(tmp_path, capsys):
     assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
 
 
-def test_ep_narrows_the_search_and_goes_over_hosts_if_asked(capsys):
-    assert {one["ep"] for one in found_plans(capsys, **MIXTRAL, ep="1,4", top="50")} == {1, 4}
+def test_ep_narrows_the_search_and_goes_over_hosts_if_asked():
+    assert {one["ep"] for one in found_plans(**MIXTRAL, ep="1,4", top="50")} == {1, 4}
     narrow = {"tp": "4", "top": "50"}
-    assert max(one["ep"] for one in found_plans(capsys, **MIXTRAL, **narrow)) == 2
-    assert {one["ep"] for one in found_plans(capsys, **MIXTRAL, **narrow, ep="8")} == {8}
+    assert max(one["ep"] for one in found_plans(**MIXTRAL, **narrow)) == 2
+    assert {one["ep"] for one in found_plans(**MIXTRAL, **narrow, ep="8")} == {8}
 
 
-def test_a_dense_models_table_has_no_experts(capsys):
-    assert main(changed(ep="1")) == 0
-    printed = capsys.readouterr().out
+def test_a_dense_models_table_has_no_experts():
+    printed = printed_by(*changed(**SMALL, ep="1"))
     assert "ep" not in printed.split() and "experts" not in printed and "of which a token uses" not in printed
 
 
-def test_tp_goes_over_hosts_only_where_it_is_asked_for(capsys):
-    assert max(one["tp"] for one in found_plans(capsys, top="50")) == 8
-    asked = found_plans(capsys, tp="16", top="50")
+def test_tp_goes_over_hosts_only_where_it_is_asked_for():
+    assert max(one["tp"] for one in found_plans(top="50")) == 8
+    asked = found_plans(tp="16", top="50")
     assert {one["tp"] for one in asked} == {16}
-    inside = found_plans(capsys, tp="8", pp=str(asked[0]["pp"]))
+    inside = found_plans(tp="8", pp=str(asked[0]["pp"]))
     assert asked[0]["seconds"]["tp"] > 2 * inside[0]["seconds"]["tp"]
 
 
-def test_a_program_is_named_or_read_from_a_file(tmp_path, capsys):
-    path = tmp_path / "mine.json"
-    small = {"model": "gpt2", "gpus": "16", "gpu": "h100", "global_batch": "64", "seq_len": "1024", "precision": "bf16"}
+def test_a_program_is_named_or_read_from_a_file(tmp_path):
     seconds = {}
     for text in ("{}", '{"like": "nanotron"}', '{"like": "nanotron", "host_layer": 1.0}'):
+        path = tmp_path / f"{len(seconds)}.json"
         path.write_text(text)
-        seconds[text] = found_plans(capsys, program=str(path), **small)[0]["seconds"]["total"]
+        seconds[text] = found_plans(program=str(path), **SMALL)[0]["seconds"]["total"]
     own, nanotron, slow = seconds.values()
-    assert own == found_plans(capsys, **small)[0]["seconds"]["total"]
-    assert nanotron == found_plans(capsys, program="nanotron", **small)[0]["seconds"]["total"] > own
+    assert own == found_plans(**SMALL)[0]["seconds"]["total"]
+    assert nanotron == found_plans(program="nanotron", **SMALL)[0]["seconds"]["total"] > own
     assert slow > 12
-    assert main(changed(program="nanotron", **small)) == 0
-    printed = capsys.readouterr().out
+    printed = printed_by(*changed(program="nanotron", **SMALL))
     assert "of these nanotron gets 53% in large products" in printed and "2 + 4 + 2 + 12 bytes" in printed
     assert "the host launches a layer's kernels, forward and backward, in 4.2 ms" in printed
 
 
-def test_megatron_of_2021_hides_nothing(capsys):
-    assert main(changed(program="megatron-2021")) == 0
-    printed = capsys.readouterr().out
+def test_megatron_of_2021_hides_nothing():
+    printed = printed_by(*changed(program="megatron-2021"))
     assert "2 + 2 + 4 + 12 bytes" in printed and "backward too" in printed and "+-" in printed
     assert "dp: gradients are reduced after backward" in printed and "behind the next forward" not in printed
 
 
-def test_seconds_come_with_their_spread_and_ties_are_named(capsys):
-    assert main(GIVEN) == 0
-    printed = capsys.readouterr().out
+def test_seconds_come_with_their_spread_and_ties_are_named():
+    printed = printed_by(*GIVEN)
     assert "seconds are within 15 % of the printed ones in 17 of 20 runs" in printed
     assert "dp: gradients hide behind backward" in printed and "backward's hide behind weight gradients" in printed
     assert (
         " +-" in printed
         and "Tied, within 15% of the fastest, the simplest (no pipeline, fewer axes) first: " in printed
     )
-    assert main([*GIVEN, "--top", "1"]) == 0
-    assert "Only 1. is within 15% of the fastest" in capsys.readouterr().out
+    assert "Only 1. is within 15% of the fastest" in printed_by(*GIVEN, "--top", "1")
 
 
 def test_the_picture_is_drawn_from_the_file(tmp_path, capsys):
-    assert main([*GIVEN, "--json", str(tmp_path / "plan.json")]) == 0
+    assert main([*changed(**SMALL), "--json", str(tmp_path / "plan.json")]) == 0
     assert visualize(["plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     for text in ("{}", '{"plans": [], "meshes": []}', '{"plans": [{}], "meshes": []}', "[1]"):
         (tmp_path / "other.json").write_text(text)
         assert visualize(["plan", str(tmp_path / "other.json"), "--out", str(tmp_path / "x.png")]) == 2
     assert "was not written by minipar.plan" in capsys.readouterr().err
-
-
-def changed(**given):
-    argv = list(GIVEN)
-    for name, value in given.items():
-        flag = "--" + name.replace("_", "-")
-        if flag in argv:
-            argv[argv.index(flag) + 1] = value
-        else:
-            argv += [flag, value]
-    return argv
 
 
 @pytest.mark.parametrize(
