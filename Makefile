@@ -93,8 +93,9 @@ demo: $(VENV)/.base
 	@echo "proved: see the line above that text, which the model wrote. Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
 
 # Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
+# nbmake, which `make notebooks` needs, would be imported in each of three processes.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(BIN)/python -m pytest -p no:nbmake --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 quick: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK) $(PYTEST)

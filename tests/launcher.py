@@ -98,20 +98,20 @@ def run_mpi(
         return Result(process.returncode, stdout, OPEN_MPI_SAYS.sub("", stderr))
 
 
-# Each command is a whole program, from the arguments to its exit; MPI and the imports are shared.
-TRAIN_EACH = """
-import contextlib, io, json, sys
-from minipar.comm import main, world
-from minipar.train import __main__ as program
+# A command is the whole program, from its arguments to its exit; the commands share MPI and what they import.
+RUN_EACH = """
+import contextlib, io, json, runpy, sys
+from minipar.comm import world
 
 def outcome(argv):
-    sys.argv[1:] = argv
-    out, err = io.StringIO(), io.StringIO()
+    module, *sys.argv[1:] = argv
+    out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main(program.run)
+            runpy.run_module(module, run_name="__main__")
         except SystemExit as leaving:
-            return leaving.code, out.getvalue(), err.getvalue()
+            code = leaving.code or 0
+    return code, out.getvalue(), err.getvalue()
 
 comm = world()
 for argv in COMMANDS:
@@ -121,12 +121,12 @@ for argv in COMMANDS:
 """
 
 
-def train_each(n: int, commands: Sequence[Sequence[str]], timeout: float = 60.0) -> list[Result]:
-    """Run `python -m minipar.train` with each of these arguments in turn, in one job of n ranks: a start is dear.
+def run_each(n: int, commands: Sequence[Sequence[str]], timeout: float = 60.0) -> list[Result]:
+    """Run `python -m` with each of these arguments in turn, in one job of n ranks: to start a rank takes longest.
 
-    A result has what all ranks wrote. The job ends if a command ends one rank alone, which is an AssertionError.
+    A result has what all ranks wrote. AssertionError if a command ends the job or not all ranks exit with its code.
     """
-    script = f"COMMANDS = {[list(words) for words in commands]!r}\n{TRAIN_EACH}"
+    script = f"COMMANDS = {[list(words) for words in commands]!r}\n{RUN_EACH}"
     job = run_mpi(n, script, timeout=timeout)
     results = []
     for line in job.stdout.splitlines():

@@ -7,7 +7,7 @@ import tomllib
 from importlib import import_module
 
 import pytest
-from launcher import ROOT, run_mpi
+from launcher import ROOT, run_each, run_mpi
 
 from minipar.__main__ import COMMANDS
 
@@ -33,11 +33,12 @@ def test_minipar_alone_lists_its_commands(argv):
     )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_the_program_of_its_module(name):
-    module = COMMANDS[name][0]
-    wrong, same = run("minipar", name, "--nonsense"), run(module, "--nonsense")
-    assert wrong.returncode == same.returncode == 2 and wrong.stderr == same.stderr != ""
+def test_a_command_is_the_program_of_its_module():
+    commands = [["minipar", name, "--nonsense"] for name in COMMANDS]
+    programs = [[module, "--nonsense"] for module, _ in COMMANDS.values()]
+    results = run_each(1, [*commands, *programs])
+    for wrong, same in zip(results[: len(COMMANDS)], results[len(COMMANDS) :], strict=True):
+        assert wrong.returncode == same.returncode == 2 and wrong.stderr == same.stderr != ""
 
 
 def test_the_command_trains_under_mpirun():

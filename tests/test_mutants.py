@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 
 import pytest
 from mutants.every import EVERY, PACKAGES
@@ -13,11 +14,18 @@ from mutation import ROOT
 NAMES = [mutant.name for _, mutant in EVERY]
 
 
+@cache
+def parsed(file):
+    """The text of a file, and what Python reads in it."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return text, ast.dump(ast.parse(text))
+
+
 @pytest.mark.parametrize("mutant", [mutant for _, mutant in EVERY], ids=NAMES)
 def test_a_mutant_changes_one_place_of_the_code(mutant):
     """The text stands in the file once, and what comes out is still Python, and other Python than before."""
-    text = (ROOT / mutant.file).read_text(encoding="utf-8")
-    assert ast.dump(ast.parse(mutant.apply(text))) != ast.dump(ast.parse(text))
+    text, code = parsed(mutant.file)
+    assert ast.dump(ast.parse(mutant.apply(text))) != code
 
 
 def test_every_mutant_has_a_name_of_its_own_and_tests():

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from launcher import run_mpi
+from launcher import run_each, run_mpi
 
 from minipar.bench.context import WaitingClock
 from minipar.comm import Communicator, run_local
@@ -24,9 +24,25 @@ def test_step_compares_a_row_for_each_hidden_size():
         assert (row["torch_seconds"] is None) == (row["ratio"] is None)  # None where torch is not installed
 
 
+SMALL = "--hidden 16 --heads 2 --seq-len 8 --repeat 2"
+ON_THREE_RANKS = {
+    "zero": f"--layers 1 --batch 2 {SMALL}",
+    "step": f"--layers 1 --batch 2 {SMALL}",
+    "overlap": f"--layers 1 --batch 1 {SMALL}",
+    "pipeline": f"--batch 1 --microbatches 6 {SMALL}",
+}
+
+
+@pytest.fixture(scope="module")
+def rows_of_three_ranks():
+    commands = [["minipar.bench", name, *flags.split(), "--json", "-"] for name, flags in ON_THREE_RANKS.items()]
+    results = run_each(3, commands, timeout=90)
+    return {name: json.loads(result.stdout) for name, result in zip(ON_THREE_RANKS, results, strict=True)}
+
+
 @pytest.mark.parametrize("subcommand", ["zero", "step"])
-def test_zero_and_step_on_several_ranks_compare_the_stages(subcommand):
-    rows = bench(3, subcommand, *"--layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
+def test_zero_and_step_on_several_ranks_compare_the_stages(subcommand, rows_of_three_ranks):
+    rows = rows_of_three_ranks[subcommand]
     assert [(row["zero_stage"], row["prefetch"]) for row in rows] == [
         (0, None), (1, None), (2, None), (3, True), (3, False),
     ]  # fmt: skip
@@ -34,8 +50,8 @@ def test_zero_and_step_on_several_ranks_compare_the_stages(subcommand):
         assert row["ranks"] == 3 and row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
 
 
-def test_overlap_compares_two_synchronizations_with_computation():
-    rows = bench(3, *"overlap --layers 1 --hidden 16 --heads 2 --seq-len 8 --batch 1 --repeat 2".split())
+def test_overlap_compares_two_synchronizations_with_computation(rows_of_three_ranks):
+    rows = rows_of_three_ranks["overlap"]
     assert [row["sync"] for row in rows] == ["naive", "buckets"]
     for row in rows:
         assert row["ranks"] == 3
@@ -43,9 +59,9 @@ def test_overlap_compares_two_synchronizations_with_computation():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 6)])
-def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches):
-    flags = f"pipeline --hidden 16 --heads 2 --seq-len 8 --batch 1 --microbatches {microbatches} --repeat 3"
-    rows = bench(ranks, *flags.split())
+def test_pipeline_compares_bubbles_with_their_predictions(ranks, microbatches, rows_of_three_ranks):
+    flags = f"pipeline --batch 1 --microbatches {microbatches} {SMALL}"
+    rows = rows_of_three_ranks["pipeline"] if ranks == 3 else bench(ranks, *flags.split())
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]
     for row in rows:
         assert (row["ranks"], row["microbatches"], row["layers"]) == (ranks, microbatches, 2 * ranks)
@@ -97,18 +113,23 @@ def test_these_need_two_ranks(subcommand):
     assert result.stderr.startswith(f"minipar: error: bench {subcommand} needs at least 2 ranks")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["step", "--hidden", "65"],
-        ["overlap", "--hidden", "65"],
-        ["step", "--repeat", "0"],
-        ["pipeline", "--hidden", "65"],
-        ["pipeline", "--microbatches", "0"],
-        ["pipeline", "--layers", "3"],  # interleaved-1f1b has 4 stages
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_code_2(arguments):
-    result = run_mpi(2, ["-m", "minipar.bench", *arguments], timeout=30)
+BAD_ARGUMENTS = [
+    ["step", "--hidden", "65"],
+    ["overlap", "--hidden", "65"],
+    ["step", "--repeat", "0"],
+    ["pipeline", "--hidden", "65"],
+    ["pipeline", "--microbatches", "0"],
+    ["pipeline", "--layers", "3"],  # interleaved-1f1b has 4 stages
+]
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return run_each(2, [["minipar.bench", *arguments] for arguments in BAD_ARGUMENTS], timeout=30)
+
+
+@pytest.mark.parametrize("which", range(len(BAD_ARGUMENTS)))
+def test_bad_arguments_are_one_line_and_exit_code_2(which, refusals):
+    arguments, result = BAD_ARGUMENTS[which], refusals[which]
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith("minipar: error:")
     assert f"{arguments[1].strip('-')} {arguments[2]}" in result.stderr, "it names what is wrong"

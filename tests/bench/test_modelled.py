@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launcher import run_mpi
+from launcher import run_each, run_mpi
 
 FLAGS = "--dp 4 --tp 2 --pp 2 --layers 4 --hidden 32 --heads 4 --seq-len 8 --global-batch 16 --microbatches 4".split()
 
@@ -39,20 +39,30 @@ def test_experts_are_modelled_and_planned():
     assert row["ratio"] == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "own", "flags", "words"),
-    [
-        (2, "", "--dp 2", "makes its own ranks; mpirun started 2"),
-        (1, "--gpus-per-node 0", "--dp 2", "--gpus-per-node 0: expected at least 1"),
-        (1, "--gpus-per-node 3", "--dp 8", "gpus 8 are not a multiple of gpus-per-node 3"),
-        (1, "--flops 0", "--dp 2", "each must be above 0"),
-        (1, "", "--dp 2 --verify", "takes one step of random tokens"),
-        (1, "", "--dp 2 --data /nowhere", "takes one step of random tokens"),
-        (1, "", "--dp 2048 --global-batch 2048", "2048 ranks, --reduction ring: at most 1024"),
-        (1, "", "--dp 2 --reduction ordered", "2 ranks, --reduction ordered: at most 1024, and ring"),
-        (1, "", "--dp 3", "global-batch 32 is not divisible by dp*microbatches = 3*1 = 3"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(ranks, own, flags, words):
-    result = run_mpi(ranks, ["-m", "minipar.bench", "modelled", *own.split(), "--", *flags.split()])
+MISTAKES = [
+    (2, "", "--dp 2", "makes its own ranks; mpirun started 2"),
+    (1, "--gpus-per-node 0", "--dp 2", "--gpus-per-node 0: expected at least 1"),
+    (1, "--gpus-per-node 3", "--dp 8", "gpus 8 are not a multiple of gpus-per-node 3"),
+    (1, "--flops 0", "--dp 2", "each must be above 0"),
+    (1, "", "--dp 2 --verify", "takes one step of random tokens"),
+    (1, "", "--dp 2 --data /nowhere", "takes one step of random tokens"),
+    (1, "", "--dp 2048 --global-batch 2048", "2048 ranks, --reduction ring: at most 1024"),
+    (1, "", "--dp 2 --reduction ordered", "2 ranks, --reduction ordered: at most 1024, and ring"),
+    (1, "", "--dp 3", "global-batch 32 is not divisible by dp*microbatches = 3*1 = 3"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    results = {}
+    for ranks in (1, 2):
+        given = [(own, flags) for size, own, flags, _ in MISTAKES if size == ranks]
+        commands = [["minipar.bench", "modelled", *own.split(), "--", *flags.split()] for own, flags in given]
+        results |= zip(given, run_each(ranks, commands), strict=True)
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "own", "flags", "words"), MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(ranks, own, flags, words, refusals):
+    result = refusals[own, flags]
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and words in result.stderr

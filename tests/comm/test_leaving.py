@@ -51,7 +51,7 @@ def test_a_rank_that_ends_before_mpi_starts_is_named():
 
 
 def test_a_rank_that_starts_late_is_waited_for():
-    late = "import os, time\nif os.environ['PMI_RANK'] == '1': time.sleep(5)\n"
+    late = "import os, time\nif os.environ['PMI_RANK'] == '1': time.sleep(3)\n"
     result = run_mpi(2, late + HEADER + "world().barrier()", timeout=SECONDS)
     assert (result.returncode, result.stderr) == (0, "")
 

@@ -90,7 +90,7 @@ main(program)
 """
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, *(pytest.param(p, marks=pytest.mark.long) for p in (5, 8))])
 def test_collectives_over_mpi(p):
     result = run_mpi(p, PROGRAM, timeout=90)
     assert result.returncode == 0, result.stderr

@@ -134,7 +134,7 @@ def test_a_rank_alone_on_its_host_that_never_starts_is_named(machine, tmp_path, 
 
 @pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_ranks_dealt_one_by_one_to_hosts_may_start_late(machine, tmp_path, ranks):
-    done = start(tmp_path, ranks, 1, "if rank == '1': time.sleep(5)")
+    done = start(tmp_path, ranks, 1, "if rank == '1': time.sleep(3)")
     assert (done.returncode, done.stderr) == (0, "")
 
 

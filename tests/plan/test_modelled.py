@@ -109,7 +109,7 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(ONE_BY_ONE), every=2))
+@pytest.mark.parametrize("name", sampled(list(ONE_BY_ONE), every=3))
 def test_steps_of_mostly_communication_take_the_predicted_time(name):
     bound, given = ONE_BY_ONE[name]
     measured, predicted = compared(SLOW, **given)

@@ -105,7 +105,7 @@ def contents(folder, step):
     return {f"{kind}/{name}": checkpoint.array(kind, name) for kind in KINDS for name in checkpoint.shapes}
 
 
-@pytest.mark.parametrize(("saved", "resumed"), sampled(PAIRS, every=2))
+@pytest.mark.parametrize(("saved", "resumed"), sampled(PAIRS, every=4))
 def test_resuming_under_any_layout_is_never_having_stopped(saved, resumed, never_stopped, tmp_path):
     """To the bit where the layout is the same or adds in the same order; else within the bound of so many steps."""
     _, folder = never_stopped(saved)

@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from launcher import run_mpi
+from launcher import run_each, run_mpi
 from training import bits, config_for, open_checkpoint, trainer_for
 
 from minipar.comm import run_local, serial
@@ -298,15 +298,16 @@ BAD_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("flags", BAD_FLAGS)
-def test_under_mpirun_it_is_one_line_and_exit_code_2(flags, copy, whole):
+def test_under_mpirun_it_is_one_line_and_exit_code_2(copy, whole):
     os.truncate(copy / SECOND, 100)
     text = copy.parent / "text.txt"
     text.write_bytes(TOKENS.ids.tobytes())
-    argv = ["-m", "minipar.train", *FLAGS.split(), "--data", str(text), *flags.format(run=whole, cut=copy).split()]
-    result = run_mpi(2, argv, timeout=30)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and BAD_FLAGS[flags] in result.stderr
+    commands = [
+        f"minipar.train {FLAGS} --data {text} {flags.format(run=whole, cut=copy)}".split() for flags in BAD_FLAGS
+    ]
+    for result, message in zip(run_each(2, commands, 30), BAD_FLAGS.values(), strict=True):
+        assert result.returncode == 2 and result.stdout == ""
+        assert result.stderr.count("\n") == 1 and message in result.stderr
 
 
 def test_a_full_disk_on_one_rank_ends_every_rank_with_one_line(tmp_path):

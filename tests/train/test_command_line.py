@@ -5,14 +5,14 @@ import time
 
 import numpy as np
 import pytest
-from launcher import run_mpi, seconds_of_help, train_each
+from launcher import run_each, run_mpi, seconds_of_help
 
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 TRAIN = ["-m", "minipar.train"]
 PROOF = (
-    "--layers 2 --hidden 64 --heads 4 --seq-len 64 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8"
+    "--layers 2 --hidden 32 --heads 4 --seq-len 32 --global-batch 16 --steps 20 --dtype float64 --verify --dp 8"
 ).split()
 # Buckets of 2,197 and 3,562 elements, which 8 ranks do not divide.
 ZERO = (
@@ -26,7 +26,7 @@ def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order():
     result = run_mpi(8, [*TRAIN, *PROOF, "--reduction", "ordered"], timeout=120)
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
-    assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (120,576 numbers), losses and")
+    assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (34,688 numbers), losses and")
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.long) for each in "12"), "3"])
@@ -40,7 +40,7 @@ def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 5, 7))])
 def test_any_number_of_ranks_equals_one_device_bit_for_bit(ranks):
     flags = [*TINY, "--global-batch", str(4 * ranks), "--microbatches", "2", "--reduction", "ordered", "--verify"]
     result = run_mpi(ranks, [*TRAIN, *flags, "--recompute", "full", "--clip-grad", "1"], timeout=60)
@@ -48,11 +48,11 @@ def test_any_number_of_ranks_equals_one_device_bit_for_bit(ranks):
     assert f"verify: {ranks} rank" in result.stdout and "= 1 device, bit for bit" in result.stdout
 
 
-def test_8_ranks_equal_one_device_within_the_bound_in_a_ring():
-    result = run_mpi(8, [*TRAIN, *PROOF, "--reduction", "ring"], timeout=120)
+def test_ranks_in_a_ring_equal_one_device_within_the_bound():
+    result = run_mpi(4, [*TRAIN, *PROOF, "--dp", "4", "--reduction", "ring"], timeout=120)
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
-    assert "8 ranks = 1 device within rounding" in last and "<= bound 9.59e-11" in last
+    assert "4 ranks = 1 device within rounding" in last and "<= bound 9.59e-11" in last
 
 
 def test_a_run_without_mpirun_is_a_run_on_one_rank(tmp_path):
@@ -183,8 +183,8 @@ def refusals(bad_files):
     results = {}
     for ranks in sorted({ranks for ranks, _, _ in BAD_INPUT.values()}):
         names = [name for name in BAD_INPUT if BAD_INPUT[name][0] == ranks]
-        commands = [BAD_INPUT[name][1].format(tmp=bad_files).split() for name in names]
-        results |= zip(names, train_each(ranks, commands, timeout=30), strict=True)
+        commands = [["minipar.train", *BAD_INPUT[name][1].format(tmp=bad_files).split()] for name in names]
+        results |= zip(names, run_each(ranks, commands, timeout=30), strict=True)
     return results
 
 

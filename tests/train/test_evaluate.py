@@ -1,6 +1,7 @@
 """Claims about the validation loss: the same in every layout to the last digit, on text that training does not see."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -55,11 +56,16 @@ def train(flags, steps=2):
     return run_local(ranks_of(config), rank)
 
 
+@cache
+def losses_of_one_device(flags):
+    return tuple(train(flags)[0][1])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_reports_the_same_validation_loss(layout):
     flags = LAYOUTS[layout]
     batch = "--global-batch 30" if "30" in flags else ""
-    assert {tuple(losses) for _, losses in train(flags)} == {tuple(train(batch)[0][1])}
+    assert {tuple(losses) for _, losses in train(flags)} == {losses_of_one_device(batch)}
 
 
 def test_the_validation_loss_is_the_models_mean_loss():
@@ -111,7 +117,7 @@ def test_the_command_line_reports_the_validation_loss(tmp_path):
     """Under mpirun, over a resume that repeats no flag, in the metrics and on the screen."""
     flags = f"{SHAPE} --dtype float64 --eval-every 2 --steps 3".split()
     losses = []
-    for ranks, layout in ((1, []), (4, ["--tp", "2", "--pp", "2", "--microbatches", "2"])):
+    for ranks, layout in ((1, []), (2, ["--tp", "2"])):
         path, run = tmp_path / f"{ranks}.jsonl", tmp_path / f"run{ranks}"
         result = run_mpi(
             ranks, ["-m", "minipar.train", *flags, *layout, "--metrics", str(path), "--save", str(run), "--verify"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import training
-from launcher import run_mpi, train_each
+from launcher import run_each, run_mpi
 from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bits, on_each_rank, reports, trainer_for
 
 from minipar.comm import run_local
@@ -157,13 +157,14 @@ def test_a_part_is_one_stages_and_the_embedding_the_firsts():
 
 
 @pytest.mark.parametrize(
-    "schedule", [*(pytest.param(each, marks=pytest.mark.long) for each in ("1f1b", "interleaved-1f1b")), "zbv"]
+    ("pp", "schedule"),
+    [(2, "zbv"), *(pytest.param(4, each, marks=pytest.mark.long) for each in ("1f1b", "interleaved-1f1b", "zbv"))],
 )
-def test_the_command_line_proves_it_on_eight_ranks(schedule):
-    flags = f"{SHAPE} --pp 4 --dp 2 --schedule {schedule} --microbatches 8 --global-batch 16 --clip-grad 1 --verify"
-    result = run_mpi(8, ["-m", "minipar.train", *flags.split()], timeout=120)
+def test_the_command_line_proves_it(pp, schedule):
+    flags = f"{SHAPE} --pp {pp} --dp 2 --schedule {schedule} --microbatches 8 --global-batch 16 --clip-grad 1 --verify"
+    result = run_mpi(2 * pp, ["-m", "minipar.train", *flags.split()], timeout=120)
     assert result.returncode == 0, result.stderr
-    assert "verify: 8 ranks = 1 device, bit for bit" in result.stdout
+    assert f"verify: {2 * pp} ranks = 1 device, bit for bit" in result.stdout
 
 
 BAD = {
@@ -181,7 +182,8 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def refusals():
-    return dict(zip(BAD, train_each(2, [["--steps", "1", *flags.split()] for flags in BAD], timeout=30), strict=True))
+    commands = [["minipar.train", "--steps", "1", *flags.split()] for flags in BAD]
+    return dict(zip(BAD, run_each(2, commands, timeout=30), strict=True))
 
 
 @pytest.mark.parametrize("flags", BAD)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from launcher import run_mpi, train_each
+from launcher import run_each, run_mpi
 
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_pretrained, save_pretrained
@@ -35,7 +35,7 @@ def test_tp_with_dropout_recompute_and_zero_3_equals_one_device():
     assert result.stdout.splitlines()[-1].startswith("verify: 4 ranks = 1 device within rounding: 28 parameters")
 
 
-@pytest.mark.parametrize("sequence", [[], ["--sequence-parallel"]])
+@pytest.mark.parametrize("sequence", [pytest.param([], marks=pytest.mark.long), ["--sequence-parallel"]])
 def test_a_model_exported_from_3_ranks_is_one_devices(tmp_path, sequence):
     """6 heads, and 257 tokens: the padding that makes them 258 is not exported."""
     flags = "--layers 2 --hidden 24 --heads 6 --seq-len 9 --vocab-size 257 --global-batch 4 --steps 20".split()
@@ -83,7 +83,8 @@ def refusals():
     results = {}
     for ranks in (2, 4):
         names = [name for name in BAD_INPUT if BAD_INPUT[name][0] == ranks]
-        results |= zip(names, train_each(ranks, [BAD_INPUT[name][1].split() for name in names], 30), strict=True)
+        commands = [["minipar.train", *BAD_INPUT[name][1].split()] for name in names]
+        results |= zip(names, run_each(ranks, commands, timeout=30), strict=True)
     return results
 
 
