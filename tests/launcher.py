@@ -104,11 +104,11 @@ import contextlib, io, json, runpy, sys
 from minipar.comm import world
 
 def outcome(argv):
-    module, *sys.argv[1:] = argv
+    program, *sys.argv[1:] = argv
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            runpy.run_module(module, run_name="__main__")
+            (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
         except SystemExit as leaving:
             code = leaving.code or 0
     return code, out.getvalue(), err.getvalue()
@@ -122,7 +122,7 @@ for argv in COMMANDS:
 
 
 def run_each(n: int, commands: Sequence[Sequence[str]], timeout: float = 60.0) -> list[Result]:
-    """Run `python -m` with each of these arguments in turn, in one job of n ranks: to start a rank takes longest.
+    """Run each of these modules or scripts, with its arguments, in one job of n ranks: to start a rank takes longest.
 
     A result has what all ranks wrote. AssertionError if a command ends the job or not all ranks exit with its code.
     """

@@ -22,16 +22,23 @@ ZERO = (
 TINY = "--layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()
 
 
-def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order():
-    result = run_mpi(8, [*TRAIN, *PROOF, "--reduction", "ordered"], timeout=120)
+@pytest.fixture(scope="module")
+def on_8_ranks():
+    """The proof in rank order, and that of stage 3, in one job."""
+    commands = [[*PROOF, "--reduction", "ordered"], [*ZERO, "--zero-stage", "3"]]
+    return run_each(8, [["minipar.train", *flags] for flags in commands], timeout=120)
+
+
+def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order(on_8_ranks):
+    result = on_8_ranks[0]
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (34,688 numbers), losses and")
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.long) for each in "12"), "3"])
-def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage):
-    result = run_mpi(8, [*TRAIN, *ZERO, "--zero-stage", stage], timeout=60)
+def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage, on_8_ranks):
+    result = on_8_ranks[1] if stage == "3" else run_mpi(8, [*TRAIN, *ZERO, "--zero-stage", stage], timeout=60)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert f"minipar: 8 ranks, dp=8, ZeRO stage {stage}, " in lines[1]
@@ -88,14 +95,14 @@ def test_metrics_on_standard_output_are_alone_there():
 def test_a_memory_limit_refuses_a_stage_and_names_the_next():
     """A block of 3,280 and the rest, 4,384 parameters, of which rank 0 of 3 has 1,094 and 1,462."""
     flags = [*TINY, "--memory-limit", "50KB", "--verify", "--reduction", "ordered"]
-    refused = run_mpi(3, [*TRAIN, *flags], timeout=30)
+    commands = [["minipar.train", *flags, *more] for more in ([], ["--zero-stage", "3"])]
+    refused, trained = run_each(3, commands, timeout=30)
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr == (
         "minipar: error: --memory-limit 50,000 bytes of model state per rank, but --zero-stage 0 on 3 data-parallel "
         "ranks holds 4*7,664 (parameters) + 4*7,664 (gradients) + 8*7,664 (optimizer) = 122,624 bytes; "
         "--zero-stage 3 fits: 4*2,556 (parameters) + 4*2,556 (gradients) + 8*2,556 (optimizer) = 40,896 bytes\n"
     )
-    trained = run_mpi(3, [*TRAIN, *flags, "--zero-stage", "3"], timeout=30)
     assert trained.returncode == 0, trained.stderr
     assert "verify: 3 ranks = 1 device, bit for bit" in trained.stdout
 

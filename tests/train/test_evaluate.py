@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from launcher import run_mpi
+from launcher import run_each
 from training import ranks_of, trainer_for
 
 from minipar.comm import DeviceMesh, run_local, serial
@@ -119,12 +119,10 @@ def test_the_command_line_reports_the_validation_loss(tmp_path):
     losses = []
     for ranks, layout in ((1, []), (2, ["--tp", "2"])):
         path, run = tmp_path / f"{ranks}.jsonl", tmp_path / f"run{ranks}"
-        result = run_mpi(
-            ranks, ["-m", "minipar.train", *flags, *layout, "--metrics", str(path), "--save", str(run), "--verify"]
-        )
-        assert result.returncode == 0, result.stderr
+        first = [*flags, *layout, "--metrics", str(path), "--save", str(run), "--verify"]
         then = ["--resume", str(run), "--steps", "4", "--metrics", str(path), *layout]
-        result = run_mpi(ranks, ["-m", "minipar.train", *then])
+        before, result = run_each(ranks, [["minipar.train", *first], ["minipar.train", *then]])
+        assert before.returncode == 0, before.stderr
         assert result.returncode == 0 and result.stderr == "", result.stderr
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert ["eval_loss" in line for line in lines] == [False, True, True, True]
