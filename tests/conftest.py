@@ -8,12 +8,14 @@ import pytest
 from minipar import backend
 
 backend.prepare_process()
+gc.disable()  # until the tests are collected: they are all kept
 
 
 def pytest_collection_finish():
-    """Take what collection made out of the garbage collector's sight: walking through it takes a tenth of the tests."""
+    """Take what was collected out of the garbage collector's sight: walking through it takes a tenth of the tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from launcher import run_mpi
+from launcher import run_each, run_mpi
 
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
@@ -125,14 +125,14 @@ def test_a_text_that_is_gone_is_named_with_the_remedy(saved, tmp_path):
     moved, other = tmp_path / "moved.txt", tmp_path / "other.txt"
     text.rename(moved)
     other.write_bytes(moved.read_bytes()[:-1])
-    resume = [*TRAIN, "--resume", str(saved / "run")]
+    resume = ["minipar.train", "--resume", str(saved / "run")]
     try:
-        gone = run_mpi(1, resume)
+        commands = [resume, [*resume, "--data", str(moved)], [*resume, "--data", str(other)]]
+        gone, found, changed = run_each(1, commands)
         assert gone.returncode == 2 and gone.stderr.count("\n") == 1
         assert f"--data {text} cannot be read: No such file or directory; {saved}/run/step-00000002" in gone.stderr
         assert gone.stderr.endswith("manifest.json names this file: give --data with its new path\n")
-        assert run_mpi(1, [*resume, "--data", str(moved)]).returncode == 0
-        changed = run_mpi(1, [*resume, "--data", str(other)])
+        assert found.returncode == 0
         assert changed.returncode == 2 and "written while training on another text than" in changed.stderr
     finally:
         moved.rename(text)
