@@ -55,7 +55,7 @@ from chapters.support.show import printer
 from chapters.support.watch_data_parallel import same_bits, same_on_all_ranks
 from minipar.comm import chunk_bounds, wire_bytes, world
 from minipar.parallel.buckets import FlatBuffers
-from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
+from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.wrapper import global_mean
 from minipar.train.data import Batches, load_tokens
 from minipar.train.verify import relative_difference
@@ -191,12 +191,22 @@ say("ring:    its bits are those of its order of sums, the same on all ranks")
 # chunk is summed once, by one rank, and then copied. An all-reduce in which each rank summed for itself in its own
 # order would let the replicas drift apart.
 #
-# The library's function adds what lies around that line: it joins the gradients of all parameters to one array, counts
-# a parameter that the loss did not use as zero, and writes the sum back.
+# Around that line a training loop needs what joins the gradients of all parameters to one array, and what gives each
+# parameter its part of the sum. This is naive data parallelism, whole:
+
 
 # %%
-if rank == 0:
-    show_source(all_reduce_gradients)
+def all_reduce_gradients(model):
+    """After backward, sum the whole gradient over the ranks in one all-reduce."""
+    total = comm.all_reduce(flat_gradient(model), algorithm="ordered")
+    set_gradient(model.parameters(), total)
+
+
+replica = fresh()
+backward(replica, *shard(rank), count=d * N)
+all_reduce_gradients(replica)
+assert same_bits(flat_gradient(replica), expected)
+say("a replica's backward and one all-reduce: the gradients of one device, bit for bit")
 
 # %% [markdown]
 # ## 4.3 What it costs on the wire

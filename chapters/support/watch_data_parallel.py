@@ -14,7 +14,7 @@ from minipar.comm import Communicator, Network, run_local, serial
 from minipar.comm.work import Work
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.buckets import Bucket
-from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
+from minipar.parallel.ddp import DistributedDataParallel
 from visualize import Trace, parse_trace
 
 # ---- instruments -----------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _step(comm: Any, bucket_bytes: int | None) -> Step:
     if ddp:
         ddp.synchronize()
     else:
-        all_reduce_gradients(model, comm)
+        comm.all_reduce(np.concatenate([p.grad.reshape(-1) for p in model.parameters()]))
     seconds = comm.clock.now() - start
     with comm.tracer.region("optimizer", flops=12 * ELEMENTS):
         pass

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from minipar.backend import Array, xp
 from minipar.bench import add_model_flags, check_positive, largest, publish
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import serial
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
-from minipar.parallel.ddp import DistributedDataParallel, all_reduce_gradients
+from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard
 from minipar.parallel.wrapper import Wrapper
@@ -270,7 +271,7 @@ def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
         else:
             (plain.loss(inputs, targets) / comm.size).backward()  # each rank has as many targets
             if sync == "naive":
-                all_reduce_gradients(plain, comm)
+                _all_reduce_gradients(plain, comm)
         optimizer.step()
 
     kinds = ("none", "naive", "buckets")
@@ -286,6 +287,16 @@ def run_overlap(comm: Communicator, args: argparse.Namespace) -> None:
             row | {"wall_seconds": slowest, "cpu_seconds": cpu_seconds, "ratio": slowest / (cpu_seconds / cores)}
         )
     publish(comm, rows, args.json)
+
+
+def _all_reduce_gradients(model: GPT, comm: Communicator) -> None:
+    """Sum the whole gradient over the ranks in one all-reduce."""
+    for p in model.parameters():
+        p.fold_tied_gradients()
+    gradients: list[Array] = [p.grad for p in model.parameters()]
+    flat = comm.all_reduce(xp.concatenate([gradient.reshape(-1) for gradient in gradients]))
+    for gradient, total in zip(gradients, xp.split(flat, np.cumsum([g.size for g in gradients])[:-1]), strict=True):
+        gradient[...] = total.reshape(gradient.shape)
 
 
 def _timed(comm: Communicator, call: Callable[..., object], *arguments: object) -> tuple[float, float]:

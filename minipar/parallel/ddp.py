@@ -1,35 +1,15 @@
 """Data parallelism: every rank holds the whole model, takes a share of the batch, and all ranks sum their gradients.
 
-First the naive form, one all-reduce after backward. Then DistributedDataParallel, which starts to reduce a bucket as
-soon as backward has completed it (wrapper.py). In both the loss is a sum over targets divided by the *global* count, so
-the ranks' gradients add up to the gradient of the global mean, whatever share each rank holds.
+A bucket of gradients starts to travel as soon as backward has completed it (wrapper.py). The loss is a sum over targets
+divided by the *global* count, so the ranks' gradients add up to the gradient of the global mean, whatever share each
+rank holds.
 """
 
-from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module
 from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, Groups, by_size
 from minipar.parallel.wrapper import Wrapper
-
-
-def all_reduce_gradients(model: Module, comm: Communicator, algorithm: str = "ring") -> None:
-    """Naive data parallelism: after backward, sum the whole gradient over the ranks in one all-reduce.
-
-    Sends 2 Psi (d-1)/d elements per rank (Psi parameters, d ranks), none of it hidden behind computation.
-    """
-    parameters = model.parameters()
-    for p in parameters:
-        p.fold_tied_gradients()
-        if p.grad is None:  # the loss did not use it on this rank
-            p.grad = xp.zeros_like(p.data)
-    gradients: list[Array] = [p.grad for p in parameters]
-    flat = xp.concatenate([gradient.reshape(-1) for gradient in gradients])  # (Psi,)
-    comm.all_reduce(flat, algorithm=algorithm)
-    start = 0
-    for gradient in gradients:
-        gradient[...] = flat[start : start + gradient.size].reshape(gradient.shape)
-        start += gradient.size
 
 
 class DistributedDataParallel(Wrapper):

@@ -16,12 +16,8 @@ MUTANTS = [
     ),
     *mistakes(
         "minipar/parallel/ddp.py",
-        "parallel/test_ddp.py",
-        (
-            "ddp: an unused parameter counts as one in the naive form",
-            "p.grad = xp.zeros_like(p.data)",
-            "p.grad = xp.ones_like(p.data)",
-        ),
+        "parallel/test_expert.py",
+        ("ddp: experts are summed over all ranks", "return bucket.comm.all_reduce(", "return self.comm.all_reduce("),
     ),
     *mistakes(
         "minipar/parallel/expert.py",

@@ -13,7 +13,6 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
-from minipar.parallel.ddp import all_reduce_gradients
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import FLOAT64, model_state
@@ -309,7 +308,6 @@ def test_experts_need_a_wrapper_that_sums_their_gradients():
     def program(world):
         mesh = DeviceMesh(world, ep=2)
         model = model_on(mesh)
-        all_reduce_gradients(model, mesh.dp_cp)  # would add up gradients of different experts
         AdamW(model.parameters())
 
     with pytest.raises(ValueError, match=r"nobody sums over their ranks; wrap the model first"):
