@@ -336,12 +336,12 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 #
 # How does it notice? Backward goes through the operations in reverse. An identity operation that is applied to the
 # unit's *output* runs its backward just before the unit's backward. An identity that is applied to the unit's *input*
-# runs its backward just after the unit's backward:
+# runs its backward just after the unit's backward, which stage 3 will need:
 #
 # | | first | then | last |
 # | --- | --- | --- | --- |
 # | forward | identity on the input | the unit | identity on the output |
-# | backward | identity on the output: `_before_backward` | the unit | identity on the input: `_after_backward` |
+# | backward | identity on the output: `_before_backward` | the unit | identity on the input: `_release`, in stage 3 |
 
 # %%
 if rank == 0:
@@ -406,12 +406,13 @@ if rank == 0:
 # It frees a unit although the graph of backward needs it: a matrix product's backward reads the weight, so a node of
 # the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it makes mistakes visible:
 # while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every element, so that code
-# that uses a parameter at the wrong time computes NaN. The four passes of a unit then say when each happens:
+# that uses a parameter at the wrong time computes NaN. Two functions then say when each happens: `_around` in forward
+# and, by the identity on the input, after backward; `_before_backward` before backward.
 
 # %%
 if rank == 0:
     show_source(FSDP._free, FSDP._release)
-    show_source(FSDP._before_forward, FSDP._after_forward, FSDP._before_backward, FSDP._after_backward)
+    show_source(FSDP._around, FSDP._before_backward)
 
 # %% [markdown]
 # ## 5.5 The four stages side by side

@@ -5,7 +5,8 @@ gathered again just before its backward and freed for good; its gradient is redu
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from minipar.autograd import grad_enabled, queue_callback
@@ -15,7 +16,7 @@ from minipar.comm.work import Work
 from minipar.memory import hold
 from minipar.nn.module import Module, Parameter, placeholder
 from minipar.parallel.buckets import Bucket
-from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass
+from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass, on_backward
 
 
 class FullyShardedDataParallel(ShardedGradients):
@@ -85,22 +86,20 @@ class FullyShardedDataParallel(ShardedGradients):
             if self._gathered.pop(bucket, None) is not None:
                 self._free(bucket)
 
-    def _before_forward(self, unit: UnitPass) -> None:
+    def _around(self, unit: UnitPass, run: Callable[[Any], Any], x: Any) -> Any:
+        """Gather a unit for its forward. Backward leaves it at its input, where an identity frees it for good."""
         backward_is_next = unit.part.is_last and grad_enabled.get()
         self._gather(unit.buckets, unit.previous if backward_is_next else unit.following)
-
-    def _after_forward(self, unit: UnitPass) -> None:
-        if not (unit.part.is_last and grad_enabled.get()):
+        y = super()._around(unit, run, on_backward(x, partial(self._release, unit)))
+        if not backward_is_next:
             self._release(unit)
+        return y
 
     def _before_backward(self, unit: UnitPass) -> None:
         if unit.part.reads_in_backward:
             self._gather(unit.buckets, unit.previous)
             queue_callback(lambda: self._release(unit))  # at the latest, if the input takes no gradient
         super()._before_backward(unit)
-
-    def _after_backward(self, unit: UnitPass) -> None:
-        self._release(unit)
 
     def after_step(self) -> None:
         """Send nothing: the next forward gathers. Free what a forward without a backward has left, which is stale."""

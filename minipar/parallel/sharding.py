@@ -118,14 +118,14 @@ def unit_passes(runs: Runs, buckets: Sequence[Bucket]) -> Iterator[UnitPass]:
             seen.update(reads[i])
 
 
-def _on_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
-    """Return x as the result of an identity whose backward calls `call()`."""
+def on_backward(x: Any, call: Callable[[], None]) -> Any:
+    """Return x as the result of an identity whose backward calls `call()`; what takes no gradient as it is."""
 
     def backward(grad: Array) -> Array:
         call()
         return grad
 
-    return mapping(x, lambda array: array, backward)
+    return mapping(x, lambda array: array, backward) if isinstance(x, Tensor) and x.requires_grad else x
 
 
 class ShardedGradients(ShardedDataParallel):
@@ -161,29 +161,12 @@ class ShardedGradients(ShardedDataParallel):
             self._inside = False
 
     def _around(self, unit: UnitPass, run: Callable[[Any], Any], x: Any) -> Any:
-        """Run a part, with the hooks below before and after its forward and its backward.
-
-        Backward goes through an operation's output first and its input last, so identities at these two places call.
-        """
-        self._before_forward(unit)
-        takes_gradient = isinstance(x, Tensor) and x.requires_grad
-        y = run(_on_backward(x, partial(self._after_backward, unit)) if takes_gradient else x)
-        self._after_forward(unit)
-        return _on_backward(y, partial(self._before_backward, unit)) if isinstance(y, Tensor) else y
-
-    def _before_forward(self, unit: UnitPass) -> None:
-        """Forward is about to run the part."""
-
-    def _after_forward(self, unit: UnitPass) -> None:
-        """Forward has run the part."""
+        """Run a part. Backward comes to its output first, so an identity there calls `_before_backward`."""
+        return on_backward(run(x), partial(self._before_backward, unit))
 
     def _before_backward(self, unit: UnitPass) -> None:
-        """Backward is about to run through the part."""
         for bucket in unit.completes:
             self._prepare(bucket)
-
-    def _after_backward(self, unit: UnitPass) -> None:
-        """Backward has run through the part. Not called if the part's input takes no gradient."""
 
     def _prepare(self, bucket: Bucket) -> None:
         """Make the array in which backward writes the bucket's full gradient; what has arrived already moves in."""
