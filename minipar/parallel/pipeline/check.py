@@ -59,7 +59,6 @@ def check(schedule: Schedule) -> Report:
     _check_order(schedule)
     simulate(schedule)  # refuses ranks that wait for one another
     lowered = lower(schedule)
-    _check_messages(lowered)
     _check_blocking_sends(lowered)
     return Report(
         peak_activations=[peak_live(actions) for actions in schedule.ranks],
@@ -97,23 +96,21 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_order(schedule: Schedule) -> None:
-    """Check that on each rank forward comes before backward and I before W."""
-    position = {half: i for actions in schedule.ranks for i, action in enumerate(actions) for half in action.halves}
-    for rank, action in schedule:
-        for need in schedule.needs(action) if action.computes else []:
-            if schedule.home[need.stage] == rank and position[need] > position[action]:
-                raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
+    """Check that each result is made before it is used; if the lists have messages, each of these too.
 
-
-def _check_messages(schedule: Schedule) -> None:
-    """Check that each result is sent after it is made and received before it is used, and that nothing else is sent."""
+    A result is sent after it is made and received before it is used, and nothing else is sent.
+    """
     position = {half: i for actions in schedule.ranks for i, action in enumerate(actions) for half in action.halves}
+    has_messages = any(not action.computes for action in position)
     expected: set[tuple[Action, int]] = set()  # each message and its rank
     for rank, action in schedule:
         for need in schedule.needs(action) if action.computes else []:
-            if (message := message_of(schedule, need, action)) is None:
+            source, message = schedule.home[need.stage], message_of(schedule, need, action)
+            if message is None and position[need] > position[action]:
+                raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
+            if message is None or not has_messages:
                 continue
-            (send, receive), source = message, schedule.home[need.stage]
+            send, receive = message
             for half, where in ((send, source), (receive, rank)):
                 expected.add((half, where))
                 if half not in position:
