@@ -15,7 +15,6 @@ ranks' tokens. It is summed over the d c/P ranks that hold the same expert, and 
 frameworks that did so had P times too large gradients, which nobody saw, because AdamW divides a gradient by its size.
 """
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -28,14 +27,7 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.module import Module, Owner, Parameter
 from minipar.nn.moe import MoE, moe_layers
-from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import place, update
-
-
-def expert_rank(name: str, config: TransformerConfig, ranks: int) -> int | None:
-    """Return the rank that holds a parameter of the serial model alone, None if all do."""
-    expert = re.search(r"\.experts\.(\d+)\.", name)
-    return None if expert is None or ranks == 1 else int(expert[1]) * ranks // config.num_local_experts
 
 
 class ExpertParallel(Owner):

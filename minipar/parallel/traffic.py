@@ -8,25 +8,24 @@ ranks of dp, cp, tp and pp; n = B T/c h. Gradients travel over dp and cp togethe
 collective are `wire_bytes`: an all-reduce of x elements over t ranks sends 2x(t-1)/t if t divides x.
 """
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, namedtuple
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from itertools import product
+from functools import cached_property, partial
+from typing import Any, cast
 
 from minipar.comm.algorithms import chunk_bounds
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.traffic import wire_bytes
 from minipar.nn.transformer import TransformerConfig
-from minipar.parallel.buckets import by_unit
-from minipar.parallel.expert import expert_rank
+from minipar.parallel.buckets import by_unit, make_buckets
+from minipar.parallel.expert import expert_parallel
 from minipar.parallel.pipeline.actions import Schedule
 from minipar.parallel.pipeline.stage import balanced_cuts, part_groups
-from minipar.parallel.placement import BucketSlice, Partial, Placement, Replicate, Shard
-from minipar.parallel.tensor.plan import tensor_placement
+from minipar.parallel.placement import Partial, Placement, Replicate, place, placement_of, update
+from minipar.parallel.tensor.plan import tensor_parallel
 
 FLOAT64 = 8  # bytes; losses and norms are summed in float64 whatever the run's dtype
+Ranks = cast(Any, namedtuple("Ranks", "rank size"))  # what strategies ask of a Communicator before they send
 
 
 @dataclass(frozen=True)
@@ -90,33 +89,21 @@ class StepLayout:
     def placements(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> list[Placement]:
         """Return the placements of the parameters that pipeline rank `pp` owns, for its ranks `dp`, `tp` and `cp`.
 
-        The strategies record the same placements when they are applied to the model.
+        The strategies place the parameters of a model without values, and send nothing.
         """
-        units, sequence = _units(self.model, pipelined=self.schedule is not None), self.sequence_parallel
-        placements = []
-        replica, place = divmod(dp * self.cp + cp, self.shards)
-        for (i, unit), ep in product(enumerate(units), (None, place % self.ep)):  # experts have a bucket of their own
-            if self.homes[i] != pp:  # in a pipeline a unit is a part of the model
-                continue
-            fold = 1 if ep is None else self.ep
-            unit = [(name, shape) for name, shape in unit if expert_rank(name, self.model, self.ep) == ep]
-            kinds, sizes = [], []
-            for name, shape in unit:
-                kind = tensor_placement(name, shape, tp, self.tp, sequence) if self.tp > 1 else Replicate()
-                kinds.append(kind)
-                sizes.append(math.prod(kind.local_shape(shape) if isinstance(kind, Shard) else shape))
-            for j, (name, shape) in enumerate(unit):
-                flat = BucketSlice(sum(sizes[:j]), sizes[j], sum(sizes), place // fold, self.shards // fold, replica)
-                placements.append(Placement(name, shape, kinds[j], pp, ep, flat, i, len(units)))
-        return placements
-
-
-@lru_cache(maxsize=64)
-def _units(config: TransformerConfig, pipelined: bool) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Return names and shapes of the serial model's parameters, grouped by the bucket in which dp sends them."""
-    model = config.build(deferred=True)
-    names = {p: name for name, p in model.named_parameters()}
-    return [[(names[p], p.shape) for p in unit] for unit in (part_groups(model) if pipelined else by_unit(model))]
+        replica, shard = divmod(dp * self.cp + cp, self.shards)
+        model = self.model.build(deferred=True)
+        place(model)
+        if self.tp > 1:
+            tensor_parallel(model, Ranks(tp, self.tp), sequence=self.sequence_parallel)
+        expert_parallel(model, Ranks(shard % self.ep, self.ep), Ranks(shard // self.ep, self.shards // self.ep))
+        units = by_unit(model) if self.schedule is None else part_groups(model)
+        for i, unit in enumerate(units):
+            for p in unit:
+                update(p, pp=self.homes[i], unit=i, units=len(units))
+        own = [unit for i, unit in enumerate(units) if self.homes[i] == pp]
+        buckets = make_buckets(own, Ranks(shard, self.shards), replica)
+        return [placement_of(p) for bucket in reversed(buckets) for p in bucket.parameters]
 
 
 def bucket_elements(layout: StepLayout, pp: int, kind: type[Replicate] = Replicate) -> Counter[tuple[int, int]]:
@@ -235,24 +222,6 @@ def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, in
         return 2 * (h + h_kv) * u * (c - 1) // c, 2 * (h + h_kv) * u * (c - 1) // c
     forward = 2 * (c - 1) * u * h_kv
     return forward, forward + 2 * (c if method == "ring" else c - 1) * u * h_kv
-
-
-def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Compute the bytes that expert-parallel rank `rank` sends over ep in a step, for the routing that happened.
-
-    rows[i][r][j] counts the assignments from rank r to the experts of rank j in the i-th layer and microbatch that
-    this pipeline rank runs. Dispatch and combine each send them in forward and in backward: in all h elements times
-    2 sum_{j != r} (n_rj + n_jr). With uniform routing that is 4 k N h (P-1)/P for N tokens. Each dispatch sends E/P
-    counts to each rank ahead. With recompute forward runs again. With a capacity C every n_rj is C E/P, sent with no
-    counts: 4 E C h (P-1)/P elements.
-    """
-    total, forwards = 0, 1 + layout.recompute
-    for each in rows:
-        moved = sum(each[rank][j] + each[j][rank] for j in range(layout.ep) if j != rank)
-        total += (forwards + 1) * moved * layout.model.n_embd * layout.itemsize
-        if layout.capacity_factor is None:
-            total += forwards * wire_bytes("all_to_all", "pairwise", layout.model.num_local_experts, 8, layout.ep, rank)
-    return total
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:

@@ -6,6 +6,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
+from routing import ep_bytes
 from training import SGD, Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
 
 from minipar.autograd import Tensor
@@ -17,7 +18,7 @@ from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import FLOAT64, model_state
 from minipar.parallel.stages import shard
-from minipar.parallel.traffic import ep_bytes, predicted_traffic
+from minipar.parallel.traffic import predicted_traffic
 from minipar.parallel.zero import ZeroOptimizer
 from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import OneDevice, bound, relative_difference

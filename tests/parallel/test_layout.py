@@ -16,6 +16,8 @@ LAYOUTS = {
     "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 1 --sequence-parallel": 8,
     "--pp 2 --microbatches 2 --schedule zbv": 2,
     "--dp 2 --cp 2 --tp 2 --zero-stage 2": 8,
+    "--dp 4 --zero-stage 3 --zero-replicas 2": 4,
+    "--model mixtral --hidden 24 --experts 4 --dp 2 --tp 2 --pp 2 --ep 2 --microbatches 2 --zero-stage 3": 8,
 }
 
 

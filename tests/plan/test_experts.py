@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from combinations import TEXT
 from planning import a100s, layout
+from routing import ep_bytes
 from sampled import sampled
 from training import config_for, ranks_of, trainer_for
 
@@ -15,7 +16,6 @@ from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.memory import elements_placed
-from minipar.parallel.traffic import ep_bytes
 from minipar.plan.cluster import GPUS, AlphaBeta, Cluster, model_clock_cluster
 from minipar.plan.compute import expert_seconds, gpu_compute, unit_times
 from minipar.plan.layout import PRECISIONS

@@ -7,6 +7,7 @@ from math import ceil
 import numpy as np
 import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
+from routing import ep_bytes
 from training import bits, config_for, on_each_rank, ranks_of, reports, trainer_for, verdicts
 
 from minipar.autograd import no_grad
@@ -15,7 +16,7 @@ from minipar.errors import UsageError
 from minipar.generate import load
 from minipar.nn import GPTConfig
 from minipar.nn.moe import moe_layers
-from minipar.parallel.traffic import ep_bytes, predicted_traffic
+from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import parse, resolve, shape_of, with_shape
 from minipar.train.progress import Metrics
 from minipar.train.trainer import Trainer, step_layout

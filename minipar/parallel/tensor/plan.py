@@ -14,7 +14,7 @@ from minipar.comm.communicator import Communicator
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Owner, Parameter
 from minipar.nn.transformer import LanguageModel, TransformerConfig
-from minipar.parallel.placement import Partial, Replicate, Shard, place, placement_of, update
+from minipar.parallel.placement import Partial, Replicate, place, placement_of, update
 from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.mappings import TensorGroup
 
@@ -42,15 +42,6 @@ LAYERS: dict[str, Any] = {
     **dict.fromkeys(("c_proj", "o_proj", "down_proj"), layers.RowParallelLinear),
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), layers.EnteringNorm),
 }
-
-
-def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool) -> Replicate:
-    """Return what tensor parallelism does to a parameter of the serial model: Shard, Partial or Replicate."""
-    name = ".".join(name.split(".")[-2:])
-    if name in PLAN:
-        dim, groups = PLAN[name]
-        return Shard(rank, ranks, dim, shape[dim], groups)
-    return Partial(rank, ranks) if sequence or name == ROUTER else Replicate(rank, ranks)
 
 
 class TensorParallel(Owner):
@@ -107,14 +98,16 @@ def tensor_parallel(
     group = TensorGroup(comm, reduction)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
-        placement = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
-        if isinstance(placement, Shard):
-            layers.split(p, placement)
-        else:
-            update(p, tp=placement)
-        if isinstance(placement, Partial):
+        name = ".".join(name.split(".")[-2:])
+        if name in PLAN:
+            dim, groups = PLAN[name]
+            layers.split(p, group.shard(dim, p.shape[dim], groups))
+        elif sequence or name == ROUTER:
+            update(p, tp=Partial(comm.rank, comm.size))
             p.owner = tensor
             tensor.partial.append(p)
+        else:
+            update(p, tp=Replicate(comm.rank, comm.size))
     size = model.config.vocab_size
     model.project = partial(layers.vocab_parallel_head, vocab_size=size, group=group, sequence=sequence)
     model.criterion = partial(layers.vocab_parallel_cross_entropy_sum, group=group)
