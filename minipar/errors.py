@@ -45,6 +45,12 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     return spelled[close[0]] if close else ""
 
 
+def check_divides(what: str, size: int, parts: int, why: str) -> None:
+    """Raise UsageError, with the equation, if `size` cannot be cut into equal parts."""
+    if size % parts:
+        raise UsageError(f"{what} = {size}/{parts} is not a whole number: {why}")
+
+
 def check_memory(needed: float | Decimal, what: str) -> None:
     """Raise UsageError, which says what needs these bytes, if they are more than this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -22,7 +22,7 @@ from minipar.autograd import Tensor, mapping
 from minipar.autograd.attention import CausalAttention, attend, attend_backward, merge
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
+from minipar.errors import UsageError, check_divides
 from minipar.nn.layers import Dropout, MaskSlice
 
 METHODS = ("ring", "all-gather", "ulysses")
@@ -33,15 +33,13 @@ KV, GRADIENT = 0, 1  # tags of the ring's messages
 def check_length(length: int, ranks: int, order: str) -> None:
     """Raise UsageError, with the arithmetic, if a sequence cannot be cut into equal parts."""
     chunks, what = (2 * ranks, "(2*cp)") if order == "zigzag" else (ranks, "cp")
-    if length % chunks:
-        raise UsageError(f"seq-len/{what} = {length}/{chunks} is not a whole number: {order} has equal chunks")
+    check_divides(f"seq-len/{what}", length, chunks, f"{order} has equal chunks")
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """Raise UsageError, with the arithmetic, if Ulysses cannot give each rank whole heads."""
     for what, count in (("heads", heads), ("kv-heads", kv_heads)):
-        if count % ranks:
-            raise UsageError(f"{what}/cp = {count}/{ranks} is not a whole number: ulysses cuts each tp rank's {what}")
+        check_divides(f"{what}/cp", count, ranks, f"ulysses cuts each tp rank's {what}")
 
 
 def visible(order: str, rank: int, source: int, tokens: int) -> list[tuple[slice, slice]]:

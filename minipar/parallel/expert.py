@@ -24,7 +24,7 @@ import numpy as np
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
+from minipar.errors import check_divides
 from minipar.nn.module import Module, Owner, Parameter
 from minipar.nn.moe import MoE, moe_layers
 from minipar.parallel.placement import place, update
@@ -77,10 +77,8 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     place(model)
     owner = ExpertParallel(comm, replicas)
     for moe in moe_layers(model):
-        count, left = divmod(len(moe.experts), comm.size)
-        if left:
-            what = f"experts/ep = {len(moe.experts)}/{comm.size}"
-            raise UsageError(f"{what} is not a whole number: each rank holds whole experts")
+        check_divides("experts/ep", len(moe.experts), comm.size, "each rank holds whole experts")
+        count = len(moe.experts) // comm.size
         moe.experts = moe.experts[comm.rank * count : (comm.rank + 1) * count]
         moe.run_experts = partial(owner.run, moe)
         for p in (p for expert in moe.experts for p in expert.parameters()):

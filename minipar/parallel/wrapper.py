@@ -84,8 +84,17 @@ class Wrapper(Owner, ABC):
         self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
 
     def _on_gradient(self, leaf: Tensor) -> None:
-        """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete."""
-        self.gradient_arrived()
+        """Start every bucket that is complete; backward calls this when the gradient of `leaf` is complete.
+
+        RuntimeError in a pass that nobody has scaled.
+        """
+        if not self._scaled:
+            raise RuntimeError(
+                f"backward() of a loss that was not divided by the global count of targets: over {self.comm.size} "
+                f"ranks the gradients would add up to {self.comm.size} times too much. Use wrapper.loss(x, y) instead "
+                "of model.loss(x, y), or scale the loss and run backward inside `with wrapper.scaled_backward():`"
+            )
+        self._state = "local"
         if not self.syncing:
             return
         self._waiting[self._bucket_of[leaf]].discard(leaf)
@@ -183,16 +192,6 @@ class Wrapper(Owner, ABC):
             yield
         finally:
             self._scaled = False
-
-    def gradient_arrived(self) -> None:
-        """Note that backward has completed a gradient. RuntimeError in a pass that nobody has scaled."""
-        if not self._scaled:
-            raise RuntimeError(
-                f"backward() of a loss that was not divided by the global count of targets: over {self.comm.size} "
-                f"ranks the gradients would add up to {self.comm.size} times too much. Use wrapper.loss(x, y) instead "
-                "of model.loss(x, y), or scale the loss and run backward inside `with wrapper.scaled_backward():`"
-            )
-        self._state = "local"
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError if an optimizer holds parameters of this model that this stage does not give it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, check_divides
 from minipar.parallel.context import METHODS, ORDERS, check_heads, check_length
 from minipar.parallel.memory import MIXED, Precision
 from minipar.plan.model import ModelShape
@@ -170,8 +170,7 @@ def check_experts(model: ModelShape, ep: int) -> None:
     """Raise UsageError if ep > 1 ranks cannot share the model's experts equally."""
     if ep > 1 and model.experts is None:
         raise UsageError(f"ep {ep} divides the experts of a layer; each layer of this model has one MLP, no experts")
-    if (model.experts or 1) % ep:
-        raise UsageError(f"experts/ep = {model.experts}/{ep} is not a whole number: each rank holds whole experts")
+    check_divides("experts/ep", model.experts or 1, ep, "each rank holds whole experts")
 
 
 @dataclass(frozen=True)

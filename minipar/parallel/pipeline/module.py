@@ -8,9 +8,8 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
-from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
-from minipar.errors import UsageError
+from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Owner, Parameter, Part
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
@@ -21,7 +20,7 @@ DTYPES = ("float32", "float64")
 Stage = Module | Callable[[DeviceMesh], Module]
 
 
-class PipelineModule(Module):
+class PipelineModule(Module, Owner):
     """The user's stages over mesh.pp; `model(x, y)` runs forward and backward of all microbatches.
 
     `stages` are Modules, or callables (such as classes) that make one from the mesh, on the ranks that hold it. A
@@ -42,10 +41,9 @@ class PipelineModule(Module):
         pp = mesh.pp
         virtual = max(1, len(stages) // pp.size) if schedule == "interleaved-1f1b" else None
         order = make(schedule, pp.size, num_microbatches, virtual)
-        per_stage, rest = divmod(len(stages), order.stages)
-        if rest:
-            ratio = f"stages/(stages of {schedule} on pp = {pp.size}) = {len(stages)}/{order.stages}"
-            raise UsageError(f"{ratio} is not a whole number")
+        what = f"stages/(stages of {schedule} on pp = {pp.size})"
+        check_divides(what, len(stages), order.stages, "each stage of the schedule has as many")
+        per_stage = len(stages) // order.stages
         self.mesh, self.num_microbatches, self.count = mesh, num_microbatches, len(stages)
         own = [s for s, rank in order.home.items() if rank == pp.rank]
         runs = {s: [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)] for s in own}
@@ -55,7 +53,7 @@ class PipelineModule(Module):
             if not isinstance(placement_of(p).tp, Shard):
                 update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
             if mesh.dp.size > 1:
-                p.owner = _OneReplicasGradients(mesh.dp)
+                p.owner = self
         if self.loss_module is not None:
             runs[order.stages - 1].pop()  # its loss_sum is called instead of its forward
         held = {s: PipelineStage(run) for s, run in runs.items()}
@@ -65,6 +63,12 @@ class PipelineModule(Module):
         module = stage if isinstance(stage, Module) else stage(self.mesh)
         setattr(self, f"stage{i}", module)  # its parameters are named stage{i}.NAME
         return Part(str(i), module, module.parameters())
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raise ValueError for a plain optimizer: the replicas would drift apart."""
+        why = f"the gradients of a PipelineModule are not summed over its {self.mesh.dp.size} data-parallel replicas"
+        remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
+        raise ValueError(f"{why}: write {remedy}")
 
     @property
     def loss_module(self) -> Module | None:
@@ -120,16 +124,3 @@ class _HeadedExecutor(PipelineExecutor):
             return self.comm.irecv(xp.empty(dims[:ndim], dtype=DTYPES[kind]), peer, tag).wait()
 
         return announced
-
-
-class _OneReplicasGradients(Owner):
-    """The owner of parameters whose gradients nobody has summed over dp yet: it refuses plain optimizers."""
-
-    def __init__(self, dp: Communicator) -> None:
-        self.dp = dp
-
-    def check(self, parameters: Sequence[Parameter]) -> None:
-        """Raise ValueError: the replicas would drift apart."""
-        why = f"the gradients of a PipelineModule are not summed over its {self.dp.size} data-parallel replicas"
-        remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
-        raise ValueError(f"{why}: write {remedy}")

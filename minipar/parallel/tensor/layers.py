@@ -11,13 +11,14 @@ from minipar.autograd import IGNORE_INDEX, LazyGradient, Tensor, embedding, line
 from minipar.autograd.fused import CrossEntropyFunction, LinearFunction
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError
+from minipar.errors import check_divides
 from minipar.nn.layers import Embedding, Linear, RMSNorm
 from minipar.nn.module import Module, Parameter
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
 SEQUENCE = 1  # the dim of the tokens in (B, T, h)
+EQUAL = "each tensor-parallel rank has as many"
 
 
 def enter(x: Tensor, group: TensorGroup, sequence: bool) -> Tensor:
@@ -71,12 +72,6 @@ def split(parameter: Parameter, shard: Shard) -> None:
     parameter.map_value(shard.local_shape(parameter.shape), shard.part)
 
 
-def check_divides(what: str, size: int, ranks: int, why: str = "each tensor-parallel rank has as many") -> None:
-    """Raise UsageError, with the equation, if the ranks cannot have equal parts."""
-    if size % ranks:
-        raise UsageError(f"{what} = {size}/{ranks} is not a whole number: {why}")
-
-
 class _ParallelLayer(Module):
     group: TensorGroup
     sequence = False
@@ -100,7 +95,7 @@ class ColumnParallelLinear(_ParallelLayer, Linear):
         self, n_in: int, n_out: int, comm: Communicator, *, name: str, groups: int = 1, **options: Any
     ) -> None:
         self.group = TensorGroup(comm)
-        check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size)
+        check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * self.group.size, EQUAL)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(0 if self.transposed else 1, n_out, groups))
         if self.bias is not None:
@@ -120,7 +115,7 @@ class RowParallelLinear(_ParallelLayer, Linear):
 
     def __init__(self, n_in: int, n_out: int, comm: Communicator, *, name: str, **options: Any) -> None:
         self.group = TensorGroup(comm)
-        check_divides(f"{name}: n_in/tp", n_in, self.group.size)
+        check_divides(f"{name}: n_in/tp", n_in, self.group.size, EQUAL)
         super().__init__(n_in, n_out, name=name, deferred=True, **options)
         split(self.weight, self.group.shard(1 if self.transposed else 0, n_in))
         self.materialize()

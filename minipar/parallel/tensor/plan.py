@@ -11,6 +11,7 @@ from typing import Any
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
+from minipar.errors import check_divides
 from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.module import Owner, Parameter
 from minipar.nn.transformer import LanguageModel, TransformerConfig
@@ -76,11 +77,11 @@ class TensorParallel(Owner):
 
 def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
     """Raise UsageError if tp does not divide the heads, the MLP's columns, or the tokens of a sequence if given."""
-    layers.check_divides("heads/tp", model.n_head, tp, "each tensor-parallel rank has whole heads")
-    layers.check_divides("kv-heads/tp", model.n_kv_head, tp, "each tensor-parallel rank has whole heads of k and v")
-    layers.check_divides("ffn/tp", model.n_inner, tp, "each tensor-parallel rank has whole columns")
+    check_divides("heads/tp", model.n_head, tp, "each tensor-parallel rank has whole heads")
+    check_divides("kv-heads/tp", model.n_kv_head, tp, "each tensor-parallel rank has whole heads of k and v")
+    check_divides("ffn/tp", model.n_inner, tp, "each tensor-parallel rank has whole columns")
     if tokens is not None:
-        layers.check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
+        check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
 
 
 def tensor_parallel(
