@@ -68,13 +68,13 @@ def place_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
     return (*pairs, *bounds[2 * extras :])
 
 
-def ring_all_gather(link: Link, x: np.ndarray, bounds: Bounds | None = None) -> Steps:
+def ring_all_gather(link: Link, x: np.ndarray) -> Steps:
     """Gather all of x on every rank, in place: at first each rank r has chunk r of x.
 
     (p-1) alpha + n(p-1)/p beta. Each rank sends to its right the chunk that it has just received from its left.
     """
     p, r = link.size, link.rank
-    parts = chunks(x, p, bounds)
+    parts = chunks(x, p)
     for step in range(p - 1):
         yield link.isend(parts[(r - step) % p], (r + 1) % p), link.irecv(parts[(r - step - 1) % p], (r - 1) % p)
 
@@ -162,15 +162,6 @@ def dissemination_barrier(link: Link) -> Steps:
     nothing = link.scratch(0, np.dtype(np.uint8))
     for step in range((p - 1).bit_length()):
         yield link.isend(nothing, (r + 2**step) % p), link.irecv(nothing, (r - 2**step) % p)
-
-
-def gather(link: Link, x: np.ndarray, bounds: Bounds, root: int) -> Steps:
-    """Gather all of x on `root`, in place: at first each rank r has x from bounds[r]."""
-    parts = chunks(x, link.size, bounds)
-    if link.rank == root:
-        yield [link.irecv(part, source) for source, part in enumerate(parts) if source != root]
-    else:
-        yield [link.isend(parts[link.rank], root)]
 
 
 def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
-from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, gather, ring_all_gather
+from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, pairwise_all_to_all, ring_all_gather
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps
 from minipar.comm.work import Stream, Work
@@ -90,9 +90,8 @@ class Communicator(Stream):
 
         Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order, as one device does.
         """
-        algorithm, combine = choose("all_reduce", algorithm, x.nbytes), _combine(op)
         flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
-        return self._run("all_reduce", algorithm, x, flat, async_op, flat, combine)
+        return self._run("all_reduce", algorithm, x, flat, async_op, flat, _combine(op))
 
     def reduce_scatter(
         self, x: Array, out: Array | None = None, op: str = "sum", algorithm: str = "auto", async_op: bool = False
@@ -101,10 +100,9 @@ class Communicator(Stream):
 
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
-        algorithm, combine = choose("reduce_scatter", algorithm, x.nbytes), _combine(op)
         flat = self._flat(x, "reduce_scatter")
         out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
-        return self._run("reduce_scatter", algorithm, out, host, async_op, flat, host, combine)
+        return self._run("reduce_scatter", algorithm, out, host, async_op, flat, host, _combine(op))
 
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
@@ -116,7 +114,6 @@ class Communicator(Stream):
         """
         flat = self._flat(chunk, "all_gather")
         out, host = self._output("all_gather", chunk, out, flat.size * self.size if out is None else out.size)
-        algorithm = choose("all_gather", algorithm, host.nbytes)
         own = chunks(host, self.size)[self.rank]
         if flat.size != own.size:
             given = f"{host.size} elements over {self.size} ranks give this rank {own.size}"
@@ -133,9 +130,8 @@ class Communicator(Stream):
         `counts` are (sends, receives), if the chunks of x are not `chunk_bounds`: sends[j] elements for rank j, and
         receives[j] from it. Sent per rank: all of x but its own chunk, n(p-1)/p bytes if chunks are equal.
         """
-        algorithm, bounds = choose("all_to_all", algorithm, x.nbytes), []
         flat, r = self._flat(x, "all_to_all"), self.rank
-        size = self.size * chunks(flat, self.size)[r].size
+        size, bounds = self.size * chunks(flat, self.size)[r].size, []
         if counts is not None:
             sends, receives = (list(map(int, each)) for each in counts)
             complete = len(sends) == len(receives) == self.size and sends[r] == receives[r]
@@ -149,7 +145,6 @@ class Communicator(Stream):
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
         """Copy x of `root` to every rank, in place. Sent: n bytes per child in a binomial tree, n(p-1) in all."""
-        algorithm = choose("broadcast", algorithm, x.nbytes)
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
         flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
@@ -157,30 +152,28 @@ class Communicator(Stream):
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
-        algorithm = choose("barrier", algorithm, 0)
-        if self.size > 1:
-            self._run("barrier", algorithm, None, NOTHING, False)
+        self._run("barrier", algorithm, NOTHING, NOTHING, False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Operation "control": no clock and no trace sees it."""
-        return [part.tobytes() for part in self._gather(ring_all_gather, data)]
+        return self._gather(data, range(self.size))
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
         """Return on `root` what `all_gather_bytes` returns everywhere, and None elsewhere."""
-        parts = self._gather(gather, data, root)
-        return [part.tobytes() for part in parts] if self.rank == root else None
+        parts = self._gather(data, [root])
+        return parts if self.rank == root else None
 
-    def _gather(self, generator: Callable[..., Steps], data: bytes, *arguments: Any) -> list[np.ndarray]:
-        """Return every rank's bytes, on the ranks where the generator gathers them."""
+    def _gather(self, data: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """Return every rank's bytes, on `ranks`: an all-to-all in which the others receive nothing."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = len(data)
         self._control(ring_all_gather, lengths)
-        bounds = bounds_of(lengths)
-        everything = np.empty(bounds[-1][1], np.uint8)
-        everything[slice(*bounds[self.rank])] = np.frombuffer(data, np.uint8)
-        if everything.size:
-            self._control(generator, everything, bounds, *arguments)
-        return chunks(everything, self.size, bounds)
+        sends = [(0, len(data) if rank in ranks else 0) for rank in range(self.size)]
+        receives = bounds_of(lengths if self.rank in ranks else 0 * lengths)
+        everything = np.empty(receives[-1][1], np.uint8)
+        if lengths.any():
+            self._control(pairwise_all_to_all, np.frombuffer(data, np.uint8), everything, sends, receives)
+        return [part.tobytes() for part in chunks(everything, self.size, receives)]
 
     def agree(self, error: str | None = None) -> None:
         """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""
@@ -220,6 +213,7 @@ class Communicator(Stream):
     def _run(self, op: str, algorithm: str, x: Array, host: np.ndarray, async_op: bool, *arguments: Any) -> Result:
         """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
         elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
+        algorithm = choose(op, algorithm, elements.nbytes)
         if type(combine) is list:  # of the chunks of an all-to-all: each rank has its own number of elements
             elements = elements[:0]
         tag = self.next_tag(op, algorithm, elements, combine)
@@ -243,11 +237,10 @@ class Communicator(Stream):
 
     def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
         """Run an operation that no clock and no trace sees."""
-        if self.size > 1:
-            now = self.clock.now()
-            work = Work(self, "control", "ring", self.next_tag("control", "ring", NOTHING))
-            work.start(generator(work, *arguments), None).wait()
-            self.clock.resume(now)
+        now = self.clock.now()
+        work = Work(self, "control", "ring", self.next_tag("control", "ring", NOTHING))
+        work.start(generator(work, *arguments), None).wait()
+        self.clock.resume(now)
 
     def _flat(self, x: Array, op: str) -> np.ndarray:
         """Return the values of x as a flat host array: x's own memory, or a copy of a device array."""
@@ -299,7 +292,7 @@ def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -
     x[...] = from_host(host.reshape(x.shape))
 
 
-def _alone(work: Work, flat: np.ndarray, out: Any = None, *_: Any) -> Steps:
+def _alone(work: Work, flat: np.ndarray = NOTHING, out: Any = None, *_: Any) -> Steps:
     """Run a collective of one rank: copy the input to the output, where they differ."""
     if isinstance(out, np.ndarray):
         out[...] = flat

@@ -33,7 +33,7 @@ class TimedWork(Work):
         self.asked = self.called  # when the caller last tested or waited
         self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
         self.nbytes = 0  # sent
-        self.headers: dict[Request, list[Request]] = {}  # of each message; none on a wall clock
+        self.headers: list[Request] = []  # of the messages posted since the last step; none on a wall clock
         self.arrivals: dict[Request, tuple[np.ndarray, float, str]] = {}  # sender's clock, network's price, arrow
 
     def isend(self, array: np.ndarray, dest: int) -> Request:
@@ -42,9 +42,8 @@ class TimedWork(Work):
         leaves = max(self.time, self.port) if self.clock.logical else self.clock.now()
         if self.clock.logical:
             self.port = leaves + self._seconds(array, self.rank, dest)
-        headers = [self.transport.isend(np.array([leaves]), dest, self.tag, self)] if self.clock.logical else []
+            self.headers.append(self.transport.isend(np.array([leaves]), dest, self.tag, self))
         payload, arrow = super().isend(array, dest), self._arrow(self.rank, dest)
-        self.headers[payload] = headers
         if self.tracer.enabled:
             self.tracer.arrow(self._track(), arrow, leaves, array.nbytes)
         return payload
@@ -52,9 +51,9 @@ class TimedWork(Work):
     def irecv(self, array: np.ndarray, source: int) -> Request:
         """Start to receive a message, behind its header on a logical clock."""
         stamp = np.empty(1)
-        headers = [self.transport.irecv(stamp, source, self.tag, self)] if self.clock.logical else []
+        if self.clock.logical:
+            self.headers.append(self.transport.irecv(stamp, source, self.tag, self))
         payload, seconds = super().irecv(array, source), self._seconds(array, source, self.rank)
-        self.headers[payload] = headers
         self.arrivals[payload] = stamp, seconds, self._arrow(source, self.rank)
         return payload
 
@@ -95,7 +94,8 @@ class TimedWork(Work):
         self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.clock.now()
         self.port = stream.port
         for requests in steps:
-            yield self._with_headers(requests)
+            yield [*requests, *self.headers]
+            self.headers.clear()
             self._settle(requests)
         stream.end, stream.port = self.time, self.port
         self._record()
@@ -106,15 +106,12 @@ class TimedWork(Work):
             if self.op == "send":
                 self.time = self.called if self.clock.logical else self.clock.now()
                 self._record()
-            yield self._with_headers(requests)
+            yield [*requests, *self.headers]
             if self.op == "recv":
                 self.started = self.time = self.asked
                 self._settle(requests)
                 self._record()
             self.clock.resume(max(self.asked, self.time))
-
-    def _with_headers(self, requests: Iterable[Request]) -> list[Request]:
-        return [*requests, *(header for request in requests for header in self.headers.pop(request, ()))]
 
     def _settle(self, requests: Iterable[Request]) -> None:
         """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
