@@ -299,15 +299,9 @@ def _print_error(error: UsageError | MemoryError) -> None:
 
 
 def _everyone_fails(comm: Communicator) -> bool:
-    """Meet the other ranks that end with an error, in a barrier. Return False if some have not come in time."""
+    """Tell the other ranks that this one ends with an error. Return False if some do not say so in time."""
     if comm.size == 1:
         return True
-    from minipar.comm.mpi import MPI
+    from minipar.comm.mpi import FAILED
 
-    meeting = MPI.COMM_WORLD.Ibarrier()
-    deadline = time.monotonic() + MEET_SECONDS
-    while not meeting.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
+    return comm.transport.notices.send(FAILED, seconds=MEET_SECONDS)

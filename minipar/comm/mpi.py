@@ -4,6 +4,7 @@ Buffers are passed as `[array, bytes, MPI.BYTE]`. Naming count and type saves 0.
 because mpi4py need not read the array interface. It also makes every NumPy dtype sendable, MPI's own or not.
 """
 
+import math
 import os
 import sys
 import tempfile
@@ -29,7 +30,7 @@ YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
-LEFT, REPORTED = range(2)  # tags of notices: I leave; I have written my report, write yours
+LEFT, FAILED, REPORTED = range(3)  # tags of notices: I leave; I leave with an error; I wrote my report, write yours
 LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messages must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 
@@ -90,21 +91,26 @@ class _Native(_Receive):
 
 
 class Notices:
-    """The messages between ranks outside of operations: a rank has left, or has written a report."""
+    """The messages between ranks outside of operations: a rank leaves, fails, or has written a report."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, REPORTED: {}}  # tag -> {rank: value}
+        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, FAILED: {}, REPORTED: {}}  # tag -> {rank: value}
         self._sent: list[Any] = []  # buffers must stay until their messages have left
 
-    def send(self, tag: int, value: int = 0) -> None:
-        """Send a notice to every other rank."""
+    def send(self, tag: int, value: int = 0, seconds: float = 0.0) -> bool:
+        """Send a notice to every other rank, and wait for theirs. Return False if some have not come in time."""
         self.arrived[tag][self.rank] = value
         buffer = np.array([value])
         for rank in range(self.size):
             if rank != self.rank:
                 self._sent.append((buffer, self.comm.Isend([buffer, 8, BYTE], rank, tag)))
+        deadline = time.monotonic() + seconds
+        while len(self.arrived[tag]) < self.size and time.monotonic() < deadline:
+            time.sleep(LONGEST_SLEEP)
+            self.receive()
+        return len(self.arrived[tag]) == self.size
 
     def receive(self) -> None:
         """Record the notices that have arrived."""
@@ -115,19 +121,16 @@ class Notices:
 
     def leave(self) -> None:
         """Tell the others that this rank leaves, and wait until all do: MPI must not end with messages on their way."""
-        self.send(LEFT)
-        while len(self.arrived[LEFT]) < self.size:
-            time.sleep(LONGEST_SLEEP)
-            self.receive()
+        self.send(LEFT, seconds=math.inf)
 
-    def write(self, request: Request, engine: Any) -> str:
+    def write(self, request: Request, engine: Any, seconds: float = 0.0) -> str:
         """Write this rank's report, and tell the others, who then write theirs. Return the files' common name."""
         name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # another user's link there is not followed
         with open(os.open(f"{name}{self.rank}.txt", flags, 0o600), "w", encoding="utf-8") as file:
             operations = "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent))
             print(f"{request.describe()}\nlast operations, the newest first:\n{operations}", file=file)
-        self.send(REPORTED, engine.operations)
+        self.send(REPORTED, engine.operations, seconds)
         return name
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:
@@ -140,10 +143,7 @@ class Notices:
 
     def report(self, request: Request, engine: Any) -> str:
         """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
-        files, counts, deadline = self.write(request, engine), self.arrived[REPORTED], time.monotonic() + REPORT_SECONDS
-        while len(counts) < self.size and time.monotonic() < deadline:
-            time.sleep(LONGEST_SLEEP)
-            self.receive()
+        files, counts = self.write(request, engine, REPORT_SECONDS), self.arrived[REPORTED]
         if silent := [str(rank) for rank in range(self.size) if rank not in counts]:
             behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
         else:
