@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -119,7 +120,7 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
-        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}
+        self.scratch = lru_cache(SCRATCH_VIEWS)(self._scratch)  # making a view takes longer
 
     def next_tag(self, op: str, algorithm: str, elements: np.ndarray, combine: Any = None) -> int:
         """Return the tag of the next operation, and record it."""
@@ -144,18 +145,14 @@ class Stream:
             if not self.queue:
                 self.engine.streams.remove(self)
 
-    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+    def _scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Return memory for `count` elements, the same for all operations: they run one after the other."""
-        key = (count, dtype)
-        view = self._views.get(key)
-        if view is None:
-            nbytes = count * dtype.itemsize
-            if nbytes > self._memory.nbytes or len(self._views) >= SCRATCH_VIEWS:
-                self._memory = np.empty(max(nbytes, self._memory.nbytes), np.uint8)
-                hold("buffers", self._memory)
-                self._views.clear()
-            view = self._views[key] = self._memory[:nbytes].view(dtype)
-        return view
+        nbytes = count * dtype.itemsize
+        if nbytes > self._memory.nbytes:
+            self.scratch.cache_clear()  # views of the old memory
+            self._memory = np.empty(nbytes, np.uint8)
+            hold("buffers", self._memory)
+        return self._memory[:nbytes].view(dtype)
 
 
 class Work:
