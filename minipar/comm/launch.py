@@ -10,9 +10,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+import psutil
 
 from minipar.backend import prepare_process
 from minipar.comm.communicator import Communicator
@@ -28,7 +31,7 @@ LAUNCHERS = (
     ("torchrun", "WORLD_SIZE", "RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-PROXY_NUMBER = r"--proxy-id[\0 ]"  # that of a host, in the command that starts or reaches its ranks
+PROXY_NUMBER = r"--proxy-id (\d+)"  # that of a host, in the command that starts or reaches its ranks
 SHARED = Path("/dev/shm")
 WATCH_SECONDS = 1.0  # between two looks at the other ranks, while MPI starts
 BYTES_OF_HOST, BYTES_OF_RANK = 12_000_000, 5_000_000  # of shared memory, measured with MPICH 5
@@ -163,7 +166,7 @@ def _host_of_each_rank(ranks: int, here: int) -> list[int]:
     """
     if ranks == here:
         return [0] * ranks
-    if (own := _number(_proxy(), "cmdline", PROXY_NUMBER)) < 0:
+    if (proxy := _proxy()) is None or not (own := re.search(PROXY_NUMBER, " ".join(proxy.cmdline()))):
         return []
     with open(int(os.environ["PMI_FD"]), "r+b", buffering=0, closefd=False) as mpirun:
         mpirun.write(b"cmd=get kvsname=any key=PMI_process_mapping\n")
@@ -173,7 +176,7 @@ def _host_of_each_rank(ranks: int, here: int) -> list[int]:
     for first, count, each, alone in re.findall(r"\((\d+),(\d+),(\d+)\)|(\d+)", answer):
         block = range(int(first), int(first) + int(count)) if first else [int(alone)]
         hosts += [host for host in block for _ in range(int(each or 1))]
-    return hosts[:ranks] if hosts[:ranks].count(own) == here else []
+    return hosts[:ranks] if hosts[:ranks].count(int(own[1])) == here else []
 
 
 def _watch(hosts: list[int], started: threading.Event) -> None:
@@ -201,39 +204,23 @@ def _ranks_alive(hosts: list[int]) -> set[int]:
     On mpirun's own host each other host has a process (ssh), which ends when all ranks there have ended. Empty if the
     ranks here cannot be seen.
     """
-    proxy, everyone = _proxy(), range(len(hosts))
-    ranks = {rank for child in _children(proxy) if (rank := _number(child, "environ", r"\bPMI_RANK=")) in everyone}
-    mpirun = _number(proxy, "status", r"PPid:\s*")
-    visible = _read(mpirun, "comm").startswith("mpi")
-    reached = {_number(child, "cmdline", PROXY_NUMBER) for child in _children(mpirun)} if visible else set(hosts)
+    if (proxy := _proxy()) is None:
+        return set()
+    mpirun = proxy.parent()
+    visible = mpirun is not None and mpirun.name().startswith("mpi")
+    ranks, reached = set(), set() if visible else set(hosts)
+    for child in proxy.children() + (mpirun.children() if visible else []):
+        with suppress(psutil.Error):  # it has ended
+            reached |= set(map(int, re.findall(PROXY_NUMBER, " ".join(child.cmdline()))))
+            ranks.add(int(child.environ().get("PMI_RANK", -1)))
+    ranks &= set(range(len(hosts)))
     reached -= {hosts[rank] for rank in ranks}
-    return ranks and ranks | {rank for rank in everyone if hosts[rank] in reached}
+    return ranks and ranks | {rank for rank, host in enumerate(hosts) if host in reached}
 
 
-def _proxy() -> int:
-    """Return the process with which MPICH's mpirun starts the ranks of this host. Not above 0 if there is none."""
-    process = os.getppid()
-    while process > 0 and not _read(process, "comm").startswith("hydra_pmi"):
-        process = _number(process, "status", r"PPid:\s*")
-    return process
-
-
-def _children(process: int) -> list[int]:
-    return [int(child) for child in _read(process, f"task/{process}/children").split()]
-
-
-def _number(process: int, file: str, name: str) -> int:
-    """Return the number behind a name in what /proc says of a process. -1 if there is none."""
-    found = re.search(name + r"(\d+)", _read(process, file))
-    return int(found[1]) if found else -1
-
-
-def _read(process: int, file: str) -> str:
-    """Return what /proc says of a process. Nothing if it says nothing."""
-    try:
-        return Path(f"/proc/{process}/{file}").read_text(errors="replace")
-    except OSError:
-        return ""
+def _proxy() -> psutil.Process | None:
+    """Return the process with which MPICH's mpirun starts the ranks of this host."""
+    return next((process for process in psutil.Process().parents() if process.name().startswith("hydra_pmi")), None)
 
 
 def _started_ranks() -> tuple[int, str, str]:
