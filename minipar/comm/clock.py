@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from minipar.errors import UsageError
-
 MICROSECONDS = 1e6
 
 
@@ -87,15 +85,6 @@ class ModelClock(Clock):
 
 
 CLOCKS: dict[str, Callable[[], Clock]] = {"wall": WallClock, "cpu": CpuClock, "model": ModelClock}
-
-
-def make_clock(clock: str | Clock | None) -> Clock:
-    """Return the clock of that name. None means "wall". UsageError for an unknown name."""
-    if not isinstance(clock, str | None):
-        return clock
-    if (name := clock or "wall") not in CLOCKS:
-        raise UsageError(f'clock "{name}": expected one of {", ".join(CLOCKS)}')
-    return CLOCKS[name]()
 
 
 class Tracer:

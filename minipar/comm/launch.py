@@ -272,10 +272,9 @@ def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace
     """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
     from minipar.comm.mpi import MPI, abort
 
-    text = "".join(traceback.format_exception(kind, error, trace))
     if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
-        sys.stderr.write(text)
-        return
+        return sys.__excepthook__(kind, error, trace)
+    text = "".join(traceback.format_exception(kind, error, trace))
     sys.stderr.write(f"rank {MPI.COMM_WORLD.Get_rank()}:\n{text}")
     abort(1)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.comm.clock import Clock, Network, Tracer, make_clock
+from minipar.comm.clock import CLOCKS, Clock, Network, Tracer, WallClock
 from minipar.comm.traffic import Traffic
 from minipar.comm.transport import USER_TAGS, Request, Transport, tag_of
 from minipar.errors import CommunicationError, UsageError
@@ -34,7 +34,9 @@ class Engine:
 
     def __init__(self, transport: Transport, clock: str | Clock | None, network: Network | None) -> None:
         self.transport = transport
-        self.clock = make_clock(clock)
+        if isinstance(clock, str) and clock not in CLOCKS:
+            raise UsageError(f'clock "{clock}": expected one of {", ".join(CLOCKS)}')
+        self.clock = CLOCKS[clock]() if isinstance(clock, str) else clock or WallClock()
         if network is not None and not self.clock.logical:
             raise UsageError("a network prices messages on the clocks cpu and model; give one of them")
         self.network = network or Network()
@@ -131,13 +133,6 @@ class Stream:
         self.engine.recent.append((self.axis, tag))
         return tag
 
-    def add(self, work: "Work") -> None:
-        """Put an operation at the end of the queue, and start it if no other is under way."""
-        self.queue.append(work)
-        if len(self.queue) == 1:
-            self.engine.streams.append(self)
-            self.advance()
-
     def advance(self) -> None:
         """Advance the oldest operation, and the next one when it is finished."""
         while self.queue and self.queue[0].advance():
@@ -192,8 +187,11 @@ class Work:
         self._result = result
         if self.single:
             self.missing = next(self._steps)
-        else:
-            self.stream.add(self)
+            return self
+        self.stream.queue.append(self)
+        if len(self.stream.queue) == 1:
+            self.stream.engine.streams.append(self.stream)
+            self.stream.advance()
         return self
 
     def run(self, steps: Iterator[Iterable[Request]], result: Any) -> Any:
