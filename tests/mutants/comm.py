@@ -34,6 +34,7 @@ MUTANTS = [
             "if not complete or min(sends + receives) < 0 or sum(sends) != flat.size:",
             "if not complete or min(sends + receives) < 0:",
         ),
+        ("gather_bytes: every rank is sent all bytes", "(0, len(data) if rank in ranks else 0)", "(0, len(data))"),
         ("a message to a rank that does not exist", "if not 0 <= peer < self.size:", "if not 0 <= peer <= self.size:"),
     ),
     *mistakes(
