@@ -117,10 +117,8 @@ class Module:
 
     def loss_sum(self, x: Any, y: Any) -> Tensor:
         """Return the loss of inputs x and targets y, summed over the targets. Each model defines its own."""
-        why = "minipar divides the sum over all ranks by the global count of targets"
-        raise TypeError(
-            f"{type(self).__name__} does not define loss_sum(x, y): {why}, so a model defines the summed loss"
-        )
+        why = "does not define loss_sum(x, y): minipar divides the sum over all ranks by the global count of targets"
+        raise TypeError(f"{type(self).__name__} {why}, so a model defines the summed loss")
 
     def target_count(self, y: Any) -> int:
         """Return the number of targets that `loss_sum` adds up: all elements of y but IGNORE_INDEX among integers."""

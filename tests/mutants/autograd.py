@@ -85,11 +85,7 @@ MUTANTS = [
             "lambda g: _rotate(g[..., :a], -angles)",
             "lambda g: _rotate(g[..., :a], angles)",
         ),
-        (
-            "rotary: neighbours are pairs",
-            "-1, 2, angles.shape[-1]) for",
-            "-1, angles.shape[-1], 2).swapaxes(-1, -2) for",
-        ),
+        ("rotary: neighbours are pairs", "-1, 2, angles.shape[-1])", "-1, angles.shape[-1], 2).swapaxes(-1, -2)"),
         ("gelu: another constant", "GELU_CUBIC = 0.044715", "GELU_CUBIC = 0.04715"),
         ("gelu: a factor of the derivative", "inner *= 3 * GELU_CUBIC", "inner *= 2 * GELU_CUBIC"),
         (
