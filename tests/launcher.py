@@ -98,15 +98,22 @@ def run_mpi(
         return Result(process.returncode, stdout, OPEN_MPI_SAYS.sub("", stderr))
 
 
-# A command is the whole program, from its arguments to its exit; the commands share MPI and what they import.
+# A command is the whole program, from its arguments to its exit. The commands share MPI and what they import, but not
+# what they make NumPy ignore, nor which warnings Python has shown.
 RUN_EACH = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, runpy, sys, warnings
+import numpy as np
 from minipar.comm import world
 
 def outcome(argv):
     program, *sys.argv[1:] = argv
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        np.errstate(),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             (runpy.run_path if program.endswith(".py") else runpy.run_module)(program, run_name="__main__")
         except SystemExit as leaving:

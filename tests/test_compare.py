@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from launcher import run_mpi
+from launcher import run_each
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
@@ -294,16 +294,15 @@ def test_what_is_no_record_is_one_line_and_exit_code_2(name, tmp_path, capsys):
 def test_a_record_needs_a_new_directory(tmp_path):
     (tmp_path / "x").touch()
     flags = f"{MODEL} --record {tmp_path} --verify".replace("--steps 3", "--steps 1").split()
-    result = run_mpi(2, ["-m", "minipar.train", *flags, "--data", str(tmp_path / "x")])
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
     new = [str(tmp_path / "new") if word == str(tmp_path) else word for word in flags]
     text = tmp_path / "text.bin"
     text.write_bytes(np.arange(1000, dtype="<u2").__mod__(64).astype("<u2").tobytes())
-    result = run_mpi(2, ["-m", "minipar.train", *new, "--data", str(text)])
-    assert result.returncode == 0 and f"{tmp_path}/new (--record)" in result.stdout, result.stderr
+    given = [[*flags, "--data", str(tmp_path / "x")], [*new, "--data", str(text)], [*new, "--data", str(text)]]
+    refused, first, second = run_each(2, [["minipar.train", *words] for words in given])
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert first.returncode == 0 and f"{tmp_path}/new (--record)" in first.stdout, first.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["run.json", "step-0.npz"]
-    result = run_mpi(2, ["-m", "minipar.train", *new, "--data", str(text)])
-    assert result.returncode == 2 and "--record" in result.stderr and "cannot be written: File exists" in result.stderr
+    assert second.returncode == 2 and "--record" in second.stderr and "cannot be written: File exists" in second.stderr
 
 
 def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
