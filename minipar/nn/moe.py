@@ -7,13 +7,12 @@ assignment is a (token, slot): a token and one of its k experts.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, concatenate, embedding, mapping, swiglu
+from minipar.autograd import Tensor, concatenate, embedding, operation, swiglu
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Block, Llama, LlamaConfig
 from minipar.nn.module import Module
@@ -71,6 +70,29 @@ class Expert(Module):
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
+@operation
+def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
+    """Return a router's probabilities (N, E). Backward counts the loads (B, E), and adds the auxiliary loss's gradient.
+
+    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share of
+    its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
+    gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it in backward.
+    """
+
+    def gradient(g: Array) -> Array:
+        load = loads.sum(axis=0)
+        layer.load += load
+        layer.dropped += int(np.maximum(load - layer.capacity(len(g)), 0).sum())
+        if not layer.aux_loss:
+            return g
+        sums = layer.sum_loads(loads)
+        f = sums / sums.sum(axis=1, keepdims=True)
+        each = layer.aux_loss * f.shape[1] * f.repeat(len(g) // len(f), axis=0)  # (N, E)
+        return g + from_host(each.astype(g.dtype))
+
+    return probabilities, gradient
+
+
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
@@ -110,26 +132,9 @@ class MoE(Module):
         indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
         by_sample = to_host(indices).reshape(samples, -1)
         loads = np.stack([np.bincount(chosen, minlength=len(self.load)) for chosen in by_sample])  # (B, E)
-        probabilities = mapping(probabilities, lambda p: p, partial(self.balance, loads))
+        probabilities = balanced(probabilities, self, loads)
         chosen = probabilities[xp.arange(len(indices))[:, None], indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
-
-    def balance(self, loads: np.ndarray, grad: Array) -> Array:
-        """Count the loads (B, E) in backward, and add the auxiliary loss's gradient to the probabilities' (N, E).
-
-        A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share
-        of its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A
-        token's gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it in backward.
-        """
-        load = loads.sum(axis=0)
-        self.load += load
-        self.dropped += int(np.maximum(load - self.capacity(len(grad)), 0).sum())
-        if not self.aux_loss:
-            return grad
-        loads = self.sum_loads(loads)
-        f = loads / loads.sum(axis=1, keepdims=True)
-        each = self.aux_loss * f.shape[1] * f.repeat(len(grad) // len(f), axis=0)  # (N, E)
-        return grad + from_host(each.astype(grad.dtype))
 
     def capacity(self, tokens: int) -> int:
         """Return the most rows that an expert takes of this many tokens: ceil(factor N k / E), or all N."""

@@ -76,12 +76,12 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/moe.py",
         "nn/test_balance.py",
-        ("balance: the shares of the whole batch", "loads.sum(axis=1, keepdims=True)", "loads.sum()"),
-        ("balance: the auxiliary gradient takes the main one's place", "return grad + from_host", "return from_host"),
+        ("balance: the shares of the whole batch", "sums.sum(axis=1, keepdims=True)", "sums.sum()"),
+        ("balance: the auxiliary gradient takes the main one's place", "return g + from_host", "return from_host"),
         (
             "balance: the load of a forward pass counts",
-            "probabilities = mapping(",
-            "self.load = self.load + loads.sum(axis=0)\n        probabilities = mapping(",
+            "probabilities = balanced(",
+            "self.load = self.load + loads.sum(axis=0)\n        probabilities = balanced(",
         ),
         (
             "capacity: second choices come with their tokens",
@@ -98,7 +98,7 @@ MUTANTS = [
             "order[place < room], (expert * room + place)[place < room]",
             "order[place <= room], (expert * room + place)[place <= room]",
         ),
-        ("capacity: nothing counts as dropped", "load - self.capacity(len(grad))", "load - len(grad)"),
+        ("capacity: nothing counts as dropped", "load - layer.capacity(len(g))", "load - len(g)"),
     ),
     *mistakes(
         "minipar/autograd/fused.py",
