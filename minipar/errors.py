@@ -59,7 +59,7 @@ def check_memory(needed: float | Decimal, what: str) -> None:
 
 
 class UsageParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError for a mistake, and prints `--help` on one rank only."""
+    """An ArgumentParser that raises UsageError for a mistake, with similar flags, and prints `--help` on one rank."""
 
     def __init__(self, *args: Any, prints: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,6 +70,15 @@ class UsageParser(argparse.ArgumentParser):
             if word.startswith("--") and word.endswith("=--"):  # before Python 3.13 the value would be an empty list
                 raise UsageError(f"argument {word[:-3]}: expected one argument")
         return super().parse_known_args(args, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = (suggest(word.partition("=")[0], self._option_string_actions) for word in unknown if word[0] == "-")
+            similar = ", ".join(dict.fromkeys(filter(None, flags)))
+            question = f"; did you mean {similar}?" if similar else ""
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
+        return known
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

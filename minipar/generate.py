@@ -13,8 +13,8 @@ from minipar.comm.threads import serial
 from minipar.errors import UsageError, UsageParser, printable, report, write_out
 from minipar.nn.layers import generator
 from minipar.nn.pretrained import load_pretrained
+from minipar.train.checkpoint import check_checkpoint, continued, find_checkpoint
 from minipar.train.config import parse
-from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import make_model
 
 NUMBERS: dict[str, tuple[Any, int, str]] = {  # default, least, help

@@ -93,6 +93,7 @@ REFUSED = {
     "--from {folder}/export --top-k 0": "--top-k 0: expected a number of at least 1",
     "--from {folder}/export --temperature nan": "--temperature nan: expected a number of at least 0",
     "--from {folder}/export --seed -1": "--seed -1: expected a number of at least 0",
+    "--from {folder}/export --temprature 1": "unrecognized arguments: --temprature 1; did you mean --temperature?",
     "--prompt x": "the following arguments are required: --from",
 }
 

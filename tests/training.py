@@ -15,10 +15,9 @@ from minipar.nn import GPT, GPTConfig, Optimizer, Parameter
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import Replicate, Shard, update
 from minipar.parallel.wrapper import Wrapper
-from minipar.train.checkpoint import Checkpoint
+from minipar.train.checkpoint import Checkpoint, check_checkpoint, find_checkpoint
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens
-from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 

@@ -19,9 +19,9 @@ import numpy as np
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
+from minipar.train.checkpoint import check_checkpoint, find_checkpoint
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer, step_layout
 from minipar.train.verify import compare, layer_scales, relative_difference
 

@@ -4,7 +4,7 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,10 @@ from minipar.errors import UsageError, printable, writing
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train import progress
-from minipar.train.checkpoint import Checkpoint, agreeing, prepare_directory
+from minipar.train.checkpoint import Checkpoint, agreeing, check_checkpoint, continued, find_checkpoint
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
-from minipar.train.data import Tokens, load_tokens
-from minipar.train.evaluate import Evaluation, hold_out
+from minipar.train.data import Evaluation, Tokens, hold_out, load_tokens
 from minipar.train.progress import Metrics, Progress, say
-from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import verify
 
@@ -41,9 +39,9 @@ def run(comm: Communicator) -> int:
         config = continued(config, checkpoint)
     config, tokens, evaluation = prepare(config, checkpoint, comm)
     first_step = 0 if checkpoint is None else checkpoint.step
-    with agreeing(comm, "--save"):  # proves before hours of training that both can be written
-        if comm.rank == 0 and config.run.save is not None:
-            prepare_directory(config.run.save, first_step)
+    with agreeing(comm, "minipar.train"):
+        if comm.rank == 0:
+            progress.prepare_outputs(config, first_step)
         metrics = Metrics(config.run.metrics if comm.rank == 0 else None, first_step)
     mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
     ledger = MemoryLedger()
@@ -80,16 +78,13 @@ def noting_signals(saving: bool) -> Iterator[list[int]]:
 
     def note(number: int, frame: object) -> None:
         noted.append(number)
-        for each in handlers:
+        for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
 
-    numbers = (signal.SIGTERM, signal.SIGINT) if saving else ()
-    handlers = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with ExitStack() as handlers:
+        for number in (signal.SIGTERM, signal.SIGINT) if saving else ():
+            handlers.callback(signal.signal, number, signal.signal(number, note))
         yield noted
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     for late in noted:  # after the last step
         signal.raise_signal(late)
 
@@ -113,7 +108,7 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
         done, last = result.step + 1, config.optimizer.steps
         values = {"loss": result.loss, "gradient norm": result.grad_norm}
         if evaluation is not None and is_due(done, last, config.data.eval_every):
-            values["validation loss"] = evaluation.loss(trainer)
+            values["validation loss"] = trainer.validation_loss(evaluation)
         if not all(map(math.isfinite, values.values())):
             text = " and ".join(f"{name} {value}" for name, value in values.items())
             raise UsageError(DIVERGED.format(f"{text} in step {done}", config.optimizer.lr))
@@ -171,8 +166,6 @@ def prepare(
             if checkpoint is None or name is None or name in config.given:
                 raise
             raise UsageError(f"{error}; {checkpoint.path} names this file: give {flag} with its new path") from None
-        if comm.rank == 0:
-            progress.prepare_outputs(config)
     for flag, text in (("--data", tokens), ("--eval-data", evaluation.tokens if evaluation is not None else tokens)):
         if len(set(comm.all_gather_bytes(text.fingerprint()))) > 1:
             raise UsageError(f"{text.name} is not the same text on every rank; give {flag} a file that all hosts share")

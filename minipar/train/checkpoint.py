@@ -16,6 +16,9 @@ are counter-based random values (Philox) keyed by (seed, step, sample, name).
 
 A run may be killed at any moment. Files are written into step-N.partial and synced, the manifest last. Then the
 directory is renamed to step-N, which a file system does completely or not at all. `Checkpoint` needs no communicator.
+
+To resume, `find_checkpoint` reads the manifest, `continued` takes the run's flags from it, and `check_checkpoint`
+checks every file.
 """
 
 import hashlib
@@ -25,7 +28,7 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,8 @@ from minipar.nn.pretrained import CONFIGS
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import Shard, elements_of, placement_of
 from minipar.parallel.state import Piece, join, local_part, owned_pieces
+from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
+from minipar.train.data import Tokens
 
 FORMAT, VERSION = "minipar checkpoint", 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
@@ -50,6 +55,17 @@ KEPT = 2  # checkpoints in the directory; older ones are removed
 STEP = re.compile(r"step-(\d{8,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
+
+# What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
+MUST_AGREE = [flag for _, field, flag, _ in flags(TrainConfig()) if "size" in field.metadata]
+MUST_AGREE += "--seq-len --dtype --global-batch --order --seed --betas".split()
+# What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
+UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
+UPDATE += "--aux-loss --router-bias --capacity-factor".split()
+# What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
+TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
+# What the order of sums depends on.
+SUMS = "--dp --cp --ep --microbatches --tp --reduction --sync-every-microbatch --zero-replicas --device".split()
 
 
 @contextmanager
@@ -102,6 +118,7 @@ class Checkpoint:
             self.dtype = np.dtype(self.manifest["dtype"])
             self.files: list[dict[str, Any]] = self.manifest["files"]
             self.history: list[dict[str, Any]] = self.manifest["history"]
+            self.flags = [run_flags(TrainConfig()) | period["flags"] for period in self.history]  # older ones lack some
             self.shapes = {name: tuple(shape) for name, shape in self.manifest["parameters"].items()}
             self.pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)  # (file, piece) by parameter
             for file in self.files:
@@ -221,27 +238,22 @@ def _sync(path: Path) -> None:
 
 def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (step, directory) of the checkpoints in `root`, oldest first. UsageError if one is a link or a file."""
-    complete = []
-    for entry in os.scandir(root):
-        if match := STEP.fullmatch(entry.name):
-            if not entry.is_dir(follow_symlinks=False):
-                kind = "a link" if entry.is_symlink() else "a file"
-                raise UsageError(f"{entry.path} is {kind}; expected a directory")
-            complete.append((int(match[1]), Path(entry.path)))
-    return sorted(complete)
+    complete = [path for path in root.iterdir() if STEP.fullmatch(path.name)]
+    for path in complete:
+        if path.is_symlink() or not path.is_dir():
+            raise UsageError(f"{path} is a {'link' if path.is_symlink() else 'file'}; expected a directory")
+    return sorted((int(path.name.removeprefix("step-")), path) for path in complete)
 
 
 def _remove_leftovers(root: Path) -> None:
     """Remove the partial directories of killed runs and of old checkpoints; one with any other file stays."""
-    for entry in list(os.scandir(root)):
-        if not (PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
-            continue
-        names = os.listdir(entry.path)
-        if all(name == MANIFEST or FILE.fullmatch(name) for name in names):
-            with suppress(OSError):  # a training need not end for it
+    for path in [path for path in root.iterdir() if PARTIAL.fullmatch(path.name) and not path.is_symlink()]:
+        with suppress(OSError):  # a training need not end for it
+            names = os.listdir(path)
+            if all(name == MANIFEST or FILE.fullmatch(name) for name in names):
                 for name in names:
-                    os.unlink(os.path.join(entry.path, name))
-                os.rmdir(entry.path)
+                    (path / name).unlink()
+                path.rmdir()
 
 
 def prepare_directory(directory: str, first_step: int) -> None:
@@ -260,3 +272,90 @@ def prepare_directory(directory: str, first_step: int) -> None:
     if newest > first_step:
         but = f"but this run starts at step {first_step}: --resume that one, or save to another directory"
         raise UsageError(f"--save {directory} holds a checkpoint of step {newest}, {but}")
+
+
+def run_flags(config: TrainConfig) -> dict[str, Any]:
+    """Return the flags that decide the values of a run, as JSON gives them back."""
+    chosen = {"--dtype", "--seed", "--reduction", "--device"}
+    values = {flag: value for section, _, flag, value in flags(config) if section != "run" or flag in chosen}
+    return dict(json.loads(json.dumps(values)))
+
+
+def _find(run: RunConfig, name: str) -> Path | None:
+    """Return the checkpoint that `--resume` means: DIR or the newest in it; with `auto` that of --save DIR, if any."""
+    auto, directory = run.resume == "auto", str(run.save if run.resume == "auto" else run.resume)
+    root = Path(directory)
+    try:
+        if not auto and (STEP.fullmatch(root.name) or (root / MANIFEST).exists()):
+            return root
+        complete = [] if auto and not root.exists() else checkpoints(root)
+    except OSError as error:
+        raise UsageError(f"{name} {directory}: {error.strerror}") from None
+    if not complete and not auto:
+        raise UsageError(f"{name} {directory}: no checkpoint in it (no step-NNNNNNNN that was finished)")
+    return complete[-1][1] if complete else None
+
+
+def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resume") -> Checkpoint | None:
+    """Read on rank 0, for all ranks, the manifest of the checkpoint to resume, if any. Errors call the flag `name`."""
+    if config.run.resume is None:
+        return None
+    place, text = b"", b""
+    with agreeing(comm, name):
+        if comm.rank == 0 and (directory := _find(config.run, name)) is not None:
+            with reading(directory / MANIFEST):
+                place, text = os.fsencode(directory), (directory / MANIFEST).read_bytes()
+    place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
+    return Checkpoint(os.fsdecode(place), text) if place else None
+
+
+def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """Return `config` with the checkpoint's value of each of TAKEN that was not given. UsageError if they disagree."""
+    saved = checkpoint.flags[-1]
+    values: dict[str, Any] = {"model.init_from": None}  # with `auto`: only a run that starts reads it
+    for section, field, flag, _ in flags(config):
+        name = f"{section}.{field.name}"
+        if flag in TAKEN and name not in config.given:
+            values[name] = saved[flag]
+    config = with_values(config, values)
+    _compare(checkpoint.path, MUST_AGREE, saved, run_flags(config), "; these cannot change in a resumed run")
+    check(config)
+    return config
+
+
+def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
+    """Raise UsageError if a file is damaged or contradicts this run. Collective; each rank reads some of the files."""
+    saved, current = checkpoint.flags[-1], run_flags(config)
+    _compare(checkpoint.path, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
+    if tokens is not None and checkpoint.manifest["data"] != tokens.fingerprint().hex():
+        raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
+    if checkpoint.step > config.optimizer.steps:
+        raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
+    if config.run.verify:
+        for period in checkpoint.flags:
+            if period["--init-from"] is not None:
+                raise UsageError("--verify with --resume starts from step 0, but this run began with --init-from")
+            names = [*UPDATE, *(["--steps"] if config.optimizer.lr_schedule == "cosine" else [])]
+            names += ["--dp", "--microbatches"] * (config.model.capacity_factor is not None)  # decide what is dropped
+            why = "; --verify starts from step 0 and needs the same there"
+            _compare(checkpoint.path, names, period, current, why)
+    with agreeing(comm, "--resume"):
+        for file in checkpoint.files[comm.rank :: comm.size]:
+            checkpoint.check_file(file)
+
+
+def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: dict[str, Any], why: str) -> None:
+    """Raise UsageError with all those flags whose values differ."""
+    different = [name for name in names if saved[name] != current[name]]
+    if different:
+        then = ", ".join(f"{name} {saved[name]}" for name in different)
+        now = ", ".join(f"{name} {current[name]}" for name in different)
+        raise UsageError(f"{path}: written with {then}, but this run has {now}{why}")
+
+
+def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
+    """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
+    current, periods = run_flags(config), [] if checkpoint is None else checkpoint.flags
+    # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
+    same_norm = (not config.optimizer.clip_grad or (then["--pp"] == 1) == (config.mesh.pp == 1) for then in periods)
+    return all(same_norm) and all(then[name] == current[name] for then in periods for name in SUMS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from minipar.autograd import METHODS
 from minipar.comm.mesh import mesh_shape
-from minipar.errors import UsageError, UsageParser, check_memory, suggest
+from minipar.errors import UsageError, UsageParser, check_memory
 from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
@@ -25,8 +25,11 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
 from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
-SHAPE = "--model --layers --hidden --heads --kv-heads --ffn --experts --top-k --vocab-size".split()  # of the model
-EXPERTS = "--ep --experts --top-k --aux-loss --router-bias --capacity-factor".split()  # of a Mixtral alone
+# The models that a flag is for, and why it is not for the others.
+ANY = ("gpt2", "llama", "mixtral"), ""
+GPT2 = ("gpt2",), "Llama and Mixtral have no dropout"
+LLAMA = ("llama", "mixtral"), "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
+MIXTRAL = ("mixtral",), "a layer of other models has one MLP, no experts"
 COUNT = "[1, inf)"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -49,9 +52,11 @@ def option(
     """Declare a dataclass field that is also a flag. A tuple as default takes as many values as it has.
 
     `kind` is int, float, str, bool (a switch), or a function that converts the text; `within` an interval in
-    mathematical notation such as "[0, 1)". `details` are `choices`, and `flag` if the field's name is not the flag's.
+    mathematical notation such as "[0, 1)". `details` are `choices`; `flag` if the field's name is not the flag's;
+    `of`, the models that the flag is for; `needs`, another flag without which this one does nothing; and `size`, the
+    name in TransformerConfig of a size of the model.
     """
-    metadata = {"kind": kind, "within": within, "metavar": metavar, "help": help, "choices": None, "flag": None}
+    metadata = {"kind": kind, "within": within, "metavar": metavar, "help": help, "of": ANY}
     return dataclasses.field(default=default, metadata=metadata | details)
 
 
@@ -70,20 +75,20 @@ class MeshConfig:
         help="keys and values travel around a ring, or are gathered, or each rank takes all tokens of some heads")
     cp_order: str = option("zigzag", str, choices=context.ORDERS,
         help="zigzag: an early and a late part of each sample, equal work on every rank; contiguous: the r-th part")
-    ep: int = option(1, int, COUNT, "P", "of Mixtral: neighbours among dp*cp that each hold 1/P of the experts")
+    ep: int = option(1, int, COUNT, "P", "neighbours among dp*cp that each hold 1/P of the experts", of=MIXTRAL)
     pp: int = option(1, int, COUNT, "P", "pipeline ranks, each with its own layers")
-    schedule: str | None = option(None, str, None, "NAME",
-        f"order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
-    virtual_stages: int | None = option(None, int, COUNT, "V", "stages per rank of interleaved-1f1b (default: 2)")
-    sequence_parallel: bool = option(False, bool,
-        help="with --tp above 1: LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
+    schedule: str | None = option(None, str, None, "NAME", needs="--pp 2 or more",
+        help=f"order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's FILE.csv (default: 1f1b)")
+    virtual_stages: int | None = option(None, int, COUNT, "V", needs="--pp 2 or more",
+        help="stages per rank of interleaved-1f1b (default: 2)")
+    sequence_parallel: bool = option(False, bool, needs="--tp 2 or more",
+        help="LayerNorm, dropout and residuals work on 1/T of the sequence; the same bytes travel")
     zero_stage: int = option(0, int, "[0, 3]", "K",
         "what data-parallel ranks shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters too")
-    zero_replicas: int = option(1, int, COUNT, "Q",
-        "with --zero-stage: shard within Q groups of near ranks, such as hosts, and sum gradients over groups (HSDP)")
+    zero_replicas: int = option(1, int, COUNT, "Q", needs="--zero-stage 1, 2 or 3",
+        help="shard within Q groups of near ranks, such as hosts, and sum gradients over groups (HSDP)")
     sync_every_microbatch: bool = option(False, bool,
-        help="with --zero-stage 2 or 3: reduce-scatter after every microbatch, which keeps gradients sharded and sends "
-             "them M times; without it microbatches accumulate in whole gradients, sent once")
+        help="with --zero-stage 2 or 3: keep gradients sharded between microbatches, and send them M times, not once")
     memory_limit: int | None = option(None, byte_count, None, "BYTES",
         "refuse to start if parameters, gradients and optimizer state take more on a rank; such as 1500000 or 1.5GiB")
 
@@ -92,22 +97,25 @@ class MeshConfig:
 class ModelConfig:
     """model: GPT-2's architecture, Llama's, or Mixtral's"""
 
-    layers: int = option(2, int, COUNT, "L", "Transformer layers")
-    hidden: int = option(128, int, COUNT, "H", "hidden size: elements per token between layers")
-    heads: int = option(4, int, COUNT, "A", "attention heads; they must divide hidden")
+    layers: int = option(2, int, COUNT, "L", "Transformer layers", size="n_layer")
+    hidden: int = option(128, int, COUNT, "H", "hidden size: elements per token between layers", size="n_embd")
+    heads: int = option(4, int, COUNT, "A", "attention heads; they must divide hidden", size="n_head")
     seq_len: int = option(64, int, COUNT, "T", "tokens per sample; without --init-from also GPT-2's learned positions")
-    vocab_size: int = option(256, int, COUNT, "V", "vocabulary: token ids are 0 to V-1")
-    model: str = option("gpt2", str, choices=("gpt2", "llama", "mixtral"),
+    vocab_size: int = option(256, int, COUNT, "V", "vocabulary: token ids are 0 to V-1", size="vocab_size")
+    model: str = option("gpt2", str, choices=ANY[0], size="model_type",
         help="the architecture: GPT-2's; Llama's, whose head is not tied to the embedding; or Mixtral's, with experts")
-    kv_heads: int | None = option(None, int, COUNT, "N", "not of GPT-2: heads of keys and values (default: as --heads)")
+    kv_heads: int | None = option(None, int, COUNT, "N", "heads of keys and values (default: as --heads)",
+        of=LLAMA, size="n_kv_head")
     ffn: int | None = option(None, int, COUNT, "F",
-        "columns of Llama's MLP or of each expert (default: 8/3 of hidden, up to a multiple of 64)")
-    experts: int | None = option(None, int, COUNT, "E", "of Mixtral: MLPs in each layer (default: 8)")
-    top_k: int | None = option(None, int, COUNT, "K", "of Mixtral: experts that each token is sent to (default: 2)")
-    aux_loss: float = option(0.0, float, "[0, inf)", "COEF", "of Mixtral: coefficient of the routers' balance loss")
-    router_bias: float = option(0.0, float, "[0, inf)", "RATE", "of Mixtral: change per step of the routers' biases")
-    capacity_factor: float | None = option(None, float, "(0, inf)", "F",
-        "of Mixtral: experts take at most F times the mean load of a microbatch and drop the rest (default: take all)")
+        "columns of each MLP (default: 8/3 of hidden, up to a multiple of 64)", of=LLAMA, size="n_inner")
+    experts: int | None = option(None, int, COUNT, "E", "MLPs in each layer (default: 8)",
+        of=MIXTRAL, size="num_local_experts")
+    top_k: int | None = option(None, int, COUNT, "K", "experts that each token is sent to (default: 2)",
+        of=MIXTRAL, size="num_experts_per_tok")
+    aux_loss: float = option(0.0, float, "[0, inf)", "COEF", "coefficient of the routers' balance loss", of=MIXTRAL)
+    router_bias: float = option(0.0, float, "[0, inf)", "RATE", "change per step of the routers' biases", of=MIXTRAL)
+    capacity_factor: float | None = option(None, float, "(0, inf)", "F", of=MIXTRAL,
+        help="experts take at most F times the mean load of a microbatch and drop the rest (default: take all)")
     init_from: str | None = option(None, str, None, "DIR",
         "start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), which also gives the shape")
 
@@ -124,8 +132,8 @@ class DataConfig:
     microbatches: int = option(1, int, COUNT, "M", "microbatches per replica and step, whose gradients are accumulated")
     eval_every: int | None = option(None, int, COUNT, "K",
         "every K steps and at the end: the loss on text that training does not see, the same in every layout")
-    eval_data: str | None = option(None, str, None, "PATH",
-        "the text for --eval-every (default: the end of the training text, which is then not trained on)")
+    eval_data: str | None = option(None, str, None, "PATH", needs="--eval-every K",
+        help="the text to evaluate on (default: the end of the training text, which is then not trained on)")
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ class OptimizerConfig:
         "decay per step of the running means of gradient and squared gradient")
     eps: float = option(1e-8, float, "(0, inf)", "E", "added to the root of the squared mean")
     weight_decay: float = option(0.01, float, "[0, inf)", "WD", "decoupled, of parameters with two or more dimensions")
-    dropout: float = option(0.0, float, "[0, 1)", "P", "probability wherever GPT-2 has it; the same in every layout")
+    dropout: float = option(0.0, float, "[0, 1)", "P", "probability of dropout; the same in every layout", of=GPT2)
     clip_grad: float = option(0.0, float, "[0, inf)", "NORM", "scale gradients down to this L2 norm; 0: no clipping")
 
 
@@ -155,26 +163,24 @@ class RunConfig:
     recompute: str = option("none", str, choices=("none", "full"),
         help="full: keep only each layer's input and run its forward again in backward")
     attention: str = option("auto", str, choices=METHODS,
-        help="full: keep all scores, in memory that grows as the square of the sequence; blockwise: keep none and "
-             "compute them again in backward; auto: full for short sequences, blockwise for long ones")
+        help="full: keep all scores; blockwise: compute them again in backward; auto: full for short sequences")
     reduction: str = option("ring", str, choices=("ring", "ordered"),
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one device)")
     metrics: str | None = option(None, str, None, "FILE.jsonl",
-        "one JSON line per step: step, loss (nats per token), grad_norm, seconds, tokens_per_second, with a capacity "
-        "dropped; '-' is standard output, and progress then goes to standard error")
+        "one JSON line per step; '-' is standard output, and progress then goes to standard error")
     trace: str | None = option(None, str, None, "FILE.json",
         "Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
-    clock: str = option("wall", str, choices=("wall", "cpu", "model"),
+    clock: str = option("wall", str, choices=("wall", "cpu", "model"), needs="--trace FILE.json",
         help="time in the trace: wall; cpu: each rank's own CPU time; model: a cost model")
     memory: str | None = option(None, str, None, "FILE.json",
         "every rank's bytes by kind at each moment of the last step and at the peak, for `python -m visualize memory`")
     record: str | None = option(None, str, None, "DIR",
         "record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new")
     network: tuple[float, float] = option((0.0, 0.0), float, "[0, inf)", ("ALPHA", "BETA"),
-        "what a message costs on the clocks cpu and model: ALPHA seconds and BETA seconds per byte")
+        "what a message costs: ALPHA seconds and BETA seconds per byte", needs="--clock cpu or model")
     save: str | None = option(None, str, None, "DIR",
         "write checkpoints into DIR, at the end and with --save-every on the way; the last two are kept")
-    save_every: int | None = option(None, int, COUNT, "K", "write a checkpoint every K steps")
+    save_every: int | None = option(None, int, COUNT, "K", "write a checkpoint every K steps", needs="--save DIR")
     resume: str | None = option(None, str, None, "DIR",
         "continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the layout given here; model, data, "
         "optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from --save DIR, if it has one")
@@ -204,12 +210,13 @@ def flags(config: TrainConfig) -> Iterator[tuple[str, dataclasses.Field[Any], st
     for section in SECTIONS:
         values = getattr(config, section)
         for field in dataclasses.fields(values):
-            flag = field.metadata["flag"] or "--" + field.name.replace("_", "-")
+            flag = field.metadata.get("flag") or "--" + field.name.replace("_", "-")
             yield section, field, flag, getattr(values, field.name)
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Return `config` with the given fields replaced; the keys are "section.field"."""
+    """Return `config` with the given fields replaced; the keys are "section.field", and a list becomes a tuple."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for section in SECTIONS:
         fields = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{section}.")}
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
@@ -225,28 +232,22 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     for section, field, flag, default in flags(TrainConfig()):
         # SUPPRESS: the result holds only what the user wrote; the dataclasses hold the defaults.
         arguments: dict[str, Any] = {"dest": f"{section}.{field.name}", "default": argparse.SUPPRESS}
-        text = field.metadata["help"]
-        if field.metadata["kind"] is bool:
+        metadata, text = field.metadata, field.metadata["help"]
+        if metadata["of"] != ANY:
+            text = f"with --model {' or '.join(metadata['of'][0])}: {text}"
+        if "needs" in metadata:
+            text = f"with {metadata['needs']}: {text}"
+        if metadata["kind"] is bool:
             arguments["action"] = "store_true"
         else:
-            arguments |= {"type": field.metadata["kind"]} | {key: field.metadata[key] for key in ("choices", "metavar")}
+            arguments |= {"type": metadata["kind"], "metavar": metadata["metavar"], "choices": metadata.get("choices")}
             if isinstance(default, tuple):
                 arguments["nargs"] = len(default)
             if default is not None:
                 text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
         groups[section].add_argument(flag, help=text, **arguments)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        own = [flag for _, _, flag, _ in flags(TrainConfig())]
-        close = [suggest(word.partition("=")[0], own) for word in unknown if word.startswith("-")]
-        similar = ", ".join(dict.fromkeys(filter(None, close)))
-        question = f"; did you mean {similar}?" if similar else ""
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
-    config = dataclasses.replace(with_values(TrainConfig(), values), given=frozenset(values))
-    for flag in SHAPE:  # seq-len may be shorter than the positions
-        if config.model.init_from is not None and "model." + flag[2:].replace("-", "_") in values:
-            raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
+    given = vars(parser.parse_args(argv))
+    config = dataclasses.replace(with_values(TrainConfig(), given), given=frozenset(given))
     check(config)
     return config
 
@@ -258,68 +259,37 @@ def inside(value: float, interval: str) -> bool:
 
 
 def check(config: TrainConfig) -> None:
-    """Check what can be known before the number of ranks; the sizes of a checkpoint or a model directory are later."""
-    for _, field, flag, value in flags(config):
-        within, choices = field.metadata["within"], field.metadata["choices"]
-        for one in value if isinstance(value, tuple) else (value,):
+    """Check what can be known before the number of ranks and the model of a checkpoint or directory. UsageError."""
+    mesh, run, init_from = config.mesh, config.run, config.model.init_from
+    changed = {flag for _, field, flag, value in flags(config) if value != field.default}
+    for section, field, flag, value in flags(config):
+        within, choices, needs = (field.metadata.get(key) for key in ("within", "choices", "needs"))
+        values = value if isinstance(value, tuple) else (value,)
+        for one in values:
             if within is not None and one is not None and not inside(one, within):
                 raise UsageError(f"{flag} {one} is outside {within}")
         if choices is not None and value not in choices:
             raise UsageError(f"{flag} {value}: choose from {', '.join(choices)}")
         if value == "":
             raise UsageError(f"{flag} is empty; expected {field.metadata['metavar']}")
-    mesh, run = config.mesh, config.run
-    if run.resume is None and config.model.init_from is None:
-        check_sizes(config)
-    if run.clock != "wall" and run.trace is None:
-        raise UsageError(f"--clock {run.clock} is the time of a trace; give --trace FILE.json too")
-    if any(run.network) and run.clock == "wall":
-        raise UsageError("--network prices messages on the clocks cpu and model; the wall clock takes what they take")
-    if mesh.zero_replicas > 1 and mesh.zero_stage == 0:
-        raise UsageError(f"--zero-replicas {mesh.zero_replicas} repeats shards; give --zero-stage 1, 2 or 3 too")
+        if needs is not None and flag in changed and needs.split()[0] not in changed:
+            words = [flag, *(str(one) for one in values if one is not True)]
+            raise UsageError(f"{' '.join(words)} does nothing without {needs}")
+        if init_from is not None and "size" in field.metadata and f"{section}.{field.name}" in config.given:
+            raise UsageError(f"{flag} and --init-from both give the model's shape; give one of them")
     if mesh.sync_every_microbatch and mesh.zero_stage < 2:
         whole = f"with --zero-stage {mesh.zero_stage} every rank has them whole; it needs stage 2 or 3"
         raise UsageError(f"--sync-every-microbatch keeps gradients sharded between microbatches, but {whole}")
-    if mesh.sequence_parallel and mesh.tp == 1:
-        raise UsageError("--sequence-parallel splits the sequence over the tensor-parallel ranks; give --tp 2 or more")
     if mesh.cp > 1 and config.model.capacity_factor is not None:
         raise UsageError("--capacity-factor shares out the tokens of whole samples, of which --cp gives a rank a part")
     if mesh.cp == 1 and {"mesh.context_parallel", "mesh.cp_order"} & config.given:
         raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
-    for flag, value in (("--schedule", mesh.schedule), ("--virtual-stages", mesh.virtual_stages)):
-        if value is not None and mesh.pp == 1:
-            raise UsageError(f"{flag} {value} is about a pipeline; give --pp 2 or more")
     if mesh.pp > 1 and mesh.sync_every_microbatch:
         raise UsageError("--sync-every-microbatch: a pipeline mixes microbatches; its gradients travel once per step")
-    if config.data.eval_data is not None and config.data.eval_every is None:
-        raise UsageError(f"--eval-data {config.data.eval_data} says where, not how often; give --eval-every K too")
-    if run.save_every is not None and run.save is None:
-        raise UsageError(f"--save-every {run.save_every} says how often, not where; give --save DIR too")
     if run.resume == "auto" and run.save is None:
         raise UsageError("--resume auto continues from the newest checkpoint in the DIR of --save; give --save DIR too")
-    if run.resume not in (None, "auto") and config.model.init_from is not None:
+    if run.resume not in (None, "auto") and init_from is not None:
         raise UsageError("--resume and --init-from both say which weights to start from; give one of them")
-
-
-def check_sizes(config: TrainConfig) -> None:
-    """Check the model's flags against one another, and that the warm-up ends before the run does."""
-    model, warmup, steps, lr = config.model, config.optimizer.warmup_steps, config.optimizer.steps, config.optimizer.lr
-    for flag, value in (("--kv-heads", model.kv_heads), ("--ffn", model.ffn)):
-        if model.model == "gpt2" and value is not None:
-            why = "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
-            raise UsageError(f"{flag} {value} is for --model llama: {why}")
-    for _, field, flag, value in flags(config):
-        if model.model != "mixtral" and flag in EXPERTS and value != field.default:
-            raise UsageError(f"{flag} {value} is for --model mixtral: a layer of other models has one MLP, no experts")
-    if model.model != "gpt2" and config.optimizer.dropout:
-        why = f"{model.model.title()} has no dropout"
-        raise UsageError(f"--dropout {config.optimizer.dropout} is for --model gpt2: {why}")
-    try:
-        shape_of(model)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if warmup > steps:
-        raise UsageError(f"warmup-steps {warmup} is more than steps {steps}: the learning rate would never reach {lr}")
 
 
 def shape_of(model: ModelConfig) -> TransformerConfig:
@@ -338,23 +308,28 @@ def with_shape(config: TrainConfig, shape: TransformerConfig) -> TrainConfig:
     length, n, source = config.model.seq_len, shape.n_positions, config.model.init_from
     if length > n:
         raise UsageError(f"seq-len {length} is longer than the {n} positions of {source}; give --seq-len {n} or less")
-    names = {"model": "model_type", "layers": "n_layer", "hidden": "n_embd", "heads": "n_head"}
-    names["vocab_size"] = "vocab_size"
-    if shape.model_type != "gpt2":
-        names |= {"kv_heads": "n_kv_head", "ffn": "n_inner"}
-    if shape.model_type == "mixtral":
-        names |= {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
-    return with_values(config, {f"model.{ours}": getattr(shape, name) for ours, name in names.items()})
+    fields = [field for field in dataclasses.fields(ModelConfig) if shape.model_type in field.metadata["of"][0]]
+    sizes = {f"model.{field.name}": field.metadata["size"] for field in fields if "size" in field.metadata}
+    return with_values(config, {name: getattr(shape, size) for name, size in sizes.items()})
 
 
 def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not divide."""
-    cp, tp = config.mesh.cp, config.mesh.tp
+    """Return `config` with dp filled in for `world_size` ranks; UsageError if mesh, model or batch do not fit."""
+    for _, field, flag, value in flags(config):
+        models, why = field.metadata["of"]
+        if config.model.model not in models and value != field.default:
+            raise UsageError(f"{flag} {value} is for --model {' or '.join(models)}: {why}")
+    cp, tp, steps, warmup = config.mesh.cp, config.mesh.tp, config.optimizer.steps, config.optimizer.warmup_steps
+    if warmup > steps:
+        never = f"the learning rate would never reach {config.optimizer.lr}"
+        raise UsageError(f"warmup-steps {warmup} is more than steps {steps}: {never}")
     dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp, cp)["dp"]
     if dp % (replicas := config.mesh.zero_replicas):
         raise UsageError(f"dp/zero-replicas = {dp}/{replicas} is not a whole number")
-    check_sizes(config)
-    config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
+    try:
+        config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     model = config.model
     if cp > 1:
         context.check_length(model.seq_len, cp, config.mesh.cp_order)

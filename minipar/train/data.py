@@ -5,16 +5,19 @@ import mmap
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
+from minipar.train.config import TrainConfig
 
 STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
 SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; later ones are checked when drawn
+SAMPLES = 64  # of an evaluation, at most, evenly spaced in the text
+HELD_OUT = 10  # at most one token in HELD_OUT of the training text is kept back for it
 
 # Tests and tables are not what people mean by the library's source; the rest is not the library.
 _EXCLUDED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
@@ -148,3 +151,31 @@ class Batches:
         if len(self.tokens.ids) > SCAN_LIMIT:
             self.tokens.check(np.append(positions, positions + 1))
         return self.part(inputs), self.part(targets)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The text of the validation loss, and its samples: position k of sample i is token starts[i] + k."""
+
+    tokens: Tokens
+    starts: np.ndarray  # (samples,)
+
+
+def hold_out(config: TrainConfig, tokens: Tokens) -> tuple[Tokens, Evaluation | None]:
+    """Return the tokens to train on, and the evaluation, if any: on `--eval-data`, or on the end of the tokens."""
+    length = config.model.seq_len
+    if config.data.eval_every is None:
+        return tokens, None
+    if config.data.eval_data is not None:
+        text = load_tokens(config.data.eval_data, vocab_size=tokens.vocab_size, seq_len=length, flag="--eval-data")
+    else:
+        kept = min(SAMPLES * length + 1, len(tokens.ids) // HELD_OUT)
+        if kept < length + 1:
+            less = f"is less than a sample, seq-len + 1 = {length + 1}; give --eval-data PATH"
+            raise UsageError(f"--eval-every: a tenth of the {len(tokens.ids)} tokens of {tokens.name} {less}")
+        text = replace(tokens, ids=tokens.ids[-kept:], name=f"the end of {tokens.name}")
+        tokens = replace(tokens, ids=tokens.ids[:-kept])
+    count = min(SAMPLES, (len(text.ids) - 1) // length)
+    starts = np.linspace(0, len(text.ids) - 1 - length, count).astype(np.int64)
+    text.check(starts[:, None] + np.arange(length + 1))
+    return tokens, Evaluation(text, starts)

@@ -8,6 +8,7 @@ import stat
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -19,8 +20,8 @@ from minipar.errors import UsageError, discard, printable, writing
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.pretrained import read_json, save_pretrained
 from minipar.nn.transformer import LanguageModel
-from minipar.train.checkpoint import agreeing
-from minipar.train.config import TrainConfig
+from minipar.train.checkpoint import agreeing, prepare_directory
+from minipar.train.config import TrainConfig, flags
 from minipar.train.trainer import StepResult
 
 LINES = 10  # of progress per run, about
@@ -64,8 +65,8 @@ class Progress:
         say(text + (f"  eval loss {validation:g}" if validation is not None else ""), self.stream)
 
 
-def prepare_outputs(config: TrainConfig) -> None:
-    """Make the directories of the output files and prove that each can be written. UsageError names flag and path."""
+def prepare_outputs(config: TrainConfig, first_step: int = 0) -> None:
+    """Prove before hours of training that all output can be written, and make directories for it. UsageError."""
     run = config.run
     files = {"--metrics": run.metrics if run.metrics != "-" else None, "--trace": run.trace, "--memory": run.memory}
     outputs = [(flag, path) for flag, path in files.items() if path is not None]
@@ -84,6 +85,8 @@ def prepare_outputs(config: TrainConfig) -> None:
             Path(run.export).mkdir(parents=True, exist_ok=True)
             check_export(run.export)
             tempfile.TemporaryFile(dir=run.export).close()
+    if run.save is not None:
+        prepare_directory(run.save, first_step)
 
 
 def open_to_append(path: str) -> TextIO:
@@ -156,12 +159,10 @@ class Metrics:
 def _length_before(path: str, step: int) -> int:
     """Return how many bytes the leading complete lines of steps before `step` take in a metrics file."""
     length = 0
-    with open(path, "rb") as file:
+    # What is not a line of metrics is what a killed run was writing; such lines end the count.
+    with open(path, "rb") as file, suppress(ValueError, TypeError, KeyError):
         for line in file if step > 0 else ():
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                    break
-            except (ValueError, TypeError, KeyError):  # not a line of metrics, but what a killed run was writing
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
                 break
             length += len(line)
     return length
@@ -181,21 +182,20 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 
 
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
-    """Return the first lines of a run: the model, the data, the layout and the number of ranks."""
-    mesh, model, data = config.mesh, config.model, config.data
-    tensor = f", cp={mesh.cp} ({mesh.context_parallel})" if mesh.cp > 1 else ""
-    tensor += f", ep={mesh.ep}" if mesh.ep > 1 else ""
-    tensor += f", tp={mesh.tp}{' (sequence parallel)' if mesh.sequence_parallel else ''}" if mesh.tp > 1 else ""
-    stages = f", {mesh.virtual_stages} stages per rank" if mesh.virtual_stages else ""
-    pipeline = f", pp={mesh.pp} ({mesh.schedule or '1f1b'}{stages})" if mesh.pp > 1 else ""
-    zero = f"ZeRO stage {mesh.zero_stage}" + f" in {mesh.zero_replicas} replicas" * (mesh.zero_replicas > 1)
+    """Return the first lines of a run: the model and the data; the number of ranks and the flags of their layout."""
+    model, data = config.model, config.data
     kind = "GPT" if model.model == "gpt2" else model.model.title()
     heads = f" on {model.kv_heads} of keys and values" if model.kv_heads else ""
     heads += f", {model.experts} experts of which a token goes through {model.top_k}" if model.experts else ""
+    layout = " ".join(
+        flag if value is True else f"{flag} {value}"
+        for section, field, flag, value in flags(config)
+        if section == "mesh" and value != field.default
+    )
     return (
         f"minipar: {kind} with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{heads}, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
-        f"minipar: {ranks} rank{'s' * (ranks > 1)}, dp={mesh.dp}{tensor}{pipeline}, {zero}, "
+        f"minipar: {ranks} rank{'s' * (ranks > 1)}: {printable(layout)}, "
         f"global batch {data.global_batch} x {model.seq_len} tokens, {data.microbatches} "
         f"microbatch{'es' * (data.microbatches > 1)} per replica, {config.run.reduction} reduction"
     )

@@ -1,10 +1,10 @@
-"""Mistakes in minipar/train/checkpoint.py and minipar/train/resume.py: what is saved is lost, or not what is loaded."""
+"""Mistakes in minipar/train/checkpoint.py: what is saved is lost, or not what is loaded."""
 
 from mutants.mutant import mistakes
 
 MUTANTS = [
     *mistakes(
-        "minipar/train/resume.py",
+        "minipar/train/checkpoint.py",
         "train/test_resume_flags.py train/test_checkpoint_files.py train/test_checkpoint.py",
         ("resume: the optimizer's flags are not taken over", "TAKEN = [*MUST_AGREE, *UPDATE,", "TAKEN = [*MUST_AGREE,"),
         ("resume: a capacity is of any batch", '["--dp", "--microbatches"] * (config', "[] * (config"),

@@ -48,8 +48,8 @@ MUTANTS = [
         ("trainer: a layer's auxiliary loss is not averaged", "(len(self.moes) * self.tokens", "(self.tokens"),
         (
             "trainer: biases follow a replica's load",
-            "for comm in (self.mesh.dp_cp, self.mesh.pp)",
-            "for comm in (self.mesh.pp,)",
+            "for comm in (self.mesh.dp_cp, self.mesh.pp):  # ranks",
+            "for comm in (self.mesh.pp,):  # ranks",
         ),
         ("trainer: biases leave the mean load", "load.sum() - load.size * load", "load.size * load - load.sum()"),
         ("trainer: a resumed run starts without biases", "moe.bias[:] = bias", "pass"),
@@ -158,9 +158,13 @@ MUTANTS = [
         ("data: a token equal to the vocabulary's size", "if piece.max() >= limit:", "if piece.max() > limit:"),
     ),
     *mistakes(
-        "minipar/train/evaluate.py",
+        "minipar/train/data.py",
         "train/test_evaluate.py",
         ("evaluation: the held-out text is trained on", "ids=tokens.ids[:-kept])", "ids=tokens.ids)"),
+    ),
+    *mistakes(
+        "minipar/train/trainer.py",
+        "train/test_evaluate.py",
         ("evaluation: a mean over padding too", "total / (count * length)", "total / (len(losses) * length)"),
     ),
     *mistakes(

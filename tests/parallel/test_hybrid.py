@@ -14,8 +14,8 @@ from minipar.nn import AdamW, GPTConfig
 from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
 from minipar.parallel.stages import fully_shard, shard
 from minipar.parallel.traffic import StepLayout, dp_bytes, replica_bytes
+from minipar.train.checkpoint import same_sums
 from minipar.train.data import load_tokens
-from minipar.train.resume import same_sums
 from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import OneDevice, relative_difference, train_on_one_device
 

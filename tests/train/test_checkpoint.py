@@ -15,10 +15,9 @@ from training import bits, on_each_rank, open_checkpoint, ranks_of, trainer_for,
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn.pretrained import load_pretrained, save_pretrained
-from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory
+from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory, same_sums
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.progress import Metrics
-from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import layer_scales, relative_difference
 

@@ -279,7 +279,7 @@ def test_only_a_checkpoints_own_files_are_ever_removed(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--save-every 2", "--save-every 2 says how often, not where; give --save DIR too"),
+        ("--save-every 2", "--save-every 2 does nothing without --save DIR"),
         ("--save d --save-every 0", "--save-every 0 is outside [1, inf)"),
         ("--resume a --init-from b", "--resume and --init-from both say which weights to start from; give one of them"),
     ],

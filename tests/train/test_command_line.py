@@ -41,7 +41,7 @@ def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage, on_8_rank
     result = on_8_ranks[1] if stage == "3" else run_mpi(8, [*TRAIN, *ZERO, "--zero-stage", stage], timeout=60)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert f"minipar: 8 ranks, dp=8, ZeRO stage {stage}, " in lines[1]
+    assert f"minipar: 8 ranks: --dp 8 --zero-stage {stage}, global batch" in lines[1]
     assert lines[-1] == (
         "verify: 8 ranks = 1 device, bit for bit: 28 parameters (7,956 numbers), losses and gradient norms of 20 steps"
     )
@@ -146,8 +146,8 @@ BAD_INPUT = {
     "a negative rate": (2, "--lr -1", "lr"),
     "not a finite rate": (2, "--lr nan", "nan"),
     "a file that cannot be written": (2, "--metrics {tmp}/short.txt/m.jsonl", "--metrics"),
-    "a clock without a trace": (2, "--clock cpu", "--clock cpu is the time of a trace"),
-    "a network without a logical clock": (2, "--network 1e-6 1e-9", "--network prices messages"),
+    "a clock without a trace": (2, "--clock cpu", "--clock cpu does nothing without --trace FILE.json"),
+    "a network without a logical clock": (2, "--network 1e-6 1e-9", "does nothing without --clock cpu or model"),
     "a rate at which training diverges": (2, "--lr 1e30 --steps 5 --layers 1 --hidden 16 --heads 2",
         "training has diverged"),
     "a ZeRO stage that does not exist": (2, "--zero-stage 4", "--zero-stage 4 is outside [0, 3]"),
@@ -163,7 +163,7 @@ BAD_INPUT = {
         "with --zero-stage 1 every rank has them whole; it needs stage 2 or 3"),
     "gradients kept sharded without a stage": (2, "--sync-every-microbatch", "with --zero-stage 0 every rank has them"),
     "replicas of shards that there are not": (2, "--zero-replicas 2",
-        "--zero-replicas 2 repeats shards; give --zero-stage 1, 2 or 3 too"),
+        "--zero-replicas 2 does nothing without --zero-stage 1, 2 or 3"),
     "groups of unequal size": (4, "--zero-stage 3 --zero-replicas 3", "dp/zero-replicas = 4/3 is not a whole number"),
     "no such device": (2, "--device tpu", "tpu"),
 }  # fmt: skip

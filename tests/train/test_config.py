@@ -15,7 +15,7 @@ def config_of(argv: str, rank: int = 0) -> TrainConfig:
 
 def refused(argv: list[str]) -> str:
     with pytest.raises(UsageError) as caught:
-        parse(argv)
+        resolve(parse(argv), 1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -76,6 +76,11 @@ def test_every_flag_arrives_where_it_belongs():
     assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 
+def test_what_a_flag_needs_is_a_flag_too():
+    own = {flag: field.metadata.get("needs") for _, field, flag, _ in flags(TrainConfig())}
+    assert {needs.split()[0] for needs in own.values() if needs} < set(own)
+
+
 def test_the_configuration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().data.global_batch = 3
@@ -117,6 +122,10 @@ def test_help_names_every_flag_on_rank_0_only(capsys):
         ("--seed -1", "--seed -1 is outside [0, 1.8e19]"),
         ("--warmup-steps 30 --steps 20", "warmup-steps 30 is more than steps 20: the learning rate would never reach"),
         ("--hidden 64 --heads 5", "hidden 64 is not divisible by heads 5"),
+        ("--schedule gpipe", "--schedule gpipe does nothing without --pp 2 or more"),
+        ("--virtual-stages 2", "--virtual-stages 2 does nothing without --pp 2 or more"),
+        ("--sequence-parallel", "--sequence-parallel does nothing without --tp 2 or more"),
+        ("--network 1e-6 0", "--network 1e-06 0.0 does nothing without --clock cpu or model"),
         ("--init-from d --layers 3", "--layers and --init-from both give the model's shape"),
         ("--init-from d --vocab-size 3", "--vocab-size and --init-from both give the model's shape"),
     ],

@@ -82,9 +82,9 @@ def test_an_untied_head_saves_a_pipeline_the_exchange(start):
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--kv-heads 2": "--kv-heads 2 is for --model llama: each head of GPT-2 has keys and values of its own",
-    "--ffn 256": "--ffn 256 is for --model llama",
-    "--model llama --dropout 0.1": "--dropout 0.1 is for --model gpt2: Llama has no dropout",
+    "--kv-heads 2": "--kv-heads 2 is for --model llama or mixtral: each head of GPT-2 has keys and values of its own",
+    "--ffn 256": "--ffn 256 is for --model llama or mixtral",
+    "--model llama --dropout 0.1": "--dropout 0.1 is for --model gpt2: Llama and Mixtral have no dropout",
     "--model llama --kv-heads 3": "heads 4 are not divisible by kv-heads 3",
     "--model llama --hidden 20": "hidden/heads = 20/4 is odd, but rotary positions rotate pairs",
     "--model llama --kv-heads 0": r"--kv-heads 0 is outside \[1, inf\)",
@@ -103,7 +103,7 @@ def test_flags_that_do_not_fit_are_refused_by_name(flags):
 
 
 def test_dropout_of_a_loaded_llama_is_refused(start):
-    with pytest.raises(UsageError, match="Llama has no dropout"):
+    with pytest.raises(UsageError, match="Llama and Mixtral have no dropout"):
         from_directory(start, "--dropout 0.1")
 
 

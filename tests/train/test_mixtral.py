@@ -50,7 +50,7 @@ def test_experts_without_tokens_train_as_on_one_device(layout):
 REFUSED = {
     "--experts 4": "--experts 4 is for --model mixtral: a layer of other models has one MLP",
     "--model llama --top-k 1": "--top-k 1 is for --model mixtral",
-    "--model mixtral --dropout 0.1": "--dropout 0.1 is for --model gpt2: Mixtral has no dropout",
+    "--model mixtral --dropout 0.1": "--dropout 0.1 is for --model gpt2: Llama and Mixtral have no dropout",
     "--model mixtral --experts 2 --top-k 3": "top-k 3 is more than experts 2",
     "--model mixtral --experts 1": "top-k 2 is more than experts 1",
     "--model mixtral --experts 0": r"--experts 0 is outside \[1, inf\)",
