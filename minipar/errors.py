@@ -69,16 +69,14 @@ class UsageParser(argparse.ArgumentParser):
         for word in args or ():
             if word.startswith("--") and word.endswith("=--"):  # before Python 3.13 the value would be an empty list
                 raise UsageError(f"argument {word[:-3]}: expected one argument")
-        return super().parse_known_args(args, namespace)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = self.parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flags = (suggest(word.partition("=")[0], self._option_string_actions) for word in unknown if word[0] == "-")
-            similar = ", ".join(dict.fromkeys(filter(None, flags)))
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            close = dict.fromkeys(suggest(flag, self._option_string_actions) for flag in flags)
+            similar = ", ".join(filter(None, close))
             question = f"; did you mean {similar}?" if similar else ""
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
-        return known
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

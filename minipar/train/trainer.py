@@ -259,8 +259,7 @@ class Trainer:
         losses = np.zeros(-(-count // dp.size) * dp.size)
         with no_grad():  # outside of `dropping`, so dropout is off
             for sample in range(dp.rank, len(losses), dp.size):  # the same number on every rank: ZeRO 3 gathers
-                start = evaluation.starts[min(sample, count - 1)]
-                window = evaluation.tokens.read(slice(start, start + length + 1))
+                window = evaluation.tokens.read(evaluation.starts[min(sample, count - 1)] + np.arange(length + 1))
                 losses[sample] = self._sample_loss(*(self.context.part(ids[None]) for ids in (window[:-1], window[1:])))
         for comm in (self.mesh.dp_cp, self.mesh.pp):
             comm.all_reduce(losses, algorithm="ordered")

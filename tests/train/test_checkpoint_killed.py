@@ -130,10 +130,10 @@ def test_one_command_continues_on_the_ranks_that_are_left(tmp_path):
         before = newest()
         ended = interrupt_mpi(ranks, command, lambda b=before: newest() >= b + 2, number=signal.SIGKILL, rank=1)
         assert ended.returncode == signal.SIGKILL and before + 2 <= newest() < 60
-        assert ("resumed after step" in ended.stdout) == (before > 0) and f"dp={ranks}," in ended.stdout
+        assert ("resumed after step" in ended.stdout) == (before > 0) and f": --dp {ranks} " in ended.stdout
     before = newest()
     result = run_mpi(2, [*command, "--verify"])
     assert result.returncode == 0, result.stderr
-    assert f"resumed after step {before} from {folder}" in result.stdout and "dp=2," in result.stdout
+    assert f"resumed after step {before} from {folder}" in result.stdout and ": --dp 2 " in result.stdout
     assert "verify: 2 ranks = 1 device within rounding: " in result.stdout
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(60))

@@ -184,6 +184,7 @@ def test_an_empty_path_is_refused(flag):
 
 def test_a_value_of_two_dashes_is_no_value():
     assert refused(["--data=--"]) == "argument --data: expected one argument"
+    assert refused([""]) == "unrecognized arguments: "
 
 
 def test_a_choice_is_checked_without_the_command_line_too():

@@ -79,6 +79,7 @@ def test_another_file_is_one_line_and_exit_code_2(write, tmp_path, capsys, comma
         (["--out", "x.png", "--steps", "7:"], "--steps chooses none of the trace's 3 steps (0 to 2)"),
         ([], "the following arguments are required: --out"),
         (["--out", "x.png", "--arr"], "unrecognized arguments: --arr"),
+        (["--out", "x.png", "--stps", "3:"], "unrecognized arguments: --stps 3:; did you mean --steps?"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(write, capsys, arguments, line):
