@@ -70,7 +70,7 @@ BAD_INPUT = {
     "no ranks at all": (2, "--tp 0", "tp"),
     "a sequence that tp does not divide": (2, "--tp 2 --sequence-parallel --seq-len 63",
         "tokens/tp = 63/2 is not a whole number"),
-    "sequence parallelism without tp": (2, "--sequence-parallel", "--sequence-parallel splits the sequence over the"),
+    "sequence parallelism without tp": (2, "--sequence-parallel", "--sequence-parallel does nothing without --tp 2"),
     "everything dropped": (2, "--tp 2 --dropout 1", "dropout"),
     "less than nothing dropped": (2, "--tp 2 --dropout -0.1", "dropout"),
     "a batch that dp does not divide": (4, "--tp 2 --global-batch 5", "global-batch 5 is not divisible by"),
