@@ -90,7 +90,7 @@ def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> V
     if largest <= limit and not exact:
         rounding = f"largest relative difference {largest:.3g} (in {worst}) <= bound {limit:.3g}"
         return Verdict(True, f"verify: {run} = 1 device within rounding: {compared}; {rounding}")
-    where = f"in {len(different)} of {len(pairs)} arrays, most in {worst}: relative {largest:.3g}"
+    where = f"in {len(different)} of {len(pairs)} arrays, most in {worst}: relative difference {largest:.3g}"
     rule = "but --reduction ordered promises the same bits" if exact else f"which exceeds the bound {limit:.3g}"
     return Verdict(False, f"verify: FAILED: {run} differ from 1 device {where}, {rule}")
 
