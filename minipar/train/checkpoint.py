@@ -238,11 +238,11 @@ def _sync(path: Path) -> None:
 
 def checkpoints(root: Path) -> list[tuple[int, Path]]:
     """List (step, directory) of the checkpoints in `root`, oldest first. UsageError if one is a link or a file."""
-    complete = [path for path in root.iterdir() if STEP.fullmatch(path.name)]
-    for path in complete:
-        if path.is_symlink() or not path.is_dir():
-            raise UsageError(f"{path} is a {'link' if path.is_symlink() else 'file'}; expected a directory")
-    return sorted((int(path.name.removeprefix("step-")), path) for path in complete)
+    complete = [entry for entry in os.scandir(root) if STEP.fullmatch(entry.name)]
+    for entry in complete:
+        if not entry.is_dir(follow_symlinks=False):
+            raise UsageError(f"{entry.path} is a {'link' if entry.is_symlink() else 'file'}; expected a directory")
+    return sorted((int(entry.name.removeprefix("step-")), Path(entry.path)) for entry in complete)
 
 
 def _remove_leftovers(root: Path) -> None:
@@ -355,7 +355,8 @@ def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: d
 
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
-    current, periods = run_flags(config), [] if checkpoint is None else checkpoint.flags
+    current, history = run_flags(config), [] if checkpoint is None else checkpoint.history
+    periods = [run_flags(TrainConfig()) | period["flags"] for period in history]
     # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
     same_norm = (not config.optimizer.clip_grad or (then["--pp"] == 1) == (config.mesh.pp == 1) for then in periods)
     return all(same_norm) and all(then[name] == current[name] for then in periods for name in SUMS)

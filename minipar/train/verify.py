@@ -91,8 +91,8 @@ def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> V
         rounding = f"largest relative difference {largest:.3g} (in {worst}) <= bound {limit:.3g}"
         return Verdict(True, f"verify: {run} = 1 device within rounding: {compared}; {rounding}")
     where = f"in {len(different)} of {len(pairs)} arrays, most in {worst}: relative difference {largest:.3g}"
-    rule = "but --reduction ordered promises the same bits" if exact else f"which exceeds the bound {limit:.3g}"
-    return Verdict(False, f"verify: FAILED: {run} differ from 1 device {where}, {rule}")
+    rule = ", but --reduction ordered promises the same bits" if exact else f" exceeds the bound {limit:.3g}"
+    return Verdict(False, f"verify: FAILED: {run} differ from 1 device {where}{rule}")
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:

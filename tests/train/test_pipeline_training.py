@@ -173,7 +173,7 @@ BAD = {
     "--pp 2 --schedule dualpipev --microbatches 3 --global-batch 3": "microbatches 3 are fewer than 2*pp = 2*2 = 4",
     "--pp 2 --schedule none": "schedule none: choose from naive, gpipe",
     "--pp 2 --schedule pipedream": "asynchronous",
-    "--schedule 1f1b": "give --pp 2 or more",
+    "--schedule 1f1b": "does nothing without --pp 2 or more",
     "--pp 2 --schedule 1f1b --virtual-stages 3": "has 1 stage per rank, not 3",
     "--pp 2 --zero-stage 2 --microbatches 2 --sync-every-microbatch": "its gradients travel once per step",
     "--pp 3": "pp = 3, but mpirun started 2 ranks",
