@@ -14,6 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
+import ml_dtypes  # noqa: F401 adds bfloat16 to NumPy
 import numpy as np
 from threadpoolctl import ThreadpoolController
 

@@ -37,6 +37,7 @@ OUTSIDE = {
     "numpy": {"minipar", "visualize"},
     "cupy": {"minipar.backend"},
     "threadpoolctl": {"minipar.backend"},
+    "ml_dtypes": {"minipar.backend"},
     "psutil": {"minipar.comm"},
     "lazy_loader": {"minipar", "visualize"},
     "mpi4py": {"minipar.comm"},

@@ -37,6 +37,10 @@ class Node:
         """Return the gradients of the inputs, given the gradient of the output."""
         raise TypeError(f"{type(self).__name__} does not define backward")
 
+    def propagate(self, grad: Array) -> Any:
+        """Run `backward` in its precision."""
+        return self.backward(grad)
+
 
 def run_backward(root: Node, gradient: Array) -> None:
     """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
@@ -86,7 +90,7 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
 
 def _input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
     """Run the node's backward; None for each input if no gradient has reached the node."""
-    returned = (None,) * len(node.edges) if grad is None else node.backward(grad)
+    returned = (None,) * len(node.edges) if grad is None else node.propagate(grad)
     results = returned if isinstance(returned, tuple) else (returned,)
     hold("activations", *results)
     return results

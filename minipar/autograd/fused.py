@@ -166,10 +166,13 @@ def swiglu(gate: Array, up: Array) -> Any:
 
 def _rotate(x: Array, angles: Array) -> Array:
     """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d) by its token's angles (T, d/2)."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2, angles.shape[-1])  # (B, T, heads, 2, d/2)
+    out = xp.empty(x.shape, dtype=x.dtype)
+    pairs, rotated = (array.reshape(*array.shape[:-1], -1, 2, angles.shape[-1]) for array in (x, out))  # views
     first, second = pairs[..., 0, :], pairs[..., 1, :]  # (B, T, heads, d/2)
     cos, sin = (function(angles)[:, None].astype(x.dtype) for function in (xp.cos, xp.sin))  # (T, 1, d/2)
-    return xp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2).reshape(x.shape)
+    rotated[..., 0, :] = first * cos - second * sin
+    rotated[..., 1, :] = second * cos + first * sin
+    return out
 
 
 @operation

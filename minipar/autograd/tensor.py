@@ -38,9 +38,15 @@ class Function(Node):
     Subclasses write `forward(self, *inputs) -> array` (Tensor arguments arrive as arrays; keep what backward needs on
     `self`) and `backward(self, grad) -> gradient or tuple of gradients`, one for each input, None where there is none.
     A gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Never write `grad`: it may be shared.
+
+    With inputs of 2 bytes (bfloat16, float16) both are called with float32 arrays. Rounded to 2 bytes are the result,
+    what is kept for backward but values of rows (such as a log-sum-exp), and the gradients of the inputs, but those
+    that are written into a buffer. Functions that only move values set `widens` to False.
     """
 
     needs: tuple[bool, ...]
+    narrow: Any = None  # the dtype of inputs of 2 bytes
+    widens = True
 
     def forward(self, *inputs: Any) -> Array:
         raise TypeError(f"{type(self).__name__} does not define forward")
@@ -63,14 +69,51 @@ class Function(Node):
         node.edges = tuple(
             (x if x.node is None else x.node) if need else None for x, need in zip(inputs, node.needs, strict=True)
         )
-        output = Tensor(node.forward(*(x.data if isinstance(x, Tensor) else x for x in inputs)))
+        arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
+        if cls.widens:
+            node.narrow = next((x.dtype for x in inputs if isinstance(x, Tensor) and x.dtype.itemsize == 2), None)
+        if node.narrow is not None:
+            arrays = [_cast(array, "float32") for array in arrays]
+        output = Tensor(node.forward(*arrays))
+        if node.narrow is not None and output.ndim:
+            output.data = output.data.astype(node.narrow)
+        if node.narrow is not None:
+            node.cast(node.narrow, output.size)
         if is_recording():
-            hold("activations", output.data, *vars(node).values())
+            hold("activations", output.data, *node.kept_values())
         if any(node.needs):
             node.number = next(_number)
             output.node = node
             output.requires_grad = True
         return output
+
+    def kept_values(self) -> list[Any]:
+        """Return what forward keeps for backward."""
+        return list(vars(self).values())
+
+    def cast(self, dtype: Any, least: int = 0) -> None:
+        """Convert what forward keeps, arrays of at least so many elements, between float32 and 2 bytes."""
+        vars(self).update({name: _cast(value, dtype, least) for name, value in vars(self).items()})
+
+    def propagate(self, grad: Array) -> Any:
+        """Run `backward`, in float32 if the inputs have 2 bytes."""
+        if self.narrow is None:
+            return self.backward(grad)
+        self.cast("float32")
+        returned = self.backward(_cast(grad, "float32"))
+        results = returned if isinstance(returned, tuple) else (returned,)
+        return tuple(
+            x if getattr(edge, "grad_buffer", None) is not None else _cast(x, getattr(edge, "grad_dtype", self.narrow))
+            for x, edge in zip(results, self.edges, strict=True)
+        )
+
+
+def _cast(value: Any, dtype: Any, least: int = 0) -> Any:
+    """Convert an array (or a gradient's recipe) of float32 or 2-byte floats; return other values as they are."""
+    if isinstance(value, LazyGradient):
+        return LazyGradient(lambda out: _cast(value.compute(None), dtype))
+    is_array = isinstance(value, xp.ndarray) and value.dtype.kind in "fV" and value.dtype.itemsize <= 4
+    return value.astype(dtype, copy=False) if is_array and value.size >= least else value
 
 
 def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | LazyGradient:
@@ -94,10 +137,18 @@ class _Operation(Function):
             (gradient, x.shape) if need else None
             for gradient, x, need in zip(gradients, inputs, self.needs[1:], strict=True)
         ]
-        if is_recording():
-            kept = [entry[0].__closure__ or () for entry in self.gradients if entry]
-            hold("activations", *(cell.cell_contents for cells in kept for cell in cells))
         return output
+
+    def cells(self) -> list[Any]:
+        closures = [entry[0].__closure__ or () for entry in self.gradients if entry]
+        return list({id(cell): cell for cells in closures for cell in cells}.values())
+
+    def kept_values(self) -> list[Any]:
+        return [cell.cell_contents for cell in self.cells()]
+
+    def cast(self, dtype: Any, least: int = 0) -> None:
+        for cell in self.cells():
+            cell.cell_contents = _cast(cell.cell_contents, dtype, least)
 
     def backward(self, grad: Array) -> Any:
         return (None, *(entry and unbroadcast(entry[0](grad), entry[1]) for entry in self.gradients))
@@ -119,10 +170,20 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     return apply
 
 
-@operation
-def mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Any:
+class _Mapping(Function):
+    widens = False
+
+    def forward(self, x: Array, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Array:
+        self.adjoint = adjoint
+        return function(x)
+
+    def backward(self, grad: Array) -> Any:
+        return self.adjoint(grad), None, None
+
+
+def mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Tensor:
     """Apply `function`; backward applies `adjoint`. Strategies send activations with it, or act during backward."""
-    return function(x), lambda g: adjoint(g)
+    return _Mapping.apply(x, function, adjoint)
 
 
 class Tensor:
@@ -131,7 +192,7 @@ class Tensor:
     A leaf may have a `grad_buffer`, a view into flat storage: gradients are written there, and `grad` is that buffer.
     """
 
-    __slots__ = ("__weakref__", "data", "grad", "grad_buffer", "hooks", "node", "requires_grad")
+    __slots__ = ("__weakref__", "data", "grad", "grad_buffer", "grad_dtype", "hooks", "node", "requires_grad")
     __array_ufunc__ = None  # `numpy_array * tensor` must reach Tensor.__rmul__, not loop over elements
 
     def __init__(self, data: Array, requires_grad: bool = False) -> None:
@@ -140,6 +201,7 @@ class Tensor:
         self.requires_grad = requires_grad
         self.grad: Array | None = None
         self.grad_buffer: Array | None = None
+        self.grad_dtype = self.data.dtype  # of a gradient without a buffer
         self.node: Function | None = None
         self.hooks: list[Callable[[Any], None]] = []
 
@@ -221,10 +283,10 @@ class Tensor:
     __radd__, __rmul__ = __add__, __mul__
 
     def __rsub__(self, other: Any) -> Tensor:
-        return Tensor(other) - self
+        return Tensor.__sub__(other, self)
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return Tensor(other) / self
+        return Tensor.__truediv__(other, self)
 
     def __neg__(self) -> Tensor:
         return self * -1
@@ -256,7 +318,7 @@ class Tensor:
         return xp.matmul(a, b), lambda g: xp.matmul(g, b.swapaxes(-1, -2)), lambda g: xp.matmul(a.swapaxes(-1, -2), g)
 
     def __rmatmul__(self, other: Array) -> Tensor:
-        return Tensor(other) @ self
+        return Tensor.__matmul__(other, self)
 
     @operation
     def reshape(x: Array, *shape: int) -> Any:
@@ -293,6 +355,8 @@ class Tensor:
 
 
 class _Checkpoint(Function):
+    widens = False
+
     def forward(self, function: Callable[..., Tensor], arity: int, *arrays: Array) -> Array:
         # Only the function's own inputs are kept; parameters are listed as inputs so that they count as used here.
         self.function, self.inputs = function, arrays[:arity]

@@ -28,6 +28,7 @@ from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.stages import shard
 from minipar.parallel.wrapper import Wrapper
+from minipar.train.config import DTYPES, dtype_name
 
 WARMUP = 2
 ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and whether stage 3 prefetches parameters
@@ -38,7 +39,7 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", default="256,512", help="hidden sizes, one row each")
     add_model_flags(parser, layers=4, heads=8, seq_len=128, vocab_size=256)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank (8)")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, type=dtype_name, default="float32")
     parser.add_argument("--repeat", type=int, default=11, help="steps measured")
 
 
@@ -142,9 +143,10 @@ def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], 
     n, h, t = batch * config.n_positions, config.n_embd, config.n_positions
     linear = [(n, h, 3 * h), (n, h, h), (n, h, 4 * h), (n, 4 * h, h)] * config.n_layer + [(n, h, config.vocab_size)]
     random = np.random.Generator(np.random.Philox(1))
+    computed = "float32" if np.dtype(dtype).itemsize == 2 else dtype  # in which the step multiplies
 
     def normal(*shape: int) -> np.ndarray:
-        return random.standard_normal(shape).astype(dtype)
+        return random.standard_normal(shape).astype(computed)
 
     operands = {
         shape: (normal(shape[0], shape[1]), normal(shape[1], shape[2]), normal(shape[0], shape[2])) for shape in linear
@@ -181,7 +183,8 @@ def torch_step(model: GPT, inputs: np.ndarray, targets: np.ndarray) -> Callable[
     config = model.config
     decayed: list[Any] = []
     plain: list[Any] = []
-    p = {name: torch.nn.Parameter(torch.from_numpy(x)) for name, x in model.state_dict().items()}
+    state = {name: torch.tensor(x.astype("float64")) for name, x in model.state_dict().items()}
+    p = {name: torch.nn.Parameter(x.to(getattr(torch, model.dtype))) for name, x in state.items()}
     for parameter in p.values():
         (decayed if parameter.ndim >= 2 else plain).append(parameter)
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}])

@@ -5,6 +5,7 @@ An element's new value depends on that element's history alone, so any sharding 
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from minipar.backend import Array, is_host, xp
 from minipar.memory import hold
@@ -65,20 +66,30 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(parameters)
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.exp_avg = [xp.zeros_like(p.data) for p in self.parameters]
-        self.exp_avg_sq = [xp.zeros_like(p.data) for p in self.parameters]
-        hold("optimizer", *self.exp_avg, *self.exp_avg_sq)
+        # Float32 copies of parameters in 2 bytes: they are updated, and then rounded.
+        self.masters: list[Any] = [p.data.astype("float32") if p.dtype.itemsize == 2 else None for p in self.parameters]
+        self.exp_avg = [xp.zeros_like(value) for value in self.values()]
+        self.exp_avg_sq = [xp.zeros_like(value) for value in self.values()]
+        hold("optimizer", *self.masters, *self.exp_avg, *self.exp_avg_sq)
+
+    def values(self) -> list[Array]:
+        """Return what is updated: each parameter's master, or its data."""
+        return [p.data if m is None else m for p, m in zip(self.parameters, self.masters, strict=True)]
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
         m, v, (beta1, beta2) = self.exp_avg[i], self.exp_avg_sq[i], self.betas
+        value = parameter.data if self.masters[i] is None else self.masters[i]
+        gradient = gradient.astype(value.dtype, copy=False)
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
         m += (1 - beta1) * (gradient - m)
         v *= beta2
         v += (1 - beta2) * (gradient * gradient)
         if parameter.decays:
-            parameter.data *= 1 - self.lr * self.weight_decay
-        parameter.data -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
+            value *= 1 - self.lr * self.weight_decay
+        value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
+        if value is not parameter.data:
+            parameter.data[...] = value
 
 
 def squared_norm(arrays: Iterable[Array]) -> float:
@@ -93,6 +104,7 @@ def squared_norm(arrays: Iterable[Array]) -> float:
         step = BLOCK if is_host(flat) else max(flat.size, 1)
         for start in range(0, flat.size, step):
             block = flat[start : start + step]
+            block = block.astype("float32") if block.dtype.itemsize == 2 else block
             total += float((block * block).sum(dtype="float64"))
     return total
 

@@ -171,16 +171,9 @@ def _read(path: Path, key: str, dtype: str) -> Array:
 
 
 def _tensor(path: Path, key: str) -> np.ndarray:
-    """Read one tensor in its own dtype, or float32 for bfloat16, which NumPy lacks: a bfloat16 is its upper 16 bits."""
+    """Read one tensor in its own dtype."""
     with safe_open(path, "np") as file:
-        tensor = file.get_slice(key)
-        if tensor.get_dtype() != "BF16":
-            return file.get_tensor(key)
-    with path.open("rb") as raw:  # 8 bytes with the length of the header, which is JSON, then the tensors
-        length = int.from_bytes(raw.read(8), "little")
-        start = 8 + length + json.loads(raw.read(length))[key]["data_offsets"][0]
-    upper = np.memmap(path, "<u2", "r", start, tuple(tensor.get_shape()))
-    return (upper.astype("<u4") << 16).view("<f4")
+        return file.get_tensor(key)
 
 
 def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str, np.ndarray] | None = None) -> None:

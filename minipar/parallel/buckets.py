@@ -6,6 +6,7 @@ then contiguous memory: backward writes the gradients there and the collective r
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, xp
@@ -122,12 +123,12 @@ def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[B
 
 
 class FlatBuffers:
-    """A flat array into which all the buckets' parameters move and, with `gradients`, one that backward writes."""
+    """A flat array into which all the buckets' parameters move, and one of `gradient_dtype` that backward writes."""
 
-    def __init__(self, buckets: Sequence[Bucket], gradients: bool = True) -> None:
+    def __init__(self, buckets: Sequence[Bucket], gradient_dtype: Any) -> None:
         size, dtype = buckets[0].stop, buckets[0].parameters[0].dtype  # the first to travel is the end of the order
         self.parameters: Array = xp.empty(size, dtype=dtype)
-        self.gradients: Array = xp.zeros(size, dtype=dtype) if gradients else None
+        self.gradients: Array = xp.zeros(size, dtype=gradient_dtype) if gradient_dtype is not None else None
         hold("parameters", self.parameters)
         hold("gradients", self.gradients)
         for bucket in reversed(buckets):

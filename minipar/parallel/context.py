@@ -60,12 +60,14 @@ class ContextParallel:
     """The ranks that share each sample's tokens, their method, and the order in which the tokens are dealt out."""
 
     def __init__(
-        self, comm: Communicator, method: str = "ring", order: str = "zigzag", reduction: str = "ring"
-    ) -> None:
+        self, comm: Communicator, method: str = "ring", order: str = "zigzag", reduction: str = "ring",
+        dtype: Any = None, reduce_dtype: Any = None,
+    ) -> None:  # fmt: skip
         for what, value, choices in (("method", method, METHODS), ("order", order, ORDERS)):
             if value not in choices:
                 raise UsageError(f"context parallelism: {what} {value!r}: expected {', '.join(choices)}")
         self.comm, self.method, self.reduction = comm, method, reduction
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype  # in which keys, values, and their gradients' sums travel
         self.rank, self.size = comm.rank, comm.size
         self.left, self.right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self.order = order if comm.size > 1 else "contiguous"
@@ -88,16 +90,17 @@ class ContextParallel:
 
         In the ring each rank passes to its right what it has from its left, while it computes with it.
         """
-        comm, kv = self.comm, xp.ascontiguousarray(xp.stack([k, v]))
+        comm, kv = self.comm, xp.ascontiguousarray(xp.stack([k, v], dtype=self.dtype))
         if self.method == "all-gather":
             gathered = comm.all_gather(kv, algorithm="pairwise" if self.reduction == "ordered" else "ring")
-            yield from ((source, gathered.reshape(-1, *kv.shape)[source]) for source in self.sources)
+            gathered = gathered.reshape(-1, *kv.shape).astype(k.dtype, copy=False)
+            yield from ((source, gathered[source]) for source in self.sources)
             return
         for source in self.sources:
             following, messages = xp.empty_like(kv), []
             if source != self.sources[-1]:
                 messages = [comm.isend(kv, self.right, KV), comm.irecv(following, self.left, KV)]
-            yield source, kv
+            yield source, kv.astype(k.dtype, copy=False)
             for message in messages:
                 message.wait()
             kv = following
@@ -111,10 +114,11 @@ class ContextParallel:
         """
         comm = self.comm
         if self.method == "all-gather":
-            by_rank = xp.stack([part for _, part in sorted(zip(self.sources, parts, strict=True), key=lambda x: x[0])])
+            by_rank = [part for _, part in sorted(zip(self.sources, parts, strict=True), key=lambda x: x[0])]
+            by_rank = xp.stack(by_rank, dtype=self.reduce_dtype)
             return comm.reduce_scatter(by_rank, algorithm=self.reduction).reshape(by_rank.shape[1:])
         messages: list[Any] = []
-        for part in parts:
+        for part in (part.astype(self.reduce_dtype or part.dtype, copy=False) for part in parts):
             if messages:
                 part += messages[1].wait()
                 messages[0].wait()
@@ -213,17 +217,19 @@ def _columns(ranks: int, *widths: int) -> np.ndarray:
 
 
 def context_parallel(
-    model: Any, comm: Communicator, method: str = "ring", order: str = "zigzag", reduction: str = "ring"
-) -> ContextParallel:
+    model: Any, comm: Communicator, method: str = "ring", order: str = "zigzag", reduction: str = "ring",
+    reduce_dtype: Any = None,
+) -> ContextParallel:  # fmt: skip
     """Let `model` work on this rank's tokens of each sample, in place: its attention, positions and dropout masks.
 
     Give it `context.part(x)` and `context.part(y)` of whole samples x and y, and wrap it over all ranks that hold other
     tokens (`mesh.dp_cp`): gradients add up over them, and the loss is divided by the count of all their targets.
-    `reduction`, "ring" or "ordered", is the order in which "all-gather" adds the gradients of keys and values.
+    `reduction`, "ring" or "ordered", is the order in which "all-gather" adds the gradients of keys and values. They are
+    added and sent in `reduce_dtype` (default: their own dtype), keys and values in the model's.
 
     UsageError if tokens or heads cannot be cut evenly, ValueError where positions end: each rank has a whole sequence.
     """
-    context = ContextParallel(comm, method, order, reduction)
+    context = ContextParallel(comm, method, order, reduction, model.dtype, reduce_dtype)
     c = context.size
     if c == 1:
         return context

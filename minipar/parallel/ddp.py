@@ -5,6 +5,8 @@ divided by the *global* count, so the ranks' gradients add up to the gradient of
 rank holds.
 """
 
+from typing import Any
+
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module
@@ -30,6 +32,7 @@ class DistributedDataParallel(Wrapper):
     Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
     parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
     to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
+    `options` are the Wrapper's: gradient_dtype and reduce_dtype.
     Sends 2 Psi (d-1)/d elements per rank and step, however many microbatches there are.
     """
 
@@ -42,13 +45,17 @@ class DistributedDataParallel(Wrapper):
         groups: Groups | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        **options: Any,
     ) -> None:
         if groups is None:
             groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
-        super().__init__(model, comm, algorithm, groups)
-        self.buffers = FlatBuffers(self.buckets)
+        super().__init__(model, comm, algorithm, groups, **options)
+        self.buffers = FlatBuffers(self.buckets, self.gradient_dtype)
 
     def _reduce(self, bucket: Bucket) -> Work:
         """Start to sum a bucket's gradient over the ranks, in place."""
         gradients = self.buffers.gradients[bucket.start : bucket.stop]
-        return bucket.comm.all_reduce(gradients, algorithm=self.algorithm, async_op=True)
+        wire = self._wire(gradients)
+        if wire is not gradients:
+            wire[...] = gradients
+        return bucket.comm.all_reduce(wire, algorithm=self.algorithm, async_op=True)

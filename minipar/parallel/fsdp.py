@@ -44,15 +44,15 @@ class FullyShardedDataParallel(ShardedGradients):
 
     def _make_chunk(self, bucket: Bucket) -> Chunk:
         """Compute a unit's deferred values, and keep this rank's chunk of them."""
-        full = self._allocate("buffers", bucket.size)
+        full = self._allocate("buffers", bucket.size, self.dtype)
         for p, view in bucket.views(full):
             p.move_to(view)
-        self._checksums[bucket] = zlib.crc32(to_host(full).data)
+        self._checksums[bucket] = zlib.crc32(to_host(full).view("uint8").data)
         start, stop = bucket.chunk
         data = full[start:stop].copy()
         self._free(bucket)
         hold("parameters", data)
-        return Chunk(bucket, data, self._allocate("gradients", stop - start), self)
+        return Chunk(bucket, data, self._allocate("gradients", stop - start, self.gradient_dtype), self)
 
     def checksum(self, bucket: Bucket) -> int:
         """Return the CRC-32 of a bucket's whole parameters, taken while the wrapper was made."""
@@ -61,7 +61,7 @@ class FullyShardedDataParallel(ShardedGradients):
     def _fetch(self, bucket: Bucket) -> None:
         """Start to gather a bucket's parameters, unless that has started."""
         if bucket not in self._gathered:
-            full = self._allocate("buffers", bucket.size)
+            full = self._allocate("buffers", bucket.size, self.dtype)
             chunk = self.chunks[bucket].data
             self._gathered[bucket] = full, bucket.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
 
@@ -111,6 +111,6 @@ class FullyShardedDataParallel(ShardedGradients):
     def gather_parameter(self, parameter: Parameter) -> Array:
         """Gather one parameter, whole, on every rank; all ranks call it. Sends the bucket that holds it."""
         (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
-        full = self._allocate("buffers", bucket.size)
+        full = self._allocate("buffers", bucket.size, self.dtype)
         bucket.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
         return dict(bucket.views(full))[parameter]

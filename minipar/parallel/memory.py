@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 
+import numpy as np
+
 from minipar.errors import UsageError
 from minipar.parallel.placement import Placement
 
@@ -29,6 +31,17 @@ MIXED = Precision(2, 2, 12)
 # minipar's own: parameters and gradients in the dtype of the run, and AdamW's two means.
 FLOAT32, FLOAT64 = Precision(4, 4, 8), Precision(8, 8, 16)
 OF_DTYPE = {"float32": FLOAT32, "float64": FLOAT64}
+
+
+def precision_of(dtype: str, gradients: str | None = None, sums: str | None = None) -> Precision:
+    """Return the bytes of a run: in 2-byte training K = 12, and gradients of 2 bytes or (the default) 4.
+
+    With plain data parallelism, gradients of 4 bytes that are summed in 2 (`sums`) exist in both: 20 bytes in all.
+    """
+    if np.dtype(dtype).itemsize > 2:
+        return OF_DTYPE[dtype]
+    copies = {np.dtype(each) for each in (gradients or "float32", sums or gradients or "float32")}
+    return Precision(2, sum(dtype.itemsize for dtype in copies), 12)
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,10 @@ class ShardedDataParallel(Wrapper):
     sharded = True
 
     def __init__(
-        self, model: Module, comm: Communicator, algorithm: str, groups: Groups | None = None, replicas: int = 1
+        self, model: Module, comm: Communicator, algorithm: str, groups: Groups | None = None, **options: Any
     ) -> None:
-        super().__init__(model, comm, algorithm, by_unit(model) if groups is None else groups, replicas)
-        self._across: list[Work] = []  # the sums over replicas under way
+        super().__init__(model, comm, algorithm, by_unit(model) if groups is None else groups, **options)
         p = self.buckets[-1].parameters[0]
-        self.dtype = p.dtype
         self.chunks: dict[Bucket, Chunk] = {}  # in the model's order
         self._empty_shard = ParameterShard(p, xp.empty(0, dtype=p.dtype), range(0))
         self._empty_shard.owner = self
@@ -63,14 +61,16 @@ class ShardedDataParallel(Wrapper):
         shards = [shard for chunk in self.chunks.values() for shard in chunk.shards]
         return shards or [self._empty_shard]  # more ranks than elements: the optimizer knows this wrapper all the same
 
-    def _allocate(self, kind: str, size: int) -> Array:
+    def _allocate(self, kind: str, size: int, dtype: Any) -> Array:
         """Make a flat array that counts as memory of this kind."""
-        array = xp.empty(size, dtype=self.dtype)
+        array = xp.empty(size, dtype=dtype)
         hold(kind, array)
         return array
 
     def _reduce_scatter(self, bucket: Bucket, full: Array, out: Array) -> Work:
         """Start to sum a full gradient over the ranks into a chunk: within a replica, then over the replicas."""
+        full, out = full.astype(self.reduce_dtype, copy=False), self._wire(out)
+        hold("buffers", full)
         work: Work = bucket.comm.reduce_scatter(full, out=out, algorithm=self.algorithm, async_op=True)
         if (replicas := self.replica_comm) is not None:
             start = partial(replicas.all_reduce, out, algorithm=self.algorithm, async_op=True)
@@ -79,9 +79,6 @@ class ShardedDataParallel(Wrapper):
 
     def synchronize(self) -> None:
         super().synchronize()
-        for work in self._across:
-            work.wait()
-        self._across = []
         for shard in self.parameters():
             shard.grad = shard.grad_buffer
 
@@ -175,7 +172,9 @@ class ShardedGradients(ShardedDataParallel):
         if self.syncing:
             for work in self._works[:-1]:  # one may still travel; the others' gradients are freed
                 work.wait()
-        full = self._full[bucket] = self._allocate("buffers" if self.syncing else "gradients", bucket.size)
+        full = self._full[bucket] = self._allocate(
+            "buffers" if self.syncing else "gradients", bucket.size, self.gradient_dtype
+        )
         for p, view in bucket.views(full):
             if p.grad is not None:
                 view[...] = p.grad
@@ -190,7 +189,7 @@ class ShardedGradients(ShardedDataParallel):
         chunk = self.chunks[bucket]
         out = chunk.gradient
         if any(shard.grad is not None for shard in chunk.shards):  # the sum of an earlier microbatch
-            out = self._allocate("buffers", out.size)
+            out = self._allocate("buffers", out.size, out.dtype)
             self._late.append((chunk, out))
         for p in bucket.parameters:
             p.grad = p.grad_buffer = None  # the message alone holds the full gradient now, and frees it

@@ -71,18 +71,18 @@ def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[Piece, Array
 
 
 def gather_state(
-    model: Module, parameters: Sequence[Parameter], comm: Communicator, gradients: bool = False
+    model: Module, parameters: Sequence[Parameter], comm: Communicator, values: Sequence[Any] | None = None
 ) -> dict[str, np.ndarray]:
     """Collect the serial model's parameters by name, as host arrays, on rank 0 of `comm`; the other ranks get {}.
 
     `comm` is the group of ranks that hold the whole model together: the world of a mesh. `parameters` are what this
-    rank's optimizer holds. `gradients=True` collects their complete gradients instead. Collective. Each element is sent
-    to rank 0 once, in one message per rank; the list of pieces goes ahead as control data.
+    rank's optimizer holds. `values` are arrays of the same shapes to collect instead, such as complete gradients.
+    Collective. Each element is sent to rank 0 once, in one message per rank; the pieces go ahead as control data.
     """
     own = owned_pieces(parameters)
-    values: list[Any] = [p.grad if gradients else p.data for p in parameters]
+    values = [p.data for p in parameters] if values is None else values
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
-    dtype = np.dtype(parameters[0].dtype if parameters else np.float32)
+    dtype = np.dtype(values[0].dtype if values else np.float32)
     header = [[piece, placement_of(parameters[i]).shape] for i, piece, _ in own]
     headers = comm.gather_bytes(json.dumps(header).encode())
     if headers is None:

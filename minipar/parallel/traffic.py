@@ -37,6 +37,8 @@ class StepLayout:
     samples: int  # in one microbatch of one replica
     microbatches: int
     itemsize: int  # bytes of an element
+    gradient_itemsize: int = 0  # of a gradient, and
+    reduce_itemsize: int = 0  # of what dp and tp sum; 0: as itemsize
     dp: int = 1
     cp: int = 1
     ep: int = 1
@@ -53,6 +55,10 @@ class StepLayout:
     aux_loss: float = 0.0
     router_bias: float = 0.0
     capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gradient_itemsize", "reduce_itemsize"):
+            object.__setattr__(self, name, getattr(self, name) or self.itemsize)
 
     replicas = property(lambda self: self.dp * self.cp)  # ranks over which gradients are summed: d c
     shards = property(lambda self: self.replicas // self.zero_replicas)  # ranks over which ZeRO shards: s = d c/q
@@ -188,7 +194,7 @@ def dp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     total += wire_bytes("all_reduce", "ordered", layout.loads, 8, layout.replicas, rank)
     reduce = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
     for (unit, fold), elements in bucket_elements(layout, pp).items():
-        total += layout.syncs * wire(reduce, layout.reduction, elements, fold=fold)
+        total += layout.syncs * wire(reduce, layout.reduction, elements, layout.reduce_itemsize, fold=fold)
         total += gathers(layout, unit) * wire("all_gather", "pairwise", elements, fold=fold)
     return total
 
@@ -197,7 +203,7 @@ def replica_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     """Compute what of `dp_bytes` leaves the replica: all-reduces of its chunks, 2 (Psi/s) (q-1)/q elements."""
     replica, place = divmod(rank, layout.shards)
     own = [chunk_bounds(elements, layout.shards)[place] for elements in bucket_elements(layout, pp).values()]
-    q, wire = layout.zero_replicas, partial(wire_bytes, "all_reduce", layout.reduction, itemsize=layout.itemsize)
+    q, wire = layout.zero_replicas, partial(wire_bytes, "all_reduce", layout.reduction, itemsize=layout.reduce_itemsize)
     return layout.syncs * sum(wire(stop - start, p=q, rank=replica) for start, stop in own)
 
 
@@ -212,16 +218,16 @@ def cp_bytes(layout: StepLayout, pp: int) -> int:
     """
     h = layout.model.n_embd // layout.tp
     h_kv = h * layout.model.n_kv_head // layout.model.n_head
-    forward, backward = cp_elements(layout.context_parallel, layout.cp, layout.tokens, h, h_kv)
-    return layout.microbatches * layout.blocks(pp) * ((1 + layout.recompute) * forward + backward) * layout.itemsize
+    moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens, h, h_kv)
+    each = (2 + layout.recompute) * moved * layout.itemsize + summed * layout.reduce_itemsize
+    return layout.microbatches * layout.blocks(pp) * each
 
 
 def cp_elements(method: str, c: int, u: int, h: int, h_kv: int) -> tuple[int, int]:
-    """Count the elements that `cp_bytes` sums: those of one layer and microbatch, in forward and in backward."""
+    """Count the elements of `cp_bytes` in one layer and microbatch: sent in forward and in backward; and gradients."""
     if method == "ulysses" or c == 1:
-        return 2 * (h + h_kv) * u * (c - 1) // c, 2 * (h + h_kv) * u * (c - 1) // c
-    forward = 2 * (c - 1) * u * h_kv
-    return forward, forward + 2 * (c if method == "ring" else c - 1) * u * h_kv
+        return 2 * (h + h_kv) * u * (c - 1) // c, 0
+    return 2 * (c - 1) * u * h_kv, 2 * (c if method == "ring" else c - 1) * u * h_kv
 
 
 def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
@@ -238,17 +244,19 @@ def tp_bytes(layout: StepLayout, rank: int, pp: int) -> int:
     if layout.tp == 1:
         return 0
 
-    def wire(op: str, elements: int, algorithm: str = layout.reduction, itemsize: int = layout.itemsize) -> int:
+    def wire(op: str, elements: int, algorithm: str = layout.reduction, itemsize: int = layout.reduce_itemsize) -> int:
         return wire_bytes(op, algorithm, elements, itemsize, layout.tp, rank)
 
     n = layout.tokens * layout.model.n_embd
     once = wire("all_reduce", n)
     if layout.sequence_parallel:
-        once = wire("all_gather", n, "ring" if layout.reduction == "ring" else "pairwise") + wire("reduce_scatter", n)
+        algorithm = "ring" if layout.reduction == "ring" else "pairwise"
+        once = wire("all_gather", n, algorithm, layout.itemsize) + wire("reduce_scatter", n)
     first, last = layout.ends
     total = (6 if layout.recompute else 4) * layout.blocks(pp) * once + ((pp == first) + (pp == last)) * once
     if pp == last:
-        total += wire("all_reduce", layout.tokens) + wire("all_reduce", 2 * layout.tokens)
+        itemsize = max(4, layout.itemsize)  # the loss is float32 at least
+        total += sum(wire("all_reduce", count * layout.tokens, itemsize=itemsize) for count in (1, 2))
     total *= layout.microbatches
     total += layout.syncs * sum(wire("all_reduce", n) for n in bucket_elements(layout, pp, Partial).values())
     return total + wire("all_reduce", layout.norm_rows, "ordered", FLOAT64)
@@ -273,7 +281,7 @@ def pp_bytes(layout: StepLayout, rank: int) -> int:
     first, last = layout.ends
     if layout.model.tie_word_embeddings and first != last and rank in (first, last):
         rows = -(-layout.model.vocab_size // layout.tp)  # V/t, rounded up
-        total += rows * layout.model.n_embd * layout.itemsize
+        total += rows * layout.model.n_embd * (layout.itemsize if rank == first else layout.gradient_itemsize)
     for elements in (2 * (layout.model.n_layer + 2) * layout.norm_rows, 1, layout.loads):
         total += wire_bytes("all_reduce", "ordered", elements, FLOAT64, layout.pp, rank)
     return total

@@ -18,6 +18,7 @@ from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.errors import UsageError
+from minipar.memory import hold
 from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.buckets import Bucket, Groups, make_buckets
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -36,17 +37,29 @@ def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float,
 
 
 class Wrapper(Owner, ABC):
-    """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies."""
+    """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies.
+
+    Microbatches add up in `gradient_dtype` (default: the parameters' dtype); gradients travel and are summed over ranks
+    in `reduce_dtype` (default: gradient_dtype). NB: reduce_dtype of PyTorch's MixedPrecisionPolicy.
+    """
 
     stage = 0  # of ZeRO
 
-    def __init__(self, model: Module, comm: Communicator, algorithm: str, groups: Groups, replicas: int = 1) -> None:
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str, groups: Groups, replicas: int = 1,
+        gradient_dtype: Any = None, reduce_dtype: Any = None,
+    ) -> None:  # fmt: skip
         if algorithm not in ("ring", "ordered"):  # the two whose bits depend on the rank count and the chunks alone
             raise ValueError(f'algorithm "{algorithm}": expected ring or ordered')
         self.model, self.comm, self.algorithm = model, comm, algorithm
         # ZeRO shards over shard_comm. With replicas, it sums the gradients of shards over replica_comm afterwards.
         levels: tuple[Communicator, Communicator | None] = (comm, None) if replicas == 1 else comm.levels(replicas)
         self.shard_comm, self.replica_comm = levels
+        self.dtype = next(iter(model.parameters())).dtype
+        self.gradient_dtype = gradient_dtype or self.dtype  # in which microbatches accumulate
+        self.reduce_dtype = reduce_dtype or self.gradient_dtype  # in which gradients travel and are summed
+        for leaf in (leaf for p in model.parameters() for leaf in (p, *p.ties)):
+            leaf.grad_dtype = self.gradient_dtype
         self.syncing = True  # False inside `no_sync`
         self._scaled = False  # inside a backward pass of a loss that was divided by the global count
         self._start_checked = False
@@ -81,6 +94,8 @@ class Wrapper(Owner, ABC):
 
     def _reset(self) -> None:
         self._works: list[Work] = []  # the reductions under way, one per bucket that has started
+        self._across: list[Work] = []  # those over replicas
+        self._sums: list[tuple[Array, Array]] = []  # sums that travel in another dtype, and where they belong
         self._waiting = [bucket.leaves() for bucket in self.buckets]  # those whose gradient is not complete yet
 
     def _on_gradient(self, leaf: Tensor) -> None:
@@ -109,6 +124,14 @@ class Wrapper(Owner, ABC):
             self.before_reduce(bucket.parameters)
         self._works.append(self._reduce(bucket))
 
+    def _wire(self, gradient: Array) -> Array:
+        """Return the array that travels: the gradient, or room in another dtype, which `synchronize` copies back."""
+        if gradient.dtype == self.reduce_dtype:
+            return gradient
+        hold("buffers" if self.stage else "gradients", wire := xp.empty(gradient.shape, dtype=self.reduce_dtype))
+        self._sums.append((wire, gradient))
+        return wire
+
     def synchronize(self) -> None:
         """Start the buckets that backward has not completed, then wait until every gradient is the sum over all ranks.
 
@@ -116,8 +139,11 @@ class Wrapper(Owner, ABC):
         """
         for bucket in self.buckets[len(self._works) :]:
             self._start(bucket)
-        for work in self._works:
-            work.wait()
+        for works in (self._works, self._across):  # the first ones start the second ones
+            for work in works:
+                work.wait()
+        for wire, gradient in self._sums:
+            gradient[...] = wire
         self._reset()
         self._state = "summed"
 
@@ -158,7 +184,7 @@ class Wrapper(Owner, ABC):
         """Return the CRC-32 of a bucket's parameters before training, the same on ranks that start alike."""
         total = 0
         for p in bucket.parameters:
-            total = zlib.crc32(to_host(p.data).data, total)
+            total = zlib.crc32(to_host(p.data).view(np.uint8).data, total)
         return total
 
     @contextmanager

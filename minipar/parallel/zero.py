@@ -32,12 +32,12 @@ class ZeroStage1(ShardedDataParallel):
 
     def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
         super().__init__(model, comm, algorithm, **options)
-        self.buffers = FlatBuffers(self.buckets, gradients=self.stage == 1)
+        self.buffers = FlatBuffers(self.buckets, self.gradient_dtype if self.stage == 1 else None)
         for bucket in reversed(self.buckets):
             start, stop = bucket.chunk
             own = slice(bucket.start + start, bucket.start + stop)
             whole = self.buffers.gradients
-            gradient = self._allocate("gradients", stop - start) if whole is None else whole[own]
+            gradient = self._allocate("gradients", stop - start, self.gradient_dtype) if whole is None else whole[own]
             self.chunks[bucket] = Chunk(bucket, self.buffers.parameters[own], gradient, self)
 
     def _reduce(self, bucket: Bucket) -> Work:
@@ -89,7 +89,7 @@ class ZeroOptimizer:
             p.owner = None
             p.placement = p.placement or Placement(str(i), p.shape)
         (self.bucket,) = make_buckets([self.parameters], comm)
-        self.buffers = FlatBuffers([self.bucket])
+        self.buffers = FlatBuffers([self.bucket], self.parameters[0].dtype)
         own = slice(*self.bucket.chunk)
         self.chunk = Chunk(self.bucket, self.buffers.parameters[own], self.buffers.gradients[own], None)
         self.optimizer = optimizer(self.chunk.shards, **options)

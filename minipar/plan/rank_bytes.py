@@ -234,9 +234,9 @@ def volume(model: ModelShape, layout: Layout, length: int, framework: Framework 
     dp += Fraction(width * experts * (layout.expert_shards - 1), layout.expert_shards)
     across = Fraction(2 * reductions * layout.precision.gradients * psi * (q - 1), s * q)
     columns = model.hidden // t, kv_columns(model, t)
-    forward, backward = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
-    forward *= 2 if layout.recompute == "full" else 1
-    cp = Fraction((forward + backward) * layout.precision.parameters) * m * layout.layers_per_rank(model)
+    moved, summed = cp_elements(layout.context_parallel, layout.cp, layout.tokens(length), *columns)
+    moved *= 3 if layout.recompute == "full" else 2
+    cp = Fraction((moved + summed) * layout.precision.parameters) * m * layout.layers_per_rank(model)
     rows, counts = expert_bytes(model, layout, length)
     forwards = 2 if layout.recompute == "full" else 1
     ep = Fraction((2 * rows * (forwards + 1) + counts * forwards) * (layout.ep - 1), layout.ep)

@@ -23,10 +23,8 @@ from minipar.train.checkpoint import Checkpoint, agreeing, check_checkpoint, con
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Evaluation, Tokens, hold_out, load_tokens
 from minipar.train.progress import Metrics, Progress, say
-from minipar.train.trainer import StepResult, Trainer
+from minipar.train.trainer import DIVERGED, StepResult, Trainer
 from minipar.train.verify import verify
-
-DIVERGED = "training has diverged: {}; try a smaller --lr than {:g}, --warmup-steps or --clip-grad"
 
 
 def run(comm: Communicator) -> int:
@@ -57,7 +55,8 @@ def run(comm: Communicator) -> int:
         progress.save_ledgers(config.run.memory, ledger, comm)
     check_finite(trainer)
     if config.run.export is not None:
-        state = trainer.state_dict()
+        dtype = np.dtype(config.run.export_dtype or config.run.dtype)
+        state = {name: values.astype(dtype, copy=False) for name, values in trainer.state_dict().items()}
         with agreeing(comm, "--export"):
             if comm.rank == 0:
                 progress.write_export(trainer.model, config.run.export, state)
@@ -106,13 +105,11 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
         done, last = result.step + 1, config.optimizer.steps
-        values = {"loss": result.loss, "gradient norm": result.grad_norm}
+        validation = None
         if evaluation is not None and is_due(done, last, config.data.eval_every):
-            values["validation loss"] = trainer.validation_loss(evaluation)
-        if not all(map(math.isfinite, values.values())):
-            text = " and ".join(f"{name} {value}" for name, value in values.items())
-            raise UsageError(DIVERGED.format(f"{text} in step {done}", config.optimizer.lr))
-        validation = values.get("validation loss")
+            validation = trainer.validation_loss(evaluation)
+        if validation is not None and not math.isfinite(validation):
+            raise UsageError(DIVERGED.format(f"validation loss {validation} in step {done}", config.optimizer.lr))
         metrics.write(result, validation)
         report(result, validation)
         if config.run.verify:

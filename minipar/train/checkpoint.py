@@ -61,7 +61,7 @@ MUST_AGREE = [flag for _, field, flag, _ in flags(TrainConfig()) if "size" in fi
 MUST_AGREE += "--seq-len --dtype --global-batch --order --seed --betas".split()
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
-UPDATE += "--aux-loss --router-bias --capacity-factor".split()
+UPDATE += "--aux-loss --router-bias --capacity-factor --gradients --reduce-dtype --skip-nonfinite".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
 TAKEN = [*MUST_AGREE, *UPDATE, "--data", "--eval-every", "--eval-data", "--steps", "--reduction"]
 # What the order of sums depends on.
@@ -115,7 +115,8 @@ class Checkpoint:
             kind = "mixtral" if "num_local_experts" in sizes else "llama" if "hidden_size" in sizes else "gpt2"
             self.shape: TransformerConfig = CONFIGS[kind](**sizes)
             self.step: int = self.manifest["step"]
-            self.dtype = np.dtype(self.manifest["dtype"])
+            dtype = np.dtype(self.manifest["dtype"])
+            self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # of what the optimizer updates
             self.files: list[dict[str, Any]] = self.manifest["files"]
             self.history: list[dict[str, Any]] = self.manifest["history"]
             self.flags = [run_flags(TrainConfig()) | period["flags"] for period in self.history]  # older ones lack some
@@ -146,10 +147,10 @@ class Checkpoint:
             if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
                 raise UsageError(f"{path}: its SHA-256 is not that of what was written: the file is corrupted")
 
-    def array(self, kind: str, name: str) -> Array:
+    def array(self, kind: str, name: str, dtype: Any = None) -> Array:
         """Join the serial model's array for one parameter: its values, or a mean of the optimizer (see KINDS)."""
         pieces = ((piece, self._tensor(file, f"{kind}/{name}")) for file, piece in self.pieces[name])
-        return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces))))
+        return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces)), dtype=dtype))
 
     def _tensor(self, file: str, key: str) -> np.ndarray:
         with reading(self.directory / file), safe_open(self.directory / file, "np") as opened:
@@ -176,12 +177,12 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
-    """Fill AdamW's means with this rank's elements, one whole array in memory at a time. Sends nothing."""
+    """Fill AdamW's masters and means with this rank's elements, one whole array in memory at a time. Sends nothing."""
     optimizer.steps = checkpoint.manifest["optimizer_steps"]
-    for kind, means in (("exp_avg", optimizer.exp_avg), ("exp_avg_sq", optimizer.exp_avg_sq)):
-        for mean, p in zip(means, optimizer.parameters, strict=True):
+    for kind, arrays in zip(KINDS, (optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True):
+        for array, p in zip(arrays, optimizer.parameters, strict=True):
             placement = placement_of(p)
-            mean.reshape(-1)[...] = local_part(placement.tp, checkpoint.array(kind, placement.name), elements_of(p))
+            array.reshape(-1)[...] = local_part(placement.tp, checkpoint.array(kind, placement.name), elements_of(p))
 
 
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
@@ -201,7 +202,7 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
     path = partial / f"rank-{comm.rank:05d}.safetensors"
     with agreeing(comm, flag):
         owned = owned_pieces(optimizer.parameters)
-        state = [p.data for p in optimizer.parameters], optimizer.exp_avg, optimizer.exp_avg_sq
+        state = optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq
         tensors = {
             f"{kind}/{piece['name']}": to_host(arrays[i].reshape(-1)[elements])
             for i, piece, elements in owned
@@ -276,7 +277,7 @@ def prepare_directory(directory: str, first_step: int) -> None:
 
 def run_flags(config: TrainConfig) -> dict[str, Any]:
     """Return the flags that decide the values of a run, as JSON gives them back."""
-    chosen = {"--dtype", "--seed", "--reduction", "--device"}
+    chosen = "--dtype --seed --reduction --device --gradients --reduce-dtype --skip-nonfinite".split()
     values = {flag: value for section, _, flag, value in flags(config) if section != "run" or flag in chosen}
     return dict(json.loads(json.dumps(values)))
 

@@ -31,6 +31,7 @@ GPT2 = ("gpt2",), "Llama and Mixtral have no dropout"
 LLAMA = ("llama", "mixtral"), "each head of GPT-2 has keys and values of its own, and its MLP 4*hidden columns"
 MIXTRAL = ("mixtral",), "a layer of other models has one MLP, no experts"
 COUNT = "[1, inf)"
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -44,6 +45,11 @@ def byte_count(text: str) -> int:
     if not 1 <= count < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1500000, 1.5MB or 512KiB")
     return int(count)
+
+
+def dtype_name(text: str) -> str:
+    """Return NumPy's name of a dtype that is called bf16, fp16 or fp32 (ml_dtypes adds bfloat16)."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text)
 
 
 def option(
@@ -158,7 +164,13 @@ class RunConfig:
     """run: seed, precision, device, and the files that are written"""
 
     seed: int = option(0, int, "[0, 1.8e19]", "N", "keys every random draw (weights, samples)")
-    dtype: str = option("float32", str, choices=("float32", "float64"), help="of parameters, gradients and activations")
+    dtype: str = option("float32", dtype_name, choices=DTYPES,
+        help="of parameters and activations; with bf16 and fp16 the optimizer has float32 copies of the parameters")
+    gradients: str | None = option(None, dtype_name, choices=("float32", "bfloat16", "float16"),
+        help="in which microbatches' gradients add up, if --dtype has 2 bytes (default: fp32)")
+    reduce_dtype: str | None = option(None, dtype_name, choices=("float32", "bfloat16", "float16"),
+        help="in which gradients and tensor-parallel sums travel and add up, if --dtype has 2 bytes (default: fp32)")
+    skip_nonfinite: bool = option(False, bool, help="skip a step whose loss or gradient is not finite, and count it")
     device: str = option("cpu", str, choices=("cpu", "cuda"), help="cpu: NumPy; cuda: CuPy")
     recompute: str = option("none", str, choices=("none", "full"),
         help="full: keep only each layer's input and run its forward again in backward")
@@ -186,6 +198,8 @@ class RunConfig:
         "optimizer, seed, dtype and steps are the checkpoint's unless given; auto: from --save DIR, if it has one")
     export: str | None = option(None, str, None, "DIR",
         "write the trained model as a directory of Hugging Face; DIR is new, empty, or an earlier export")
+    export_dtype: str | None = option(None, dtype_name, choices=DTYPES, needs="--export DIR",
+        help="of --export (default: that of --dtype)")
     verify: bool = option(False, bool,
         help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
 
@@ -268,7 +282,7 @@ def check(config: TrainConfig) -> None:
         for one in values:
             if within is not None and one is not None and not inside(one, within):
                 raise UsageError(f"{flag} {one} is outside {within}")
-        if choices is not None and value not in choices:
+        if choices is not None and value is not None and value not in choices:
             raise UsageError(f"{flag} {value}: choose from {', '.join(choices)}")
         if value == "":
             raise UsageError(f"{flag} is empty; expected {field.metadata['metavar']}")
@@ -340,7 +354,23 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
     check_memory(Decimal(8 * batch) * model.seq_len, f"positions: 8 bytes * {batch} samples * {model.seq_len} tokens")
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+    return with_values(config, _precision(config))
+
+
+def _precision(config: TrainConfig) -> dict[str, str]:
+    """Return the dtypes of gradients in 2-byte training that were not given. UsageError for what it does not have."""
+    run = config.run
+    given = {"--gradients": run.gradients, "--reduce-dtype": run.reduce_dtype}
+    if run.dtype in ("float32", "float64"):
+        for flag, value in given.items():
+            if value is not None:
+                raise UsageError(f"{flag} {value} is for --dtype bf16 or fp16")
+        return {}
+    if run.verify and (run.reduction != "ordered" or config.mesh.cp * config.mesh.ep * config.mesh.tp > 1):
+        why = "8 or 11 bits of mantissa prove nothing but equal bits"
+        raise UsageError(f"--verify with --dtype {run.dtype} needs --reduction ordered, and cp = ep = tp = 1: {why}")
+    return {"run.gradients": run.gradients or "float32", "run.reduce_dtype": run.reduce_dtype or "float32"}
 
 
 def schedule_of(config: TrainConfig) -> Schedule:

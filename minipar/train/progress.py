@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import stat
 import sys
@@ -137,7 +138,7 @@ class Metrics:
         try:
             # json writes floats with repr: the shortest digits that read back as the same value.
             line = dataclasses.asdict(result) | {"eval_loss": validation}
-            line = {name: value for name, value in line.items() if value is not None}
+            line = {name: value if math.isfinite(value) else None for name, value in line.items() if value is not None}
             print(json.dumps(line), file=self.file, flush=True)
         except OSError as error:
             self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"

@@ -3,6 +3,7 @@
 The global batch is cut into one share for each data-parallel replica, and each share into microbatches.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,9 +29,10 @@ from minipar.parallel.buckets import by_unit
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.memory import OF_DTYPE, check_limit
+from minipar.parallel.memory import check_limit, precision_of
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, part_groups
+from minipar.parallel.placement import placement_of
 from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
 from minipar.parallel.tensor.plan import tensor_parallel
@@ -41,7 +43,10 @@ from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, s
 from minipar.train.config import TrainConfig, schedule_of, shape_of
 from minipar.train.data import Batches, Evaluation, Tokens
 
-DIGITS = {"float32": 5, "float64": 10}  # significant ones of the validation loss
+DIGITS = {"bfloat16": 2, "float16": 2, "float32": 5, "float64": 10}  # significant ones of the validation loss
+
+DIVERGED = "training has diverged: {}; try a smaller --lr than {:g}, --warmup-steps or --clip-grad"
+LOSS_SCALE, GOOD_STEPS = 2.0**16, 2000  # at the start, and from one doubling to the next
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,14 @@ class StepResult:
     seconds: float
     tokens_per_second: float
     dropped: int | None = None  # with --capacity-factor: assignments of all layers for which experts had no room
+    skipped: int | None = None  # steps without an update so far, because a gradient was not finite
 
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:
     """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
     sizes, run, mesh, shape = config.model, config.run, config.mesh, shape_of(config.model)
     ranks = (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp
-    shape.check_memory(sum(astuple(OF_DTYPE[run.dtype])), ranks)  # no layout needs less
+    shape.check_memory(sum(astuple(precision_of(run.dtype, run.gradients))), ranks)  # no layout needs less
     options: dict[str, Any] = {"dtype": run.dtype, "attention": run.attention, "recompute": run.recompute == "full"}
     if sizes.model == "gpt2":
         options["dropout"] = config.optimizer.dropout
@@ -70,7 +76,7 @@ def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> Lan
         return shape.build(seed=run.seed, deferred=True, **options)
     model = checkpoint.shape.build(deferred=True, **options)
     for name, p in model.named_parameters():
-        p.make = partial(checkpoint.array, "parameter", name)
+        p.make = partial(checkpoint.array, "parameter", name, p.dtype)
     for moe, bias in zip(moe_layers(model), checkpoint.manifest.get("router_bias", []), strict=False):
         moe.bias[:] = bias
     return model
@@ -87,6 +93,8 @@ def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> 
         samples=data.global_batch // (mesh.dp * data.microbatches),
         microbatches=data.microbatches,
         itemsize=np.dtype(config.run.dtype).itemsize,
+        gradient_itemsize=np.dtype(config.run.gradients or config.run.dtype).itemsize,
+        reduce_itemsize=np.dtype(config.run.reduce_dtype or config.run.dtype).itemsize,
         schedule=schedule_of(config) if mesh.pp > 1 else None,
         recompute=config.run.recompute == "full",
         reduction=config.run.reduction,
@@ -115,21 +123,25 @@ class Trainer:
         self.samples_per_microbatch = data.global_batch // (config.mesh.dp * data.microbatches)
         self.pipeline: PipelineParallel | None = None
         self.last_microbatch: int | None = data.microbatches - 1  # its backward starts the sum of the gradients
+        # fp16's loss scale, which shifts small gradients into its range, and the steps since it last changed.
+        self.loss_scale, self.good_steps = LOSS_SCALE if config.run.dtype == "float16" else 1.0, 0
+        self.skipped = 0
         self.recording = False
         self.record: Record | None = None  # on rank 0; see start_record
         # Context parallelism gives this rank its tokens of each sample, and attention those of the other ranks.
         method, order = config.mesh.context_parallel, config.mesh.cp_order
-        self.context = context_parallel(self.model, mesh.cp, method, order, config.run.reduction)
+        run = config.run
+        self.context = context_parallel(self.model, mesh.cp, method, order, run.reduction, run.reduce_dtype)
         self.ddp = self._parallelize()
         self.moes = moe_layers(self.model)
-        for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
+        for moe in self.moes:
             moe.capacity_factor = config.model.capacity_factor
-            moe.aux_loss = config.model.aux_loss / (len(self.moes) * self.tokens_per_step * mesh.tp.size)
         if config.run.export is not None and (config.model.router_bias or any(moe.bias.any() for moe in self.moes)):
             raise UsageError("--export: a Mixtral's files have no place for the biases of --router-bias; --save has")
         self.optimizer = AdamW(self.ddp.parameters(), betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
+            self.loss_scale, self.good_steps = checkpoint.manifest.get("loss_scale", (self.loss_scale, 0))
         self.batches = Batches(
             tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
@@ -137,10 +149,10 @@ class Trainer:
 
     def _parallelize(self) -> Wrapper:
         """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
-        config, mesh, model = self.config, self.mesh, self.model
+        config, mesh, model, run = self.config, self.mesh, self.model, self.config.run
         # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
         if mesh.tp.size > 1:
-            tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel)
+            tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel, run.reduce_dtype)
         expert_parallel(model, mesh.ep, mesh.edp)
         # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
         options: dict[str, Any] = {"groups": by_unit(model) if config.mesh.pp == 1 else part_groups(model)}
@@ -155,10 +167,12 @@ class Trainer:
             options["replicas"] = config.mesh.zero_replicas
         # Data parallelism or ZeRO owns the gradients of what is left. Ranks of dp and of cp have other tokens.
         if config.mesh.memory_limit is not None:
-            limit, stage, dtype = config.mesh.memory_limit, config.mesh.zero_stage, OF_DTYPE[config.run.dtype]
+            limit, stage = config.mesh.memory_limit, config.mesh.zero_stage
+            dtype = precision_of(run.dtype, run.gradients, run.reduce_dtype if stage == 0 else None)
             placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
             accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
             check_limit(limit, placements, mesh.dp_cp.size // config.mesh.zero_replicas, stage, dtype, accumulating)
+        options |= {"gradient_dtype": run.gradients, "reduce_dtype": run.reduce_dtype}
         return shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
 
     def train(self) -> Iterator[StepResult]:
@@ -172,16 +186,21 @@ class Trainer:
         with self._model_clock():
             enter("forward", restart=True)
             self.ddp.zero_grad()
-            for moe in self.moes:
+            for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
                 moe.load[:] = moe.dropped = 0
+                count = len(self.moes) * self.tokens_per_step * self.mesh.tp.size
+                moe.aux_loss = self.loss_scale * self.config.model.aux_loss / count
             loss = self._forward_backward(step)
+            for p in self.ddp.parameters() if self.loss_scale != 1 else ():
+                p.grad = xp.multiply(p.grad, 1 / self.loss_scale, out=p.grad)
             gradients = self.state_dict(gradients=True) if self.recording else {}
             with self._region("optimizer"):
                 grad_norm = self._clip_grad_norm(o.clip_grad or None)
                 self.optimizer.lr = learning_rate(
                     step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
                 )
-                self.optimizer.step()
+                if self._is_good(step, loss, grad_norm):
+                    self.optimizer.step()
                 drops = self._balance()
                 synchronize()
             if self.pipeline is not None:  # outside the region, because the last stage computes nothing here
@@ -192,7 +211,28 @@ class Trainer:
             if self.record is not None:
                 with writing(f"--record {self.record.directory}", self.record.directory / f"step-{step}.npz"):
                     self.record.step(step, loss / self.tokens_per_step, grad_norm, gradients, parameters)
-        return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, self.tokens_per_step / seconds, drops)
+        skipped = self.skipped if self.config.run.skip_nonfinite or self.loss_scale != 1 else None
+        speed = self.tokens_per_step / seconds
+        return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, speed, drops, skipped)
+
+    def _is_good(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Return whether the step may update. All ranks answer alike: they have one loss and one norm.
+
+        A step that may not is skipped in fp16, which then halves the loss scale, and with `--skip-nonfinite`. Else
+        UsageError names the first rank and parameter. After GOOD_STEPS good ones fp16 doubles the scale.
+        """
+        run, finite = self.config.run, math.isfinite(loss) and math.isfinite(grad_norm)
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if run.dtype == "float16" and (not finite or self.good_steps == GOOD_STEPS):
+            self.loss_scale, self.good_steps = self.loss_scale * (2 if finite else 0.5), 0
+        self.skipped += not finite
+        if not finite and run.dtype != "float16" and not run.skip_nonfinite:
+            wrong = (placement_of(p).name for p in self.ddp.parameters() if not xp.isfinite(p.grad).all())
+            names = self.mesh.world.all_gather_bytes(next(wrong, "").encode())
+            first = next((f": rank {rank}, {name.decode()}" for rank, name in enumerate(names) if name), "")
+            problem = f"loss {loss / self.tokens_per_step:g} and gradient norm {grad_norm:g} in step {step + 1}{first}"
+            raise UsageError(DIVERGED.format(problem, self.config.optimizer.lr))
+        return finite
 
     def _forward_backward(self, step: int) -> float:
         """Compute the gradient of the global batch's mean loss; return the global batch's summed loss."""
@@ -229,7 +269,7 @@ class Trainer:
             with keys, sync, self.ddp.scaled_backward(), pipeline.comm.tracer.region(str(action)):
                 yield
 
-        self.executor.run(lambda m: batches[m][0], loss, 1 / self.tokens_per_step, around)
+        self.executor.run(lambda m: batches[m][0], loss, self.loss_scale / self.tokens_per_step, around)
         pipeline.fetch_tied_gradient()
         self.ddp.synchronize()
         pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
@@ -243,7 +283,7 @@ class Trainer:
         with self._region("forward"), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with self._region("backward"), self.ddp.scaled_backward():
-            loss.backward(xp.full_like(loss.data, 1 / self.tokens_per_step))
+            loss.backward(xp.full_like(loss.data, self.loss_scale / self.tokens_per_step))
         return loss.item()
 
     def validation_loss(self, evaluation: Evaluation) -> float:
@@ -289,7 +329,8 @@ class Trainer:
 
     def state_dict(self, gradients: bool = False) -> dict[str, np.ndarray]:
         """Collect the serial model's parameters (or gradients) by name, as host arrays, on rank 0; {} elsewhere."""
-        state = gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients)
+        values = [p.grad for p in self.optimizer.parameters] if gradients else self.optimizer.values()
+        state = gather_state(self.model, self.optimizer.parameters, self.mesh.world, values)
         return {name: state[name] for name in self.shapes if name in state}  # rank 0 lists its own experts first
 
     def start_record(self, directory: str) -> None:
@@ -310,6 +351,7 @@ class Trainer:
             "model": asdict(self.model.config),
             "parameters": self.shapes,
             "router_bias": [moe.bias.tolist() for moe in self.moes],
+            "loss_scale": [self.loss_scale, self.good_steps],
             "history": [*history, {"step": self.first_step, "flags": run_flags(self.config)}],
         }
         save(self.mesh.world, directory, step, self.optimizer, header)

@@ -145,7 +145,9 @@ class OneDevice(Trainer):
 
     def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
         mesh = replace(config.mesh, cp=1, ep=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
-        super().__init__(replace(config, mesh=mesh), DeviceMesh(serial()), tokens)
+        run = replace(config.run, reduce_dtype=config.run.gradients)  # what is summed below is not rounded again
+        super().__init__(replace(config, mesh=mesh, run=run), DeviceMesh(serial()), tokens)
+        self.reduce_dtype = config.run.reduce_dtype or config.run.dtype
         self.replicas = range(config.mesh.dp or 1)
         self.shards = len(self.replicas) // config.mesh.zero_replicas
 
@@ -162,14 +164,14 @@ class OneDevice(Trainer):
                 losses[replica] += self.backward_microbatch(step, replica, m)
             for bucket in self.ddp.buckets:
                 bucket.complete()
-            hold("buffers", copy := buffer.copy())
+            hold("buffers", copy := buffer.astype(self.reduce_dtype))
             return copy
 
         with self.ddp.no_sync():
             # Hybrid sharding sums first within groups of `shards` replicas, then over the groups.
             groups = [self.replicas[first : first + self.shards] for first in self.replicas[:: self.shards]]
             sums = (_sum(_sum(gradient(r, each) for r in group) for group in groups) for each in together)
-            buffer[...] = _sum(sums)
+            buffer[...] = _sum(each.astype(buffer.dtype, copy=False) for each in sums)
         self.ddp.synchronize()
         return float(_sum(iter(losses.values())))
 

@@ -154,7 +154,10 @@ FLAGS = {
     "--dropout": ["0.5", "0.999999"],
     "--clip-grad": ["1", "1e-320"],
     "--seed": ["0", "18000000000000000000"],
-    "--dtype": ["float32", "float64"],
+    "--dtype": ["float32", "float64", "bf16", "fp16", "fp8"],
+    "--gradients": ["fp32", "bf16", "fp16", "float64"],
+    "--reduce-dtype": ["fp32", "bf16", "float16"],
+    "--skip-nonfinite": [],
     "--device": ["cpu", "gpu"],  # not cuda: it would load CuPy and, where there is one, a GPU
     "--recompute": ["none", "full"],
     "--attention": ["auto", "blockwise", "full"],
@@ -169,6 +172,7 @@ FLAGS = {
     "--save-every": ["1", "2"],
     "--resume": ["missing", "directory", "s", "auto"],
     "--export": ["e", "new/e", "d.bin", "directory"],
+    "--export-dtype": ["fp32", "bf16", "float64"],
     "--verify": [],
 }
 VALID = {

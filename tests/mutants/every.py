@@ -1,6 +1,20 @@
 """Every mutant, package by package, and the tests of each package."""
 
-from mutants import autograd, bench, checkpoint, comm, compare, core, nn, parallel, plan, tensor, train, visualize
+from mutants import (
+    autograd,
+    bench,
+    checkpoint,
+    comm,
+    compare,
+    core,
+    nn,
+    parallel,
+    plan,
+    precision,
+    tensor,
+    train,
+    visualize,
+)
 
 # The folders of tests, below tests/, and the mutants that must not survive them.
 PACKAGES = {
@@ -8,7 +22,7 @@ PACKAGES = {
     "nn": (("nn",), nn.MUTANTS),
     "comm": (("comm",), comm.MUTANTS),
     "parallel": (("parallel",), parallel.MUTANTS + tensor.MUTANTS),
-    "train": (("train",), train.MUTANTS + checkpoint.MUTANTS),
+    "train": (("train",), train.MUTANTS + checkpoint.MUTANTS + precision.MUTANTS),
     "plan": (("plan",), plan.MUTANTS),
     "bench": (("bench",), bench.MUTANTS),
     "visualize": (("visualize",), visualize.MUTANTS),

@@ -49,11 +49,7 @@ MUTANTS = [
     *mistakes(
         "minipar/plan/rank_bytes.py",
         "plan/test_context.py",
-        (
-            "bytes: recompute sends nothing over cp",
-            'forward *= 2 if layout.recompute == "full"',
-            "forward *= 2 if False",
-        ),
+        ("bytes: recompute sends nothing over cp", 'moved *= 3 if layout.recompute == "full"', "moved *= 3 if False"),
     ),
     *mistakes(
         "minipar/plan/compute.py",

@@ -96,8 +96,8 @@ MUTANTS = [
         ("context: the ring sends its own keys again and again", "            kv = following", "            pass"),
         (
             "context: the next block waits for this one",
-            "            yield source, kv\n",
-            "            [m.wait() for m in messages]\n            yield source, kv\n",
+            "            yield source, kv.astype",
+            "            [m.wait() for m in messages]\n            yield source, kv.astype",
         ),
         (
             "context: the gather's gradients are in the order of arrival",

@@ -181,7 +181,7 @@ def test_flat_buffers_without_gradients_hold_parameters_alone():
     def rank(comm):
         model = small_gpt()
         place(model)
-        buffers = FlatBuffers(make_buckets([model.parameters()], comm), gradients=False)
+        buffers = FlatBuffers(make_buckets([model.parameters()], comm), gradient_dtype=None)
         assert buffers.gradients is None and buffers.parameters.size == sum(p.size for p in model.parameters())
         assert all(p.grad_buffer is None for p in model.parameters())
 

@@ -35,7 +35,7 @@ def test_every_flag_arrives_where_it_belongs():
         "--network": (1e-6, 1e-9), "--export": "d", "--zero-stage": 2, "--memory-limit": 5000,
         "--memory": "l.json", "--tp": 2, "--dropout": 0.1, "--save": "c", "--save-every": 5, "--resume": "c",
         "--eval-every": 7, "--eval-data": "e.txt", "--record": "r", "--attention": "full", "--cp": 2,
-        "--context-parallel": "ulysses", "--cp-order": "contiguous", "--zero-replicas": 4,
+        "--context-parallel": "ulysses", "--cp-order": "contiguous", "--zero-replicas": 4, "--export-dtype": "float16",
     }  # fmt: skip
     argv = [
         str(word)
@@ -48,6 +48,9 @@ def test_every_flag_arrives_where_it_belongs():
     }
     assert given == expected | {
         "--verify": True,
+        "--gradients": None,
+        "--reduce-dtype": None,
+        "--skip-nonfinite": False,
         "--sync-every-microbatch": True,
         "--sequence-parallel": True,
         "--init-from": None,
@@ -73,6 +76,8 @@ def test_every_flag_arrives_where_it_belongs():
     assert config_of("--model mixtral --ep 2").mesh.ep == 2
     model = config_of("--model mixtral --aux-loss 0.01 --router-bias 0.001 --capacity-factor 1.25").model
     assert (model.aux_loss, model.router_bias, model.capacity_factor) == (0.01, 0.001, 1.25)
+    run = config_of("--dtype bf16 --gradients fp16 --reduce-dtype bf16 --skip-nonfinite").run
+    assert (run.dtype, run.gradients, run.reduce_dtype) == ("bfloat16", "float16", "bfloat16") and run.skip_nonfinite
     assert config_of("--init-from gpt2 --seq-len 32").model.init_from == "gpt2"
 
 

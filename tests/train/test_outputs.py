@@ -191,7 +191,8 @@ def test_what_the_last_update_made_infinite_is_not_written(tmp_path):
 def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
     flags = f"--steps 1 --lr 3e38 --eval-every 1 --metrics {tmp_path}/m.jsonl"
     result = run_mpi(1, [*TINY, *flags.split()])
-    assert result.returncode == 2 and " and validation loss nan in step 1; try a smaller --lr" in result.stderr
+    problem = "training has diverged: validation loss nan in step 1; try a smaller --lr"
+    assert result.returncode == 2 and problem in result.stderr
     assert (tmp_path / "m.jsonl").read_text() == ""
 
 

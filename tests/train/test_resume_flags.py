@@ -62,7 +62,7 @@ def test_resume_takes_model_data_optimizer_and_seed(saved):
     default = {flag: value for _, _, flag, value in flags(TrainConfig())}
     # Those of other models are resumed in test_llama.py, test_mixtral.py and test_balance.py.
     of_others = {"--model", "--kv-heads", "--ffn", "--experts", "--top-k", "--aux-loss", "--router-bias"}
-    of_others.add("--capacity-factor")
+    of_others |= {"--capacity-factor", "--gradients", "--reduce-dtype", "--skip-nonfinite"}  # test_precision.py
     assert {flag for flag in TAKEN if own[flag] == default[flag]} == of_others | {"--eval-every", "--eval-data"}
 
 
@@ -71,7 +71,8 @@ def test_what_decides_the_values_is_taken_and_the_layout_is_not():
     assert set(MUST_AGREE) < set(TAKEN) < all_flags
     layout = "--dp --cp --ep --context-parallel --cp-order --tp --pp --schedule --virtual-stages --sequence-parallel "
     layout += "--zero-stage --zero-replicas --sync-every-microbatch"
-    files = "--metrics --trace --memory --record --save --save-every --resume --export --verify --clock --network"
+    files = "--metrics --trace --memory --record --save --save-every --resume --export --export-dtype --verify --clock "
+    files += "--network"
     assert all_flags - set(TAKEN) == {
         *layout.split(), *files.split(), "--microbatches", "--memory-limit", "--init-from", "--device", "--recompute",
         "--attention",

@@ -72,6 +72,9 @@ def data_parallel_training(flags):
         "--zero-stage 1 --zero-replicas 2",
         "--zero-stage 3 --zero-replicas 2 --sync-every-microbatch",
         "--zero-stage 3 --reduction ordered --sync-every-microbatch",
+        "--dtype bf16",
+        "--dtype fp16 --gradients fp16 --zero-stage 3",
+        "--dtype bf16 --reduce-dtype bf16 --zero-stage 1 --zero-replicas 2",
     ],
 )
 def test_two_data_parallel_ranks_train_on_a_device(device, flags):

@@ -16,7 +16,7 @@ from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 Stage = Module | Callable[[DeviceMesh], Module]
 
 

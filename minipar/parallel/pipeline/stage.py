@@ -239,7 +239,8 @@ class PipelineParallel:
         if self.comm.rank == self.borrower:
             self.comm.isend(leaf.grad, self.first, TIED_GRADIENT).wait()
         elif self.comm.rank == self.first:
-            leaf.grad = self.comm.irecv(xp.empty(weight.shape, dtype=weight.dtype), self.borrower, TIED_GRADIENT).wait()
+            gradient = xp.empty(weight.shape, dtype=leaf.grad_dtype)
+            leaf.grad = self.comm.irecv(gradient, self.borrower, TIED_GRADIENT).wait()
 
     def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
         """Send the updated token embedding from the first stage to the last. whole(p) returns all values of p."""

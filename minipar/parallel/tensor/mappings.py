@@ -17,6 +17,7 @@ send the same bytes. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthika
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, xp
@@ -28,15 +29,24 @@ GATHER = {"ring": "ring", "ordered": "pairwise"}
 
 
 class TensorGroup:
-    """The ranks that share each layer: their communicator and the algorithm ("ring" or "ordered") of their sums."""
+    """The ranks that share each layer: their communicator and the algorithm ("ring" or "ordered") of their sums.
 
-    def __init__(self, comm: Communicator, reduction: str = "ring") -> None:
-        self.comm, self.reduction = comm, reduction
+    Sums travel in `reduce_dtype`, by default in float32 at least; what is gathered in `dtype`, the activations' own.
+    """
+
+    def __init__(
+        self, comm: Communicator, reduction: str = "ring", dtype: Any = None, reduce_dtype: Any = None
+    ) -> None:
+        self.comm, self.reduction, self.dtype, self.reduce_dtype = comm, reduction, dtype, reduce_dtype
         self.rank, self.size = comm.rank, comm.size
 
     def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
         """Return the placement of a parameter that is split along `dim`, whose whole length is `size`."""
         return Shard(self.rank, self.size, dim, size, groups)
+
+    def sum_dtype(self, x: Array) -> Any:
+        """Return the dtype in which x is summed."""
+        return self.reduce_dtype or xp.promote_types(x.dtype, "float32")
 
     def sum(self, x: Array) -> Array:
         """Return a new array: the sum of x over the ranks."""
@@ -44,7 +54,9 @@ class TensorGroup:
 
     def start_sum(self, x: Array) -> Callable[[], Array]:
         """Start `sum` and return the function that waits for its result."""
-        return self.comm.all_reduce(xp.array(x, order="C"), algorithm=self.reduction, async_op=True).wait
+        own = xp.array(x, dtype=self.sum_dtype(x), order="C")
+        work = self.comm.all_reduce(own, algorithm=self.reduction, async_op=True)
+        return lambda: work.wait().astype(x.dtype, copy=False)
 
     def part(self, x: Array, dim: int) -> Array:
         """Return this rank's part of x along `dim`, as a view. The number of ranks must divide the dim."""
@@ -53,8 +65,8 @@ class TensorGroup:
 
     def gather(self, x: Array, dim: int) -> Array:
         """Join all ranks' parts, which have one shape, along `dim`."""
-        parts = self.comm.all_gather(xp.ascontiguousarray(x), algorithm=GATHER[self.reduction])
-        return xp.concatenate(list(parts.reshape(self.size, *x.shape)), axis=dim)
+        parts = self.comm.all_gather(xp.ascontiguousarray(x, dtype=self.dtype), algorithm=GATHER[self.reduction])
+        return xp.concatenate(list(parts.reshape(self.size, *x.shape)), axis=dim).astype(x.dtype, copy=False)
 
     def sum_part(self, x: Array, dim: int) -> Array:
         """Return this rank's part, along `dim`, of the sum of x over the ranks."""
@@ -62,9 +74,9 @@ class TensorGroup:
 
     def start_sum_part(self, x: Array, dim: int) -> Callable[[], Array]:
         """Start `sum_part` and return the function that waits for its result."""
-        parts = xp.stack(xp.split(x, self.size, axis=dim))  # (t, ...): each part is contiguous
+        parts = xp.stack(xp.split(x, self.size, axis=dim), dtype=self.sum_dtype(x))  # (t, ...): contiguous parts
         work = self.comm.reduce_scatter(parts, algorithm=self.reduction, async_op=True)
-        return lambda: work.wait().reshape(parts.shape[1:])
+        return lambda: work.wait().reshape(parts.shape[1:]).astype(x.dtype, copy=False)
 
 
 def _same(x: Array) -> Array:

@@ -85,18 +85,19 @@ def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) ->
 
 
 def tensor_parallel(
-    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False
+    model: LanguageModel, comm: Communicator, reduction: str = "ring", sequence: bool = False, reduce_dtype: Any = None
 ) -> TensorParallel:
     """Split `model` over `comm` by the plan, in place.
 
     Parameters keep their names and become this rank's part of their values. UsageError if tp does not divide the heads.
 
+    Sums travel in `reduce_dtype` (default: float32 at least).
     Sends per layer and microbatch 8 B T h (t-1)/t elements per rank: 4 all-reduces, or with `sequence` 4 all-gathers
     and 4 reduce-scatters. Embedding and head add 2 B T h (t-1)/t each; the loss all-reduces B T and 2 B T elements.
     """
     check_shape(model.config, comm.size)
     place(model)
-    group = TensorGroup(comm, reduction)
+    group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
         name = ".".join(name.split(".")[-2:])

@@ -1,0 +1,99 @@
+"""Mistakes in training with 2 bytes: a value is rounded too often or never, or a sum has the wrong dtype."""
+
+from mutants.mutant import mistakes
+
+TESTS = "train/test_precision.py"
+MUTANTS = [
+    *mistakes(
+        "minipar/autograd/tensor.py",
+        TESTS,
+        (
+            "2 bytes: products add up in 2 bytes",
+            '_cast(array, "float32") for array',
+            "_cast(array, node.narrow) for array",
+        ),
+        ("2 bytes: results stay float32", "output.data = output.data.astype(node.narrow)", "pass"),
+        (
+            "2 bytes: what forward keeps stays float32",
+            "            node.cast(node.narrow, output.size)",
+            "            pass",
+        ),
+        ("2 bytes: gradients of inputs stay float32", '_cast(x, getattr(edge, "grad_dtype", self.narrow))', "x"),
+    ),
+    *mistakes(
+        "minipar/nn/optim.py",
+        TESTS,
+        ("2 bytes: no masters", "if p.dtype.itemsize == 2 else None", "if False else None"),
+        (
+            "2 bytes: masters are rounded, too",
+            "            parameter.data[...] = value",
+            "            parameter.data[...] = value\n            value[...] = parameter.data",
+        ),
+    ),
+    *mistakes(
+        "minipar/comm/mpi.py",
+        TESTS,
+        ("2 bytes: bfloat16 is handed to mpi4py", 'x.view(np.uint8) if x.dtype.kind == "V" else x', "x"),
+    ),
+    *mistakes(
+        "minipar/parallel/wrapper.py",
+        TESTS,
+        ("2 bytes: sums in another dtype are not copied back", "            gradient[...] = wire", "            pass"),
+        ("2 bytes: gradients travel in their own dtype", "reduce_dtype or self.gradient_dtype", "self.gradient_dtype"),
+        ("hybrid: sums over replicas are not waited for", "in (self._works, self._across)", "in (self._works,)"),
+        ("2 bytes: microbatches add up in 2 bytes", "gradient_dtype or self.dtype", "self.dtype"),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/mappings.py",
+        TESTS,
+        ("2 bytes: sums over tp are in 2 bytes whatever is asked", 'dtype=self.sum_dtype(x), order="C"', 'order="C"'),
+        (
+            "2 bytes: sequence parallelism gathers 4 bytes",
+            "xp.ascontiguousarray(x, dtype=self.dtype)",
+            "xp.ascontiguousarray(x)",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/context.py",
+        TESTS,
+        ("2 bytes: keys and values travel in 4 bytes", "xp.stack([k, v], dtype=self.dtype)", "xp.stack([k, v])"),
+        (
+            "2 bytes: the keys' gradients travel in 4 bytes",
+            "part.astype(self.reduce_dtype or part.dtype, copy=False)",
+            "part",
+        ),
+    ),
+    *mistakes(
+        "minipar/train/trainer.py",
+        TESTS,
+        ("loss scale: gradients keep it", "xp.multiply(p.grad, 1 / self.loss_scale, out=p.grad)", "p.grad"),
+        ("loss scale: not applied", "self.loss_scale / self.tokens_per_step))", "1 / self.tokens_per_step))"),
+        ("loss scale: an overflow does not halve it", "(2 if finite else 0.5)", "(2 if finite else 1)"),
+        ("loss scale: it never doubles", "self.good_steps == GOOD_STEPS", "False"),
+        (
+            "loss scale: not of the auxiliary loss",
+            "self.loss_scale * self.config.model.aux_loss",
+            "self.config.model.aux_loss",
+        ),
+        (
+            "loss scale: a resumed run starts again",
+            '"loss_scale", (self.loss_scale, 0)',
+            '"none", (self.loss_scale, 0)',
+        ),
+        (
+            "overflow: a finite loss is enough",
+            "math.isfinite(loss) and math.isfinite(grad_norm)",
+            "math.isfinite(loss)",
+        ),
+        ("overflow: fp16 does not skip", 'run.dtype != "float16" and not run.skip', "not run.skip"),
+    ),
+    *mistakes(
+        "minipar/train/checkpoint.py",
+        TESTS,
+        (
+            "2 bytes: a checkpoint has rounded values",
+            "state = optimizer.values(), ",
+            "state = [p.data for p in optimizer.parameters], ",
+        ),
+    ),
+]
