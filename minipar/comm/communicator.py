@@ -200,8 +200,7 @@ class Communicator(Stream):
     def levels(self, hosts: int, axis: str | None = None) -> tuple["Communicator", "Communicator"]:
         """Cut the ranks into `hosts` groups of neighbours. Make this rank's, and that of the same place in all groups.
 
-        The first may have an axis of its own. UsageError if the groups would not be equal. NB: a reduce-scatter inside,
-        an all-reduce across and an all-gather inside are what NCCL and Horovod call a hierarchical all-reduce.
+        The first may have an axis of its own. UsageError if the groups would not be equal.
         """
         if hosts < 1 or self.size % hosts:
             raise UsageError(f"{self.label}: {self.size} ranks / {hosts} groups is not a whole number")
@@ -262,6 +261,17 @@ class Communicator(Stream):
             given = f"out has {out.size} elements of {out.dtype}"
             raise CommunicationError(f"{self.label}, {op}: {given}, expected {size} of {x.dtype}")
         return out, self._room(out, op)
+
+
+def hierarchical_all_reduce(x: Array, inside: Communicator, across: Communicator, algorithm: str = "ring") -> Array:
+    """Replace x by the sum over the ranks of both `levels`, each group's s ranks first, then the q groups.
+
+    Sent per rank, with n bytes: 2n(s-1)/s inside and only 2(n/s)(q-1)/q across, in 2(s-1) + 2(q-1) messages. NB: what
+    NCCL and Horovod call hierarchical. "ordered" gives the bits of one device that adds in the same nested order.
+    """
+    chunk = inside.reduce_scatter(x, algorithm=algorithm)
+    across.all_reduce(chunk, algorithm=algorithm)
+    return inside.all_gather(chunk, out=x, algorithm="pairwise")
 
 
 def _combine(op: str) -> np.ufunc:

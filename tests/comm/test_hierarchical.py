@@ -9,17 +9,11 @@ from launcher import run_mpi
 from transports import run_late
 
 from minipar.comm import ModelClock, Network, chunk_bounds, messages, run_local, wire_bytes
+from minipar.comm.communicator import hierarchical_all_reduce
 from minipar.errors import CommunicationError, UsageError
 
 GRIDS = [(1, 4), (2, 2), (2, 4), (4, 2), (3, 2), (2, 3), (4, 1)]  # hosts, ranks per host
 ALGORITHMS = ["ring", "ordered"]
-
-
-def hierarchical_all_reduce(x, inside, across, algorithm="ring"):
-    """Replace x by the sum over the ranks of both levels, each group's ranks first, then the groups."""
-    chunk = inside.reduce_scatter(x, algorithm=algorithm)
-    across.all_reduce(chunk, algorithm=algorithm)
-    return inside.all_gather(chunk, out=x, algorithm="pairwise")
 
 
 def fractions(n, rank):

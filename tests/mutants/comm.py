@@ -47,6 +47,7 @@ MUTANTS = [
         "comm/test_hierarchical.py",
         ("levels: ranks dealt in turn are neighbours", "range(first, first + near)", "range(place, self.size, hosts)"),
         ("levels: groups of unequal size", "self.size % hosts", "False"),
+        ("hierarchical: the whole array crosses", "across.all_reduce(chunk,", "across.all_reduce(x,"),
     ),
     *mistakes(
         "minipar/comm/algorithms.py",
