@@ -35,6 +35,7 @@ EXPECTED = {
     "10_is_the_planner_right",
     "11_long_sequences",
     "12_experts",
+    "13_precision",
 }
 
 STANDALONE = {"00_in_one_file"}  # it uses NumPy and mpi4py only: no pictures, and headings that it prints itself

@@ -292,4 +292,28 @@ MISTAKES = [
     Mistake(
         "e18", "mesh.dp.all_reduce(shared) / count", "mesh.dp.all_reduce(shared) / count / mesh.dp.size", "once more"
     ),
+    Mistake(
+        "e19",
+        'comm.all_reduce(np.array([float(not np.isfinite(total).all())]), op="max")[0]',
+        "not np.isfinite(total).all()",
+        "all must agree before one steps",
+    ),
+    Mistake("e19", "    if overflow:", "    if False:", "this rank has it in its chunk of the sum, and updated"),
+    Mistake("e19", "gradient.astype(np.float32)", "gradient", "float16 has no room for it"),
+    Mistake(
+        "e19",
+        "comm.reduce_scatter(gradient.astype(np.float32))",
+        "comm.reduce_scatter(gradient).astype(np.float32)",
+        "in float32 the sum over the ranks is finite",
+    ),
+    Mistake("e19", "lr * total / scale", "lr * total", "still in the gradient"),
+    Mistake(
+        "e19",
+        "comm.reduce_scatter(gradient.astype(np.float32))",
+        "np.array_split(gradient.astype(np.float32), comm.size)[comm.rank]",
+        "add up those of all ranks",
+    ),
+    Mistake("e19", "scale / 2, 0", "scale, 0", "a skipped step halves the scale"),
+    Mistake("e19", "good == 2000", "good > 2000", "not before and not after"),
+    Mistake("e19", "(master, 2 * scale, 0)", "(master, 2 * scale, good)", "starts again at 0"),
 ]
