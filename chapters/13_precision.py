@@ -12,10 +12,10 @@
 #
 # **How can a model be trained in two bytes per value, and which values need more?**
 #
-# All runs so far were float32 or float64. Large models are trained in 2 bytes: half the memory, half the bytes on every
-# wire, and matrix products that are many times as fast on hardware that is made for them. A weight then has 8 bits of
-# mantissa, so it knows its value to two or three decimal digits. It is surprising that this works, and it works only
-# because a few values are *not* kept in 2 bytes. Most bugs of this kind are one of three:
+# All runs so far were float32 or float64. Large models are trained in 2 bytes: activations take half the memory, and
+# half the bytes where they are sent, and matrix products are many times as fast on hardware that is made for them. A
+# weight then has 8 bits of mantissa, so it knows its value to two or three decimal digits. It is surprising that this
+# works, and it works only because a few values are *not* kept in 2 bytes. Most bugs of this kind are one of three:
 #
 # - a small update is added to a large weight, and nothing happens;
 #
@@ -25,7 +25,7 @@
 #
 # This chapter shows each on plain arrays, then the remedy (master weights, loss scaling, sums in float32), and then
 # what the library does and where it rounds. The 16 bytes of chapter 5 become real, and a training that we construct
-# does well on 96 ranks and fails on 384.
+# learns on 96 ranks and fails on 384.
 #
 # **Letters:** $p$ ranks that sum an array, or terms of a sum; $r$ one of them; $d$ ranks of dp; $P$ ranks of this run;
 # $\Psi$ parameters of the model; $G$ a gradient, $\theta$ a weight, $\eta$ the learning rate.
@@ -302,15 +302,17 @@ say(f"gradients in fp32, sums in bf16: up to {20 * trainer.size:,} bytes = 20 Ps
 
 # %% [markdown]
 # `==`, at every moment of a step. As a command line: `--dtype bf16 --memory out/memory.json`. Activations have 2 bytes
-# as well. Compare with fp32, which needs $4 + 4 + 8 = 16$ as well: **16-bit training saves no model state** (but ZeRO's
-# stages save more of it, since they divide the 12). It saves activations, bytes on the wire (13.7), and time.
+# as well. Compare with fp32, which needs $4 + 4 + 8 = 16$ as well: **16-bit training saves no model state**, and with
+# fp32 gradients it takes 2 bytes more (but ZeRO's stages save more of it, since they divide the 12). It saves
+# activations, the bytes of all messages but sums (13.7), and time.
 #
 # ## 13.4 Gradients that vanish
 #
 # fp16 begins at $2^{-24}$, and what is below half of that becomes zero. Is a gradient so small? The loss is a mean over
 # the tokens of a step, so backward begins with 1 / tokens: $2^{-9}$ in our small run, and $2^{-22}$ in one with 4
-# million tokens. The weights' gradients are sums over tokens; the *activations'* gradients, of which they are made, are
-# not.
+# million tokens. (PyTorch's DDP divides by the tokens of a rank first and by the ranks when it sums: its values are $d$
+# times as large.) The weights' gradients are sums over tokens; the *activations'* gradients, of which they are made,
+# are not.
 #
 # The remedy is one multiplication: **scale the loss**. If the loss is $2^{16}$ times as large, so is each gradient of
 # the backward pass, by the chain rule. The optimizer divides by the scale, in fp32. A power of two changes no mantissa.
@@ -480,10 +482,11 @@ for name, line in lines.items():
     say(f"{name:<34} p = 2: {line[0]:.1e}, p = {RANKS[len(line) - 1]}: {line[-1]:.1e}")
 
 # %% [markdown]
-# Look at the nearly equal terms. Up to $p = 512$ the error is below a tenth. At 1024 it is more than a half: **the sum
-# stands still**, for the reason of 13.2. When it is $2^8$ to $2^9$ times as large as a term, the next term is less than
-# half an ulp of it, and so are all others. The gradients of samples have different signs, so their partial sums stay
-# smaller. Their error grows with $p$ all the same, and in fp32 it does not.
+# Look at the nearly equal terms. At 1024 the error is more than a half: **the sum stands still**, for the reason of
+# 13.2. When it is $2^9$ times as large as a term, the next term is less than half an ulp of it, and so are all others.
+# Before that, from $2^8$ on, an ulp is 2, and a term of 1.1 is rounded up to it: the sum is too large, by a fifth at $p
+# = 384$, and at 512 the two mistakes happen to cancel each other. The gradients of samples have different signs, so
+# their partial sums stay smaller. Their error grows with $p$ all the same, and in fp32 it does not.
 #
 # ## 13.6 A run that trains on 96 ranks and fails on 384
 #
@@ -535,11 +538,12 @@ if rank == 0:
 # %% [markdown]
 # Left: the partial sums of one element whose first term is $p - 1$ times as large as the others and has the other sign
 # (here $p$, and then $p - 1$ times $-1$). With 96 terms the sum comes down. With 384 it stands still: 1 is half an ulp
-# of 384, 383 would be the middle between two bf16 values, and 384 is the even one. Right: with 96 ranks the training
-# comes near the solution. With 384 it ends *farther* away than it began: much of what the 383 ranks say is lost, and
-# $\theta$ moves until the rest is balanced. With sums in fp32 both arrive, with the same gradients in bf16. What counts
-# is not the precision of the terms, but that of the sum. (The printed lines have 12 and 48 ranks as well. Both train,
-# because a sum of so few terms does not stand still.)
+# of 384, 383 would be the middle between two bf16 values, and 384 is the even one. Right: with 96 ranks the squared
+# distance to the solution falls to a tenth, and stays there, because terms that are no whole numbers are rounded in
+# each addition. With 384 it ends *farther* away than it began: much of what the 383 ranks say is lost, and $\theta$
+# moves until the rest is balanced. With sums in fp32 both arrive, with the same gradients in bf16. What counts is not
+# the precision of the terms, but that of the sum. (The printed lines have 12 and 48 ranks as well: the fewer the ranks,
+# the nearer they come.)
 #
 # Be careful with the other direction: that a run trains well with bf16 sums on 4 ranks (13.8) proves nothing about 512.
 #
@@ -631,15 +635,16 @@ if rank == 0:
 # bf16 with masters is on fp32's curve, to the width of a line. So are the sums in bf16: with 4 ranks and this model
 # they do no harm that we could measure. Without masters the loss is worse by a seventh of a nat, and the distance grows
 # as the learning rate falls, because ever more weights stand still. *Not one* weight of a LayerNorm has moved: they
-# begin at 1, where half an ulp is $2^{-8}$ upwards and $2^{-9}$ downwards, and $\eta$ is a quarter of that at most.
-# (With masters some of the copies are still 1, too. Their masters are not.) Nothing else shows it: no value is
+# begin at 1, where half an ulp is $2^{-8}$ upwards and $2^{-9}$ downwards, and $\eta$ is about a quarter of that at
+# most. (With masters some of the copies are still 1, too. Their masters are not.) Nothing else shows it: no value is
 # infinite, the gradients are right, and their norm is ordinary.
 #
 # ## 13.9 Eight bits
 #
 # Hardware since 2022 multiplies matrices of **fp8**, twice as fast as bf16 (Micikevicius et al. 2022, arXiv
 # 2209.05433). There are two kinds: **e4m3** for weights and activations, and **e5m2**, which reaches further, for
-# gradients. e4m3 has no infinities, and uses their patterns but one for values, so it ends at 448 instead of 240.
+# gradients. e4m3 has no infinities and one NaN: the other patterns of the largest exponent are values, so it ends at
+# 448 instead of 240.
 
 # %%
 e4m3, e5m2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
@@ -701,13 +706,16 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 #
 # | minipar | Megatron-LM | DeepSpeed | PyTorch |
 # | --- | --- | --- | --- |
-# | `--dtype bf16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy(param_dtype=...)` |
-# | `--dtype fp16` | `--fp16` | `fp16: {enabled: true}` | `torch.autocast`, `GradScaler` |
+# | `--dtype bf16` | `--bf16` | `bf16: {enabled: true}` | `MixedPrecisionPolicy(param_dtype=...)`, `torch.autocast` |
+# | `--dtype fp16` | `--fp16` | `fp16: {enabled: true}` | the same, and `GradScaler` |
 # | `AdamW.masters` | `main_param` | `single_partition_of_fp32_groups` | parameters kept in fp32 |
-# | `--gradients fp32` | `--accumulate-allreduce-grads-in-fp32` | `data_types.grad_accum_dtype` | |
+# | `--gradients fp32` | `--accumulate-allreduce-grads-in-fp32` | `data_types.grad_accum_dtype` | `reduce_dtype` |
 # | `--reduce-dtype` | `--grad-reduce-in-bf16` | `communication_data_type` | `reduce_dtype` |
 # | start at $2^{16}$ | `--initial-loss-scale` | `initial_scale_power: 16` | `init_scale=2.**16` |
 # | 2000 good steps | `--loss-scale-window` | `loss_scale_window` | `growth_interval=2000` |
+# | the run ends below 1 | `--min-loss-scale` | `min_loss_scale` | |
+#
+# The names are alike, the defaults are not always.
 #
 # ## 13.11 Problems
 #

@@ -17,7 +17,7 @@ from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
-from visualize.differences import compare, main, part_of
+from visualize.differences import StepComparison, compare, main, part_of
 
 TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
 MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"
@@ -175,6 +175,14 @@ def test_values_that_are_not_finite_are_a_difference(tmp_path, capsys):
     ]
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--json", "-"]) == 1
     json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_a_difference_along_the_second_dim_alone_is_found():
+    """Norms are of strips along dim 0, then dim 1: here each row has the same norm in A and B, and a column has not."""
+    rows, facts = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]]), {"eps": 2.0**-8, "tp": 1}
+    a, b = ({"gradient/w": rows * factor} for factor in (1.0, np.array([1.0, 1.0, 1.0, 2.0])))
+    step = StepComparison(a, b, {"w": (2, 2)}, facts, limit=1e-2)
+    assert step.ratio("gradient", "w")[0] == pytest.approx(2.0)
 
 
 def test_a_gradient_that_a_lacks_is_an_infinite_ratio(tmp_path):

@@ -208,7 +208,7 @@ class StepComparison:
         for dim, count in enumerate(strips(self.shapes[name])):
             factors = [self.factor(a[:, i : i + 1], b[:, i : i + 1]) for i in range(start, start + count)]
             wrong = [r for r in factors if r is not None and r != 1]
-            if None not in factors and np.allclose(wrong, wrong[0], rtol=1e-3):
+            if wrong and None not in factors and np.allclose(wrong, wrong[0], rtol=1e-3):
                 return wrong[0], part_of([r != 1 for r in factors], dim, int(self.facts["tp"]))
             start += count
         return None, ""

@@ -80,6 +80,8 @@ class AdamW(Optimizer):
         m, v, (beta1, beta2) = self.exp_avg[i], self.exp_avg_sq[i], self.betas
         value = parameter.data if self.masters[i] is None else self.masters[i]
         gradient = gradient.astype(value.dtype, copy=False)
+        if self.steps == 1 and value is not parameter.data and (value.astype(parameter.dtype) != parameter.data).any():
+            value[...] = parameter.data  # a state that was loaded after the optimizer was made
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
         m += (1 - beta1) * (gradient - m)

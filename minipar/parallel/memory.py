@@ -84,16 +84,19 @@ def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, in
 
 
 def check_limit(
-    limit: int, placements: Sequence[Placement], ranks: int, stage: int, precision: Precision, accumulating: bool
+    limit: int, placements: Sequence[Placement], ranks: int, stage: int, widths: Sequence[Precision], accumulating: bool
 ) -> None:
-    """Raise UsageError, with a stage that fits, if model state on the fullest of `ranks` is above `limit` bytes."""
+    """Raise UsageError, with a stage that fits, if model state on the fullest of `ranks` is above `limit` bytes.
+
+    `widths` are the bytes of an element at each stage.
+    """
     psi, own = elements_placed(placements, rank=0)  # which owns the most. NB: frameworks pad every rank to that
-    totals = [model_state(psi, own, s, precision, accumulating).total for s in STAGES]
+    totals = [model_state(psi, own, s, widths[s], accumulating).total for s in STAGES]
     if totals[stage] <= limit:
         return
 
     def arithmetic(stage: int) -> str:
-        terms = zip(asdict(precision).items(), elements_held(psi, own, stage, accumulating), strict=True)
+        terms = zip(asdict(widths[stage]).items(), elements_held(psi, own, stage, accumulating), strict=True)
         products = [f"{width}*{count:,} ({what})" for (what, width), count in terms]
         return f"{' + '.join(products)} = {totals[stage]:,} bytes"
 

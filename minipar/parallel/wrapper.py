@@ -39,8 +39,8 @@ def global_mean(comm: Communicator, loss_sum: float, count: int) -> tuple[float,
 class Wrapper(Owner, ABC):
     """A model whose gradients are summed over the ranks of `comm`; the base class of all data-parallel strategies.
 
-    Microbatches add up in `gradient_dtype` (default: the parameters' dtype); gradients travel and are summed over ranks
-    in `reduce_dtype` (default: gradient_dtype). NB: reduce_dtype of PyTorch's MixedPrecisionPolicy.
+    Microbatches add up in `gradient_dtype` (default: the parameters' dtype, but at least float32); gradients travel and
+    are summed over ranks in `reduce_dtype` (default: gradient_dtype). NB: that of PyTorch's MixedPrecisionPolicy.
     """
 
     stage = 0  # of ZeRO
@@ -56,8 +56,9 @@ class Wrapper(Owner, ABC):
         levels: tuple[Communicator, Communicator | None] = (comm, None) if replicas == 1 else comm.levels(replicas)
         self.shard_comm, self.replica_comm = levels
         self.dtype = next(iter(model.parameters())).dtype
-        self.gradient_dtype = gradient_dtype or self.dtype  # in which microbatches accumulate
-        self.reduce_dtype = reduce_dtype or self.gradient_dtype  # in which gradients travel and are summed
+        # In which microbatches add up, and in which gradients travel and are summed over ranks.
+        self.gradient_dtype = gradient_dtype or xp.promote_types(self.dtype, "float32")
+        self.reduce_dtype = reduce_dtype or self.gradient_dtype
         for leaf in (leaf for p in model.parameters() for leaf in (p, *p.ties)):
             leaf.grad_dtype = self.gradient_dtype
         self.syncing = True  # False inside `no_sync`

@@ -11,6 +11,7 @@ and 2 send what data parallelism sends, because an all-reduce is a reduce-scatte
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.module import Module, Parameter, zero_grad
@@ -89,7 +90,7 @@ class ZeroOptimizer:
             p.owner = None
             p.placement = p.placement or Placement(str(i), p.shape)
         (self.bucket,) = make_buckets([self.parameters], comm)
-        self.buffers = FlatBuffers([self.bucket], self.parameters[0].dtype)
+        self.buffers = FlatBuffers([self.bucket], xp.promote_types(self.parameters[0].dtype, "float32"))
         own = slice(*self.bucket.chunk)
         self.chunk = Chunk(self.bucket, self.buffers.parameters[own], self.buffers.gradients[own], None)
         self.optimizer = optimizer(self.chunk.shards, **options)

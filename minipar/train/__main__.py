@@ -58,6 +58,9 @@ def run(comm: Communicator) -> int:
         dtype = np.dtype(config.run.export_dtype or config.run.dtype)
         state = {name: values.astype(dtype, copy=False) for name, values in trainer.state_dict().items()}
         with agreeing(comm, "--export"):
+            for name, values in state.items():
+                if not np.isfinite(values).all():
+                    raise UsageError(f"--export: {name} has values that are too large for {dtype}")
             if comm.rank == 0:
                 progress.write_export(trainer.model, config.run.export, state)
     out = progress.progress_stream(config, comm.rank)
@@ -116,7 +119,9 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
             results.append(result)
         if config.run.save is not None:
             stop = max(b"".join(comm.all_gather_bytes(bytes(signals))), default=0)  # the same on every rank
-            if stop or is_due(done, last, config.run.save_every):
+            # A step that was skipped may be the first of a training that diverges: the last good checkpoint stays.
+            good = done == last or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
+            if stop or (good and is_due(done, last, config.run.save_every)):
                 check_finite(trainer)
                 trainer.save(config.run.save, done)
             if stop:

@@ -48,8 +48,8 @@ def byte_count(text: str) -> int:
 
 
 def dtype_name(text: str) -> str:
-    """Return NumPy's name of a dtype that is called bf16, fp16 or fp32 (ml_dtypes adds bfloat16)."""
-    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text)
+    """Return NumPy's name of a dtype that is called bf16, fp16, fp32 or fp64 (ml_dtypes adds bfloat16)."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}.get(text, text)
 
 
 def option(
@@ -240,7 +240,7 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
     """Return the command line as a checked TrainConfig. UsageError; SystemExit(0) after `--help`, printed by rank 0."""
     # No abbreviations: one that works today would be ambiguous with tomorrow's flag.
-    prog, description = "mpirun -n N python -m minipar.train", "Train a GPT or a Llama across N ranks."
+    prog, description = "mpirun -n N python -m minipar.train", "Train a GPT, a Llama or a Mixtral across N ranks."
     parser = UsageParser(prog=prog, description=description, allow_abbrev=False, prints=rank == 0)
     groups = {section: parser.add_argument_group(getattr(TrainConfig(), section).__doc__) for section in SECTIONS}
     for section, field, flag, default in flags(TrainConfig()):
@@ -362,10 +362,12 @@ def _precision(config: TrainConfig) -> dict[str, str]:
     """Return the dtypes of gradients in 2-byte training that were not given. UsageError for what it does not have."""
     run = config.run
     given = {"--gradients": run.gradients, "--reduce-dtype": run.reduce_dtype}
+    for flag, value in given.items():
+        if value is not None and run.dtype in ("float32", "float64"):
+            raise UsageError(f"{flag} {value} is for --dtype bf16 or fp16")
+        if value == "float16" != run.dtype:
+            raise UsageError(f"{flag} float16 is for --dtype fp16, which scales the loss into its range")
     if run.dtype in ("float32", "float64"):
-        for flag, value in given.items():
-            if value is not None:
-                raise UsageError(f"{flag} {value} is for --dtype bf16 or fp16")
         return {}
     if run.verify and (run.reduction != "ordered" or config.mesh.cp * config.mesh.ep * config.mesh.tp > 1):
         why = "8 or 11 bits of mantissa prove nothing but equal bits"

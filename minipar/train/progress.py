@@ -63,6 +63,7 @@ class Progress:
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
         remaining = (now - self._started) / self._steps_done * (self.steps - done)
         text += f"  {timedelta(seconds=round(remaining))} left" if remaining >= 1 else ""
+        text += f"  {result.skipped} steps skipped" if result.skipped else ""
         say(text + (f"  eval loss {validation:g}" if validation is not None else ""), self.stream)
 
 

@@ -29,7 +29,7 @@ from minipar.parallel.buckets import by_unit
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.memory import check_limit, precision_of
+from minipar.parallel.memory import STAGES, check_limit, precision_of
 from minipar.parallel.pipeline.actions import Action
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, part_groups
 from minipar.parallel.placement import placement_of
@@ -43,7 +43,7 @@ from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, s
 from minipar.train.config import TrainConfig, schedule_of, shape_of
 from minipar.train.data import Batches, Evaluation, Tokens
 
-DIGITS = {"bfloat16": 2, "float16": 2, "float32": 5, "float64": 10}  # significant ones of the validation loss
+DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # significant ones of the validation loss
 
 DIVERGED = "training has diverged: {}; try a smaller --lr than {:g}, --warmup-steps or --clip-grad"
 LOSS_SCALE, GOOD_STEPS = 2.0**16, 2000  # at the start, and from one doubling to the next
@@ -168,10 +168,10 @@ class Trainer:
         # Data parallelism or ZeRO owns the gradients of what is left. Ranks of dp and of cp have other tokens.
         if config.mesh.memory_limit is not None:
             limit, stage = config.mesh.memory_limit, config.mesh.zero_stage
-            dtype = precision_of(run.dtype, run.gradients, run.reduce_dtype if stage == 0 else None)
+            widths = [precision_of(run.dtype, run.gradients, run.reduce_dtype if s == 0 else None) for s in STAGES]
             placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
             accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
-            check_limit(limit, placements, mesh.dp_cp.size // config.mesh.zero_replicas, stage, dtype, accumulating)
+            check_limit(limit, placements, mesh.dp_cp.size // config.mesh.zero_replicas, stage, widths, accumulating)
         options |= {"gradient_dtype": run.gradients, "reduce_dtype": run.reduce_dtype}
         return shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
 
@@ -211,22 +211,23 @@ class Trainer:
             if self.record is not None:
                 with writing(f"--record {self.record.directory}", self.record.directory / f"step-{step}.npz"):
                     self.record.step(step, loss / self.tokens_per_step, grad_norm, gradients, parameters)
-        skipped = self.skipped if self.config.run.skip_nonfinite or self.loss_scale != 1 else None
+        skipped = self.skipped if self.config.run.skip_nonfinite or self.config.run.dtype == "float16" else None
         speed = self.tokens_per_step / seconds
         return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, speed, drops, skipped)
 
     def _is_good(self, step: int, loss: float, grad_norm: float) -> bool:
         """Return whether the step may update. All ranks answer alike: they have one loss and one norm.
 
-        A step that may not is skipped in fp16, which then halves the loss scale, and with `--skip-nonfinite`. Else
-        UsageError names the first rank and parameter. After GOOD_STEPS good ones fp16 doubles the scale.
+        A step that may not is skipped with `--skip-nonfinite`, and in fp16, which halves the loss scale, down to 1.
+        Else UsageError names the first rank and parameter. After GOOD_STEPS good ones fp16 doubles the scale.
         """
         run, finite = self.config.run, math.isfinite(loss) and math.isfinite(grad_norm)
         self.good_steps = self.good_steps + 1 if finite else 0
         if run.dtype == "float16" and (not finite or self.good_steps == GOOD_STEPS):
             self.loss_scale, self.good_steps = self.loss_scale * (2 if finite else 0.5), 0
         self.skipped += not finite
-        if not finite and run.dtype != "float16" and not run.skip_nonfinite:
+        may_skip = self.loss_scale >= 1 if run.dtype == "float16" else run.skip_nonfinite
+        if not finite and not may_skip:
             wrong = (placement_of(p).name for p in self.ddp.parameters() if not xp.isfinite(p.grad).all())
             names = self.mesh.world.all_gather_bytes(next(wrong, "").encode())
             first = next((f": rank {rank}, {name.decode()}" for rank, name in enumerate(names) if name), "")

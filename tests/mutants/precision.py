@@ -41,7 +41,7 @@ MUTANTS = [
         ("2 bytes: sums in another dtype are not copied back", "            gradient[...] = wire", "            pass"),
         ("2 bytes: gradients travel in their own dtype", "reduce_dtype or self.gradient_dtype", "self.gradient_dtype"),
         ("hybrid: sums over replicas are not waited for", "in (self._works, self._across)", "in (self._works,)"),
-        ("2 bytes: microbatches add up in 2 bytes", "gradient_dtype or self.dtype", "self.dtype"),
+        ("2 bytes: microbatches add up in them", 'xp.promote_types(self.dtype, "float32")', "self.dtype"),
     ),
     *mistakes(
         "minipar/parallel/tensor/mappings.py",
@@ -85,7 +85,7 @@ MUTANTS = [
             "math.isfinite(loss) and math.isfinite(grad_norm)",
             "math.isfinite(loss)",
         ),
-        ("overflow: fp16 does not skip", 'run.dtype != "float16" and not run.skip', "not run.skip"),
+        ("overflow: fp16 does not skip", 'self.loss_scale >= 1 if run.dtype == "float16" else run', "run"),
     ),
     *mistakes(
         "minipar/train/checkpoint.py",

@@ -104,13 +104,13 @@ BUCKETS = [[600, 400], [500]]
 
 def refusal(limit, stage, ranks=4, accumulating=False, buckets=BUCKETS):
     with pytest.raises(UsageError) as error:
-        check_limit(limit, placed(buckets, ranks), ranks, stage, FLOAT32, accumulating)
+        check_limit(limit, placed(buckets, ranks), ranks, stage, [FLOAT32] * 4, accumulating)
     return str(error.value)
 
 
 @pytest.mark.parametrize(("stage", "total"), list(enumerate([24_000, 15_000, 10_500, 6_000])))
 def test_exactly_the_limit_fits_and_one_byte_less_does_not(stage, total):
-    check_limit(total, placed(BUCKETS, 4), 4, stage, FLOAT32, False)
+    check_limit(total, placed(BUCKETS, 4), 4, stage, [FLOAT32] * 4, False)
     assert f" = {total:,} bytes" in refusal(total - 1, stage)
 
 
@@ -142,7 +142,7 @@ def test_a_limit_too_small_for_any_stage_says_so():
 
 def test_the_fullest_rank_decides():
     """10 elements on 4 ranks: 3, 3, 2, 2."""
-    check_limit(3 * 16, placed([[10]], 4), 4, 3, FLOAT32, False)
+    check_limit(3 * 16, placed([[10]], 4), 4, 3, [FLOAT32] * 4, False)
     assert "4*3 (parameters)" in refusal(3 * 16 - 1, 3, buckets=[[10]])
 
 
@@ -155,7 +155,7 @@ def test_on_one_rank_nothing_is_shared_out():
 def test_accumulating_microbatches_count_whole_gradients_too():
     gradients = [model_state(1500, 375, stage, FLOAT32, accumulating=True).gradients for stage in STAGES]
     assert gradients == [4 * 1500, 4 * 1500, 4 * (1500 + 375), 4 * (1500 + 375)]
-    check_limit(10_500, placed(BUCKETS, 4), 4, 2, FLOAT32, False)
+    check_limit(10_500, placed(BUCKETS, 4), 4, 2, [FLOAT32] * 4, False)
     # Without a reduce-scatter for each microbatch stage 2 saves nothing over stage 1; stage 3 still does.
     assert "4*1,875 (gradients) + 8*375 (optimizer) = 16,500 bytes; --zero-stage 1 fits" in refusal(15_000, 2, 4, True)
     assert "= 16,500 bytes; --zero-stage 3 fits" in refusal(12_000, 2, 4, True)

@@ -82,7 +82,8 @@ class Recording(Trainer):
         self.states: list[dict] = []
 
     def _clip_grad_norm(self, max_norm):
-        self.gradients.append(gather_state(self.model, self.ddp.parameters(), self.mesh.world, gradients=True))
+        parameters = self.ddp.parameters()
+        self.gradients.append(gather_state(self.model, parameters, self.mesh.world, [p.grad for p in parameters]))
         return super()._clip_grad_norm(max_norm)
 
     def step(self, step):

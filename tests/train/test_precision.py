@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -17,12 +18,15 @@ from minipar.autograd import Tensor
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import AdamW, Linear, Parameter
+from minipar.nn import GPT, AdamW, GPTConfig, Linear, Parameter
+from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.memory import elements_placed, model_state, precision_of
+from minipar.parallel.stages import fully_shard
 from minipar.parallel.tensor.layers import RowParallelLinear
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.checkpoint import continued, find_checkpoint
 from minipar.train.config import parse
+from minipar.train.data import hold_out
 from minipar.train.trainer import GOOD_STEPS, LOSS_SCALE, Trainer, step_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # of the overflows below
@@ -184,6 +188,48 @@ def test_masters_keep_updates_that_2_bytes_lose():
     assert np.allclose(optimizer.masters[0], 1 + 12 * 2**-7 / 10)
 
 
+def test_a_state_loaded_after_the_optimizer_is_trained():
+    model, source = (Linear(4, 3, name=name, dtype="bfloat16") for name in ("layer", "source"))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    model.load_state_dict(source.state_dict())
+    for p in model.parameters():
+        p.grad = np.ones(p.shape, "bfloat16")
+    optimizer.step()
+    assert np.allclose(optimizer.masters[0], source.weight.data.astype("float32"), atol=2e-3)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_wrappers_add_up_in_float32_where_nobody_says_otherwise(wrap):
+    def rank(comm):
+        model = GPT(GPTConfig(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2), dtype="bfloat16")
+        wrapper = wrap(model, comm)
+        tokens = np.arange(8)[None]
+        wrapper.loss(tokens, tokens).backward()
+        return {str(p.grad.dtype) for p in wrapper.parameters()}
+
+    assert run_local(2, rank) == [{"float32"}] * 2
+
+
+def test_the_refusal_of_a_limit_counts_each_stage_by_itself():
+    config = config_of("--dp 2 --dtype bf16 --gradients bf16 --memory-limit 1")
+    with pytest.raises(UsageError) as refused:
+        on_each_rank(config, TEXT, lambda *_: None)
+    assert re.search(
+        r"--zero-stage 0 .* 6\*[\d,]+ \(gradients\).*--zero-stage 3, .* 2\*[\d,]+ \(grad", str(refused.value)
+    )
+
+
+@pytest.mark.parametrize("layout", ["--dp 2", "--pp 2 --microbatches 2", "--tp 2", "--cp 2", "--dp 2 --zero-stage 3"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_validation_loss_is_the_same_in_every_layout(layout, dtype):
+    def losses(flags):
+        config = config_of(f"{flags} --dtype {dtype} --eval-every 1")
+        tokens, evaluation = hold_out(config, TEXT)
+        return on_each_rank(config, tokens, lambda trainer, _: trainer.validation_loss(evaluation))
+
+    assert set(losses(layout)) == set(losses("--dp 1"))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["--dp 2 --zero-stage 1", "--dp 2 --zero-stage 3", "--pp 2 --microbatches 2"])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, layout, dtype):
@@ -246,10 +292,11 @@ class Overflowing(Trainer):
     """A trainer whose own gradient on one rank overflows in step 1: before it is summed, if there is no pipeline."""
 
     where: int
+    bad: Sequence[int] = (1,)  # steps
 
     def backward_microbatch(self, step, replica, microbatch):
         scale = self.loss_scale
-        self.loss_scale = np.inf if step == 1 and self.mesh.world.rank == self.where else scale
+        self.loss_scale = np.inf if step in self.bad and self.mesh.world.rank == self.where else scale
         loss = super().backward_microbatch(step, replica, microbatch)
         self.loss_scale = scale
         return loss
@@ -286,6 +333,13 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(axis, where):
         return states[0] == states[1] != states[2]
 
     assert all(run_local(ranks_of(config), rank))
+
+
+def test_a_scale_below_1_ends_the_run():
+    """16 overflows in a row have brought it from 2^16 to 1; the next one is a training that diverges."""
+    kind = type("Overflowing", (Overflowing,), {"where": 0, "bad": range(100)})
+    with pytest.raises(UsageError, match="training has diverged: loss .* in step 17: rank 0, .*"):
+        on_each_rank(config_of("--dp 2 --dtype fp16 --steps 40"), TEXT, lambda *_: None, kind)
 
 
 def test_the_scale_doubles_after_enough_good_steps():
@@ -339,6 +393,7 @@ REFUSED = {
     "--gradients bf16": "--gradients bfloat16 is for --dtype bf16 or fp16",
     "--reduce-dtype fp32": "--reduce-dtype float32 is for --dtype bf16 or fp16",
     "--dtype bf16 --verify": "--verify with --dtype bfloat16 needs --reduction ordered, and cp = ep = tp = 1",
+    "--dtype bf16 --gradients fp16": "--gradients float16 is for --dtype fp16, which scales the loss into its range",
     "--export-dtype bf16": "--export-dtype bfloat16 does nothing without --export DIR",
     "--dtype fp8": "argument --dtype: invalid choice: 'fp8'",
 }
