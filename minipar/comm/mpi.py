@@ -165,13 +165,12 @@ class MPITransport:
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
         comm = self.comm if tag < USER_TAGS else self._collectives
-        handle = comm.Isend([_bytes(array), nbytes, BYTE], dest, tag)
-        return _Request(owner, "send to", self.ranks[dest], nbytes, tag, handle)
+        return _Request(owner, "send to", self.ranks[dest], nbytes, tag, comm.Isend([array, nbytes, BYTE], dest, tag))
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
         comm, accepted = (self.comm, tag) if tag < USER_TAGS else (self._collectives, MPI.ANY_TAG)
-        handle = comm.Irecv([_bytes(array), nbytes, BYTE], source, accepted)
+        handle = comm.Irecv([array, nbytes, BYTE], source, accepted)
         return _Receive(owner, "receive from", self.ranks[source], nbytes, tag, handle)
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
@@ -191,7 +190,7 @@ class MPITransport:
     def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
         try:
             collective = self._start(op, *arguments)
-        except MPI.Exception:
+        except (MPI.Exception, KeyError):
             kind = arguments[0].dtype
             raise UsageError(f'algorithm="mpi": MPI has no {op} of {kind}; choose another algorithm') from None
         if (native := self._native) is None:
@@ -223,11 +222,6 @@ class MPITransport:
 
     def _counts(self, x: np.ndarray, unit: int, bounds: Bounds | None = None) -> list[int]:
         return [unit * (stop - start) for start, stop in bounds or chunk_bounds(x.size, self.size)]
-
-
-def _bytes(x: np.ndarray) -> np.ndarray:
-    """Return the array, or its bytes if it is of bfloat16, which has no place in Python's buffer protocol."""
-    return x.view(np.uint8) if x.dtype.kind == "V" else x
 
 
 def abort(code: int) -> None:

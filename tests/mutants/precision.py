@@ -31,11 +31,6 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/comm/mpi.py",
-        TESTS,
-        ("2 bytes: bfloat16 is handed to mpi4py", 'x.view(np.uint8) if x.dtype.kind == "V" else x', "x"),
-    ),
-    *mistakes(
         "minipar/parallel/wrapper.py",
         TESTS,
         ("2 bytes: sums in another dtype are not copied back", "            gradient[...] = wire", "            pass"),
