@@ -140,6 +140,7 @@ class _Operation(Function):
         return output
 
     def cells(self) -> list[Any]:
+        """Return the variables that the gradients' functions keep, each once."""
         closures = [entry[0].__closure__ or () for entry in self.gradients if entry]
         return list({id(cell): cell for cells in closures for cell in cells}.values())
 

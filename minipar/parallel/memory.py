@@ -36,7 +36,7 @@ OF_DTYPE = {"float32": FLOAT32, "float64": FLOAT64}
 def precision_of(dtype: str, gradients: str | None = None, sums: str | None = None) -> Precision:
     """Return the bytes of a run: in 2-byte training K = 12, and gradients of 2 bytes or (the default) 4.
 
-    With plain data parallelism, gradients of 4 bytes that are summed in 2 (`sums`) exist in both: 20 bytes in all.
+    With plain data parallelism, gradients that are summed in another dtype (`sums`) exist in both: 20 bytes in all.
     """
     if np.dtype(dtype).itemsize > 2:
         return OF_DTYPE[dtype]

@@ -179,10 +179,12 @@ def _parse(text: bytes) -> dict[str, Any]:
 def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
     """Fill AdamW's masters and means with this rank's elements, one whole array in memory at a time. Sends nothing."""
     optimizer.steps = checkpoint.manifest["optimizer_steps"]
-    for kind, arrays in zip(KINDS, (optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True):
+    for kind, arrays in zip(KINDS, (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq), strict=True):
         for array, p in zip(arrays, optimizer.parameters, strict=True):
-            placement = placement_of(p)
-            array.reshape(-1)[...] = local_part(placement.tp, checkpoint.array(kind, placement.name), elements_of(p))
+            if array is not None:  # without a master, the parameter itself has been read
+                placement = placement_of(p)
+                whole = checkpoint.array(kind, placement.name)
+                array.reshape(-1)[...] = local_part(placement.tp, whole, elements_of(p))
 
 
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
@@ -356,8 +358,7 @@ def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: d
 
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
-    current, history = run_flags(config), [] if checkpoint is None else checkpoint.history
-    periods = [run_flags(TrainConfig()) | period["flags"] for period in history]
+    current, periods = run_flags(config), [] if checkpoint is None else checkpoint.flags
     # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
     same_norm = (not config.optimizer.clip_grad or (then["--pp"] == 1) == (config.mesh.pp == 1) for then in periods)
     return all(same_norm) and all(then[name] == current[name] for then in periods for name in SUMS)

@@ -120,6 +120,14 @@ BAD_ARGUMENTS = [
     ["pipeline", "--hidden", "65"],
     ["pipeline", "--microbatches", "0"],
     ["pipeline", "--layers", "3"],  # interleaved-1f1b has 4 stages
+    ["machine", "--hidden", "12"],
+    ["machine", "--seq-len", "6"],
+    ["machine", "--repeat", "0"],
+    ["layouts", "--repeat", "0"],
+    ["layouts", "--network", "-1", "0"],
+    ["layouts", "--global-batch", "3"],
+    ["layouts", "--hidden", "65"],
+    ["layouts", "--layers", "1"],
 ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
-from launcher import run_each, run_mpi
+from launcher import run_mpi
 
 from minipar.autograd import flop_counter
 from minipar.bench import layouts, machine
@@ -136,27 +136,3 @@ def test_the_layouts_use_every_kind_of_parallelism():
 def test_a_model_that_a_layout_cannot_cut_is_refused():
     with pytest.raises(UsageError, match="heads/tp = 4/8"):
         layouts.configs(ModelConfig(8, 16, 4, 8, 16), 32, 8)
-
-
-BAD_ARGUMENTS = [
-    ["machine", "--hidden", "12"],
-    ["machine", "--seq-len", "6"],
-    ["machine", "--repeat", "0"],
-    ["layouts", "--repeat", "0"],
-    ["layouts", "--network", "-1", "0"],
-    ["layouts", "--global-batch", "3"],
-    ["layouts", "--hidden", "65"],
-    ["layouts", "--layers", "1"],
-]
-
-
-@pytest.fixture(scope="module")
-def refusals():
-    return run_each(2, [["minipar.bench", *arguments] for arguments in BAD_ARGUMENTS], timeout=30)
-
-
-@pytest.mark.parametrize("which", range(len(BAD_ARGUMENTS)))
-def test_bad_arguments_are_one_line_and_exit_code_2(which, refusals):
-    arguments, result = BAD_ARGUMENTS[which], refusals[which]
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith("minipar: error:")
-    assert f"{arguments[1].strip('-')} {arguments[2]}" in result.stderr, "it names what is wrong"

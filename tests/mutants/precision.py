@@ -2,7 +2,7 @@
 
 from mutants.mutant import mistakes
 
-TESTS = "train/test_precision.py"
+TESTS = "train/test_precision.py train/test_overflow.py"
 MUTANTS = [
     *mistakes(
         "minipar/autograd/tensor.py",
