@@ -1,5 +1,6 @@
 """Claims about hybrid sharding: its bits are one device's in nested order; its bytes and memory are the formulas."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from minipar.nn import AdamW, GPTConfig
 from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
 from minipar.parallel.stages import fully_shard, shard
 from minipar.parallel.traffic import StepLayout, dp_bytes, replica_bytes
-from minipar.train.checkpoint import same_sums
+from minipar.train.checkpoint import Checkpoint, checksum, same_sums
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer, step_layout
 from minipar.train.verify import OneDevice, relative_difference, train_on_one_device
@@ -258,20 +259,22 @@ def test_replicas_that_do_not_fit_are_refused_by_name(stage, replicas, why):
         run_local(4, lambda comm: shard(MLP(), comm, stage, replicas=replicas))
 
 
-def test_a_run_resumed_with_other_replicas_promises_no_bits():
+def test_a_run_resumed_with_other_replicas_promises_no_bits(tmp_path):
     """One device cannot repeat a run whose steps added in two orders."""
-
-    class Saved:
-        history = ({"flags": {}},)
-
     config = config_for(4, "--zero-stage 3 --zero-replicas 2")
-    flags = "--dp 4 --cp 1 --microbatches 1 --tp 1 --reduction ring --sync-every-microbatch False --device cpu"
-    saved = dict(zip(flags.split()[::2], (4, 1, 1, 1, "ring", False, "cpu"), strict=True)) | {"--pp": 1}
-    for replicas, same in ((2, True), (1, False)):
-        Saved.history = ({"flags": saved | {"--zero-replicas": replicas}},)
-        assert same_sums(Saved, config) == same
-    Saved.history = ({"flags": saved},)  # written before there were replicas of shards
-    assert same_sums(Saved, replace(config, mesh=replace(config.mesh, zero_replicas=1)))
+    training.on_each_rank(config, TOKENS, lambda trainer, _: trainer.save(tmp_path, 3))
+    manifest = json.loads((tmp_path / "step-00000003" / "manifest.json").read_text())
+    saved = manifest["history"][0]["flags"]
+
+    def same(config):
+        text = json.dumps(manifest | {"checksum": checksum(manifest)}).encode()
+        return same_sums(Checkpoint(tmp_path / "step-00000003", text), config)
+
+    assert same(config)
+    saved["--zero-replicas"] = 1
+    assert not same(config)
+    del saved["--zero-replicas"]  # written before there were replicas of shards
+    assert same(replace(config, mesh=replace(config.mesh, zero_replicas=1)))
 
 
 # ---- mistakes, made on purpose ---------------------------------------------------------------------------------------
