@@ -3,8 +3,10 @@
 #
 #   make demo    PYTHON=/path/to/python3.12    another interpreter (only when .venv is made)
 #   make test    PYTEST="-k ring -x"           some tests
+#   make lab     LAB="--no-browser --port 9000"    options of JupyterLab
 #   make fuzz    SEED=7 CASES=10000            the inputs of an earlier run, or fewer
-#   make mutants MUTANTS="trainer: --"         the mutants whose names this regular expression finds
+#   make mutants MUTANTS="trainer: --"         the mutants whose names this regular expression finds, and none at random
+#   make mutants SEED=7 RANDOM=300             300 mutants drawn at random with this seed, and none of the list
 #   make site-check CHROMIUM=/path/to/chrome   another browser; SCREENSHOTS=out/screenshots keeps a picture of each page
 
 # python3 where it is new enough, else the newest of the versioned names that runs.
@@ -59,16 +61,17 @@ QUICK := $(addprefix tests/,autograd/test_fused.py nn/test_gpt.py comm/test_coll
 CASES ?= 100000
 SEED := $(or $(SEED),$(shell date +%s))
 
-.PHONY: help demo test quick fuzz mutants test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
+.PHONY: help demo lab test quick fuzz mutants mutants-listed mutants-random test-schedules test-mpi exercises lint reference notebooks site site-check openmpi clean
 
 help:
 	@echo "make demo       train a GPT on $(RANKS) ranks, prove it equal to one device, draw loss, timeline and mesh, print text of it"
+	@echo "make lab        open chapter 1 in JupyterLab, with the other chapters beside it"
 	@echo "make test       the tests"
 	@echo "make quick      one claim of each package, in less than a minute"
 	@echo "make test-schedules  a training step in 1,000 random orders of its threads"
 	@echo "make test-mpi   the tests over MPI, with MPICH and Open MPI, with each Python of $(VERSIONS)"
 	@echo "make fuzz       $(CASES) random inputs for every parser and command line, in 7 to 20 minutes on 2 cores"
-	@echo "make mutants    break the code in 300 places, one at a time, and see that a test of the package notices"
+	@echo "make mutants    break the code in 460 chosen and 300 random places, one at a time, and see that a test notices"
 	@echo "make exercises  grade what you have written in chapters/exercises"
 	@echo "make reference  the comparisons with torch and transformers (installs torch), and the tests that take long"
 	@echo "make lint       ruff and mypy"
@@ -91,6 +94,11 @@ demo: $(VENV)/.base
 	@$(BIN)/python -m visualize mesh out/demo_trace.json --out out/demo_mesh.png
 	@$(BIN)/python -m minipar.generate --from out/demo_model --prompt "def " --tokens 100 --temperature 0.5
 	@echo "proved: see the line above that text, which the model wrote. Drawn: out/demo_loss.png, out/demo_timeline.png, out/demo_mesh.png (trace: out/demo_trace.json)"
+
+# JupyterLab refuses to run as root unless it is told.
+LAB ?=
+lab: $(VENV)/.notebook
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB) chapters/01_autograd.ipynb
 
 # Two files at a time: most tests are one process that computes or waits. A file's tests share what they have computed.
 # nbmake, which `make notebooks` needs, would be imported in each of three processes.
@@ -120,10 +128,19 @@ fuzz: $(VENV)/.test
 	MINIPAR_FUZZ_SEED=$(SEED) MINIPAR_FUZZ_CASES=$(CASES) \
 	    $(BIN)/python -m pytest --numprocesses 2 --dist load --maxschedchunk 1 tests/fuzz $(PYTEST)
 
-# Two mutants at a time, each in a copy of the tree. docs/proofs.md explains those that survive.
+# Two mutants at a time, each in a copy of the tree. docs/proofs.md explains those of the list that survive, and
+# tests/mutants/equivalent.txt those that are drawn. RANDOM says how many are drawn, FILES of which files: a regular
+# expression. Only what is named is run, if MUTANTS or RANDOM is.
 MUTANTS ?=
-mutants: $(VENV)/.test
+RANDOM ?=
+FILES ?=
+mutants: $(if $(RANDOM),,mutants-listed) $(if $(MUTANTS),,mutants-random)
+
+mutants-listed: $(VENV)/.test
 	PYTHONPATH=tests $(BIN)/python -m mutants.run "$(MUTANTS)"
+
+mutants-random: $(VENV)/.test
+	PYTHONPATH=tests $(BIN)/python -m mutants.drawn --seed $(SEED) --count $(or $(RANDOM),300) --files "$(FILES)"
 
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test
@@ -207,10 +224,15 @@ out/mpi/%/.ready: pyproject.toml constraints.txt
 	$(if $(findstring openmpi,$*),$(call SET_UP_OPENMPI,$(@D)))
 	@touch $@
 
+$(VENV)/.notebook: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing minipar and what its notebooks need: JupyterLab, ipyparallel"
+	@$(INSTALL) --editable '.[mpich,notebook]'
+	@touch $@ $(VENV)/.base
+
 $(VENV)/.test: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing minipar for its tests and notebooks: pytest, Jupyter, CuPy (to check names; no GPU needed)"
 	@$(INSTALL) --editable '.[mpich,test,notebook]'
-	@touch $@ $(VENV)/.base
+	@touch $@ $(VENV)/.base $(VENV)/.notebook
 
 $(VENV)/.dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing ruff, mypy, pre-commit"

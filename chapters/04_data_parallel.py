@@ -29,19 +29,11 @@
 # $\alpha$ seconds per message, $\beta$ seconds per byte; $m$ microbatches.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 import math
@@ -53,12 +45,12 @@ import minipar as mp
 from chapters.support import watch_data_parallel as watch
 from chapters.support.show import printer
 from chapters.support.watch_data_parallel import same_bits, same_on_all_ranks
+from chapters.support.whole_runs import relative_difference
 from minipar.comm import chunk_bounds, wire_bytes, world
-from minipar.parallel.buckets import FlatBuffers
-from minipar.parallel.ddp import DistributedDataParallel
-from minipar.parallel.wrapper import global_mean
+from minipar.parallel.buckets import BackwardHooks, Bucket
+from minipar.parallel.ddp import DistributedDataParallel, NaiveDataParallel
+from minipar.parallel.loss import global_mean_loss
 from minipar.train.data import Batches, load_tokens
-from minipar.train.verify import relative_difference
 
 comm = world()
 rank, d = comm.rank, comm.size
@@ -324,27 +316,34 @@ for number, (completed, size) in enumerate(log):
     say(f"bucket {number}: {size:>6,} values, left when {completed:>2} of {log[-1][0]} gradients were complete")
 
 # %% [markdown]
-# The library's version adds three things. All parameters move into one flat array and all gradients into another
-# (`FlatBuffers`), of which a bucket is a slice, so backward writes straight into what is sent and nothing is copied. It
-# serves many steps: `synchronize` sets every bucket's count of missing gradients back to its start, and sends zeros for
-# what the loss did not use. And each hook calls `progress`, which moves the messages under way while backward goes on.
-#
-# The hook is `_on_gradient`, which the ZeRO stages share (chapter 5). Instead of a count, `_waiting` has for each
-# bucket the set of leaves that are missing:
+# The library begins with the naive form, too, which is complete:
 
 # %%
 if rank == 0:
-    show_source(DistributedDataParallel._on_gradient)
+    show_source(NaiveDataParallel)
 
 # %% [markdown]
-# `_start` is where a bucket leaves. `bucket.complete()` folds the ties and writes the zeros. `before_reduce` is for
-# chapter 6: sequence parallelism sums some gradients over another axis first. `_reduce` is the strategy's own part: the
-# slice of the flat gradients is what the all-reduce sums, in place. `synchronize` waits for it:
+# Its bucketed version adds three things to ours. The gradients of a bucket lie in one flat array, `bucket.gradient`, so
+# backward writes straight into what is sent and nothing is copied. It serves many steps: `synchronize` sends zeros for
+# what the loss did not use, and starts again. And each hook calls `progress`, which moves the messages under way while
+# backward goes on.
+#
+# The hook is `BackwardHooks.on_gradient`, a helper that the ZeRO stages use, too (chapter 5). Instead of a count,
+# `incomplete` has for each bucket the set of leaves that are missing:
 
 # %%
 if rank == 0:
-    show_source(DistributedDataParallel._start, DistributedDataParallel._reduce)
-    show_source(DistributedDataParallel.synchronize, FlatBuffers.__init__)
+    show_source(BackwardHooks.on_gradient)
+
+# %% [markdown]
+# `send` is `ddp.reduce`, where a bucket leaves. `bucket.complete()` folds the ties and writes the zeros.
+# `before_reduce` is for chapter 6: sequence parallelism sums some gradients over another axis first. The all-reduce
+# sums the flat array in place, and `synchronize` waits for it:
+
+# %%
+if rank == 0:
+    show_source(DistributedDataParallel.reduce, Bucket.complete)
+    show_source(DistributedDataParallel.synchronize, BackwardHooks.finish)
 
 # %% [markdown]
 # (With other numbers of ranks the bytes of rank 0 vary by a few elements with the size of the buckets, because the
@@ -414,9 +413,9 @@ if rank == 0:
 # ## 4.5 Gradient accumulation and `no_sync`
 #
 # If a shard does not fit in memory, cut it into $m$ *microbatches* and let their gradients add up locally before the
-# ranks talk. Nothing needs to travel before the last one. In the hook of 4.4 that is one more line, `if not syncing:
-# return`, which `_on_gradient` has. `no_sync` sets this flag for the backward passes inside its block. The last
-# microbatch runs *outside* the block, so that its hooks start the buckets. Here each sample is a microbatch: $m = B$.
+# ranks talk. Nothing needs to travel before the last one. In the hook of 4.4 that is one more line, `if not
+# self.enabled: return`. `no_sync` clears this flag for the backward passes inside its block. The last microbatch runs
+# *outside* the block, so that its hooks start the buckets. Here each sample is a microbatch: $m = B$.
 
 
 # %%
@@ -516,7 +515,7 @@ say(f"global count {relative_difference(right, truth):.1e}, mean of means {relat
 
 # %%
 if rank == 0:
-    show_source(global_mean)
+    show_source(global_mean_loss)
 model = fresh()
 DistributedDataParallel(model, comm, "ordered").loss(*unequal(rank)).backward()
 assert same_bits(flat_gradient(model), right)
@@ -605,7 +604,8 @@ assert [round(value, 2) for value in efficiency] == [0.65, 1, 0.14, 0.16]
 #
 # - **one device**: does one device get the same parameters, bit for bit?
 #
-# Before you read on: which instrument catches which mistake?
+# Before you read on: which instrument catches which mistake? (The library compares the replicas after the first step,
+# and would refuse the second step of mistake 3. We switch this off.)
 #
 # 3. **Drop one bucket.** Its gradients are never synchronized.
 #
@@ -624,7 +624,8 @@ for name, wrapper, catching in (
 ):
     seen = watch.examine(comm, partial(train, wrapper), single, losses[-1], nbytes)
     say(f"{name:<26} {seen}")
-    assert d == 1 or catching == seen.caught - {"loss"}  # with one rank there is nothing to forget
+    assert d == 1 or catching <= seen.caught  # with one rank there is nothing to forget
+    assert catching or not seen.caught
 
 # %% [markdown]
 # Three lessons.
@@ -651,7 +652,7 @@ for name, wrapper, catching in (
 # | overlap, always | always | `--overlap-grad-reduce`, `overlap_comm` |
 # | `register_post_accumulate_grad_hook` | the same name | |
 # | `no_sync` | `no_sync` | `no_sync_func` |
-# | `FlatBuffers` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
+# | `Bucket.gradient` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
 # | `all_reduce(..., async_op=True)`, `wait` | the same names in `torch.distributed` | |
 #
 # ## 4.10 Problems
@@ -670,7 +671,7 @@ for name, wrapper, catching in (
 # which does `ring` give in each of its four chunks? (Float64 values near $10^{16}$ are 2 apart. A sum halfway between
 # two of them rounds to the one whose last binary digit is 0, here the multiple of 4; $10^{16}$ is one.)
 #
-# **For you.** (a) In `_on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete,
+# **For you.** (a) In `on_gradient`, buckets start strictly in order. Let a bucket start as soon as it is complete,
 # whatever came before. For this GPT nothing breaks. Which kind of model would break it (think of a path that depends on
 # the data), and what would you see: an error, a hang, or wrong values?
 #

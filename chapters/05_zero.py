@@ -34,19 +34,11 @@
 # message, $\beta$ seconds per byte; $p$ ranks of a pipeline. AdamW's $\beta_1$ and $\beta_2$ keep their indices.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 from fractions import Fraction
@@ -62,8 +54,9 @@ from minipar.comm import chunk_bounds, wire_bytes, world
 from minipar.memory import MemoryLedger, enter, hold
 from minipar.nn import AdamW, Parameter
 from minipar.parallel.fsdp import FullyShardedDataParallel as FSDP
+from minipar.parallel.fsdp import Unit
 from minipar.parallel.memory import FLOAT64, MIXED, elements_held, model_state
-from minipar.parallel.sharding import Chunk
+from minipar.parallel.shards import Chunk, allocate_gradient
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 from minipar.train.data import Batches, load_tokens
 
@@ -202,7 +195,7 @@ say(f"optimizer state on rank 0: {state[0]:,} bytes whole, {state[1]:,} as a chu
 
 # %%
 if rank == 0:
-    show_source(Chunk.__init__)
+    show_source(Chunk.__init__, Chunk.add_shard)
 
 # %% [markdown]
 # The hook that sends a complete bucket is chapter 4's. Only what it sends differs: a reduce-scatter whose output is
@@ -210,7 +203,7 @@ if rank == 0:
 
 # %%
 if rank == 0:
-    show_source(ZeroStage1._reduce, ZeroStage1.after_step)
+    show_source(ZeroStage1.reduce, ZeroStage1.after_step)
 
 # %% [markdown]
 # **The norm.** Clipping needs the norm of the *whole* gradient, of which a rank has only its chunks. The chunks are
@@ -327,7 +320,7 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # %% [markdown]
 # The ledger proves the sentence above: next to its chunks, a rank never holds more than *one* full gradient of a layer.
 #
-# The library's stage adds three things. It is asynchronous: `_prepare` makes the array for a bucket's full gradient
+# The library's stage adds three things. It is asynchronous: `pre_backward` makes the array for a bucket's full gradient
 # when backward arrives at the bucket's *unit* (the part of the model whose parameters share a bucket, here a block),
 # and waits until at most one older bucket still travels. So there are never more than two, besides that of the matrix
 # which embedding and head share: it is complete only at the end of backward. The message alone refers to the full
@@ -341,11 +334,11 @@ say(f"stage 2 has the bits of stage 0; gradients on rank 0: at most {most[1]:,} 
 # | | first | then | last |
 # | --- | --- | --- | --- |
 # | forward | identity on the input | the unit | identity on the output |
-# | backward | identity on the output: `_before_backward` | the unit | identity on the input: `_release`, in stage 3 |
+# | backward | identity on the output: `pre_backward` | the unit | identity on the input: `post_backward`, in stage 3 |
 
 # %%
 if rank == 0:
-    show_source(ZeroStage2._around, ZeroStage2._prepare, ZeroStage2._reduce)
+    show_source(ZeroStage2.run, allocate_gradient, ZeroStage2.reduce)
 
 # %% [markdown]
 # The same bytes on the wire again. Stage 2 sends nothing that stage 1 does not send, as long as every step has a single
@@ -395,24 +388,24 @@ if rank == 0:
 
 # %% [markdown]
 # With these durations the step takes 27 units of time, of which 24 are computation; without prefetch it takes 40.5. The
-# last unit's backward follows its forward at once, so it stays gathered. `_fetch` starts a gather, `_gather` waits for
-# one and starts the next, and then lets the parameters refer to the gathered array:
+# last unit's backward follows its forward at once, so it stays gathered. The words are those of PyTorch's FSDP2:
+# `unshard` starts a gather, and `wait_for_unshard` lets the parameters refer to the array when it has arrived:
 
 # %%
 if rank == 0:
-    show_source(FSDP._fetch, FSDP._gather)
+    show_source(Unit.unshard, Unit.wait_for_unshard)
 
 # %% [markdown]
-# It frees a unit although the graph of backward needs it: a matrix product's backward reads the weight, so a node of
-# the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it makes mistakes visible:
-# while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every element, so that code
-# that uses a parameter at the wrong time computes NaN. Two functions then say when each happens: `_around` in forward
-# and, by the identity on the input, after backward; `_before_backward` before backward.
+# `reshard` frees a unit although the graph of backward needs it: a matrix product's backward reads the weight, so a
+# node of the graph keeps the *parameter*, not its values, and asks for them when backward comes. And it makes mistakes
+# visible: while a unit is away, its parameters hold a `placeholder`, a single NaN that stands for every element, so
+# that code that uses a parameter at the wrong time computes NaN. Four functions then say when each happens:
+# `pre_forward`, `post_forward` and, by the identities on output and input, `pre_backward` and `post_backward`.
 
 # %%
 if rank == 0:
-    show_source(FSDP._free, FSDP._release)
-    show_source(FSDP._around, FSDP._before_backward)
+    show_source(Unit.reshard, FSDP.run)
+    show_source(FSDP.pre_forward, FSDP.post_forward, FSDP.pre_backward)
 
 # %% [markdown]
 # ## 5.5 The four stages side by side
@@ -443,7 +436,7 @@ def train(wrap, m=1, every=False, steps=STEPS):
         comm.traffic.reset()
         enter("forward", restart=True)
         for j in range(m):
-            wrapper.syncing = every or j == m - 1  # what `with wrapper.no_sync()` changes
+            wrapper.hooks.enabled = every or j == m - 1  # what `with wrapper.no_sync()` changes
             loss = wrapper.loss(*batches.batch(step, [rank * m + j]))
             enter("backward")
             (loss / m).backward()
@@ -659,7 +652,7 @@ for name, wrap, right, catching in (
 ):
     caught = watch.examine(watch.watch(partial(train, wrap)), plain, right)
     say(f"{name:<20} caught by: {', '.join(sorted(caught)) or 'nothing'}")
-    if d > 1 or name[0] in "n34":  # the others need a second rank to be mistakes
+    if d > 1 or name[0] in "n4":  # the others need a second rank to be mistakes
         assert caught - {"loss"} == catching
 
 # %% [markdown]
@@ -689,7 +682,7 @@ for name, wrap, right, catching in (
 # | `fully_shard(model, comm, replicas=2)` | the same on a 2-D mesh, `HYBRID_SHARD` (FSDP1) | `mics_shard_size` |
 # | unit | a module for which `fully_shard` was called | a submodule |
 # | chunk of a unit's flat array | FSDP1: `FlatParameter`; FSDP2: a DTensor per parameter, `Shard(0)` | flat, padded |
-# | `_gather`, `_release` | `unshard()`, `reshard()` | `GatheredParameters` |
+# | `unshard`, `wait_for_unshard`, `reshard` | the same names | `GatheredParameters` |
 # | `prefetch` | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
 # | `no_sync` | `set_requires_gradient_sync(False)` | |
 # | `deferred=True` | the device `meta` | `deepspeed.zero.Init` |
@@ -742,7 +735,7 @@ for name, wrap, right, catching in (
 # Of "For you":
 #
 # 1. For the gather of its own buckets, and for nothing else. Start the gathers in the model's order, so that the first
-# unit's comes first. `_fetch` starts a gather and `_gather` waits for it when the unit's forward comes.
+# unit's comes first. `unshard` starts a gather and `wait_for_unshard` waits for it when the unit's forward comes.
 #
 # 2. One all-gather of a block, $\frac{d-1}{d}\Psi_u$ elements per rank. The peak of the step does not rise, because the
 # library gathers the last block again already when the head's forward begins, so that it is there for backward: it is

@@ -30,19 +30,11 @@
 # whole, nothing is sent, and the claims say little.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 import numpy as np
@@ -51,18 +43,20 @@ from chapters.support.layer_memory import MEASURED, kept_by_a_layer
 from chapters.support.plant_tensor_mistakes import MISTAKES, examine
 from chapters.support.show import printer
 from chapters.support.whole_gradients import compare_with_one_device, is_split, joined
+from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor, causal_attention, gelu
 from minipar.comm import DeviceMesh, Network, run_local, wire_bytes, world
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
 from minipar.parallel import grad_norm
 from minipar.parallel.placement import Partial, Shard
-from minipar.parallel.tensor import layers, mappings
-from minipar.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from minipar.parallel.tensor.plan import PLAN, TensorParallel, tensor_parallel
+from minipar.parallel.tensor import layers, mappings, vocabulary
+from minipar.parallel.tensor.plan import PLAN, TensorParallel, tensor_parallel, tensor_placement
+from minipar.parallel.tensor.user_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-from minipar.train.verify import relative_difference, train_on_one_device, verify
+from minipar.train.verify import verify
 
 comm = world()
 rank, t = comm.rank, comm.size
@@ -228,8 +222,9 @@ say("the library's layers = the plain functions, with their gradients")
 
 # %% [markdown]
 # What does the library add? A layer's weights are Parameters that know which part of the serial model they are (6.4).
-# `column_linear` is $f$ and the product in one node, so that backward can send while it computes (6.11). With
-# `sequence` the two ends, `enter` and `leave`, become the mappings of sequence parallelism (6.9).
+# What enters and leaves the part of a layer where the ranks differ crosses a *border*. Its `enter` is $f$, its `leave`
+# is $g$, and `enter_linear` is $f$ and the product in one node, so that backward can send while it computes (6.11).
+# Sequence parallelism is a border with two other mappings (6.9).
 #
 # Attention is the same pattern. The columns of the query, key and value matrices are grouped in heads, and heads do not
 # interact before the output projection: softmax works on each head separately. So heads play the part of gelu's
@@ -264,23 +259,32 @@ for groups in (1, 3):
 assert parts[0] == "q0 q1 k0 k1 v0 v1"
 
 # %% [markdown]
-# The whole plan is a table: the ends of the names of the parameters that are cut, each with its dim and its groups. The
-# names after `c_proj` are Llama's, whose matrices are (out, in).
-# `tensor_parallel(model, comm)` goes through it. It replaces serial layers by parallel ones, and leaves each rank its
-# part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a run on 8
-# ranks starts where a run on 1 does.) What is not in the table (LayerNorm, `wpe`, the biases of row layers) stays whole
-# on every rank: its placement is `Replicate`. The model's own files (`nn/`) know nothing of ranks.
+# The whole plan is a table: for each layer that is cut, the dim of its weight, the groups, and the class that replaces
+# it. The names after `c_proj` are Llama's and Mixtral's, whose matrices are (out, in). A column layer's bias is cut
+# with its columns. In a Llama $q$, $k$ and $v$ are three layers that read one input, and `gate_proj` and `up_proj` are
+# two. There the block calls `enter` once for all of them, and these layers do not cross the border themselves.
+#
+# `tensor_parallel(model, comm)` goes through the table. It replaces serial layers by parallel ones, and leaves each
+# rank its part of *the very values* that the serial model has. (Initial weights are keyed by name, never by rank, so a
+# run on 8 ranks starts where a run on 1 does.) What the table does not cut (LayerNorm, `wpe`, the biases of row
+# layers) stays whole on every rank: its placement is `Replicate`. The model's own files (`nn/`) know nothing of ranks:
+# there a block's `enter` is a function that returns its input.
 
 # %%
 if rank == 0:
-    for name, (dim, groups) in PLAN.items():
-        print(f"{name:<20} dim {dim}, groups {groups}")
-    show_source(layers.split, Shard.part)
+    for name, row in PLAN.items():
+        alone = "" if row.crosses else "  (its block crosses the border)"
+        print(f"{name:<12} dim {row.dim!s:<4}  groups {row.groups}  {row.layer.__name__}{alone}")
+    show_source(tensor_placement, layers.split, Shard.part)
 
 serial, model = GPT(shape, dtype="float64"), GPT(shape, dtype="float64")
 tensor_parallel(model, comm)
 theirs = dict(serial.h[0].named_parameters())
-cuts = {name: PLAN[end] for name in theirs if (end := name.split(".", 1)[1]) in PLAN}
+cuts = {}
+for name, parameter in theirs.items():
+    placement = tensor_placement(name, parameter.shape, rank, t, sequence=False)
+    if isinstance(placement, Shard):
+        cuts[name] = placement.dim, placement.groups
 for name, parameter in model.h[0].named_parameters():
     expected = rank_part(theirs[name].data, *cuts[name], rank, t) if name in cuts else theirs[name].data
     assert is_split(parameter) == (name in cuts) and np.array_equal(parameter.data, expected)
@@ -374,7 +378,7 @@ say(f"split loss = the whole one; its gradient within {relative_difference(gradi
 # %%
 assert round(50_257 / 6) == 8376
 if rank == 0:
-    show_source(VocabParallelEmbedding.forward, layers._VocabParallelCrossEntropy.forward)
+    show_source(VocabParallelEmbedding.forward, vocabulary._VocabParallelCrossEntropy.forward)
 
 inputs, targets = random.integers(0, V, (2, B, T))
 logits = model(inputs)  # (B, T, V/t)
@@ -436,8 +440,8 @@ say(f"c_proj over {t} ranks = one device that adds {t} blocks in rank order, bit
 # The embedding has the same bits, and so has ln_1. Columns and heads can have the same bits, but need not: each element
 # is the same sum over $h$, and the library that multiplies matrices may add it in another order when the matrix is
 # narrower. The row layer splits the sum itself, and one device that adds the same blocks in the same order gets the
-# ranks' exact bits. So the difference is the order of additions and nothing else. The bound that `--verify` uses is
-# 1e-12 relative after one training step in float64, 1e-10 after twenty (`minipar.train.verify.bound`).
+# ranks' exact bits. So the difference is the order of additions and nothing else. `--verify` compares each step from
+# the same state: 16 roundings of a gradient's norm are allowed, $3.6\cdot10^{-15}$ in float64.
 #
 # ## 6.7 The bytes
 #
@@ -466,14 +470,13 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 # mask, else they would go on with different values. Between column and row layer (on the attention probabilities) each
 # rank has other heads and must draw *different* masks. Megatron keeps two random states per rank for this. minipar's
 # masks are keyed by layer name, step and sample, never by rank; a rank with a part takes its part of the one mask, its
-# *mask slice*. Philox is a counter-based generator, so a rank can start at any of a mask's values, and draws its own
-# rows alone.
+# *mask slice*.
 
 # %%
 every, own = Dropout("h.0.attn.attn_dropout", 0.3), Dropout("h.0.attn.attn_dropout", 0.3)
 own.mask_slices.append(MaskSlice(dim=1, count=t, part=lambda heads: np.split(heads, t)[rank]))
 with dropping(DropoutKeys(seed=0, step=0, samples=range(B))):
-    whole, kept = every.mask((B, a, T, T))[...], own.mask((B, a // t, T, T))[...]
+    whole, kept = every.mask((B, a, T, T)), own.mask((B, a // t, T, T))
 assert np.array_equal(kept, np.split(whole, t, axis=1)[rank])
 worst, _ = compare_with_one_device(comm, shape, (inputs, targets), dropout=0.3)
 assert worst < 1e-12
@@ -531,7 +534,7 @@ say(f"each rank's {N // t} of {N} tokens as in 6.2, with the same {sent:,} bytes
 
 # %%
 if rank == 0:
-    show_source(layers.enter, layers.leave, TensorParallel.sum_partial)
+    show_source(layers.Border.enter, layers.Border.leave, TensorParallel.sum_partial)
 
 worst, traffic_sequence = compare_with_one_device(comm, shape, (inputs, targets), sequence=True, dropout=0.3)
 assert worst < 1e-12 and sum(traffic_sequence.values()) == sum(traffic.values())
@@ -616,10 +619,11 @@ if rank == 0:
     show_source(grad_norm.clip_grad_norm)
 
 # %% [markdown]
-# `verify` trains the same steps on one device and compares. About `--eps 1e-6`: the bias of the keys has the gradient
-# 0, because softmax does not see a constant added to a row. In floating point it is noise of about $10^{-19}$. AdamW
-# divides each gradient by its own size plus eps, so this noise is enlarged by 1/eps, for the default $10^{8}$ times. It
-# hurts nothing, but it would be the largest difference to one device, and we want to see the others.
+# `verify` trains. After each step, one device computes that step from the same state: loss, norm and gradients are
+# compared within a few roundings, and the update that AdamW makes of these gradients to the bit. (Why not compare two
+# whole runs? The bias of the keys has the gradient 0, because softmax does not see a constant added to a row. In
+# floating point it is noise of about $10^{-19}$. AdamW divides each gradient by its own size plus eps, so a training
+# enlarges this noise by 1/eps, for the default $10^{8}$ times. `--eps 1e-6` keeps it small where 6.12 compares runs.)
 
 # %%
 tokens = load_tokens(None, vocab_size=V, seq_len=T)
@@ -636,7 +640,7 @@ def make_trainer(tp, *flags):
 
 for flags in (["--zero-stage", "0"], ["--zero-stage", "3", "--sequence-parallel"][: 4 if TP > 1 else 2]):
     trainer = make_trainer(TP, *flags, "--dropout", "0.1")
-    verdict = verify(trainer, list(trainer.train()), tokens)
+    verdict = verify(trainer)
     assert verdict.passed, verdict.line
     say(f"tp {TP} x dp {t // TP} {' '.join(flags)}\n  {verdict.line}")
 
@@ -692,7 +696,7 @@ work = comm.all_reduce(dy * slope @ A_r.T, algorithm="ring", async_op=True)
 dA_meanwhile = X.T @ (dy * slope)
 assert relative_difference(work.wait(), dX) < 1e-12 and relative_difference(dA_meanwhile, dA_r) < 1e-12
 if rank == 0:
-    show_source(layers._ColumnLinear.backward)
+    show_source(layers._EnterLinear.backward)
 
 # %% [markdown]
 # Each of these sums is hidden for as long as the weight's product takes. If the sum takes longer, the rest is exposed:

@@ -30,19 +30,11 @@
 # output, $k$ the depth of a zero-bubble schedule (7.5).
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 from fractions import Fraction
@@ -675,7 +667,7 @@ if rank == 0:
     head = dict.fromkeys("FIW", 2 * N * h * V)
     for name in schedules.SCHEDULES:
         ran = train_pipelines.timeline_on_model_clock(name, message)
-        schedule = train_pipelines.unpaired(make(name, 4, 8))
+        schedule = make(name, 4, 8).unpaired()
         predicted = simulate(schedule, train_pipelines.stage_durations(block, head, schedule.stages, message))
         assert train_pipelines.same_times(ran, predicted)
         say(f"{name:<17} every start and end ==;   bubble {float(predicted.bubble_fraction):.4f}")

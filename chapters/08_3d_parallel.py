@@ -29,19 +29,11 @@
 # Besides, the ranks that mpirun did start train a layout of their own, chosen from what divides their number.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 from chapters.support.show import printer
@@ -61,13 +53,14 @@ import numpy as np
 
 from chapters.support import layouts_on_eight as eight
 from chapters.support.layouts_on_eight import AXES, Job, config_of, on_eight, trainer_on
+from chapters.support.whole_runs import bound
 from minipar.comm import DeviceMesh, run_local
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.placement import BucketSlice, Partial
+from minipar.parallel.placement import BucketSlice, Partial, Placements
 from minipar.parallel.state import owned_pieces
 from minipar.parallel.traffic import predicted_traffic, tp_bytes
 from minipar.train.trainer import Trainer, step_layout
-from minipar.train.verify import bound, verify
+from minipar.train.verify import verify
 from visualize.differences import as_text, compare
 
 rank, size = comm.rank, comm.size
@@ -171,9 +164,14 @@ say(f"parameters of the model {model:,}, on rank 0 {held[0]:,}, on rank 4 {held[
 assert held == [17_504] * 4 + [12_960] * 4 and updated == [8_752] * 4 + [6_480] * 4
 assert model == 59_584 and sum(updated) == 60_928
 if rank == 0:
+    print(Placements(ranks[0][:14]))  # the embeddings and the first block
     show_source(BucketSlice.elements)
 
 # %% [markdown]
+# A line of the table is one parameter's placement on rank 0: its name and shape in the serial model, what tp does to
+# it, the rank of pp that owns it, the rank of ep (for experts, chapter 12), and which elements of the rank's part its
+# optimizer updates. In a program of yours `print(mp.placements(model))` shows it, on any rank.
+#
 # Of 59,584 parameters a rank of the first stage holds 17,504, one of the second 12,960, and its optimizer updates half
 # of them. All optimizers together update 60,928: 1,344 more than the model has. These are LayerNorms, positions and
 # some biases, which tp does not cut, so that both ranks of a tp row update the same values. `BucketSlice.elements` says
@@ -218,7 +216,7 @@ if rank == 0:
 
 # %%
 trainer = trainer_on(comm, f"{MINE} --zero-stage 3", steps=3)
-verdict = verify(trainer, list(trainer.train()), trainer.batches.tokens)
+verdict = verify(trainer)
 assert verdict.passed and ("bit for bit" in verdict.line) == ("--tp 1" in MINE), verdict.line
 say(f"{MINE} --zero-stage 3\n{verdict.line}")
 
@@ -468,8 +466,7 @@ if rank == 0:
 
 # %%
 eight.stop_and_save(comm, f"{MINE} --zero-stage 1", f"{folder}/mine")
-trainer, results = eight.resume(comm, f"{MINE} --zero-stage 3", f"{folder}/mine")
-verdict = verify(trainer, results, trainer.batches.tokens)
+verdict = verify(eight.resumed(comm, f"{MINE} --zero-stage 3", f"{folder}/mine"))
 assert verdict.passed and ("bit for bit" in verdict.line) == ("--tp 1" in MINE), verdict.line
 say(f"{MINE}: ZeRO 1 -> ZeRO 3\n  {verdict.line}")
 cleanup.close()
@@ -637,7 +634,7 @@ with TemporaryDirectory() as records:
 #     python -m minipar.compare A B
 #
 # where A is the record of a run that is right (one rank's, say), and B that of another layout, or of a loop in any
-# framework that has copied the 60 lines of `minipar/record.py` (docs/compare.md).
+# framework that has copied the lines of `minipar/record.py` (docs/compare.md).
 #
 # ## 8.8 PyTorch's names
 #

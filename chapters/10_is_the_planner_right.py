@@ -26,19 +26,11 @@
 # planned, and share out what is only computed.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 from chapters.support.show import printer

@@ -30,19 +30,11 @@
 # Run it as `mpirun -n 8 python chapters/11_long_sequences.py`, with any number of ranks.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 from fractions import Fraction
@@ -52,15 +44,18 @@ import numpy as np
 
 from chapters.support.ring_layer import Layer, Ring
 from chapters.support.show import printer
+from chapters.support.whole_runs import relative_difference
 from chapters.support.whole_table import full, full_backward, measure_memory_and_time
 from minipar.autograd import Tensor, attention, causal_attention
 from minipar.comm import DeviceMesh, serial, world
-from minipar.parallel.context import METHODS, ContextParallel, visible
+from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention
+from minipar.parallel.token_order import ContextParallel, visible
 from minipar.parallel.traffic import predicted_traffic
+from minipar.parallel.ulysses import UlyssesAttention
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer, step_layout
-from minipar.train.verify import relative_difference, verify
+from minipar.train.verify import verify
 
 comm = world()
 rank, c = comm.rank, comm.size
@@ -659,41 +654,41 @@ if rank == 0:
     show_source(attention.merge, attention.attend_backward)
 
 
-def as_heads(x):
-    return x.reshape(1, -1, T, width)  # (B, heads, T, h/a)
-
-
-arrays, scale = [as_heads(x) for x in (q, k, v)], width**-0.5
-library = attention.attend(*arrays, True, scale)
-gradients = attention.attend_backward(as_heads(dout), *arrays, *library, True, scale)
+arrays, scale = (q[None], k[None], v[None]), width**-0.5  # one sample: (B, n, g, T, h/a) and (B, n, 1, T, h/a)
+library = attention.attend(*arrays, scale)
+gradients = attention.attend_backward(dout[None], *arrays, *library, scale)
 for part, alone in zip((library[0], *gradients), (whole, *one_device), strict=True):
-    assert relative_difference(part, as_heads(alone)) < 1e-12
+    assert relative_difference(part, alone[None]) < 1e-12
 say("the library's attend and attend_backward = ours")
 
 # %% [markdown]
 # What does the library add? Its blocks have 128 queries and up to 1024 keys, sizes that a benchmark chose. Queries of
-# heads that share keys are the rows of one product. Dropout falls on the probabilities, with masks keyed by position,
-# so that a block takes its part of the one mask (chapter 6). It runs on a GPU. `--attention` chooses: `blockwise`,
-# `full` (the whole table), or `auto`, which is full for sequences of at most one block of 128 tokens.
+# heads that share keys have a dim of their own. It runs on a GPU. `--attention` chooses: `blockwise`, `full` (the whole
+# table), or `auto`, which is full for sequences of at most one block of 128 tokens, and wherever dropout falls on the
+# probabilities: its mask is a whole table, too.
 #
-# Context parallelism is one file, `parallel/context.py`. The ring is a generator of blocks, so that the loop over the
-# blocks is the same for the ring and for the all-gather:
+# Context parallelism is `parallel/context.py`. Backward of the ring is one loop, in which one can read in which order
+# the messages leave:
 
 # %%
 if rank == 0:
-    show_source(visible, ContextParallel.blocks, ContextParallel.sum_gradients)
+    show_source(visible, RingAttention.backward)
 
 
 def as_columns(x):
-    return as_heads(x).swapaxes(1, 2).reshape(1, T, -1)  # (B, T, heads * h/a)
+    return x.reshape(1, -1, T, width).swapaxes(1, 2).reshape(1, T, -1)  # (B, T, heads * h/a)
 
 
 qkv, dqkv = (np.concatenate([as_columns(x) for x in arrays], axis=2) for arrays in ((q, k, v), one_device))
 for method in METHODS if c > 1 else ():
-    context = ContextParallel(comm, method)
+    context = ContextParallel(comm)
+    compute = {
+        "ring": partial(block_attention, RingAttention(context)),
+        "all-gather": partial(block_attention, AllGatherAttention(context)),
+        "ulysses": UlyssesAttention(causal_attention, context),
+    }[method]
     own = Tensor(context.part(qkv), requires_grad=True)  # (1, T/c, h + 2 h_kv)
     comm.traffic.reset()
-    compute = partial(context.ulysses, causal_attention) if method == "ulysses" else context.block_attention
     result = compute(own, a, a_kv)
     result.backward(context.part(as_columns(dout)))
     assert comm.traffic.bytes() == per_token(c, a // a_kv)[method] * (T // c) * h * 8
@@ -702,13 +697,14 @@ for method in METHODS if c > 1 else ():
     say(f"{method:<10} = one device, with gradients; {comm.traffic.bytes():>7,} bytes, the formula's")
 
 # %% [markdown]
-# `visible` skips as `pairs` does, with slices of a rank's tokens in the place of chunks. In `sum_gradients` a block's
-# sum travels while the next block's terms are computed; ours waited for each hop.
+# `visible` skips as `pairs` does, with slices of a rank's tokens in the place of chunks. A block's sum travels while
+# the next block's terms are computed; ours waited for each hop.
 #
 # A model is not changed for it. `context_parallel` replaces its attention and its positions by those of the rank's
 # tokens, and takes the rank's part of its dropout masks. On a mesh cp lies between dp and tp; what data parallelism and
-# ZeRO do, they do over `mesh.dp_cp`. Here GPT-2 trains in every layout cp x dp of the ranks that we have, with dropout,
-# clipping and ZeRO stage 3, against one device (three steps; 1.1e-11 is allowed after them, 1e-12 after one):
+# ZeRO do, they do over `mesh.dp_cp`. Here GPT-2 trains in every layout cp x dp of the ranks that we have, with clipping
+# and ZeRO stage 3, against one device (three steps, each from the same state). Ulysses drops probabilities, too: its
+# ranks have whole tables of some heads. The ring and the all-gather refuse that, because no rank has a table.
 
 # %%
 heads, length = c * -(-24 // c), 2 * c * -(-24 // c)  # c divides the heads, and 2c the tokens
@@ -716,13 +712,14 @@ FLAGS = f"--layers 2 --hidden {4 * heads} --heads {heads} --seq-len {length} --d
 text = load_tokens(None, vocab_size=256, seq_len=length)
 for cp in (k for k in range(2, c + 1) if c % k == 0):
     for method in METHODS if cp == c else ("ring",):
-        flags = f"{FLAGS} --cp {cp} --context-parallel {method} --zero-stage 3 --dropout 0.1 --clip-grad 0.5 --steps 3"
+        dropout = 0.1 if method == "ulysses" else 0
+        flags = f"{FLAGS} --cp {cp} --context-parallel {method} --zero-stage 3 --clip-grad 0.5 --steps 3"
+        flags += f" --dropout {dropout}"
         config = resolve(parse(f"{flags} --global-batch {2 * c // cp}".split(), rank), c)
         trainer = Trainer(config, DeviceMesh(comm, dp=c // cp, cp=cp), text)
         comm.traffic.reset()
-        results = list(trainer.train())
+        verdict = verify(trainer)  # whose own messages do not count
         assert comm.traffic.bytes(axis="cp") == 3 * predicted_traffic(step_layout(config), rank)["cp"]
-        verdict = verify(trainer, results, text)
         assert verdict.passed, verdict.line
         say(f"cp {cp} x dp {c // cp}, {method}\n  {verdict.line}")
 

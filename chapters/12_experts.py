@@ -32,19 +32,11 @@
 # Run it as `mpirun -n 8 python chapters/12_experts.py`, with any number of ranks.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 import numpy as np
@@ -54,6 +46,7 @@ from chapters.support.plan_mixtral import plan_mixtral
 from chapters.support.share_work import shared
 from chapters.support.show import printer
 from chapters.support.train_balance import train_balance
+from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, world
 from minipar.nn import Mixtral, MixtralConfig
@@ -61,7 +54,7 @@ from minipar.parallel.expert import ExpertParallel, expert_parallel
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import Trainer
-from minipar.train.verify import relative_difference, verify
+from minipar.train.verify import verify
 
 comm = world()
 rank, P = comm.rank, comm.size
@@ -424,7 +417,7 @@ for ep in (p for p in range(2, P + 1) if P % p == 0):
         flags = f"{FLAGS} --dp {P} --ep {ep} --zero-stage {stage} --global-batch {2 * P} --clip-grad 0.5"
         training = resolve(parse(f"{flags} --dtype float64 --lr 3e-3 --eps 1e-5".split(), rank), P)
         trainer = Trainer(training, DeviceMesh(comm, dp=P, ep=ep), text)
-        verdict = verify(trainer, list(trainer.train()), text)
+        verdict = verify(trainer)
         assert verdict.passed, verdict.line
         say(f"dp {P}, ep {ep}, ZeRO stage {stage}\n  {verdict.line}")
 

@@ -33,19 +33,11 @@
 # Run it as `mpirun -n 8 python chapters/13_precision.py`, with any number of ranks.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them; as a script, mpirun starts them
-# # instead.
-# import ipyparallel as ipp
+# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
+# # starts them instead.
+# from chapters.support.ranks import start_ranks
 #
-# cluster = ipp.Cluster(engines="mpi", n=8, log_level=40)
-# cluster.start_cluster_sync()
-# client = cluster.connect_client_sync()
-# client.wait_for_engines(8, interactive=False)
-# view = client[:]
-# view.block = True
-# view.activate()
-# %pxconfig --progress-after 600
-# %autopx
+# cluster = start_ranks(8)
 
 # %%
 import math
@@ -585,7 +577,7 @@ SMALL = f"--hidden 16 --seq-len 8 --microbatches 2 --global-batch {2 * P} --step
 for axes, flags in LAYOUTS:
     for dtype in DTYPES:
         trainer = trainer_for(f"{SMALL} {flags} {dtype} --reduction ordered", **axes)
-        verdict = verify(trainer, list(trainer.train()), text)
+        verdict = verify(trainer)
         assert verdict.passed and "bit for bit" in verdict.line, verdict.line
     name = " ".join(f"{axis} {size}" for axis, size in axes.items())
     say(f"{name} {flags}: the bits of one device, for each of the three")

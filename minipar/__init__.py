@@ -12,7 +12,17 @@ __version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "autograd": ["Tensor", "causal_attention", "checkpoint", "cross_entropy_sum", "gelu", "no_grad"],
+        "autograd": [
+            "Tensor",
+            "causal_attention",
+            "checkpoint",
+            "concatenate",
+            "cross_entropy_sum",
+            "gelu",
+            "no_grad",
+            "relu",
+            "softmax",
+        ],
         "comm.communicator": ["Communicator"],
         "comm.launch": ["launch"],
         "comm.mesh": ["DeviceMesh"],
@@ -28,14 +38,11 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "parallel.expert": ["expert_parallel"],
         "parallel.fsdp": ["FullyShardedDataParallel"],
         "parallel.pipeline.module": ["PipelineModule"],
-        "parallel.stages": ["fully_shard", "shard"],
-        "parallel.tensor.layers": [
-            "ColumnParallelLinear",
-            "RowParallelLinear",
-            "VocabParallelEmbedding",
-            "vocab_parallel_cross_entropy_sum",
-        ],
+        "parallel.parallelize": ["fully_shard", "shard"],
+        "parallel.placement": ["placements"],
         "parallel.tensor.plan": ["tensor_parallel"],
-        "parallel.zero": ["ZeroOptimizer"],
+        "parallel.tensor.user_layers": ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"],
+        "parallel.tensor.vocabulary": ["vocab_parallel_cross_entropy_sum"],
+        "parallel.zero_optimizer": ["ZeroOptimizer"],
     },
 )

@@ -4,7 +4,10 @@ import os
 import runpy
 import sys
 
-from minipar.errors import UsageError, error_line, suggest
+from minipar import __version__
+from minipar.errors import UsageError, error_line
+from minipar.hints import did_you_mean, suggest
+from minipar.pictures import full_name
 
 COMMANDS = {
     "train": ("minipar.train", "train a GPT or a Llama; on N ranks: mpirun -n N minipar train ..."),
@@ -24,18 +27,20 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         module, _ = COMMANDS[name]
+        if name == "visualize":
+            module = full_name(module)
         sys.argv = [f"minipar {name}", *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
     # MPI has not started here, so the launcher's variable says which rank prints.
     first = all(os.environ.get(variable, "0") == "0" for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
-    if name in ("-h", "--help"):
-        sys.stdout.write(HELP if first else "")
+    if name in ("-h", "--help", "--version"):
+        text = f"minipar {__version__}\n" if name == "--version" else HELP
+        sys.stdout.write(text if first else "")
         return
-    similar = suggest(name, COMMANDS)
-    question = f"did you mean {similar}?" if similar else f"expected {', '.join(COMMANDS)}"
+    question = did_you_mean(suggest(name, COMMANDS)) or f"; expected {', '.join(COMMANDS)}"
     if first:
-        print(error_line(UsageError(f"minipar {name}: no such command; {question}")), file=sys.stderr)
+        print(error_line(UsageError(f"minipar {name}: no such command{question}")), file=sys.stderr)
     sys.exit(2)
 
 

@@ -2,5 +2,7 @@
 
 import runpy
 
+from minipar.pictures import full_name
+
 if __name__ == "__main__":
-    runpy.run_module("visualize.differences", run_name="__main__", alter_sys=True)
+    runpy.run_module(full_name("visualize.differences"), run_name="__main__", alter_sys=True)

@@ -1,16 +1,18 @@
 """The errors that end a job, and what commands share: a parser and output that raise them."""
 
 import argparse
-import difflib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from minipar import __version__
+from minipar.hints import did_you_mean, suggest, suggest_flag
 
 
 class UsageError(ValueError):
@@ -38,13 +40,6 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return the choice that is spelled most like `name`, or "". Case and punctuation do not count."""
-    spelled = {re.sub(r"[\W_]", "", choice).lower(): choice for choice in choices}
-    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name).lower(), spelled, n=1, cutoff=0.7)
-    return spelled[close[0]] if close else ""
-
-
 def check_divides(what: str, size: int, parts: int, why: str) -> None:
     """Raise UsageError, with the equation, if `size` cannot be cut into equal parts."""
     if size % parts:
@@ -59,26 +54,54 @@ def check_memory(needed: float | Decimal, what: str) -> None:
 
 
 class UsageParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError for a mistake, with similar flags, and prints `--help` on one rank."""
+    """An ArgumentParser that raises UsageError for a mistake, with the flag or name that was probably meant.
+
+    It has `--version`, and prints that and `--help` on one rank.
+    """
 
     def __init__(self, *args: Any, prints: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prints = prints  # whether this rank prints
+        self.unknown: list[str] = []  # flags of the command line that the parser does not have
+        version = f"minipar {__version__}"
+        self.add_argument("--version", action="version", version=version, help="show the version and exit")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for word in args or ():
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words:
             if word.startswith("--") and word.endswith("=--"):  # before Python 3.13 the value would be an empty list
                 raise UsageError(f"argument {word[:-3]}: expected one argument")
-        known, unknown = super().parse_known_args(args, namespace)
+        self.unknown = list(self._unknown_flags(words))
+        known, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            close = dict.fromkeys(suggest(flag, self._option_string_actions) for flag in flags)
-            similar = ", ".join(filter(None, close))
-            question = f"; did you mean {similar}?" if similar else ""
-            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{question}")
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{self._meant()}")
         return known, unknown
 
+    def _unknown_flags(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield the flags that this parser does not have; those of a sub-command are its parser's to judge."""
+        for word in words:
+            flag = word.partition("=")[0]
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                return
+            if re.match("--?[A-Za-z]", word) and " " not in word and flag not in self._option_string_actions:
+                yield flag
+
+    def _meant(self) -> str:
+        """Return the question which of the parser's flags were meant by the unknown ones."""
+        meant = dict.fromkeys(suggest_flag(flag, self._option_string_actions) for flag in self.unknown)
+        return did_you_mean(", ".join(filter(None, meant)))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Add to argparse's message the choice that is spelled most like the value."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = suggest(str(value), [str(choice) for choice in action.choices or ()])
+            raise argparse.ArgumentError(action, f"{error.message}{did_you_mean(near)}") from None
+
     def error(self, message: str) -> NoReturn:
+        if self.unknown:  # probably why another one is missing
+            message += f"; there is no {', '.join(self.unknown)}{self._meant()}"
         raise UsageError(message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -91,12 +114,12 @@ def writing(what: str, *files: Path) -> Iterator[None]:
     """Turn an OSError inside the block into a UsageError about `what`. A block that fails leaves none of `files`."""
     try:
         yield
-    except (OSError, UsageError) as error:
+    except BaseException as error:  # also Ctrl-C
         for file in files:
             with suppress(OSError):
                 if file.is_file():  # devices and pipes stay
                     file.unlink()
-        if isinstance(error, UsageError):
+        if not isinstance(error, OSError):
             raise
         raise UsageError(f"{what} cannot be written: {error.strerror or error}") from None
 

@@ -29,6 +29,13 @@ def hold(kind: str, *arrays: Any) -> None:
                 ledger.hold(kind, array)
 
 
+def allocate(kind: str, size: int, dtype: Any) -> Array:
+    """Make a flat array, without values, whose memory is of this kind."""
+    array = xp.empty(size, dtype=dtype)
+    hold(kind, array)
+    return array
+
+
 def enter(phase: str, restart: bool = False) -> None:
     """Start this phase of a training step; `restart` forgets the moments so far, but not the peak."""
     if (ledger := _recording.get()) is not None:
@@ -36,6 +43,11 @@ def enter(phase: str, restart: bool = False) -> None:
         if restart:
             ledger.moments = []
         ledger.note()
+
+
+def unrecorded() -> "AbstractContextManager[MemoryLedger | None]":
+    """Record nothing of what the code inside the block holds."""
+    return setting(_recording, None)
 
 
 def is_recording() -> bool:

@@ -21,19 +21,34 @@ class Record:
     """
 
     def __init__(self, directory: str | Path, parameters: Arrays, **facts: object) -> None:
-        """Write run.json. `facts` can be dtype, dp, cp, tp, pp, microbatches, and the tokens of a global batch."""
+        """Write run.json. `facts` can be dtype, dp, cp, ep, tp, pp, microbatches, and the tokens of a global batch.
+
+        FileExistsError if the directory exists: the steps of two runs, or of two ranks, are not mixed.
+        """
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True)  # FileExistsError: the steps of another run are not mixed in
+        try:
+            self.directory.mkdir(parents=True)
+        except FileExistsError:
+            remedy = "give each record a new directory, and write it on rank 0 alone"
+            raise FileExistsError(f"{directory} exists already: {remedy}") from None
         self.parameters = {name: np.array(values) for name, values in parameters.items()}
         facts["shapes"] = {name: values.shape for name, values in parameters.items()}
         (self.directory / "run.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def step(self, step: int, loss: float, grad_norm: float, gradients: Arrays, parameters: Arrays) -> None:
-        """Write one step, counted from 0; `gradients` are those before clipping, `parameters` those after the step."""
-        arrays = {"loss": np.array(loss), "grad_norm": np.array(grad_norm)}
+        """Write one step, counted from 0; `gradients` are those before clipping, `parameters` those after the step.
+
+        ValueError if an array has another shape than its parameter, TypeError if a value is complex.
+        """
+        arrays = {"loss": np.array(float(loss)), "grad_norm": np.array(float(grad_norm))}
         for name, before in self.parameters.items():
+            for what, values in (("gradient", gradients[name]), ("parameter", parameters[name])):
+                if np.shape(values) != before.shape:
+                    raise ValueError(f"{what} {name} has shape {np.shape(values)}, expected {before.shape}")
             arrays[f"gradient/{name}"] = measure(name, gradients[name])
-            arrays[f"update/{name}"] = measure(name, parameters[name] - before)
+            with np.errstate(over="ignore", invalid="ignore"):  # the comparison names what is not finite
+                update = parameters[name] - before
+            arrays[f"update/{name}"] = measure(name, update)
             before[...] = parameters[name]
         np.savez(self.directory / f"step-{step}.npz", **arrays)  # type: ignore[arg-type]
 
@@ -45,14 +60,20 @@ def strips(shape: tuple[int, ...]) -> list[int]:
 
 def measure(name: str, values: np.ndarray) -> np.ndarray:
     """Return the norm (row 0) and the projection (row 1) of each strip of `values`, along dim 0, then dim 1, ..."""
+    if np.iscomplexobj(values):
+        raise TypeError(f"{name} is complex: a record holds real values")
     values = np.atleast_1d(values).astype(np.float64)
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
-    products = values * np.random.Generator(np.random.Philox(key=key)).standard_normal(values.shape)
+    direction = np.random.Generator(np.random.Philox(key=key)).standard_normal(values.shape)
     measured = []
-    for dim, count in enumerate(strips(values.shape)):
-        others = tuple(axis for axis in range(values.ndim) if axis != dim)
-        starts = [values.shape[dim] * i // count for i in range(count)]
-        sums = np.array([(values * values).sum(axis=others), products.sum(axis=others)])  # (2, elements of dim)
-        measured.append(np.add.reduceat(sums, starts, axis=1))
-    squares, projections = np.concatenate(measured, axis=1)
-    return np.array([np.sqrt(squares), projections])
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = 2.0**600 if np.abs(values).max(initial=0) > 1e150 else 1.0  # or squares would overflow
+        values = values / scale
+        products = values * direction
+        for dim, count in enumerate(strips(values.shape)):
+            others = tuple(axis for axis in range(values.ndim) if axis != dim)
+            starts = [values.shape[dim] * i // count for i in range(count)]
+            sums = np.array([(values * values).sum(axis=others), products.sum(axis=others)])  # (2, elements of dim)
+            measured.append(np.add.reduceat(sums, starts, axis=1))
+        squares, projections = np.concatenate(measured, axis=1)
+        return scale * np.array([np.sqrt(squares), projections])

@@ -26,6 +26,18 @@ def numpy_again():
     assert left is np, f"the test left {left} as the array module"
 
 
+START = {}  # of each generator: its state before the first test
+
+
+@pytest.fixture(autouse=True)
+def random_values_of_its_own(request):
+    """A test draws the same values from its file's generator, RANDOM, whichever tests have run before it."""
+    generator = getattr(request.module, "RANDOM", None)
+    if generator is not None:
+        state = START.setdefault(id(generator), generator.bit_generator.state)
+        generator.bit_generator.state = state
+
+
 def cupy_module():
     import cupy
 

@@ -101,12 +101,14 @@ def run_mpi(
 # A command is the whole program, from its arguments to its exit. The commands share MPI and what they import, but not
 # what they make NumPy ignore, nor which warnings Python has shown.
 RUN_EACH = """
-import contextlib, io, json, runpy, sys, warnings
+import contextlib, io, json, os, runpy, sys, warnings
 import numpy as np
 from minipar.comm import world
 
 def outcome(argv):
     program, *sys.argv[1:] = argv
+    if program.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(program))  # as Python does for a script
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         np.errstate(),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from minipar.comm import wire_bytes
-from minipar.parallel.traffic import StepLayout
+from minipar.parallel.layout import StepLayout
 
 
 def ep_bytes(layout: StepLayout, rank: int, rows: Sequence[Sequence[Sequence[int]]]) -> int:

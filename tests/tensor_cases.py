@@ -4,15 +4,16 @@ from functools import cache
 
 import numpy as np
 import training
-from training import joined, on_each_rank
+from training import joined, trainer_for
 
+from minipar.comm import run_local
 from minipar.nn import GPT, DropoutKeys, GPTConfig, Linear, dropping
 from minipar.parallel.placement import Shard
 from minipar.parallel.tensor.layers import split
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.train.data import Tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-from minipar.train.verify import train_on_one_device, verify
 
 # heads and sequence length for each number of ranks; 13 tokens are never a multiple of it.
 SHAPES = {1: (6, 8), 2: (6, 8), 3: (6, 9), 4: (12, 8), 8: (8, 8)}
@@ -86,15 +87,16 @@ def train(flags, dp=1, tp=1, sequence=False, verified=True, kind=Trainer):
     """Each rank's (parameters from state_dict, step results, verdict, own replicated parameters)."""
     config = config_for(flags + (" --sequence-parallel" if sequence else ""), dp * tp, tp)
 
-    def inspect(trainer, results):
+    def rank(comm):
+        trainer = trainer_for(config, TEXT, comm, kind)
+        results, verdict = training.verified(trainer) if verified else (list(trainer.train()), None)
         replicated = {}
-        if trainer.ddp.stage < 3:
+        if config.mesh.zero_stage < 3:
             named = trainer.model.named_parameters()
             replicated = {name: p.data.tobytes() for name, p in named if not isinstance(p.placement.tp, Shard)}
-        verdict = verify(trainer, results, TEXT) if verified else None
         return trainer.state_dict(), results, verdict, replicated
 
-    return on_each_rank(config, TEXT, inspect, kind)
+    return run_local(dp * tp, rank)
 
 
 @cache

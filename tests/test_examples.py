@@ -22,6 +22,7 @@ RUNS = [
     ("expert", 2, []),
     ("expert", 4, []),
     ("pipeline", 2, []),
+    ("resume", 8, []),
     ("three_d", 16, []),
 ]
 

@@ -73,10 +73,48 @@ def test_the_seed_decides_the_text():
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
+def test_the_model_reads_the_last_positions_of_the_text(length):
+    model, windows = constant(), []
+
+    class Watched(type(model)):
+        def __call__(self, tokens):
+            windows.append(tokens[0].tolist())
+            return super().__call__(tokens)
+
+    text = generate(Watched(), list(range(length)), 6, temperature=1.0, top_k=256, seed=3)
+    assert windows == [text[max(0, end - 4) : end] for end in range(length, length + 6)]
+
+
+def test_of_many_equal_bytes_the_first_is_taken():
+    logits = np.zeros(256)
+    logits[100:] = 1.0
+    assert generate(constant(logits), [7], 2, temperature=0.0, top_k=256, seed=5) == [7, 100, 100]
+    drawn = generate(constant(logits), [7], 200, temperature=5.0, top_k=3, seed=5)[1:]
+    assert set(drawn) == {100, 101, 102}
+
+
 def test_a_long_text_is_cut_at_its_left_end():
     model = GPT(GPTConfig(vocab_size=9, n_positions=4, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5))
     whole = generate(model, [1, 2, 3, 4, 5, 6, 7], 6, 0.0, 9, 0)
     assert whole[7:] == generate(model, [4, 5, 6, 7], 6, 0.0, 9, 0)[4:]
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]])
+def test_each_token_is_drawn_from_all_that_fits_before_it(prompt):
+    """No token less than the model's positions, at no step."""
+    seen, model = [], constant()
+
+    class Watched:
+        config = model.config
+
+        def __call__(self, tokens):
+            seen.append(tokens[0].tolist())
+            return model(tokens)
+
+    text = generate(Watched(), prompt, 5, 1.0, 256, 0)
+    ends = range(len(prompt), len(prompt) + 5)
+    assert seen == [text[max(0, end - 4) : end] for end in ends] and len(text) == len(prompt) + 5
 
 
 def test_logits_that_are_not_finite_are_an_error():

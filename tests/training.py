@@ -12,14 +12,16 @@ from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import xp
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.nn import GPT, GPTConfig, Optimizer, Parameter
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.parallelize import DataParallel
 from minipar.parallel.placement import Replicate, Shard, update
-from minipar.parallel.wrapper import Wrapper
 from minipar.train.checkpoint import Checkpoint, check_checkpoint, find_checkpoint
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
+from minipar.train.verify import Verdict, Verifier, verify
 
 
 @contextmanager
@@ -72,9 +74,18 @@ def on_each_rank(config: TrainConfig, tokens: Tokens, inspect: Callable, kind=Tr
     return run_local(ranks_of(config), rank)
 
 
+def verified(trainer: Trainer) -> tuple[list, Verdict]:
+    """Train and verify each step; return the results of the steps, and the verdict."""
+    verifier, results = Verifier(trainer), []
+    for result in trainer.train():
+        verifier.check(result)
+        results.append(result)
+    return results, verifier.verdict()
+
+
 def verdicts(config: TrainConfig, tokens: Tokens, kind=Trainer) -> list:
-    """Train on threads and verify; return each rank's verdict."""
-    return on_each_rank(config, tokens, lambda trainer, results: verify(trainer, results, tokens), kind)
+    """Train on threads and verify each step; return each rank's verdict."""
+    return run_local(ranks_of(config), lambda comm: verify(trainer_for(config, tokens, comm, kind)))
 
 
 def bits(state: dict) -> dict[str, bytes]:
@@ -170,26 +181,31 @@ def text(samples, vocab: int = 17, length: int = 8) -> tuple[np.ndarray, np.ndar
     return np.array(rows)[:, :-1], np.array(rows)[:, 1:]
 
 
-def backward(model: GPT | Wrapper, x, y, scale: float = 1.0) -> float:
+def backward(model: GPT | DataParallel, x, y, scale: float = 1.0) -> float:
     """Run forward and backward of the summed loss times `scale`; return the sum. A wrapper's caller synchronizes."""
-    wrapped = isinstance(model, Wrapper)
+    wrapped = isinstance(model, DataParallel)
     loss = (model.model if wrapped else model).loss_sum(x, y)
     with model.scaled_backward() if wrapped else nullcontext():
         loss.backward(xp.full_like(loss.data, scale))
     return loss.item()
 
 
-def gradient_of(wrapper: Wrapper) -> dict[str, np.ndarray]:
+def gradient_of(wrapper: DataParallel) -> dict[str, np.ndarray]:
     """Return on every rank, after `synchronize`, the gradient by name, put together from all ranks' chunks."""
     names = {p: name for name, p in wrapper.model.named_parameters()}
-    if wrapper.stage == 0:
+    if isinstance(wrapper, DistributedDataParallel):
         return {names[p]: p.grad.copy() for p in names}
     gradient = {}
     for bucket in wrapper.buckets:
         full = np.empty(bucket.size)
-        wrapper.comm.all_gather(wrapper.chunks[bucket].gradient, out=full, algorithm="pairwise")
+        wrapper.comm.all_gather(chunk_of(wrapper, bucket).gradient, out=full, algorithm="pairwise")
         gradient |= {names[p]: view for p, view in bucket.views(full)}
     return {name: gradient[name] for name in names.values()}
+
+
+def chunk_of(wrapper: DataParallel, bucket):
+    """Return this rank's chunk of a bucket of a wrapper that shards."""
+    return bucket.chunk if isinstance(wrapper, FullyShardedDataParallel) else wrapper.chunks[bucket]
 
 
 def gradient_on_one_device(model: GPT, passes: Iterable[Callable[[GPT], object]]) -> dict[str, np.ndarray]:
@@ -244,7 +260,8 @@ def takes_all_for(kind: type[Replicate]) -> type[Trainer]:
             parameters = self.ddp.parameters()
             placements = [p.placement for p in parameters]
             for p in parameters:
-                update(p, tp=kind(p.placement.tp.rank, p.placement.tp.ranks))
+                rank, ranks = p.placement.tp.rank, p.placement.tp.ranks
+                update(p, tp=Shard(rank, ranks, 0, p.placement.shape[0]) if kind is Shard else kind(rank, ranks))
             try:
                 return super()._clip_grad_norm(max_norm)
             finally:
@@ -254,7 +271,7 @@ def takes_all_for(kind: type[Replicate]) -> type[Trainer]:
     return Mistaken
 
 
-def talk_through(kind, ddp: Wrapper) -> None:
+def talk_through(kind, ddp: DataParallel) -> None:
     """Let the buckets of a wrapper talk through a `kind` of communicator, a Proxy."""
     comm = kind(ddp.shard_comm)
     for bucket in ddp.buckets:

@@ -16,14 +16,17 @@ from matplotlib import rc_context
 from minipar.errors import UsageError, UsageParser, printable, write_json, write_out
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
-from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make, save_csv
-from visualize import mesh, schedule, style, timeline
-from visualize.comparison import plot_comparison, read_comparison
-from visualize.measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
-from visualize.plan import plot_agreement, plot_plan, read_layouts, read_plan
-from visualize.style import Picture
+from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
 
-MOST = 100_000  # actions in one schedule, of a name or a file: it is checked and simulated in some fifteen seconds
+from . import mesh, schedule, style, timeline
+from .comparison import plot_comparison, read_comparison
+from .measurements import plot_bench, plot_ledger, plot_loss, read_bench, read_ledger, read_metrics
+from .plan import plot_agreement, plot_plan, read_layouts, read_plan
+from .style import Picture
+
+MOST = 100_000  # actions in one schedule, of a name or a file: it is checked and simulated in some seconds
+MOST_RANKS = 1024  # of a schedule: a row for each
 MOST_BYTES = 8 << 20  # of a file
 FIGURE = "the picture: .png, .svg or .pdf"
 
@@ -48,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> UsageParser:
     """Build the parser, in which each command's `run` draws and returns the paths it wrote."""
     names = "trace|mesh|loss|traffic|memory|plan|layouts|compare|schedule|gallery"
-    parser = UsageParser(prog="python -m visualize", description="Draw what minipar measured.", allow_abbrev=False)
+    parser = UsageParser(prog="minipar visualize", description="Draw what minipar measured.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     def command(name: str, run: Callable[[argparse.Namespace], list[str]], what: str) -> Any:
@@ -146,20 +149,27 @@ def draw_trace(options: argparse.Namespace) -> Picture:
 
 
 def draw_loss(options: argparse.Namespace) -> Picture:
-    """Draw the loss of each run, called by its file's name."""
-    runs = {printable(Path(file).stem): read_metrics(file) for file in options.files}
+    """Draw the loss of each run."""
+    rows = [read_metrics(file) for file in options.files]
+    runs = dict(zip(names_of(options.files), rows, strict=True))
     return plot_loss(runs, options.reference, printable(options.reference_label))
 
 
 def draw_memory(options: argparse.Namespace) -> Picture:
     """Draw one rank's memory, a panel for each file."""
-    names = [printable(Path(file).stem) for file in options.files]
-    if len(set(names)) < len(names):  # files of one name in several directories
-        names = [printable(file) for file in options.files]
     ledgers = [read_ledger(file, options.rank) for file in options.files]
     title = f"Memory of rank {options.rank} during one training step, by kind"
-    names = names if len(names) > 1 else [""]  # one needs no name
-    return plot_ledger(dict(zip(names, ledgers, strict=True)), title=title)
+    return plot_ledger(dict(zip(names_of(options.files), ledgers, strict=True)), title=title)
+
+
+def names_of(files: Sequence[str]) -> list[str]:
+    """Name several files by their stems, or by their paths if stems are alike; a single one needs no name."""
+    if len(files) == 1:
+        return [""]
+    names = [printable(Path(file).stem) for file in files]
+    if len(set(names)) < len(names):
+        names = [printable(file) for file in files]
+    return names
 
 
 # ---- commands with other results -------------------------------------------------------------------------------------
@@ -186,7 +196,8 @@ def run_schedule(options: argparse.Namespace) -> list[str]:
         raise UsageError("--forward + --backward-input + --backward-weight = 0: the schedule takes no time")
     chosen = choose_schedule(options)
     check(chosen)
-    simulated = simulate(chosen, Durations(*times, options.comm))
+    durations = Durations(*times, options.comm)
+    simulated = simulate(chosen, durations)
     if options.out:
         style.save(schedule.plot_schedule(simulated), options.out)
     if options.csv:
@@ -195,7 +206,7 @@ def run_schedule(options: argparse.Namespace) -> list[str]:
         except OSError as error:
             raise UsageError(f"--csv {options.csv} cannot be written: {error.strerror}") from None
     if options.json:
-        write_json(options.json, schedule.timeline_values(simulated))
+        write_json(options.json, schedule.timeline_values(simulated, durations))
     return [] if options.json == "-" else [path for path in (options.out, options.csv, options.json) if path]
 
 
@@ -208,8 +219,9 @@ def choose_schedule(options: argparse.Namespace) -> Schedule:
                 raise UsageError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: {name} says this itself")
         style.check_file(name, MOST_BYTES)
         chosen = load_csv(name)
-        if (actions := sum(len(rank) for rank in chosen.ranks)) > MOST:
-            raise UsageError(f"{name}: {actions} actions: more than {MOST} cannot be shown")
+        if len(chosen.ranks) > MOST_RANKS:
+            raise UsageError(f"{name}: {len(chosen.ranks)} ranks, one per line: more than {MOST_RANKS} cannot be shown")
+        check_actions(name, chosen)
         if (forwards := chosen.stages * chosen.microbatches) > MOST:
             raise UsageError(f"{name}: stages*microbatches = {forwards}: more than {MOST} cannot be shown")
         return chosen
@@ -217,10 +229,21 @@ def choose_schedule(options: argparse.Namespace) -> Schedule:
         return make(name, 1, 1)  # raises UsageError with the names that exist
     if options.stages is None or options.microbatches is None:
         raise UsageError(f"--schedule {name} needs --stages P and --microbatches M")
+    if options.stages > MOST_RANKS:
+        raise UsageError(f"--stages {options.stages}: more than {MOST_RANKS} ranks cannot be shown")
     if options.stages * options.microbatches * (options.virtual_stages or 2) > MOST:
         sizes = f"{options.stages}*{options.microbatches}"
         raise UsageError(f"--schedule {name}: stages*microbatches = {sizes}: more than can be shown")
-    return make(name, options.stages, options.microbatches, options.virtual_stages)
+    chosen = make(name, options.stages, options.microbatches, options.virtual_stages)
+    check_actions(f"--schedule {name}", chosen)
+    return chosen
+
+
+def check_actions(name: str, chosen: Schedule) -> None:
+    """Raise UsageError if a schedule has more actions than can be shown."""
+    actions = sum(len(rank) for rank in chosen.ranks)
+    if actions > MOST:
+        raise UsageError(f"{name}: {actions} actions: more than {MOST} cannot be shown")
 
 
 def run_gallery(options: argparse.Namespace) -> list[str]:

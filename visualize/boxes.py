@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
@@ -11,7 +13,8 @@ from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action
-from visualize.style import COLOURS, GREY, at_lightness, ink_on
+
+from .style import COLOURS, GREY, PAPER, at_lightness, ink_on
 
 KINDS = {"F": "F forward", "B": "B backward", "I": "I backward, input", "W": "W backward, weights"}
 # Lightness of a rank's first and last stage; F and B alone leave more space. Stages are also told apart by a bar.
@@ -19,15 +22,17 @@ SHADES = {"F": (32, 43), "I": (54, 64), "B": (66, 77), "W": (80, 90)}
 SHADES_OF_TWO = {"F": (33, 53), "B": (66, 84)}
 HATCHES = {"W": "////"}  # of a kind whose shade can be taken for a neighbour's in grey
 HATCH_COLOUR = "#6FA898"
+MESSAGE = "#8A8A8A"  # the lines of a message on its way
 
 DIGIT_WIDTH, DIGIT_HEIGHT = 0.64, 0.73  # of the font size: the font is DejaVu Sans, matplotlib's own
-FILL = 0.9  # of a box: the most that its number may take
+FILL = 0.78  # of a box: the most that its number may take
 LARGEST, SMALLEST = 9.0, 5.0  # points; a number that would be smaller is left out
-HALO = 2.0  # points around a number
+HALO = 1.2  # points around a number
 
 Box = tuple[float, float, str, str]  # start, end, colour, the number inside
 
 
+@lru_cache(10_000)
 def action_of(name: str) -> Action | None:
     """Parse the computation that a slice of a trace is named by, as in "2F0"; None for any other name."""
     try:
@@ -40,9 +45,10 @@ def action_of(name: str) -> Action | None:
 def chunks(schedule: Schedule) -> dict[int, int]:
     """Number each stage among the stages of its rank: 0 is the first."""
     numbers: dict[int, int] = {}
-    for rank in set(schedule.home.values()):
-        stages = sorted(stage for stage, home in schedule.home.items() if home == rank)
-        numbers |= {stage: number for number, stage in enumerate(stages)}
+    count: Counter[int] = Counter()  # of each rank's stages so far
+    for stage, rank in sorted(schedule.home.items()):
+        numbers[stage] = count[rank]
+        count[rank] += 1
     return numbers
 
 
@@ -118,8 +124,20 @@ def hatch_boxes(axes: Axes, row: tuple[float, float], boxes: Sequence[tuple[floa
             axes.broken_barh(bars, row, facecolors="none", edgecolors=HATCH_COLOUR, hatch=hatch, linewidth=0)
 
 
-def legend_handles(colours: dict[tuple[str, int], str]) -> tuple[list[tuple[Patch, ...]], list[str]]:
-    """Build the legend: each kind with its shades side by side, the empty box of an idle rank, the stages' shades."""
+def draw_messages(axes: Axes, row: tuple[float, float], spans: Sequence[tuple[float, float]]) -> None:
+    """Draw the spans (start, end) in which a rank waits for a message that is on its way."""
+    bars = [(start, end - start) for start, end in spans]
+    if bars:
+        axes.broken_barh(bars, row, facecolors=PAPER, edgecolors=MESSAGE, hatch="....", linewidth=0)
+
+
+def legend_handles(
+    colours: dict[tuple[str, int], str], messages: bool = False
+) -> tuple[list[tuple[Patch, ...]], list[str]]:
+    """Build the legend: each kind with its shades side by side, the empty box of an idle rank, the stages' shades.
+
+    messages: whether some rank waits for one that is on its way.
+    """
     kinds = list(dict.fromkeys(kind for kind, _ in colours))
     handles: list[tuple[Patch, ...]] = [
         tuple(
@@ -131,6 +149,9 @@ def legend_handles(colours: dict[tuple[str, int], str]) -> tuple[list[tuple[Patc
     ]
     labels = [KINDS[kind] for kind in kinds] + ["idle"]
     handles.append((Patch(facecolor="white", edgecolor=GREY, linewidth=0.6),))
+    if messages:
+        handles.append((Patch(facecolor=PAPER, edgecolor=MESSAGE, hatch="....", linewidth=0),))
+        labels.append("idle, a message is on its way")
     count = len(handles[0])
     if count > 1:
         handles.append(tuple(Patch(facecolor=str(0.3 + 0.5 * i / (count - 1))) for i in range(count)))

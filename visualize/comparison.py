@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
 from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
-from visualize.style import BLUE, INK, NOT_A_ROW, VERMILION, YELLOW, Picture, number, picture, read_json
 
-EQUAL = "#D0D0D0"
+from .style import BLUE, INK, NOT_A_ROW, VERMILION, YELLOW, Picture, number, picture, read_json
+
+EQUAL, NOT_FINITE = "#D0D0D0", "#7B2D8B"
 OCTAVES = 3  # the colours end at 1/8 and at 8
 MOST_NAMES = 60  # more names than that cannot be read below one another
 RATIOS = LinearSegmentedColormap.from_list("ratio", [BLUE, "#8EC6EA", YELLOW, "#F0A070", VERMILION])
 
-Ratios = Mapping[int, Mapping[str, float | None]]  # by step and parameter; None where A and B are equal
+Ratios = Mapping[int, Mapping[str, float | None]]  # by step and parameter; None: equal, nan: not finite in A or B
+TEXTS = {"Infinity": math.inf, "NaN": math.nan}  # JSON has no such numbers
 
 
 def read_comparison(path: str) -> Ratios:
@@ -25,10 +28,7 @@ def read_comparison(path: str) -> Ratios:
     data, foreign = read_json(path), "not written by minipar.compare --json"
     try:
         steps = {
-            int(step): {
-                str(name): None if ratio is None else math.inf if ratio == "Infinity" else number(ratio, 0)
-                for name, ratio in ratios.items()
-            }
+            int(step): {str(name): _ratio(ratio) for name, ratio in ratios.items()}
             for step, ratios in data["ratios"].items()
         }
     except NOT_A_ROW as error:
@@ -36,6 +36,15 @@ def read_comparison(path: str) -> Ratios:
     if not steps or len({tuple(ratios) for ratios in steps.values()}) > 1 or not next(iter(steps.values())):
         raise UsageError(f"{path} has no steps, or other parameters in each: {foreign}")
     return dict(sorted(steps.items()))
+
+
+def _ratio(value: Any) -> float | None:
+    """Convert a ratio of the file. TypeError or ValueError if it is none."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value in TEXTS:
+        return TEXTS[value]
+    return number(value, 0)
 
 
 def plot_comparison(steps: Ratios) -> Picture:
@@ -61,13 +70,22 @@ def plot_comparison(steps: Ratios) -> Picture:
     seen = {ratio for ratios in steps.values() for ratio in ratios.values()}
     keys = [Patch(color=EQUAL, label="equal within rounding")] if None in seen else []
     keys += [Patch(color=INK, label="zero in one run")] if seen & {0.0, math.inf} else []
+    keys += [Patch(color=NOT_FINITE, label="not finite")] if any(_is_nan(ratio) for ratio in seen) else []
     if keys:
-        figure.legend(handles=keys, frameon=False, fontsize=8.5, ncols=2, loc="outside lower left")
+        figure.legend(handles=keys, frameon=False, fontsize=8.5, ncols=3, loc="outside lower left")
     return figure
 
 
 def _colour(ratio: float | None, colour_of: ScalarMappable) -> tuple[float, ...]:
     """Return the colour of a ratio: red, green and blue from 0 to 1."""
-    if ratio is None or ratio in (0, math.inf):
-        return to_rgb(EQUAL if ratio is None else INK)
+    if ratio is None:
+        return to_rgb(EQUAL)
+    if _is_nan(ratio):
+        return to_rgb(NOT_FINITE)
+    if ratio in (0, math.inf):
+        return to_rgb(INK)
     return colour_of.to_rgba(math.log2(ratio))[:3]
+
+
+def _is_nan(ratio: float | None) -> bool:
+    return ratio is not None and math.isnan(ratio)

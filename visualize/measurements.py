@@ -19,7 +19,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from minipar.errors import UsageError
-from visualize.style import (
+
+from .style import (
     BLUE,
     COLOURS,
     GREY,
@@ -64,7 +65,8 @@ def plot_loss(
 ) -> Picture:
     """Draw loss in nats per token against the step, counted from 1, for each run ({label: rows with step and loss}).
 
-    A long run has two lines: thin is every step, thick is smoothed; the legend says which.
+    A long run has two lines: thin is every step, thick is smoothed; the legend says which. A single run may be called
+    "", and the legend then names no run.
     `reference` draws a level to compare with: the entropy of single-byte frequencies, say, which a model beats only
     by looking at what came before.
     """
@@ -72,14 +74,16 @@ def plot_loss(
     axes = figure.add_subplot()
     for (label, rows), colour, dashes in zip(runs.items(), LINES * len(runs), DASHES * len(runs), strict=False):
         steps, losses = [row["step"] + 1 for row in rows], [float(row["loss"]) for row in rows]
-        name = label if not label.startswith("_") else f" {label}"  # matplotlib hides labels that begin with "_"
+        name = f"{label}: " if label else ""
+        if label.startswith("_"):
+            name = f" {name}"  # matplotlib hides labels that begin with "_"
         if len(losses) > 6 * REACH:
             smooth = _smooth(losses)
             axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.45)
-            text = f"{name}, smoothed: {losses[0]:.3f} at first, {smooth[-1]:.3f} at last"
+            text = f"{name}smoothed, {losses[0]:.3f} at first, {smooth[-1]:.3f} at last"
             axes.plot(steps, smooth, color=colour, linestyle=dashes, linewidth=2.0, label=text)
         else:
-            text = f"{name}: every step, {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
+            text = f"{name}every step, {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
             axes.plot(steps, losses, color=colour, linestyle=dashes, linewidth=1.8, label=text)
         if len(losses) == 1:
             axes.plot(steps, losses, "o", color=colour)
@@ -89,6 +93,7 @@ def plot_loss(
     if reference is not None:
         text = f"{reference_label} {reference:.3f}".strip()
         axes.axhline(reference, color=GREY, linestyle="--", linewidth=1.5, label=text)
+    axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1))  # above the curves

@@ -14,7 +14,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from minipar.errors import UsageError
-from visualize.style import (
+
+from .style import (
     BLUE,
     GREEN,
     INK,
@@ -28,7 +29,7 @@ from visualize.style import (
     byte_unit,
     picture,
 )
-from visualize.timeline import Trace, coordinates
+from .timeline import Trace, coordinates
 
 AXES = ("tp", "cp", "dp", "pp")  # fastest first, as in minipar.comm.mesh
 # By axis, fastest first; ep is among the ranks of dp and cp. Lightness 46, 8, 88, 71 and 25, and a pattern each: told

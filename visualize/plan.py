@@ -5,13 +5,14 @@ The measured ones are the rows of `minipar.bench layouts --machine FILE --json`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from minipar.errors import UsageError
-from visualize.style import (
+
+from .style import (
     BLUE,
     DARK,
     GREEN,
@@ -42,6 +43,8 @@ HATCHES = {"tp": "////", "pp": "....", "bubble": "xxxx"}  # of parts of time who
 AXES = ("dp", "cp", "ep", "tp", "pp")
 # Where no mesh has context or expert parallelism, its axis and its part of the time are not drawn.
 OPTIONAL = {"cp": INDIGO, "ep": YELLOW}
+TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+MEMORY_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def read_plan(path: str) -> dict[str, Any]:
@@ -61,6 +64,7 @@ def read_plan(path: str) -> dict[str, Any]:
         sizes += [plan.get("zero_replicas", 1) for plan in plans]
         for value in (*sizes, gpu["memory"], search["gpus"], search["global_batch"], search["seq_len"]):
             number(value, 1)
+        number(search["assumptions"]["memory_used"], 0)
         if not (plans and str(gpu["name"]) and str(search["model"]["name"])):
             raise ValueError
     except NOT_A_ROW:
@@ -71,6 +75,12 @@ def read_plan(path: str) -> dict[str, Any]:
 def _sizes(mesh: dict[str, Any]) -> tuple[Any, ...]:
     """Return a mesh's sizes in the order of AXES."""
     return mesh["dp"], *(mesh.get(axis, 1) for axis in OPTIONAL), mesh["tp"], mesh["pp"]
+
+
+def _unit(values: Iterable[float], units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """Return the first of these units, with its size, that is at most the largest value, or the last one."""
+    largest = max(values)
+    return next((unit for unit in units if unit[1] <= largest), units[-1])
 
 
 def plot_plan(search: dict[str, Any]) -> Picture:
@@ -84,16 +94,19 @@ def plot_plan(search: dict[str, Any]) -> Picture:
     every = (*plans, *search["meshes"])
     axes = [axis for axis in AXES if axis not in OPTIONAL or any(mesh.get(axis, 1) > 1 for mesh in every)]
     parts = {"compute": SKY, "tp": PURPLE} | {axis: OPTIONAL[axis] for axis in axes if axis in OPTIONAL} | TIME
-    _bars(time, plans, "seconds", 1.0, parts, axes)
-    time.set_ylabel("time of a step (s)")
+    seconds = _unit((plan["seconds"]["total"] for plan in plans), TIME_UNITS)
+    held = _unit((mesh["memory_bytes"] for mesh in search["meshes"]), MEMORY_UNITS)
+    _bars(time, plans, "seconds", seconds[1], parts, axes)
+    time.set_ylabel(f"time of a step ({seconds[0]})")
     time.set_title("time; above the bars: MFU", loc="left", fontsize=10)
     for place, plan in enumerate(plans):
-        height, look = plan["seconds"]["total"], {"ha": "center", "va": "bottom", "fontsize": 8, "color": INK}
+        height = plan["seconds"]["total"] / seconds[1]
+        look = {"ha": "center", "va": "bottom", "fontsize": 8, "color": INK}
         time.text(place, height, f"{plan['mfu']:.1%}", **look)
-    _bars(memory, plans, "memory_bytes", 1e9, MEMORY, axes)
-    memory.set_ylabel("memory of the fullest rank (GB)")
+    _bars(memory, plans, "memory_bytes", held[1], MEMORY, axes)
+    memory.set_ylabel(f"memory of the fullest rank ({held[0]})")
     memory.set_title("memory", loc="left", fontsize=10)
-    _points(both, search)
+    _points(both, search, seconds, held)
     model, gpu = search["model"]["name"], search["gpu"]["name"]
     tokens = f"{search['global_batch']} sequences of {search['seq_len']} tokens per step"
     figure.suptitle(f"The {len(plans)} fastest plans for {model} on {search['gpus']} x {gpu}, {tokens}", fontsize=12)
@@ -116,12 +129,13 @@ def _bars(
     ]
     axes.set_xticks(range(len(plans)), names, fontsize=8)
     axes.set_ylim(0, 1.4 * max(*bottom, 1e-9))
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center")
+    # Narrower than by default: three columns of memory's names would touch the axis.
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", columnspacing=1.0, handlelength=1.2)
     tidy(axes)
 
 
-def _points(axes: Axes, search: dict[str, Any]) -> None:
-    """Draw each mesh at its memory and its time, and the memory of a GPU."""
+def _points(axes: Axes, search: dict[str, Any], seconds: tuple[str, float], held: tuple[str, float]) -> None:
+    """Draw each mesh at its memory and its time, in these units, and the memory at which the search ends."""
     best = {_sizes(plan) for plan in search["plans"]}
     shown = [mesh for mesh in search["meshes"] if _sizes(mesh) in best]
     others = [mesh for mesh in search["meshes"] if mesh not in shown]
@@ -130,17 +144,21 @@ def _points(axes: Axes, search: dict[str, Any]) -> None:
         (others, GREY, "o", 4, "any other mesh"),
         (shown, BLUE, "s", 7, f"{plans}, with bars on the left"),
     ):
-        places = [(mesh["memory_bytes"] / 1e9, mesh["seconds"]) for mesh in meshes]
+        places = [(mesh["memory_bytes"] / held[1], mesh["seconds"] / seconds[1]) for mesh in meshes]
         axes.plot([x for x, _ in places], [y for _, y in places], shape, color=colour, markersize=size, label=label)
     for mesh in shown:
         same = (plan for plan in search["plans"] if _sizes(plan) == _sizes(mesh))
         name = str(search["plans"].index(next(same)) + 1)
-        place = (mesh["memory_bytes"] / 1e9, mesh["seconds"])
+        place = (mesh["memory_bytes"] / held[1], mesh["seconds"] / seconds[1])
         look = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 9, "color": INK}
         axes.annotate(name, place, xytext=(0, -6), **look)
-    axes.axvline(search["gpu"]["memory"] / 1e9, color=VERMILION, linestyle="--", label="memory of a GPU")
-    axes.set_xlabel("memory of the fullest rank (GB)")
-    axes.set_ylabel("time of a step (s)")
+    used = search["assumptions"]["memory_used"]
+    label = f"{used:.0%} of a GPU's memory: the limit"
+    limit = used * search["gpu"]["memory"] / held[1]
+    if limit < 3 * max(mesh["memory_bytes"] for mesh in search["meshes"]) / held[1]:  # else it would squeeze the points
+        axes.axvline(limit, color=VERMILION, linestyle="--", label=label)
+    axes.set_xlabel(f"memory of the fullest rank ({held[0]})")
+    axes.set_ylabel(f"time of a step ({seconds[0]})")
     axes.set_title(f"{len(search['meshes'])} meshes, each at its fastest", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.margins(y=0.15)

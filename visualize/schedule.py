@@ -21,7 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from minipar.errors import UsageError, printable
 from minipar.parallel.pipeline.actions import PAIR, Durations, Slot, Time, Timeline, simulate
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from visualize.boxes import (
+
+from .boxes import (
     DIGIT_WIDTH,
     FILL,
     KINDS,
@@ -29,6 +30,7 @@ from visualize.boxes import (
     SIDE_BY_SIDE,
     SMALLEST,
     chunks,
+    draw_messages,
     fitting,
     hatch_boxes,
     legend_handles,
@@ -36,8 +38,9 @@ from visualize.boxes import (
     number_boxes,
     palette,
 )
-from visualize.style import GREY, INK, PAPER, VERMILION, Picture
-from visualize.timeline import time_unit
+from .message_time import awaited_messages
+from .style import GREY, INK, PAPER, VERMILION, Picture
+from .timeline import time_unit
 
 NAMES = {
     "naive": "Naive",
@@ -96,7 +99,11 @@ def sizes_text(timelines: Sequence[Timeline], times: bool = True) -> str:
 
 
 def times_text(timelines: Iterable[Timeline]) -> str:
-    """State the times, "F = I = W = 1, B = 2 for all layers of a rank", of the kinds that have one time everywhere."""
+    """State the times, "F = I = W = 1, B = 2 for all layers of a rank", of the kinds that have one time everywhere.
+
+    The time of a message between ranks follows, if it is not 0.
+    """
+    timelines = list(timelines)
     times: dict[str, set[Time]] = {kind: set() for kind in (*KINDS, PAIR)}
     several = False
     for timeline in timelines:
@@ -109,7 +116,12 @@ def times_text(timelines: Iterable[Timeline]) -> str:
         if len(durations) == 1:
             kinds.setdefault(f"{float(durations.pop()):.4g}", []).append("F&B" if kind == PAIR else kind)
     text = ", ".join(" = ".join([*equal, time]) for time, equal in kinds.items())
-    return f"{text} for all layers of a rank" if text and several else text
+    if text and several:
+        text = f"{text} for all layers of a rank"
+    messages = {timeline.comm for timeline in timelines}
+    if len(messages) == 1 and messages != {0}:
+        text = ", ".join(filter(None, [text, f"a message between ranks = {float(messages.pop()):.4g}"]))
+    return text
 
 
 def live_activations(slots: Sequence[Slot]) -> list[tuple[Time, int]]:
@@ -242,7 +254,8 @@ class _Sheet:
         if any(slot.action.pair for timeline in self.timelines for row in timeline.ranks for slot in row):
             note += "; F above B: a pair, both at once"
         axes[-1].set_xlabel(f"time ({self.unit}; {note})" if self.unit else f"time ({note})", fontsize=9)
-        handles, labels = legend_handles(self.colours)
+        messages = any(timeline.comm > 0 and len(timeline.ranks) > 1 for timeline in self.timelines)
+        handles, labels = legend_handles(self.colours, messages)
         figure.legend(
             handles, labels, handler_map=SIDE_BY_SIDE, loc="lower center", bbox_to_anchor=(0.5, 0.0), ncols=len(labels),
             frameon=False, fontsize=9, handlelength=1.6, columnspacing=1.8,
@@ -255,13 +268,16 @@ class _Sheet:
 
     def draw(self, panel: Axes, timeline: Timeline, name: str, facts: str) -> None:
         """Draw one timeline, its name on the left above it and its facts on the right."""
-        ranks = len(timeline.ranks)
+        ranks, v = len(timeline.ranks), stages_per_rank(timeline)
         chunk = chunks(timeline.schedule)
         end = float(timeline.makespan) * self.scale
         points = self.points(panel, ranks)
+        awaited = awaited_messages(timeline) if timeline.comm > 0 else [[]] * ranks
         for rank, slots in enumerate(timeline.ranks):
             top, height = row = (rank + 0.04, 0.92)
             panel.broken_barh([(0, end)], row, facecolor="white", edgecolor=PAPER, linewidth=0.8)
+            spans = [(float(start) * self.scale, float(end) * self.scale) for start, end in awaited[rank]]
+            draw_messages(panel, row, spans)
             shown = [slot for slot in slots if float(slot.start) * self.scale < self.span]
             # A pair's F is in the upper half of the row and its B below, both for the pair's whole time.
             pairs = [slot for slot in shown if slot.action.pair]
@@ -270,11 +286,10 @@ class _Sheet:
                 halves = [Slot(slot.action.halves[i], slot.start, slot.end) for slot in pairs]
                 lanes.append(((top + i * height / 2, height / 2), halves))
             for lane, boxes in lanes:
-                self._draw_boxes(panel, lane, boxes, chunk, stages_per_rank(timeline), points)
+                self._draw_boxes(panel, lane, boxes, chunk, v, points)
         if end > self.span:
             self._beside(panel, ranks / 2, f"▸ {end:g}")
         self._ranks(panel, ranks)
-        v = stages_per_rank(timeline)
         name = f"{name}, v = {v}" if v > 1 else name
         panel.set_title(name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
         panel.set_title(facts, loc="right", fontsize=9.5, color=INK, pad=4)
@@ -319,8 +334,9 @@ class _Sheet:
     def draw_memory(self, panel: Axes, timelines: Mapping[str, Timeline]) -> None:
         """Draw the activations alive on each rank as steps from the bottom of its row, and its peak on the right."""
         first = next(iter(timelines.values()))
+        peaks = first.peak_activations
         for rank in self._ranks(panel, len(first.ranks)):
-            self._beside(panel, rank + 0.5, str(first.peak_activations[rank]))
+            self._beside(panel, rank + 0.5, str(peaks[rank]))
         peak = max(1, *(peak for timeline in timelines.values() for peak in timeline.peak_activations))
         for number, timeline in enumerate(timelines.values()):
             for rank, slots in enumerate(timeline.ranks):
@@ -343,8 +359,8 @@ class _Sheet:
         self._beside(panel, 0, "peak", above=7)
 
 
-def timeline_values(timeline: Timeline) -> dict[str, Any]:
-    """Collect the simulation's results for JSON; times are in the units of the durations."""
+def timeline_values(timeline: Timeline, durations: Durations) -> dict[str, Any]:
+    """Collect the simulation's results for JSON, and the times of a stage and of a message that it was made with."""
     return {
         "schedule": timeline.schedule.name,
         "stages": len(timeline.ranks),
@@ -354,4 +370,10 @@ def timeline_values(timeline: Timeline) -> dict[str, Any]:
         "bubble_rate": float(timeline.bubble_rate),
         "makespan": float(timeline.makespan),
         "peak_activations": timeline.peak_activations,
+        "times": {
+            "forward": float(durations.forward),
+            "backward_input": float(durations.backward_input),
+            "backward_weight": float(durations.backward_weight),
+            "comm": float(durations.comm),
+        },
     }

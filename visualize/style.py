@@ -7,8 +7,10 @@ import json
 import math
 import os
 import stat
+import sys
 import warnings
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from minipar.errors import UsageError
+from minipar.errors import UsageError, printable
 
 # Okabe and Ito's eight colours ("Color Universal Design", 2008), without black.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -62,6 +64,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {name: COLOURS.get(name) or (free.pop(0) if free else GREY) for name in names}
 
 
+@lru_cache(1000)
 def lightness(colour: str) -> float:
     """Compute CIE L*, a colour's lightness in greyscale: 0 (black) to 100 (white)."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
@@ -69,6 +72,7 @@ def lightness(colour: str) -> float:
     return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
 
 
+@lru_cache(1000)
 def at_lightness(colour: str, target: float) -> str:
     """Mix a colour with black or with white until its lightness is `target`."""
     end = 0.0 if target < lightness(colour) else 1.0
@@ -123,21 +127,30 @@ def save(figure: Figure, path: str) -> None:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
-def check_file(path: str, most: float = math.inf) -> None:
+def check_file(path: str, most: float = math.inf, remedy: str = "") -> None:
     """Raise UsageError if a path is not a file (a pipe or a device may have no end) or has more than `most` bytes."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "not a regular file")
         if status.st_size > most:
-            raise OSError(0, f"{status.st_size:,} bytes are more than {most:,}")
+            raise OSError(0, f"{status.st_size:,} bytes are more than {most:,}{remedy}")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
+LONG, MOST_BYTES = 16 << 20, 200 << 20  # of a file: from where reading it is announced, and the most that is read
+
+
 def read_text(path: str) -> str:
-    """Read a file's text. UsageError if it cannot be read."""
-    check_file(path)
+    """Read a file's text. UsageError if it cannot be read or has more than MOST_BYTES.
+
+    From LONG bytes on, a line on standard error says at once that it may take long.
+    """
+    check_file(path, MOST_BYTES, "; write one of fewer steps")
+    size = os.path.getsize(path)
+    if size >= LONG:
+        print(f"visualize: reading {size / 1e6:.0f} MB from {printable(path)}, which can take minutes", file=sys.stderr)
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

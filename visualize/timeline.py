@@ -6,27 +6,17 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Patch
 
 from minipar.errors import UsageError
-from visualize.boxes import KINDS, Box, action_of, number_boxes
-from visualize.style import (
-    GREY,
-    INK,
-    NOT_A_ROW,
-    PAPER,
-    Picture,
-    at_lightness,
-    colours,
-    lightness,
-    number,
-    picture,
-    read_json,
-)
+
+from .arrows import Message, tracks_with_arrows
+from .boxes import KINDS, Box, action_of, number_boxes
+from .style import GREY, INK, NOT_A_ROW, PAPER, Picture, at_lightness, colours, lightness, number, picture, read_json
 
 COMPUTATION, COMMUNICATION = "computation", "communication"
 STEP_END = "optimizer"  # a step of training ends with this slice
@@ -53,17 +43,6 @@ class Slice:
     start: float
     end: float
     wait: float = 0.0
-
-
-class Message(NamedTuple):
-    """One message between two ranks; times in seconds from the trace's origin."""
-
-    source: int
-    left: float
-    dest: int
-    came: float
-    axis: str = ""  # of the communicator that it belongs to
-    nbytes: int | None = None  # None: the trace does not say
 
 
 @dataclass
@@ -119,7 +98,7 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
             if event.get("ph") == "M" and event.get("name") == "thread_name"
         }
         ranks: dict[int, dict[str, list[Slice]]] = defaultdict(lambda: defaultdict(list))
-        starts: dict[Any, tuple[int, float, str, int | None]] = {}
+        starts: dict[Any, tuple[int, float, str, int | None]] = {}  # rank, time, track, bytes
         ends: dict[Any, tuple[int, float]] = {}
         for event in (event for event in events if event.get("ph") in ("X", "s", "f")):
             rank, start = int(event["pid"]), number(event["ts"]) / 1e6
@@ -130,7 +109,7 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
                 ranks[rank][track].append(Slice(str(event["name"]), start, start + length, wait))
             elif event["ph"] == "s":
                 nbytes = event.get("args", {}).get("bytes")
-                starts[event["id"]] = (rank, start, axis_of(track), None if nbytes is None else int(number(nbytes, 0)))
+                starts[event["id"]] = (rank, start, track, None if nbytes is None else int(number(nbytes, 0)))
             else:
                 ends[event["id"]] = (rank, start)
         about = data.get("otherData", {}) if isinstance(data, dict) else {}
@@ -145,8 +124,8 @@ def parse_trace(data: Any, name: str = "the trace") -> Trace:
             # Outer before inner; but what took no time (on a model clock) came before what starts at the same moment.
             slices.sort(key=lambda one: (one.start, one.end > one.start, -one.end))
     messages = [
-        Message(source, left, *ends[key], axis, nbytes)
-        for key, (source, left, axis, nbytes) in starts.items()
+        Message(source, left, *ends[key], axis_of(track), nbytes, track)
+        for key, (source, left, track, nbytes) in starts.items()
         if key in ends
     ]
     return Trace({rank: dict(ranks[rank]) for rank in sorted(ranks)}, messages, clock, mesh)
@@ -157,14 +136,15 @@ def plot_timeline(trace: Trace, steps: slice | None = None, arrows: bool = False
 
     steps   the steps to show, as Python slices lists: slice(0, 2) is the first two. Default: all of at most WHOLE
             steps, the last of more.
-    arrows  draw each message from its sender to its receiver (for a few hundred of them at most).
+    arrows  draw messages from sender to receiver, in the lane that they belong to: those between single ranks if there
+            are any, else those of the axes that send fewest. A line below the picture says which.
 
     Grey in a computation row is a rank that does not compute. In a communication lane, pale and hatched is time spent
     waiting for messages; it is drawn at the front of its slice, wherever in the slice it was. A pipeline's actions are
     coloured by their kind, with the number of their microbatch where it can be read.
     """
     begin, end, title = _window(trace, steps)
-    sheet = _Sheet(trace, begin, end)
+    sheet = _Sheet(trace, begin, end, arrows)
     figure = picture(WIDTH, sheet.bottom + TOP + sheet.each * len(trace.ranks))
     figure.set_layout_engine("none")
     height = figure.get_figheight()
@@ -208,8 +188,11 @@ def _ranks(trace: Trace) -> str:
 class _Sheet:
     """Everything that the rows of one timeline share: the window of time, colours, lanes and sizes in inches."""
 
-    def __init__(self, trace: Trace, begin: float, end: float) -> None:
+    def __init__(self, trace: Trace, begin: float, end: float, arrows: bool) -> None:
         self.trace, self.begin, self.end = trace, begin, end
+        messages = [one for one in trace.messages if begin <= one.left and one.came <= end]
+        self.arrows = tracks_with_arrows(messages) if arrows else []
+        self.messages = [one for one in messages if one.track in self.arrows]
         self.unit, self.scale = time_unit(end - begin)
         self.points = POINTS * (WIDTH - LEFT - RIGHT) / ((end - begin) * self.scale)  # of one unit of x
         self.shown = {
@@ -268,15 +251,15 @@ class _Sheet:
             number_boxes(axes, row, boxes, (self.points, POINTS * self.each), digits)
 
     def draw_arrows(self, axes: Axes) -> None:
-        """Draw each message as an arrow between the first lanes of its two ranks."""
+        """Draw the chosen messages as arrows between their lanes of two ranks, below the numbers of the boxes."""
         place = {rank: index for index, rank in enumerate(self.trace.ranks)}
-        top, height = self.row(0, self.tracks[min(1, len(self.tracks) - 1)])
-        look = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 7}
-        for source, left, dest, came, *_ in self.trace.messages:
-            if self.begin <= left and came <= self.end:
-                start = ((left - self.begin) * self.scale, place[source] + top + height / 2)
-                stop = ((came - self.begin) * self.scale, place[dest] + top + height / 2)
-                axes.annotate("", xy=stop, xytext=start, arrowprops=look)
+        look = {"arrowstyle": "-|>", "color": INK, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 6}
+        for message in self.messages:
+            top, height = self.row(0, message.track if message.track in self.tracks else self.tracks[-1])
+            ends = []
+            for time, rank in ((message.left, message.source), (message.came, message.dest)):
+                ends.append(((time - self.begin) * self.scale, place[rank] + top + height / 2))
+            axes.annotate("", xy=ends[1], xytext=ends[0], arrowprops=look, zorder=2.5)
 
     def name_rows(self, axes: Axes) -> None:
         """Name each rank at the middle of its rows, with its place in the mesh below, and each of its lanes."""
@@ -301,7 +284,11 @@ class _Sheet:
         between = [axis_of(track) for track in self.tracks[1:] if "," in track]
         notes = [f"{', '.join(axes)}: collectives on that axis of the mesh"] if axes else []
         notes += [f"{axis} p2p: messages between single ranks" for axis in between]
-        return ["; ".join(notes)] if notes else []
+        lines = ["; ".join(notes)] if notes else []
+        if self.arrows:
+            lanes = ", ".join(_lane(track) for track in self.arrows)
+            lines.append(f"arrows: {len(self.messages)} message{'s' * (len(self.messages) != 1)} of {lanes}")
+        return lines
 
     def _legend(self) -> list[Patch]:
         """Build the legend of what can be seen."""

@@ -17,7 +17,7 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.train.config import TrainConfig, parse, resolve, shape_of
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer
-from minipar.train.verify import verify
+from minipar.train.verify import Verifier
 from visualize.differences import compare
 
 RANKS, STEPS, VOCAB = 4, 20, 31
@@ -103,16 +103,17 @@ def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) ->
     config, tokens = configuration(steps), text()
     trainer = kind(config, DeviceMesh(comm, dp=2, tp=2, ep=2), tokens)
     trainer.start_record(record)
-    results = []
+    results, verifier = [], Verifier(trainer)
     for result in trainer.train():
         trainer.recording = False
+        verifier.check(result)
         results.append(result)
     copies = b"".join(p.data.tobytes() for name, p in trainer.model.named_parameters() if "gate" in name)
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
         "agree": len(set(comm.all_gather_bytes(copies))) == 1,
-        "verified": verify(trainer, results, tokens).passed,
+        "verified": verifier.verdict().passed,
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from chapters.support.whole_runs import compare, layer_scales, relative_difference
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
@@ -23,7 +24,6 @@ from minipar.train.checkpoint import check_checkpoint, find_checkpoint
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.trainer import StepResult, Trainer, step_layout
-from minipar.train.verify import compare, layer_scales, relative_difference
 
 AXES = ("tp", "dp", "pp")
 STEPS, SAVED_AFTER = 5, 3
@@ -162,10 +162,9 @@ def shared_directory(comm: Communicator) -> tuple[str, ExitStack]:
     return comm.all_gather_bytes(name.encode())[0].decode(), stack
 
 
-def resume(comm: Communicator, flags: str, directory: str) -> tuple[Trainer, list[StepResult]]:
-    """Take the remaining steps from a checkpoint, in a layout of its own."""
-    trainer = trainer_on(comm, f"{flags} --resume {directory}")
-    return trainer, [trainer.step(step) for step in range(trainer.first_step, STEPS)]
+def resumed(comm: Communicator, flags: str, directory: str) -> Trainer:
+    """Return this rank's trainer, which continues from a checkpoint in a layout of its own."""
+    return trainer_on(comm, f"{flags} --resume {directory}")
 
 
 def move(
@@ -173,7 +172,8 @@ def move(
 ) -> dict[str, Any] | None:
     """Train in one layout, resume in another; rank 0 returns the comparison with a single device that never stopped."""
     stop_and_save(comm, before, directory)
-    trainer, results = resume(comm, after, directory)
+    trainer = resumed(comm, after, directory)
+    results = list(trainer.train())
     state = trainer.state_dict()
     if comm.rank != 0:
         return None

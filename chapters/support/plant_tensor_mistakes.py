@@ -15,25 +15,24 @@ from unittest.mock import patch
 import numpy as np
 
 from chapters.support.whole_gradients import is_split
+from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor, linear
 from minipar.comm import wire_bytes
 from minipar.nn import clip_grad_norm, squared_norm
-from minipar.parallel.tensor import layers
-from minipar.parallel.tensor.layers import RowParallelLinear, vocab_parallel_cross_entropy_sum
+from minipar.parallel.tensor import vocabulary
+from minipar.parallel.tensor.layers import Border, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
+from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum
 from minipar.train.trainer import Trainer
-from minipar.train.verify import compare
 
 
-def bias_on_every_rank(layer: RowParallelLinear, x: Any) -> Tensor:
+def bias_on_every_rank(layer: RowLinear, x: Any) -> Tensor:
     """Mistake 1: a row layer that adds its bias before the sum."""
-    return layers.leave(linear(x, layer.weight, layer.bias), layer.group, layer.sequence)
+    return layer.border.leave(linear(x, layer.weight, layer.bias))
 
 
-def column_linear_without_f(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, sequence: bool, transposed: bool = False
-) -> Tensor:
+def linear_without_f(border: Border, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Mistake 2: a column layer whose backward does not sum the input's gradient."""
     return linear(x, weight, bias, transposed)
 
@@ -45,11 +44,11 @@ def norm_of_all_ranks(parameters: Any, max_norm: Any, dp: Any, tp: Any, pp: Any)
     return clip_grad_norm(parameters, max_norm, norm=float(np.sqrt(squares[0])))
 
 
-def loss_with_own_maximum(logits: Tensor, targets: Any, group: TensorGroup) -> Tensor:
+def loss_with_own_maximum(logits: Tensor, targets: Any, group: TensorGroup, vocab_size: int | None = None) -> Tensor:
     """Mistake 4: a loss that takes each rank's own maximum instead of that of all ranks."""
     alone = TensorGroup(group.comm, group.reduction)
     alone.comm = _OwnMaximum(group.comm)  # type: ignore[assignment]
-    return vocab_parallel_cross_entropy_sum(logits, targets, alone)
+    return vocab_parallel_cross_entropy_sum(logits, targets, alone, vocab_size)
 
 
 class _OwnMaximum:
@@ -68,10 +67,10 @@ def no_sum(tensor: TensorParallel, parameters: Any) -> None:
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing broken": nullcontext,
-    "1. bias on every rank": lambda: patch.object(RowParallelLinear, "forward", bias_on_every_rank),
-    "2. no all-reduce in backward": lambda: patch.object(layers, "column_linear", column_linear_without_f),
+    "1. bias on every rank": lambda: patch.object(RowLinear, "forward", bias_on_every_rank),
+    "2. no all-reduce in backward": lambda: patch.object(Border, "enter_linear", linear_without_f),
     "3. norm counts t times": lambda: patch("minipar.train.trainer.clip_grad_norm", norm_of_all_ranks),
-    "4. own maximum": lambda: patch.object(layers, "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
+    "4. own maximum": lambda: patch.object(vocabulary, "vocab_parallel_cross_entropy_sum", loss_with_own_maximum),
     "5. no sum of partial gradients": lambda: patch.object(TensorParallel, "sum_partial", no_sum),
 }
 

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 
 from chapters.support.figures_pipeline import measured_timeline
+from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.pipeline.actions import Durations, Schedule, Timeline
+from minipar.parallel.pipeline.actions import Durations, Timeline
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts
 from minipar.train.config import TrainConfig, parse, resolve
 from minipar.train.data import Tokens, load_tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-from minipar.train.verify import Verdict, compare, train_on_one_device, verify
+from minipar.train.verify import Verdict, Verifier
 from visualize import parse_trace
 
 ELEMENT = 8  # bytes of a float64
@@ -72,24 +74,26 @@ class PipelineRuns:
         stages = stages or self.stages
         mesh = DeviceMesh(self.comm, dp=self.comm.size // stages, pp=stages)
         trainer = kind(self.configure(schedule, stages), mesh, self.tokens)
+        verifier = Verifier(trainer) if stages != self.stages else None  # other replicas: another order of sums
         self.comm.traffic.reset()
-        results = list(trainer.train())
+        results = []
+        for result in trainer.train():
+            results.append(result)
+            if verifier is not None:
+                verifier.check(result)
         sent = self.comm.traffic.bytes("send", "pp") / self.steps
         if trainer.pipeline:
             home = trainer.executor.schedule.home
             ends = {home[0], home[len(home) - 1]}
             if len(ends) == 2 and mesh.pp.rank in ends:
                 sent -= self.vocabulary * self.hidden * ELEMENT  # the tied embedding or its gradient
-        if stages == self.stages:
-            verdict = self._compare(trainer, results)
-        else:
-            verdict = verify(trainer, results, self.tokens)  # other replicas: one device adds in another order
+        verdict = self._compare(trainer, results) if verifier is None else verifier.verdict()
         peak = trainer.executor.peak_alive if trainer.pipeline else 0
         messages = sent / (self.samples * self.length * self.hidden * ELEMENT)
         return Run(verdict, [result.loss for result in results], messages, peak)
 
     def _compare(self, trainer: Trainer, results: Any) -> Verdict:
-        """Compare as `verify` does, with the one device that has trained already. Every rank gets the verdict."""
+        """Compare the whole run with the one device that has trained already. Every rank gets the verdict."""
         state, line = trainer.state_dict(), b""
         if self.single is not None:
             found = compare((state, results), self.single, exact=True, ranks=self.comm.size)
@@ -123,11 +127,6 @@ def timeline_on_model_clock(schedule: str, message: int) -> Timeline:
 
     events = [event for mine in run_local(4, step) for event in mine]
     return measured_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
-
-
-def unpaired(schedule: Schedule) -> Schedule:
-    """Return the schedule that the executor runs on one core: a pair's halves come one after the other."""
-    return Schedule.of(schedule.name, [[half for action in row for half in action.halves] for row in schedule.ranks])
 
 
 def same_times(measured: Timeline, predicted: Timeline) -> bool:

@@ -14,8 +14,8 @@ from minipar.comm import DeviceMesh, serial
 from minipar.nn import AdamW, Parameter
 from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens, load_tokens
+from minipar.train.one_device import OneDevice
 from minipar.train.trainer import Trainer
-from minipar.train.verify import OneDevice
 
 MODEL = "--layers 2 --hidden 32 --heads 2 --seq-len 32 --vocab-size 256"
 RUN = "--global-batch 8 --lr 5e-4 --lr-schedule cosine --steps 200"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from minipar.comm import Communicator, Network, run_local, serial
-from minipar.comm.work import Work
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.ddp import DistributedDataParallel
@@ -111,13 +110,13 @@ def _step(comm: Any, bucket_bytes: int | None) -> Step:
 class DropsABucket(DistributedDataParallel):
     """Mistake 1: the first bucket is "summed" over this rank alone."""
 
-    def _reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: Bucket) -> None:
+        self.guard.step_is_compared = True  # or the second loss would be refused
         ranks = bucket.comm
         if bucket is self.buckets[0]:
             bucket.comm = serial()
-        work = super()._reduce(bucket)
+        super().reduce(bucket)
         bucket.comm = ranks
-        return work
 
 
 class LocalCount(DistributedDataParallel):
@@ -125,27 +124,27 @@ class LocalCount(DistributedDataParallel):
 
     def synchronize(self) -> None:
         super().synchronize()
-        self.buffers.gradients *= self.comm.size
+        for bucket in self.buckets:
+            bucket.gradient *= self.comm.size
 
 
 class KeepsGradients(DistributedDataParallel):
     """Mistake 3: each rank steps on the mean gradient of its own samples; then `after_step` averages the parameters."""
 
-    def _reduce(self, bucket: Bucket) -> Work:
+    def reduce(self, bucket: Bucket) -> None:
         ranks, bucket.comm = bucket.comm, serial()
-        work = super()._reduce(bucket)
+        super().reduce(bucket)
         bucket.comm = ranks
-        return work
 
     def synchronize(self) -> None:
         super().synchronize()
-        self.buffers.gradients *= self.comm.size
+        for bucket in self.buckets:
+            bucket.gradient *= self.comm.size
 
     def after_step(self) -> None:
-        for bucket in self.buckets:
-            parameters = self.buffers.parameters[bucket.start : bucket.stop]
-            self.comm.all_reduce(parameters, algorithm="ordered")
-            parameters /= self.comm.size
+        for parameter in self.parameters():
+            self.comm.all_reduce(parameter.data, algorithm="ordered")
+            parameter.data /= self.comm.size
 
 
 def without_no_sync(
@@ -155,7 +154,7 @@ def without_no_sync(
     ddp = DistributedDataParallel(model, comm, "ordered")
     for inputs, targets in microbatches:
         if forget:
-            ddp.forget_gradients()  # the optimizer's zero_grad calls it, and sets the gradients to None as well
+            ddp.guard.forget_gradients()  # the optimizer's zero_grad calls it, and sets the gradients to None as well
         (ddp.loss(inputs, targets) / len(microbatches)).backward()
     return model
 

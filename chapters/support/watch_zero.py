@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,10 @@ from minipar.comm import Communicator, Network, run_local, serial, wire_bytes
 from minipar.memory import KINDS, MemoryLedger, hold
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel import grad_norm
-from minipar.parallel.buckets import Bucket
-from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.sharding import Chunk
-from minipar.parallel.stages import shard
-from minipar.parallel.wrapper import Wrapper
+from minipar.parallel.ddp import DistributedDataParallel
+from minipar.parallel.fsdp import FullyShardedDataParallel, Unit
+from minipar.parallel.parallelize import DataParallel, shard
+from minipar.parallel.shards import Chunk
 from minipar.parallel.zero import ZeroStage1
 
 # ---- what a run holds and sends --------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Run:
     losses and norms.
     """
 
-    wrapper: Wrapper
+    wrapper: DataParallel
     optimizer: Any  # alive, so that the ledger's sums are those after the step
     losses: Sequence[float]
     norms: Sequence[float]
@@ -77,7 +77,7 @@ class Run:
         return max(held[KINDS.index(kind)] for _, held in self.ledger.moments)
 
 
-def watch(train: Callable[[], tuple[Wrapper, Any, Sequence[float], Sequence[float]]]) -> Run:
+def watch(train: Callable[[], tuple[DataParallel, Any, Sequence[float], Sequence[float]]]) -> Run:
     """Record a run. All ranks call it: stage 3 gathers the parameters, for their bits."""
     ledger = MemoryLedger()
     with ledger.recording():
@@ -85,12 +85,11 @@ def watch(train: Callable[[], tuple[Wrapper, Any, Sequence[float], Sequence[floa
     sent = {op: nbytes for (op, _), (_, nbytes) in wrapper.comm.traffic.counts.items() if nbytes}
     sent.pop("control", None)  # the first step compares the ranks' models
     parameters = wrapper.model.parameters()
-    whole = wrapper.gather_parameter if isinstance(wrapper, FullyShardedDataParallel) else lambda p: p.data
-    values = [whole(parameter) for parameter in parameters]
+    values = [wrapper.gather_parameter(parameter) for parameter in parameters]
     return Run(wrapper, optimizer, losses, norms, ledger, sent, np.concatenate([*map(np.ravel, values), losses, norms]))
 
 
-def expected_bytes(wrapper: Wrapper, microbatches: int = 1, reductions: int = 1) -> dict[str, int]:
+def expected_bytes(wrapper: DataParallel, microbatches: int = 1, reductions: int = 1) -> dict[str, int]:
     """Return the bytes that this rank must send in a step, by operation, with losses and a norm in float64.
 
     `reductions` is how often the gradients are summed. Stage 3 gathers twice for each microbatch.
@@ -102,10 +101,10 @@ def expected_bytes(wrapper: Wrapper, microbatches: int = 1, reductions: int = 1)
 
     sizes = [bucket.size for bucket in wrapper.buckets]
     values = microbatches * total("all_reduce", "ordered", [2])  # sum of losses and count
-    if wrapper.stage == 0:
+    if isinstance(wrapper, DistributedDataParallel):
         expected = {"all_reduce": total("all_reduce", "ordered", sizes) + values}
     else:
-        gathers = 2 * microbatches if wrapper.stage == 3 else 1
+        gathers = 2 * microbatches if isinstance(wrapper, FullyShardedDataParallel) else 1
         expected = {
             "reduce_scatter": reductions * total("reduce_scatter", "ordered", sizes),
             "all_gather": gathers * total("all_gather", "pairwise", sizes),
@@ -187,26 +186,31 @@ class NoGather(ZeroStage1):
     """Mistake 2: nobody gathers the updated parameters."""
 
     def after_step(self) -> None:
-        pass
+        self.guard.step_is_compared = True  # or the next loss would be refused
 
 
 class OffByOne(ZeroStage1):
     """Mistake 3: the optimizer's chunk of the parameters begins one element too early."""
 
-    def __init__(self, model: Any, comm: Communicator, algorithm: str, **options: Any) -> None:
-        super().__init__(model, comm, algorithm, **options)
-        for bucket, chunk in self.chunks.items():
-            start, _ = bucket.chunk
-            first = max(bucket.start + start - 1, 0)
-            data = self.buffers.parameters[first : first + chunk.data.size]
-            self.chunks[bucket] = Chunk(bucket, data, chunk.gradient, self)
+    def make_chunk(self, bucket: Any, values: np.ndarray) -> Chunk:
+        chunk = super().make_chunk(bucket, values)
+        size = sum(shard.size for shard in chunk.shards)
+        first = max(bucket.own.start - 1, 0)
+        return Chunk(bucket, self.values[bucket][first : first + size], chunk.gradient)
 
 
 class NeverFrees(FullyShardedDataParallel):
     """Mistake 4: stage 3 gathers a unit, and its parameters keep referring to the gathered array."""
 
-    def _free(self, bucket: Bucket) -> None:
-        pass
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for unit in self.buckets:
+            unit.reshard = partial(keep, unit)  # type: ignore[method-assign]
+
+
+def keep(unit: Unit) -> None:
+    """Forget that a unit is gathered, and leave its parameters as they are."""
+    unit.gathering = None
 
 
 INSTRUMENTS = ("loss", "ranks", "bits", "bytes", "ledger")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from chapters.support.whole_runs import relative_difference
 from minipar.comm.communicator import Communicator
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
 from minipar.parallel.placement import Shard
 from minipar.parallel.tensor.plan import tensor_parallel
-from minipar.train.verify import relative_difference
 
 
 def is_split(parameter: Any) -> bool:

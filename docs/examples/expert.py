@@ -20,8 +20,9 @@ def main(world):
     mesh = mp.DeviceMesh(world, dp=world.size, ep=min(2, world.size))  # pairs of ranks share the experts
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6}
     model = mp.Mixtral(mp.MixtralConfig(vocab_size=256, hidden_size=32, intermediate_size=48, **sizes))
-    mp.expert_parallel(model, mesh.ep, mesh.edp)  # in place: keeps this rank's experts
-    ddp = mp.DistributedDataParallel(model, mesh.dp_cp)  # experts over mesh.edp, all else over all ranks
+    experts = mp.expert_parallel(model, mesh.ep, mesh.edp)  # in place: keeps this rank's experts
+    groups = experts.groups(mesh.dp_cp)  # experts are summed over mesh.edp, all else over all ranks
+    ddp = mp.DistributedDataParallel(model, mesh.dp_cp, groups=groups)
     optimizer = mp.AdamW(ddp.parameters(), lr=1e-2)
     for x, y in batches(world.rank, world.size):
         loss = ddp.loss(x, y)  # the mean over the tokens of all ranks

@@ -1,11 +1,10 @@
-"""Tensors that know their gradients: read tensor.py, backward.py, fused.py and attention.py, in this order."""
+"""Tensors with gradients: read tensor.py, backward.py, fused.py, attention.py, recompute.py in this order."""
 
 # ruff: noqa: F401 (imported for others)
 
 from minipar.autograd.attention import METHODS, causal_attention
 from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
 from minipar.autograd.fused import (
-    IGNORE_INDEX,
     concatenate,
     cross_entropy_sum,
     dropout,
@@ -18,4 +17,9 @@ from minipar.autograd.fused import (
     rotary,
     swiglu,
 )
-from minipar.autograd.tensor import Function, Tensor, checkpoint, grad_enabled, mapping, no_grad, operation, randomness
+from minipar.autograd.guards import IGNORE_INDEX, check_ids, check_targets
+from minipar.autograd.recompute import checkpoint
+from minipar.autograd.tensor import Function, Tensor, grad_enabled, mapping, no_grad, operation, randomness
+
+relu = Tensor.relu  # functions, as in torch.nn.functional
+softmax = Tensor.softmax

@@ -1,227 +1,385 @@
-"""Causal self-attention as one node: in blocks of scores, or on the whole matrix of them.
+"""Causal self-attention as one node of the graph: with the whole matrix of scores, or in blocks.
 
-Shapes: B samples, T tokens per sample (S keys where that differs), a heads of d elements, h = a d. Keys and values have
-n heads, each shared by a/n consecutive query heads (grouped-query attention; Hugging Face's repeat_kv).
+Shapes: B samples, T tokens per sample (S keys where that differs), a heads of d elements, h = a d.
+Keys and values have n heads, each shared by g = a/n consecutive query heads (grouped-query
+attention; Hugging Face's repeat_kv). In this file queries are (B, n, g, T, d), keys and values are
+(B, n, 1, S, d): broadcasting gives each group its keys.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
-from functools import reduce
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from minipar.autograd.fused import product
+from minipar.autograd.guards import refuse_dropout
 from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, xp
 
-# Rows and columns of a block of scores (measured: docs/speed.md). KEY_BLOCK is a multiple of QUERY_BLOCK: then the
-# diagonal meets only the last block of each row of blocks.
-QUERY_BLOCK, KEY_BLOCK = 128, 1024
-ALL = slice(None)
+# Rows and columns of a block of scores (measured: docs/speed.md). KEY_BLOCK is a multiple of
+# QUERY_BLOCK: then the diagonal meets only the last block of each row of blocks.
+QUERY_BLOCK = 128
+KEY_BLOCK = 1024
 METHODS = ("auto", "blockwise", "full")
 
 
-def attend(
-    q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any = None, keep_scale: float = 1.0
-) -> tuple[Array, Array]:
-    """Compute softmax(scale q k^T) v, and the log-sum-exp of each row's scores: (B, a, T, d) and (B, a, T).
+# ---- heads ---------------------------------------------------------------------------------------
 
-    In blocks, as FlashAttention (Dao et al. 2022, arXiv 2205.14135). q (B, a, T, d), k and v (B, n, S, d). If `causal`,
-    q and k are at the same positions and no query sees a later key; otherwise each sees all keys. Memory grows as T +
-    S. With `keep` (B, a, T, S), booleans or a Mask of nn, probabilities go through dropout; lse is that of all scores.
+
+def split_heads(qkv: Array, heads: int, kv_heads: int) -> list[Array]:
+    """Return views of packed q, k and v: (B, n, g, T, d) and twice (B, n, 1, T, d).
+
+    qkv is (B, T, (a + 2n) d).
     """
-    batch, heads, length, dim = q.shape
-    out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)  # a view (B, a, T, d) of (B, T, h)
-    lse = xp.empty((batch, heads, length), dtype=q.dtype)
-    ones = xp.ones((min(KEY_BLOCK, k.shape[2]), 1), dtype=q.dtype)
-    for at in _heads(k):
-        q_, k_, v_, out_, lse_ = (_group(x, k, at) for x in (q, k, v, out, lse))
-        for rows, blocks in _blocks(q, k, causal):
-            kept, results = _kept(keep, q, k, at, rows), []
-            queries = q_[..., rows, :] * scale
-            for columns, mask in blocks:
-                p = _scores(queries, k_[..., columns, :], mask)
-                top = p.max(axis=-1, keepdims=True)
-                p -= top
+    batch, length, width = qkv.shape
+    count = heads + 2 * kv_heads
+    by_head = qkv.reshape(batch, length, count, width // count)
+    by_head = by_head.swapaxes(1, 2)  # (B, a + 2n, T, d)
+    parts = xp.split(by_head, [heads, heads + kv_heads], axis=1)
+    return [group_heads(part, kv_heads) for part in parts]
+
+
+def group_heads(x: Array, kv_heads: int) -> Array:
+    """Give the heads that share keys a dim of their own: (B, a, ...) -> (B, n, g, ...), a view."""
+    batch, heads, *rest = x.shape
+    return x.reshape(batch, kv_heads, heads // kv_heads, *rest)
+
+
+def empty_heads(q: Array) -> Array:
+    """Make an array of q's shape (B, n, g, T, d), with the memory of an array (B, T, h)."""
+    batch, kv_heads, group, length, size = q.shape
+    memory = xp.empty((batch, length, kv_heads, group, size), dtype=q.dtype)
+    return memory.transpose(0, 2, 3, 1, 4)
+
+
+def join_heads(out: Array) -> Array:
+    """Put heads next to each other: (B, n, g, T, d) -> (B, T, h). A view if `empty_heads` made it."""
+    batch, kv_heads, group, length, size = out.shape
+    by_token = out.transpose(0, 3, 1, 2, 4)  # (B, T, n, g, d)
+    return by_token.reshape(batch, length, kv_heads * group * size)
+
+
+def separate_heads(x: Array, like: Array) -> Array:
+    """Return a view of an array (B, T, h) as heads (B, n, g, T, d): the inverse of `join_heads`."""
+    batch, kv_heads, group, length, size = like.shape
+    by_token = x.reshape(batch, length, kv_heads, group, size)
+    return by_token.transpose(0, 2, 3, 1, 4)
+
+
+def scale_of(q: Array) -> float:
+    """Return by what scores are multiplied: 1 / sqrt(d)."""
+    return q.shape[-1] ** -0.5
+
+
+def above_diagonal(length: int, dtype: Any) -> Array:
+    """Return what to add to scores (T, T) so that no token sees a later one: -inf there, else 0."""
+    everywhere = xp.full((length, length), -xp.inf, dtype=dtype)
+    return xp.triu(everywhere, 1)
+
+
+# ---- the whole matrix ----------------------------------------------------------------------------
+
+
+class FullAttention(Function):
+    """softmax(q k^T / sqrt(d) + causal mask) v. All probabilities are kept for backward."""
+
+    def forward(
+        self,
+        qkv: Array,
+        heads: int,
+        kv_heads: int,
+        keep: Array | None,
+        probability: float,
+    ) -> Array:  # fmt: skip
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        self.scale = scale_of(q)
+        p = product(q, transposed(k))  # (B, n, g, T, T)
+        p *= self.scale
+        length = q.shape[-2]
+        p += above_diagonal(length, q.dtype)
+        # Each row's own maximum: a global one would underflow far rows to 0/0.
+        p -= p.max(axis=-1, keepdims=True)
+        xp.exp(p, out=p)
+        p /= p.sum(axis=-1, keepdims=True)
+        self.keep = None if keep is None else group_heads(keep, kv_heads)
+        self.keep_scale = 1 / (1 - probability)
+        out = empty_heads(q)
+        product(self.dropped(p), v, out=out)
+        self.qkv = qkv
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.probabilities = p
+        self.output = out
+        return join_heads(out)
+
+    def dropped(self, p: Array) -> Array:
+        """Apply dropout to probabilities, or to their gradient."""
+        if self.keep is None:
+            return p
+        return p * self.keep * self.keep_scale
+
+    def backward(self, grad: Array) -> Any:
+        q, k, v = split_heads(self.qkv, self.heads, self.kv_heads)
+        dqkv = xp.empty_like(self.qkv)
+        dq, dk, dv = split_heads(dqkv, self.heads, self.kv_heads)
+        dout = separate_heads(grad, self.output)
+        p = self.probabilities
+        dropped = join_rows(self.dropped(p))  # (B, n, 1, g T, T)
+        product(transposed(dropped), join_rows(dout), out=dv)
+        # Softmax: dscores = p (dp - sum_j p dp). The sum equals dout . out, a much smaller product.
+        dp = product(dout, transposed(v))  # (B, n, g, T, T)
+        dscores = self.dropped(dp)
+        dscores -= row_products(dout, self.output)
+        dscores *= p
+        dscores *= self.scale
+        product(dscores, k, out=dq)
+        dscores = join_rows(dscores)
+        product(transposed(dscores), join_rows(q), out=dk)
+        return dqkv, None, None, None, None
+
+
+def transposed(x: Array) -> Array:
+    """Return a view with the last two dims swapped: (..., m, n) -> (..., n, m)."""
+    return x.swapaxes(-1, -2)
+
+
+def join_rows(x: Array) -> Array:
+    """Put the rows of heads that share keys one below another: (B, n, g, T, w) -> (B, n, 1, g T, w).
+
+    A product of two such arrays over their rows adds up the terms of the group's heads.
+    """
+    batch, kv_heads, group, length, width = x.shape
+    return x.reshape(batch, kv_heads, 1, group * length, width)
+
+
+def row_products(x: Array, y: Array) -> Array:
+    """Return the dot product of each row of x with that of y: (..., T, d) -> (..., T, 1)."""
+    return xp.einsum("...d,...d->...", x, y)[..., None]
+
+
+# ---- blocks of the matrix ------------------------------------------------------------------------
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Compute softmax(scale q k^T) v, and the log-sum-exp of each row's scores, (B, n, g, T).
+
+    In blocks, as FlashAttention (Dao et al. 2022, arXiv 2205.14135): memory grows as T + S. If
+    `causal`, q and k are at the same positions and no query sees a later key; otherwise each query
+    sees all keys.
+    """
+    out = empty_heads(q)
+    lse = xp.empty(q.shape[:-1], dtype=q.dtype)
+    mask = above_diagonal(min(QUERY_BLOCK, q.shape[-2]), q.dtype)
+    for heads in heads_at_a_time(k):
+        for rows in blocks(q.shape[-2], QUERY_BLOCK):
+            queries = q[*heads, :, rows] * scale  # (..., g, rows, d)
+            running_sum = xp.zeros((*queries.shape[:-1], 1), dtype=q.dtype)
+            running_max = xp.full_like(running_sum, -xp.inf)
+            # The sum of the values, each times exp(score - running_max).
+            weighted = xp.zeros_like(queries)
+            seen = rows.stop if causal else k.shape[-2]
+            for columns in blocks(seen, KEY_BLOCK):
+                keys = k[*heads, :, columns]
+                values = v[*heads, :, columns]
+                p = product(queries, transposed(keys))  # the scores: (..., g, rows, columns)
+                if causal and columns.stop == rows.stop:
+                    hide_later_keys(p, mask)
+                block_max = p.max(axis=-1, keepdims=True)
+                new_max = xp.maximum(running_max, block_max)
+                p -= new_max
                 xp.exp(p, out=p)
-                total = xp.matmul(p, ones[: p.shape[-1]])  # (..., rows, 1), in half the time of p.sum
-                part = product(_dropped(p, kept, keep_scale, columns), v_[..., columns, :])
-                part /= total
-                results.append((part, (top + xp.log(total))[..., 0]))
-            out_[..., rows, :], lse_[..., rows] = reduce(lambda one, other: merge(*one, *other), results)
+                # What the blocks before have added up is relative to a smaller maximum.
+                correction = xp.exp(running_max - new_max)
+                running_sum *= correction
+                running_sum += row_sums(p)
+                weighted *= correction
+                weighted += product(p, values)
+                running_max = new_max
+            out[*heads, :, rows] = weighted / running_sum
+            row_lse = running_max + xp.log(running_sum)
+            lse[*heads, :, rows] = row_lse[..., 0]
     return out, lse
 
 
 def attend_backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, scale: float,
-    keep: Any = None, keep_scale: float = 1.0, gradients: Any = None,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    scale: float,
+    causal: bool = True,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Compute (dq, dk, dv) of `attend` from its inputs and results; the probabilities are computed again, in blocks.
+    """Compute (dq, dk, dv) of `attend` from its inputs and results; it makes the scores again.
 
-    With `out` and `lse` of more keys than k (`merge`), these are the terms of the keys k. `gradients` are three arrays
-    to write into.
+    With `out` and `lse` of more keys than k (`merge`), these are the terms of the keys k.
     """
-    dq, dk, dv = gradients or [xp.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-    for at in _heads(k):
-        q_, k_, v_, dout_, out_, lse_, dq_ = (_group(x, k, at) for x in (q, k, v, dout, out, lse, dq))
-        ones = xp.ones((*k_.shape[:-1], 1), dtype=k.dtype)
-        k_1, v_1 = (xp.concatenate([x, ones], axis=-1) for x in (k_, v_))  # (..., S, d + 1)
-        dk_, dv_ = (xp.zeros((*q_.shape[:-2], *k_.shape[-2:]), dtype=q.dtype) for _ in "kv")  # of each query head
-        for rows, blocks in _blocks(q, k, causal):
-            kept, queries, g = _kept(keep, q, k, at, rows), q_[..., rows, :] * scale, dout_[..., rows, :]
-            # A column more in a product subtracts lse or delta, in less time than a pass over the block.
-            row_lse, row_delta = lse_[..., rows, None], xp.einsum("...d,...d->...", g, out_[..., rows, :])[..., None]
-            queries_lse, g_delta = (xp.concatenate([x, -y], axis=-1) for x, y in ((queries, row_lse), (g, row_delta)))
-            dqueries = xp.zeros(queries.shape, dtype=q.dtype)
-            for columns, mask in blocks:
-                p = _scores(queries_lse, k_1[..., columns, :], mask)
+    dq = xp.empty_like(q)
+    dk = xp.empty_like(k)
+    dv = xp.empty_like(v)
+    mask = above_diagonal(min(QUERY_BLOCK, q.shape[-2]), q.dtype)
+    for heads in heads_at_a_time(k):
+        # Each query head's term of the gradients of its keys and values: (..., g, S, d).
+        shape = (*q[heads].shape[:3], *k.shape[-2:])
+        dkeys = xp.zeros(shape, dtype=q.dtype)
+        dvalues = xp.zeros_like(dkeys)
+        for rows in blocks(q.shape[-2], QUERY_BLOCK):
+            queries = q[*heads, :, rows] * scale
+            grad = dout[*heads, :, rows]
+            row_lse = lse[*heads, :, rows, None]
+            delta = row_products(grad, out[*heads, :, rows])
+            dqueries = xp.zeros_like(queries)
+            seen = rows.stop if causal else k.shape[-2]
+            for columns in blocks(seen, KEY_BLOCK):
+                keys = k[*heads, :, columns]
+                values = v[*heads, :, columns]
+                p = product(queries, transposed(keys))
+                if causal and columns.stop == rows.stop:
+                    hide_later_keys(p, mask)
+                p -= row_lse
                 xp.exp(p, out=p)
-                dv_[..., columns, :] += product(_dropped(p, kept, keep_scale, columns).swapaxes(-1, -2), g)
-                # Softmax: ds = p (dp - sum_j p dp); the sum equals dout . out, a much smaller product (B.4).
-                dscores = product(g_delta, v_1[..., columns, :].swapaxes(-1, -2))
-                if keep is not None:  # dropout acts on dp alone
-                    dscores += row_delta
-                    dscores = _dropped(dscores, kept, keep_scale, columns)
-                    dscores -= row_delta
+                dvalues[..., columns, :] += product(transposed(p), grad)
+                # Softmax: dscores = p (dp - delta), as in FullAttention.
+                dscores = product(grad, transposed(values))
+                dscores -= delta
                 dscores *= p
-                dqueries += product(dscores, k_[..., columns, :])
-                dk_[..., columns, :] += product(dscores.swapaxes(-1, -2), queries)
+                dqueries += product(dscores, keys)
+                dkeys[..., columns, :] += product(transposed(dscores), queries)
             dqueries *= scale
-            dq_[..., rows, :] = dqueries
-        dk[at], dv[at] = dk_.sum(axis=-3), dv_.sum(axis=-3)
+            dq[*heads, :, rows] = dqueries
+        dk[heads] = dkeys.sum(axis=-3, keepdims=True)
+        dv[heads] = dvalues.sum(axis=-3, keepdims=True)
     return dq, dk, dv
 
 
-def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array, Array]:
-    """Merge the results of `attend` for two sets of keys into that for both: out (..., T, d), lse (..., T).
+def blocks(length: int, size: int) -> list[slice]:
+    """Cut `length` rows or columns into blocks of `size`; the last one may be smaller."""
+    starts = range(0, length, size)
+    return [slice(start, min(start + size, length)) for start in starts]
 
-    A row that sees no key has lse = -inf and out = 0.
+
+def heads_at_a_time(k: Array) -> list[tuple[slice, slice]]:
+    """Return slices of (B, n) to compute one after another.
+
+    On the CPU each is one head of keys, whose blocks stay in caches. A GPU takes all at once.
+    """
+    batch, kv_heads = k.shape[:2]
+    if xp.module is np:
+        return list(itertools.product(blocks(batch, 1), blocks(kv_heads, 1)))
+    return [(slice(0, batch), slice(0, kv_heads))]
+
+
+def hide_later_keys(scores: Array, mask: Array) -> None:
+    """Add the mask of `above_diagonal` to the last columns of a block, where the diagonal is."""
+    rows = scores.shape[-2]
+    scores[..., -rows:] += mask[:rows, :rows]
+
+
+def row_sums(p: Array) -> Array:
+    """Return p.sum(axis=-1, keepdims=True), as a product with ones: in half the time (decisions.md)."""
+    ones = xp.ones((p.shape[-1], 1), dtype=p.dtype)
+    return xp.matmul(p, ones)
+
+
+def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array, Array]:
+    """Merge the results of `attend` for two sets of keys: out (..., T, d) and lse (..., T).
+
+    The shares of both add up to 1 to the last bit. exp(lse_1 - lse) and exp(lse_2 - lse) would miss
+    that by a rounding of lse, which backward multiplies by the size of the scores. A row that sees
+    no key has lse = -inf and out = 0.
     """
     lse = xp.logaddexp(lse_1, lse_2)
-    finite = xp.where(lse == -xp.inf, 0, lse)  # -inf - -inf would be nan
-    out = out_1 * xp.exp(lse_1 - finite)[..., None]
-    out += out_2 * xp.exp(lse_2 - finite)[..., None]
+    sees_none = lse == -xp.inf  # -inf - -inf would be nan
+    difference = xp.where(sees_none, 0, lse_2)
+    difference -= xp.where(sees_none, 0, lse_1)
+    small = xp.exp(-xp.abs(difference))
+    larger = 1 / (1 + small)
+    smaller = small / (1 + small)
+    share_1 = xp.where(difference > 0, smaller, larger)
+    share_2 = xp.where(difference > 0, larger, smaller)
+    out = out_1 * share_1[..., None]
+    out += out_2 * share_2[..., None]
     return out, lse
 
 
-def _heads(k: Array) -> Iterable[Any]:
-    """Return heads of keys as slices of (B, n): on the CPU one at a time (its blocks stay in caches), on a GPU all."""
-    one = xp.module is np
-    return itertools.product(*([slice(i, i + 1) for i in range(n)] if one else [slice(0, n)] for n in k.shape[:2]))
+class BlockwiseAttention(Function):
+    """Attention by two functions that are called as `attend` and `attend_backward` are.
 
+    Kept for backward are q, k, v, the result, and one log-sum-exp for each row.
+    """
 
-def _group(x: Any, k: Array, at: Any) -> Any:
-    """Return x of (B, a or n, ...) for these heads of keys: (samples, heads, a/n or 1, ...)."""
-    return None if x is None else x.reshape(*k.shape[:2], x.shape[1] // k.shape[1], *x.shape[2:])[at]
-
-
-def _blocks(q: Array, k: Array, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Array | None]]]]:
-    """Yield each block of rows, with the columns that it sees and what to add to the last scores of each block."""
-    size = min(QUERY_BLOCK, q.shape[2])
-    above_diagonal = xp.triu(xp.full((size, size), -xp.inf, dtype=q.dtype), 1)
-    for start in range(0, q.shape[2], QUERY_BLOCK):
-        rows = slice(start, min(start + QUERY_BLOCK, q.shape[2]))
-        seen, mask = rows.stop if causal else k.shape[2], above_diagonal[: rows.stop - start, : rows.stop - start]
-        columns = [slice(i, min(i + KEY_BLOCK, seen)) for i in range(0, seen, KEY_BLOCK)]
-        yield rows, [(c, mask if causal and c.stop == seen else None) for c in columns]
-
-
-def _scores(queries: Array, keys: Array, mask: Array | None) -> Array:
-    """Multiply queries, scaled already, with keys."""
-    scores = product(queries, keys.swapaxes(-1, -2))
-    if mask is not None:
-        scores[..., -mask.shape[-1] :] += mask
-    return scores
-
-
-def _kept(keep: Any, q: Array, k: Array, at: Any, rows: slice) -> Array | None:
-    """Return rows of the mask, with heads as in `_group`."""
-    heads = slice(*(i * q.shape[1] // k.shape[1] for i in (at[1].start, at[1].stop)))
-    return None if keep is None else _group(keep[at[0], heads, rows, ALL], k[at], ())
-
-
-def _dropped(p: Array, keep: Array | None, scale: float, columns: slice = ALL) -> Array:
-    """Apply dropout to probabilities, or to their gradient. It is recomputed instead of kept."""
-    return p if keep is None else p * keep[..., columns] * scale
-
-
-def _attend_full(q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any, keep_scale: float) -> Any:
-    """Compute `attend` with whole matrices; the probabilities (B, n, a/n, T, T) take the log-sum-exp's place."""
-    batch, heads, length, dim = q.shape
-    q_, k_, v_, keep_ = (_group(x, k, ()) for x in (q, k, v, keep))
-    p = product(q_, k_.swapaxes(-1, -2))
-    p *= scale
-    p += xp.triu(xp.full((length, length), -xp.inf, dtype=q.dtype), 1)
-    p -= p.max(axis=-1, keepdims=True)  # each row's own maximum: a global one underflows far rows to 0/0
-    xp.exp(p, out=p)
-    p /= p.sum(axis=-1, keepdims=True)
-    out = xp.empty((batch, length, heads, dim), dtype=q.dtype).swapaxes(1, 2)
-    product(_dropped(p, keep_, keep_scale), v_, out=_group(out, k, ()))
-    return out, p
-
-
-def _full_backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, p: Array, causal: bool, scale: float,
-    keep: Any, keep_scale: float, gradients: Any,
-) -> None:  # fmt: skip
-    q_, k_, v_, keep_, g, out, dq, dk, dv = (_group(x, k, ()) for x in (q, k, v, keep, dout, out, *gradients))
-
-    def transposed(x: Array, y: Array) -> tuple[Array, Array]:
-        """Join the rows of the heads that share keys, (B, n, 1, a/n T, ...), and transpose x."""
-        x, y = (z.reshape(*k.shape[:2], 1, -1, z.shape[-1]) for z in (x, y))
-        return x.swapaxes(-1, -2), y
-
-    product(*transposed(_dropped(p, keep_, keep_scale), g), out=dv)
-    dscores = _dropped(product(g, v_.swapaxes(-1, -2)), keep_, keep_scale)  # so far the gradient of p
-    dscores -= xp.einsum("...d,...d->...", g, out)[..., None]  # softmax, as in attend_backward
-    dscores *= p
-    dscores *= scale
-    product(dscores, k_, out=dq)
-    product(*transposed(dscores, q_), out=dk)
-
-
-class CausalAttention(Function):
-    """Attention of packed q, k and v by a pair of functions on arrays, which are called as attend, attend_backward."""
-
-    def forward(self, qkv: Array, heads: int, kv_heads: int, keep: Any, keep_scale: float, functions: Any) -> Array:
-        self.qkv, self.heads, self.kv_heads, self.keep, self.keep_scale = qkv, heads, kv_heads, keep, keep_scale
-        q, k, v = self.split(qkv)
-        self.scale, (compute, self.compute_backward) = q.shape[-1] ** -0.5, functions
-        self.output, self.kept = compute(q, k, v, True, self.scale, keep, keep_scale)
-        return self.output.swapaxes(1, 2).reshape(*qkv.shape[:2], heads * q.shape[-1])  # in memory already (B, T, h)
-
-    def split(self, qkv: Array) -> Any:
-        """Return views q (B, a, T, d), k and v (B, n, T, d)."""
-        count, ends = self.heads + 2 * self.kv_heads, [self.heads, self.heads + self.kv_heads]
-        return xp.split(qkv.reshape(*qkv.shape[:2], count, qkv.shape[2] // count).swapaxes(1, 2), ends, axis=1)
+    def forward(
+        self,
+        qkv: Array,
+        heads: int,
+        kv_heads: int,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+    ) -> Array:  # fmt: skip
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        self.scale = scale_of(q)
+        self.qkv = qkv
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.array_backward = backward
+        self.output, self.lse = forward(q, k, v, self.scale)
+        return join_heads(self.output)
 
     def backward(self, grad: Array) -> Any:
+        q, k, v = split_heads(self.qkv, self.heads, self.kv_heads)
+        dout = separate_heads(grad, self.output)
+        gradients = self.array_backward(dout, q, k, v, self.output, self.lse, self.scale)
         dqkv = xp.empty_like(self.qkv)
-        dout = grad.reshape(*grad.shape[:2], self.heads, -1).swapaxes(1, 2)  # (B, a, T, d)
-        options = self.output, self.kept, True, self.scale, self.keep, self.keep_scale
-        self.compute_backward(dout, *self.split(self.qkv), *options, self.split(dqkv))
-        return dqkv, None, None, None, None, None
+        views = split_heads(dqkv, self.heads, self.kv_heads)
+        for view, gradient in zip(views, gradients, strict=True):
+            view[...] = gradient
+        return dqkv, None, None, None, None
 
 
-def keeps_scores(method: str, length: int) -> bool:
-    """Return whether `causal_attention` keeps the scores of sequences of `length` tokens for backward."""
-    return method == "full" or (method == "auto" and length <= QUERY_BLOCK)
+# ---- which of the two ----------------------------------------------------------------------------
+
+
+def keeps_scores(method: str, length: int, drops: bool) -> bool:
+    """Return whether `causal_attention` keeps the scores of `length` tokens for backward.
+
+    `drops` says whether probabilities go through dropout.
+    """
+    if method == "auto":
+        return drops or length <= QUERY_BLOCK
+    return method == "full"
 
 
 def causal_attention(
-    qkv: Tensor, heads: int, kv_heads: int | None = None, keep: Any = None, probability: float = 0.0,
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int | None = None,
+    keep: Array | None = None,
+    probability: float = 0.0,
     method: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, (a + 2n) d) -> (B, T, h).
+) -> Tensor:
+    """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, h).
 
-    qkv has the `heads` of q next to the `kv_heads` (None: as many) of k and those of v. With `keep` (B, a, T, T), as in
-    `attend`, the probabilities go through dropout. `method` is one of METHODS: "full" keeps scores and masks,
-    "blockwise" makes them again in backward, and its memory grows as T; "auto" is full up to one block of tokens.
+    qkv (B, T, (a + 2n) d) has the `heads` of q next to the `kv_heads` (None: as many) of k and
+    those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. `method` is
+    one of METHODS: "full" keeps scores and masks, "blockwise" makes scores again in backward, and
+    its memory grows as T; "auto" is full up to one block of tokens, and with dropout. UsageError
+    for dropout in blocks.
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")
-    full = keeps_scores(method, qkv.shape[1])
-    functions = (_attend_full, _full_backward) if full else (attend, attend_backward)
-    keep = keep[...] if full and keep is not None else keep
-    return CausalAttention.apply(qkv, heads, kv_heads or heads, keep, 1 / (1 - probability), functions)
+    if kv_heads is None:
+        kv_heads = heads
+    if keeps_scores(method, qkv.shape[1], drops=keep is not None):
+        return FullAttention.apply(qkv, heads, kv_heads, keep, probability)
+    if keep is not None:
+        remedy = "attention='full' or dropout=0"
+        refuse_dropout(f"dropout = {probability}", "attention='blockwise'", remedy)
+    return BlockwiseAttention.apply(qkv, heads, kv_heads, attend, attend_backward)

@@ -4,6 +4,7 @@ Nodes are numbered as they are created, so every input of a node has a smaller n
 the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,9 +12,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from minipar.autograd.guards import check_unchanged
 from minipar.backend import Array, setting
 from minipar.memory import hold
 
+node_numbers = itertools.count()  # Parameters draw from it, too: when an optimizer changed them, among the nodes
 Leaf = Any  # a Tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up
 
 
@@ -32,6 +35,7 @@ class Node:
 
     edges: "tuple[Node | Leaf | None, ...]"
     number: int
+    part_of: int | None = None  # the whole length of the result's last dim, where the result is one rank's part of it
 
     def backward(self, grad: Array) -> Any:
         """Return the gradients of the inputs, given the gradient of the output."""
@@ -40,6 +44,15 @@ class Node:
     def propagate(self, grad: Array) -> Any:
         """Run `backward` in its precision."""
         return self.backward(grad)
+
+
+def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | LazyGradient:
+    """Sum `grad` over the dims that broadcasting `shape` added or stretched: the adjoint of broadcasting."""
+    if isinstance(grad, LazyGradient) or grad.shape == shape:
+        return grad
+    grad = grad.sum(axis=tuple(range(grad.ndim - len(shape))))
+    stretched = tuple(i for i, n in enumerate(shape) if n == 1 and grad.shape[i] != 1)
+    return grad.sum(axis=stretched, keepdims=True) if stretched else grad
 
 
 def run_backward(root: Node, gradient: Array) -> None:
@@ -84,6 +97,7 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
                     nodes.add(edge)
                     stack.append(edge)
             elif edge is not None:
+                check_unchanged(edge, node.number)
                 uses[edge] += 1
     return sorted(nodes, key=lambda node: node.number), uses
 

@@ -4,16 +4,16 @@ Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. We
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from minipar.autograd.backward import LazyGradient
+from minipar.autograd.guards import IGNORE_INDEX, check_targets, check_whole_logits
 from minipar.autograd.tensor import Function, Tensor, operation
 from minipar.backend import Array, setting, xp
 
-IGNORE_INDEX = -100  # PyTorch's and Hugging Face's mark for "no target here"
 GELU_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 GELU_CUBIC = 0.044715
 _flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_counter", default=None)
@@ -149,10 +149,21 @@ def gelu(x: Array) -> Any:
 
 
 @operation
-def concatenate(*arrays: Array) -> Any:
-    """Join arrays along dim 0."""
-    ends = [0, *itertools.accumulate(map(len, arrays))]
-    return xp.concatenate(arrays), *(lambda g, i=i, j=j: g[i:j] for i, j in itertools.pairwise(ends))
+def _concatenate(*arrays: Array, dim: int) -> Any:
+    axis = dim % arrays[0].ndim
+    before = (slice(None),) * axis
+
+    def gradient(start: int, stop: int) -> Callable[[Array], Array]:
+        """Return the function from the gradient of the result to that of the array in start:stop."""
+        return lambda g: g[(*before, slice(start, stop))]
+
+    ends = [0, *itertools.accumulate(array.shape[axis] for array in arrays)]
+    return xp.concatenate(arrays, axis=axis), *itertools.starmap(gradient, itertools.pairwise(ends))
+
+
+def concatenate(tensors: Sequence[Tensor | Array], dim: int = 0) -> Tensor:
+    """Join tensors along a dim; the other dims agree. NB: torch.cat."""
+    return _concatenate(*tensors, dim=dim)
 
 
 @operation
@@ -167,7 +178,9 @@ def swiglu(gate: Array, up: Array) -> Any:
 def _rotate(x: Array, angles: Array) -> Array:
     """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d) by its token's angles (T, d/2)."""
     out = xp.empty(x.shape, dtype=x.dtype)
-    pairs, rotated = (array.reshape(*array.shape[:-1], -1, 2, angles.shape[-1]) for array in (x, out))  # views
+    half = angles.shape[-1]
+    shape = (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)  # (B, T, heads, 2, d/2)
+    pairs, rotated = (array.reshape(shape) for array in (x, out))  # the second is a view of out
     first, second = pairs[..., 0, :], pairs[..., 1, :]  # (B, T, heads, d/2)
     cos, sin = (function(angles)[:, None].astype(x.dtype) for function in (xp.cos, xp.sin))  # (T, 1, d/2)
     rotated[..., 0, :] = first * cos - second * sin
@@ -223,5 +236,10 @@ def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     """Sum -log softmax(logits)[target], in nats, over the positions whose target is not -100.
 
     logits (..., V), integer targets (...,). As ranks may have unequal counts of targets, a mean is left to the caller.
+    UsageError for a target that is not below V, for targets of another shape (flat ones are fine), and for logits that
+    are a rank's part of a split vocabulary.
     """
+    if logits.node is not None:
+        check_whole_logits(logits.shape[-1], logits.node.part_of)
+    check_targets(targets, logits.shape[:-1], logits.shape[-1])
     return CrossEntropyFunction.apply(logits, targets)

@@ -1,27 +1,28 @@
 """Tensor and its operations, and Function, which records the graph that a backward pass goes through.
 
 An operation of Tensor is one method: its rule gives the result and, next to it, the gradient of each input. An
-operation that does more is a Function: it saves something cheaper than its inputs, computes a gradient later, or, as
-`checkpoint`, computes a whole block again.
+operation that does more is a Function: it saves something cheaper than its inputs, computes a gradient later, or
+computes a whole block again (recompute.py).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, ParamSpec
 
 import numpy as np
 
-from minipar.autograd.backward import LazyGradient, Node, run_backward
+from minipar.autograd.backward import LazyGradient, Node, node_numbers, run_backward, unbroadcast
+from minipar.autograd.guards import check_one_element, check_requires_grad, dim_order
+from minipar.autograd.precision import cast_floats
 from minipar.backend import Array, setting, xp
 from minipar.memory import hold, is_recording
 
+SHOWN = 8  # elements of a tensor whose values are printed; of a larger one the shape is
 P = ParamSpec("P")
-_number = itertools.count()
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 # The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
 randomness: ContextVar[Any] = ContextVar("randomness", default=None)
@@ -73,7 +74,7 @@ class Function(Node):
         if cls.widens:
             node.narrow = next((x.dtype for x in inputs if isinstance(x, Tensor) and x.dtype.itemsize == 2), None)
         if node.narrow is not None:
-            arrays = [_cast(array, "float32") for array in arrays]
+            arrays = [cast_floats(array, "float32") for array in arrays]
         output = Tensor(node.forward(*arrays))
         if node.narrow is not None and output.ndim:
             output.data = output.data.astype(node.narrow)
@@ -82,7 +83,7 @@ class Function(Node):
         if is_recording():
             hold("activations", output.data, *node.kept_values())
         if any(node.needs):
-            node.number = next(_number)
+            node.number = next(node_numbers)
             output.node = node
             output.requires_grad = True
         return output
@@ -93,36 +94,22 @@ class Function(Node):
 
     def cast(self, dtype: Any, least: int = 0) -> None:
         """Convert what forward keeps, arrays of at least so many elements, between float32 and 2 bytes."""
-        vars(self).update({name: _cast(value, dtype, least) for name, value in vars(self).items()})
+        vars(self).update({name: cast_floats(value, dtype, least) for name, value in vars(self).items()})
 
     def propagate(self, grad: Array) -> Any:
         """Run `backward`, in float32 if the inputs have 2 bytes."""
         if self.narrow is None:
             return self.backward(grad)
         self.cast("float32")
-        returned = self.backward(_cast(grad, "float32"))
+        returned = self.backward(cast_floats(grad, "float32"))
         results = returned if isinstance(returned, tuple) else (returned,)
-        return tuple(
-            x if getattr(edge, "grad_buffer", None) is not None else _cast(x, getattr(edge, "grad_dtype", self.narrow))
-            for x, edge in zip(results, self.edges, strict=True)
-        )
+        return tuple(self._rounded(x, edge) for x, edge in zip(results, self.edges, strict=True))
 
-
-def _cast(value: Any, dtype: Any, least: int = 0) -> Any:
-    """Convert an array (or a gradient's recipe) of float32 or 2-byte floats; return other values as they are."""
-    if isinstance(value, LazyGradient):
-        return LazyGradient(lambda out: _cast(value.compute(None), dtype))
-    is_array = isinstance(value, xp.ndarray) and value.dtype.kind in "fV" and value.dtype.itemsize <= 4
-    return value.astype(dtype, copy=False) if is_array and value.size >= least else value
-
-
-def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | LazyGradient:
-    """Sum `grad` over the dims that broadcasting `shape` added or stretched: the adjoint of broadcasting."""
-    if isinstance(grad, LazyGradient) or grad.shape == shape:
-        return grad
-    grad = grad.sum(axis=tuple(range(grad.ndim - len(shape))))
-    stretched = tuple(i for i, n in enumerate(shape) if n == 1 and grad.shape[i] != 1)
-    return grad.sum(axis=stretched, keepdims=True) if stretched else grad
+    def _rounded(self, x: Any, edge: Any) -> Any:
+        """Round an input's gradient to the dtype of `edge`, but for one that is written into a buffer."""
+        if getattr(edge, "grad_buffer", None) is not None:
+            return x
+        return cast_floats(x, getattr(edge, "grad_dtype", self.narrow))
 
 
 class _Operation(Function):
@@ -140,7 +127,7 @@ class _Operation(Function):
         return output
 
     def cells(self) -> list[Any]:
-        """Return the variables that the gradients' functions keep, each once."""
+        """Return the variables that the gradients' functions keep."""
         closures = [entry[0].__closure__ or () for entry in self.gradients if entry]
         return list({id(cell): cell for cells in closures for cell in cells}.values())
 
@@ -149,7 +136,7 @@ class _Operation(Function):
 
     def cast(self, dtype: Any, least: int = 0) -> None:
         for cell in self.cells():
-            cell.cell_contents = _cast(cell.cell_contents, dtype, least)
+            cell.cell_contents = cast_floats(cell.cell_contents, dtype, least)
 
     def backward(self, grad: Array) -> Any:
         return (None, *(entry and unbroadcast(entry[0](grad), entry[1]) for entry in self.gradients))
@@ -190,6 +177,12 @@ def mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array
 class Tensor:
     """An array with a gradient, `grad`, which is None until a backward pass reaches the tensor.
 
+    Operations, each with its gradient (docs/operations.md is a table of them, and of functions such as `concatenate`):
+
+        x + y, x - y, x * y, x / y, -x, x ** 2, x @ y, x[index]
+        exp, log, tanh, relu, softmax, sum, mean, max, reshape, transpose, swapaxes
+
+    y is a tensor, an array or a Python number; shapes broadcast as NumPy's.
     A leaf may have a `grad_buffer`, a view into flat storage: gradients are written there, and `grad` is that buffer.
     """
 
@@ -212,11 +205,22 @@ class Tensor:
     dtype = property(lambda self: self.data.dtype)
 
     def __repr__(self) -> str:
-        return f"Tensor({self.data!r}{', requires_grad=True' if self.requires_grad else ''})"
+        values = str(self.data.tolist()) if self.size <= SHOWN else f"shape {self.shape}"
+        return f"{type(self).__name__}({values}, {self.dtype}{', requires_grad=True' if self.requires_grad else ''})"
 
     def item(self) -> float:
-        """Return the value of a tensor of one element as a Python number."""
+        """Return the value of a tensor of one element as a Python number. ValueError for more elements, or none."""
+        check_one_element(self.shape, self.size)
         return self.data.item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __format__(self, spec: str) -> str:
+        """Format the value of a tensor without dims, as in f"{loss:.3f}"; NB: as PyTorch does."""
+        if self.ndim == 0:
+            return format(self.item(), spec)
+        return super().__format__(spec)
 
     def detach(self) -> Tensor:
         """Return a tensor of the same data outside of the graph."""
@@ -244,8 +248,7 @@ class Tensor:
             gradient = xp.ones_like(self.data)
         if gradient.shape != self.shape:
             raise ValueError(f"gradient of shape {gradient.shape} for a tensor of shape {self.shape}")
-        if not self.requires_grad:
-            raise ValueError("backward() on a tensor that does not require a gradient")
+        check_requires_grad(self.requires_grad)
         if self.node is None:
             self.accumulate(gradient)
         else:
@@ -299,17 +302,33 @@ class Tensor:
 
     @operation
     def exp(x: Array) -> Any:
+        """Raise e to the power of each element."""
         y = xp.exp(x)
         return y, lambda g: g * y
 
     @operation
     def log(x: Array) -> Any:
+        """Take the natural logarithm of each element."""
         return xp.log(x), lambda g: g / x
 
     @operation
     def tanh(x: Array) -> Any:
+        """Take the hyperbolic tangent of each element."""
         y = xp.tanh(x)
         return y, lambda g: g * (1 - y * y)
+
+    @operation
+    def relu(x: Array) -> Any:
+        """Replace negative elements by 0. The gradient at 0 is 0, as PyTorch's."""
+        positive = x > 0
+        return xp.maximum(x, 0), lambda g: g * positive
+
+    @operation
+    def softmax(x: Array, dim: int = -1) -> Any:
+        """Divide e^x by its sum over a dim: positive values that add up to 1."""
+        y = xp.exp(x - x.max(axis=dim, keepdims=True))
+        y /= y.sum(axis=dim, keepdims=True)
+        return y, lambda g: y * (g - (g * y).sum(axis=dim, keepdims=True))
 
     @operation
     def __matmul__(a: Array, b: Array) -> Any:
@@ -323,15 +342,24 @@ class Tensor:
 
     @operation
     def reshape(x: Array, *shape: int) -> Any:
+        """Give the elements, in row-major order, another shape; one size may be -1, which is what is left."""
         before = x.shape
         return x.reshape(shape), lambda g: g.reshape(before)
 
     @operation
-    def transpose(x: Array, *axes: int) -> Any:
-        """Permute the dims (all of them reversed when none is named)."""
-        axes = axes or tuple(reversed(range(x.ndim)))
-        inverse = sorted(range(x.ndim), key=lambda i: axes[i] % x.ndim)
-        return x.transpose(axes), lambda g: g.transpose(inverse)
+    def transpose(x: Array, *dims: int) -> Any:
+        """Swap two dims, as PyTorch does. Permute all dims if all of three or more are named; reverse them if none is.
+
+        ValueError for other dims. NB: NumPy's transpose(0, 1) leaves a matrix as it is, and PyTorch's swaps its dims.
+        """
+        order = dim_order(x.shape, dims)
+        inverse = sorted(range(x.ndim), key=lambda i: order[i])
+        return x.transpose(order), lambda g: g.transpose(inverse)
+
+    @operation
+    def swapaxes(x: Array, dim: int, other: int) -> Any:
+        """Swap two dims."""
+        return x.swapaxes(dim, other), lambda g: g.swapaxes(dim, other)
 
     @operation
     def __getitem__(x: Array, index: Any) -> Any:
@@ -347,38 +375,23 @@ class Tensor:
 
     @operation
     def sum(x: Array, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Any:
+        """Add up the elements over a dim, over several, or over all."""
         shape, kept = x.shape, x.sum(axis=dim, keepdims=True).shape
         return x.sum(axis=dim, keepdims=keepdims), lambda g: xp.broadcast_to(g.reshape(kept), shape)
 
     def mean(self, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+        """Return the mean over a dim, over several, or over all."""
         total = self.sum(dim, keepdims)
         return total * (total.size / self.size)
 
+    @operation
+    def max(x: Array, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Any:
+        """Return the largest element over a dim, over several, or over all.
 
-class _Checkpoint(Function):
-    widens = False
-
-    def forward(self, function: Callable[..., Tensor], arity: int, *arrays: Array) -> Array:
-        # Only the function's own inputs are kept; parameters are listed as inputs so that they count as used here.
-        self.function, self.inputs = function, arrays[:arity]
-        self.randomness = randomness.get()
-        with no_grad():
-            return function(*(Tensor(array) for array in self.inputs)).data
-
-    def backward(self, grad: Array) -> Any:
-        arity, total = len(self.inputs), len(self.needs)
-        inputs = [Tensor(x, need) for x, need in zip(self.inputs, self.needs[2 : 2 + arity], strict=True)]
-        with setting(randomness, self.randomness), setting(grad_enabled, True):  # even inside `no_grad`
-            output = self.function(*inputs)
-        output.backward(grad)  # parameters receive their gradients in here
-        return (None, None, *(x.grad for x in inputs), *(None,) * (total - 2 - arity))
-
-
-def checkpoint(function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-    """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again (Chen et al. 2016).
-
-    The second run computes the same bits, with the same dropout masks. NB: recompute, or activation checkpointing.
-    `parameters` are the leaves that `function` uses besides `inputs`. They are listed so that no gradient hook runs
-    before this block's backward, and so that the result requires a gradient even if no input does.
-    """
-    return _Checkpoint.apply(function, len(inputs), *inputs, *parameters)
+        Elements that are equally large share the gradient evenly, as in torch.amax. (torch.max(dim) gives it to one.)
+        """
+        top = x.max(axis=dim, keepdims=True)
+        is_top = x == top
+        share = (is_top / is_top.sum(axis=dim, keepdims=True)).astype(x.dtype)
+        shape = top.shape
+        return x.max(axis=dim, keepdims=keepdims), lambda g: g.reshape(shape) * share

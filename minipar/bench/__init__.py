@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, write_json
+from minipar.errors import UsageError, write_json, write_out
 from minipar.plan.report import table
 from minipar.train.config import ModelConfig
 
@@ -54,19 +54,24 @@ def publish(
 ) -> None:
     """Print the table of rank 0's rows, without the `hidden` columns, and write all of them to `path`.
 
-    With "-" only JSON goes to standard output. Collective. UsageError on every rank if the file cannot be written.
+    With "-" only JSON goes to standard output. Collective. UsageError on every rank if either cannot be written.
     """
     error = None
     if comm.rank == 0:
-        if path != "-":
-            columns = [column for column in rows[0] if column not in hidden]
-            print("\n".join(table(columns, [[_cell(row[column]) for column in columns] for row in rows])), flush=True)
         try:
+            if path != "-":
+                write_out(_table_of(rows, hidden))
             if path is not None:
                 write_json(path, rows)
         except UsageError as problem:
             error = str(problem)
     comm.agree(error)
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]], hidden: Sequence[str]) -> str:
+    columns = [column for column in rows[0] if column not in hidden]
+    cells = [[_cell(row[column]) for column in columns] for row in rows]
+    return "\n".join(table(columns, cells)) + "\n"
 
 
 def _cell(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import minipar.robust_start.first_import  # noqa: F401 before the others, which take a second
 from minipar.bench import collectives, context, layouts, machine, pipeline, step
 from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
@@ -28,6 +29,7 @@ def bench(comm: Communicator) -> None:
         prog="minipar.bench",
         description="Measure this machine and this project, each next to a baseline in the same run.",
         prints=prints,
+        allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     for name, (add_arguments, run) in SUBCOMMANDS.items():

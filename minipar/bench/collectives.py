@@ -53,7 +53,7 @@ def parse_size(text: str) -> int:
     """Read bytes with a binary multiple: "64K" is 65536. UsageError when the text is not a size."""
     factor = UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
-    if not digits.isdigit():
+    if not (digits.isdecimal() and len(digits) < 16):
         raise UsageError(f"--sizes {text}: expected bytes, such as 4096, 64K or 1M")
     return int(digits) * factor
 

@@ -24,7 +24,8 @@ from minipar.bench import check_positive, largest, publish
 from minipar.comm.clock import CpuClock
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.parallel.context import ORDERS, ContextParallel, check_length
+from minipar.parallel.context import RingAttention, block_attention
+from minipar.parallel.token_order import ORDERS, ContextParallel, check_length
 
 WIDTH = 64  # elements of a head
 
@@ -70,7 +71,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> None:
             comm.barrier()
             start, waited = clock.now(), clock.waited
             if context is not None:
-                y = context.block_attention(x, args.heads)
+                y = block_attention(RingAttention(context), x, args.heads)
             else:  # every rank alone, one after another on a machine of fewer cores
                 y = causal_attention(x, args.heads, method="blockwise")
             y.backward(np.ones_like(y.data))

@@ -107,7 +107,7 @@ def layout_of(config: TrainConfig) -> Layout:
     mesh, data = config.mesh, config.data
     assert mesh.dp is not None, "resolve() fills dp in"
     schedule = mesh.schedule or "1f1b"
-    stored = keeps_scores(config.run.attention, config.model.seq_len)
+    stored = keeps_scores(config.run.attention, config.model.seq_len, drops=config.optimizer.dropout > 0)
     return Layout(
         dp=mesh.dp,
         tp=mesh.tp,
@@ -194,7 +194,7 @@ def add_layouts_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="FILE", help="of `bench machine --json FILE`: predict each layout with it")
     parser.add_argument("--network", type=float, nargs=2, metavar=("ALPHA", "BETA"),
                         help="seconds per message and per byte (measured with --machine, else 20e-6 1e-9)")  # fmt: skip
-    parser.add_argument("--repeat", type=int, default=5, help="steps measured of each layout")
+    parser.add_argument("--repeat", type=int, default=5, help="steps measured of each layout (5)")
 
 
 def run_layouts(comm: Communicator, args: argparse.Namespace) -> None:

@@ -27,8 +27,8 @@ from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.parallelize import shard
 from minipar.parallel.pipeline.stage import PipelineStage
-from minipar.parallel.stages import shard
 from minipar.parallel.tensor.plan import tensor_parallel
 
 COLUMNS = (
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=256, help="middle of the hidden sizes, a multiple of 8 (256)")
     parser.add_argument("--seq-len", type=int, default=64, help="middle of the sequence lengths, a multiple of 4 (64)")
     parser.add_argument("--vocab-size", type=int, default=256, help="least number of tokens that exist (256)")
-    parser.add_argument("--repeat", type=int, default=3, help="times that each piece is measured")
+    parser.add_argument("--repeat", type=int, default=3, help="times that each piece is measured (3)")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:
@@ -179,6 +179,11 @@ class LocalGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.ranks = range(size)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return as many copies of the bytes as there are ranks."""
+        return [data] * self.size
 
     def all_reduce(self, x: np.ndarray, async_op: bool = False, **options: str) -> Any:
         """Return x."""
@@ -258,10 +263,11 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
 def _build(shape: Shape) -> tuple[GPT, Any]:
     config = GPTConfig(shape.vocab_size, shape.seq_len, shape.hidden, BLOCKS, shape.heads)
     model = GPT(config, deferred=True)
-    if shape.tp > 1:
-        group: Any = LocalGroup(shape.tp)
-        tensor_parallel(model, group, sequence=shape.sequence_parallel)
-    return model, shard(model, serial(), 0)
+    if shape.tp == 1:
+        return model, shard(model, serial(), 0)
+    group: Any = LocalGroup(shape.tp)
+    tensor = tensor_parallel(model, group, sequence=shape.sequence_parallel)
+    return model, shard(model, serial(), 0, before_reduce=tensor.sum_partial)
 
 
 def _arrays(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser, hidden=256, heads=8, seq_len=64)
     parser.add_argument("--batch", type=int, default=8, help="samples per microbatch (8)")
     parser.add_argument("--microbatches", type=int, help="microbatches per step (as many as ranks)")
-    parser.add_argument("--repeat", type=int, default=3, help="steps measured of each schedule")
+    parser.add_argument("--repeat", type=int, default=3, help="steps measured of each schedule (3)")
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> None:

@@ -26,8 +26,7 @@ from minipar.nn.gpt import GPT, GPTConfig
 from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.stages import shard
-from minipar.parallel.wrapper import Wrapper
+from minipar.parallel.parallelize import DataParallel, shard
 from minipar.train.config import DTYPES, dtype_name
 
 WARMUP = 2
@@ -36,18 +35,18 @@ ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench step` and `bench zero`."""
-    parser.add_argument("--hidden", default="256,512", help="hidden sizes, one row each")
+    parser.add_argument("--hidden", nargs="+", default=["256", "512"], metavar="H", help="hidden sizes (256 512)")
     add_model_flags(parser, layers=4, heads=8, seq_len=128, vocab_size=256)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank (8)")
     parser.add_argument("--dtype", choices=DTYPES, type=dtype_name, default="float32")
-    parser.add_argument("--repeat", type=int, default=11, help="steps measured")
+    parser.add_argument("--repeat", type=int, default=11, help="steps measured (11)")
 
 
 def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bench overlap`."""
     add_model_flags(parser, layers=4, hidden=256, heads=8, seq_len=128)
-    parser.add_argument("--batch", type=int, default=4, help="samples per rank")
-    parser.add_argument("--repeat", type=int, default=7, help="steps measured of each kind")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank (4)")
+    parser.add_argument("--repeat", type=int, default=7, help="steps measured of each kind (7)")
 
 
 def run_step(comm: Communicator, args: argparse.Namespace) -> None:
@@ -68,9 +67,11 @@ def run_zero(comm: Communicator, args: argparse.Namespace) -> None:
 def configs(args: argparse.Namespace) -> list[GPTConfig]:
     """Return the model of each hidden size. UsageError for flags that cannot be."""
     check_positive(args, "repeat", "batch")
-    vocab_size, sizes = getattr(args, "vocab_size", 256), str(args.hidden).split(",")
-    if not all(size.isdigit() for size in sizes):
-        raise UsageError(f"--hidden {args.hidden}: expected sizes separated by commas")
+    vocab_size = getattr(args, "vocab_size", 256)
+    words = args.hidden if isinstance(args.hidden, list) else [str(args.hidden)]
+    sizes = ",".join(words).split(",")  # 256 512, or 256,512
+    if not all(size.isdecimal() for size in sizes):
+        raise UsageError(f"--hidden {' '.join(words)}: expected whole numbers")
     try:
         return [GPTConfig(vocab_size, args.seq_len, int(size), args.layers, args.heads) for size in sizes]
     except ValueError as error:
@@ -84,7 +85,7 @@ def random_batch(config: GPTConfig, batch: int, seed: int) -> tuple[np.ndarray, 
     return tokens, targets
 
 
-def training_step(wrapper: Wrapper, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
+def training_step(wrapper: DataParallel, inputs: np.ndarray, targets: np.ndarray) -> Callable[[], float]:
     """Return a step of this project's model: each call trains on the batch and returns the loss."""
     optimizer = AdamW(wrapper.parameters())
 
@@ -135,7 +136,7 @@ def measure(config: GPTConfig, batch: int, dtype: str, repeat: int) -> dict[str,
 
 
 def _matrix_products(config: GPTConfig, batch: int, dtype: str) -> Callable[[], object]:
-    """Return a call that computes the large products of a step and nothing else.
+    """Return a call that computes the large products of a step alone.
 
     They are forward, input gradient and weight gradient of every linear layer and of the head, and attention's two
     products with their four gradients.
@@ -231,7 +232,7 @@ def measure_zero(comm: Communicator, config: GPTConfig, batch: int, dtype: str, 
 
     def at_stage(stage: int, prefetch: bool) -> Callable[[], float]:
         model = GPT(config, dtype=dtype, deferred=True)
-        wrapper: Wrapper = shard(model, comm, stage)
+        wrapper: DataParallel = shard(model, comm, stage)
         if isinstance(wrapper, FullyShardedDataParallel):
             wrapper.prefetch = prefetch
         return training_step(wrapper, inputs, targets)

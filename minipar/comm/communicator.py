@@ -8,6 +8,7 @@ import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, pairwise_all_to_all, ring_all_gather
+from minipar.comm.guards import check_array
 from minipar.comm.trace import TimedWork
 from minipar.comm.transport import USER_TAGS, Request, Steps
 from minipar.comm.work import Stream, Work
@@ -243,6 +244,7 @@ class Communicator(Stream):
 
     def _flat(self, x: Array, op: str) -> np.ndarray:
         """Return the values of x as a flat host array: x's own memory, or a copy of a device array."""
+        check_array(self.label, op, x)
         if type(x) is np.ndarray:
             if not x.flags.c_contiguous:
                 raise ValueError(f"{self.label}, {op}: an array of shape {x.shape} is not contiguous; send a copy")

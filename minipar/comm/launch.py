@@ -1,40 +1,25 @@
 """The beginning and the end of a program: the world communicator, and failures that end every rank."""
 
 import atexit
-import ctypes
-import importlib
-import os
-import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
-
-import psutil
 
 from minipar.backend import prepare_process
 from minipar.comm.communicator import Communicator
 from minipar.comm.threads import run_local, serial
 from minipar.comm.work import wait_timeout
 from minipar.errors import UsageError, error_line
+from minipar.lone_steps import steps_so_far
+from minipar.robust_start import interrupt
+from minipar.robust_start.exits import refuse_exit_0
+from minipar.robust_start.launchers import check_mpi_library, prints_error, started_ranks
+from minipar.robust_start.start import start_mpi
 
-# Launchers, and the variables in which each process finds the number of processes and its own number.
-LAUNCHERS = (
-    ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
-    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
-    ("mpirun", "PMIX_SIZE", "PMIX_RANK"),
-    ("torchrun", "WORLD_SIZE", "RANK"),
-    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-)
-PROXY_NUMBER = r"--proxy-id (\d+)"  # that of a host, in the command that starts or reaches its ranks
-SHARED = Path("/dev/shm")
-WATCH_SECONDS = 1.0  # between two looks at the other ranks, while MPI starts
-BYTES_OF_HOST, BYTES_OF_RANK = 12_000_000, 5_000_000  # of shared memory, measured with MPICH 5
 MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
 
@@ -46,25 +31,34 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
 
     Errors end every rank. UsageError, and MemoryError: one rank prints one line, after a few seconds if not every rank
     raises it, and all exit with code 2. Ctrl-C: one line, code 130. Any other exception: `rank r:` with the traceback,
-    code 1. Threads raise their first exception here.
+    once if several ranks have the same, code 1. Threads raise the first such exception here; one that calls
+    `sys.exit(0)` has returned, as a process has.
+
+    Rank 0 prints a note if it has trained a model of its own and sent no message: a wrapper was forgotten.
     """
+    before = steps_so_far()
     try:
         if threads is None:
+            interrupt.install()
             comm = world()
-        elif (started := _started_ranks())[0] > 1:
-            but = f"{started[1]} started {started[0]}; leave out threads, or start without {started[1]}"
-            raise UsageError(f"launch(threads={threads}) runs its ranks in one process, but {but}")
+        else:
+            ranks, launcher, _ = started_ranks()
+            if ranks > 1:
+                but = f"{launcher} started {ranks}; leave out threads, or start without {launcher}"
+                raise UsageError(f"launch(threads={threads}) runs its ranks in one process, but {but}")
     except UsageError as error:
-        if _prints_error():
+        if prints_error():
             _print_error(error)
         else:
             time.sleep(MEET_SECONDS)  # Open MPI ends all ranks with the first one: rank 0's line must come before
         sys.exit(2)
+    finally:
+        interrupt.restore()
     if threads is not None:
-        return run_local(threads, main)
+        return _launch_threads(partial(_run, main, before), threads)
     code: str | int | None
     try:
-        return main(comm)
+        return _run(main, before, comm)
     except KeyboardInterrupt:
         # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
         if comm.rank == 0:
@@ -86,6 +80,26 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
     sys.exit(code)  # also where another rank's abort came first: this one's then returns
 
 
+def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -> Any:
+    """Run a rank, and note a forgotten wrapper. The process had taken `before` steps without a strategy."""
+    result = main(comm)
+    trained_alone = steps_so_far() > before and comm.traffic.messages() == 0
+    if trained_alone and comm.rank == 0 and comm.size > 1:
+        why = f"each of the {comm.size} ranks trained a model of its own, and no gradients were summed"
+        remedy = "train with ddp = mp.DistributedDataParallel(model, world), ddp.loss(x, y) and ddp.parameters()"
+        print(f"minipar: note: {why}; {remedy}", file=sys.stderr)
+    return result
+
+
+def _launch_threads(main: Callable[[Communicator], Any], threads: int) -> list[Any]:
+    """Run the ranks as threads. The first rank's usage error is one line and exit code 2, as under mpirun."""
+    try:
+        return run_local(threads, main, launcher=f"mp.launch(main, threads={threads})")
+    except (UsageError, MemoryError) as error:
+        _print_error(error)
+        sys.exit(2)
+
+
 def main(fn: Callable[[Communicator], object]) -> NoReturn:
     """Run a program with `launch`, then exit with code 0, or with the int that fn returns."""
     result = launch(fn)
@@ -99,10 +113,10 @@ def world() -> Communicator:
     if a launcher started several ranks but MPI is not installed, has one rank, or is another MPI than mpirun's.
     """
     prepare_process()
-    count, launcher, variable = _started_ranks()
-    _check_mpi_library()
+    count, launcher, variable = started_ranks()
+    check_mpi_library()
     try:
-        _start_mpi()
+        start_mpi(wait_timeout())
         from minipar.comm.mpi import MPI, MPITransport, Notices
     except (ImportError, RuntimeError) as error:
         if count == 1:
@@ -118,164 +132,27 @@ def world() -> Communicator:
     notices = Notices()
     comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), notices))
     if comm.size > 1:
-        sys.excepthook = _abort_with_traceback
+        sys.excepthook = partial(_abort_with_traceback, comm)
+        refuse_exit_0(comm.rank)
         atexit.register(notices.leave)
     atexit.register(comm.engine.close)
     return comm
 
 
-def _start_mpi() -> None:
-    """Initialize MPI, if the program has not. UsageError if this host has too little shared memory for its ranks.
-
-    If another rank has ended, MPI_Init waits for ever. So it runs without Python's lock, and a thread looks at the
-    ranks meanwhile and ends this process.
-    """
-    if "mpi4py.MPI" in sys.modules:
-        return
-    # MPICH's mpirun sets these: the number of ranks, and of those on this host.
-    ranks, here = (int(os.environ.get(name, "1")) for name in ("PMI_SIZE", "MPI_LOCALNRANKS"))
-    if here > 1 and SHARED.is_dir():
-        system, needed = os.statvfs(SHARED), BYTES_OF_HOST + here * BYTES_OF_RANK
-        if (free := system.f_bavail * system.f_frsize) < needed:
-            but = f"MPI needs about {needed:,} for {here} ranks on a host; enlarge it (docker run --shm-size=1g)"
-            raise UsageError(f"{SHARED} has {free:,} bytes left, but {but}")
-    import mpi4py
-
-    mpi4py.rc.initialize = False
-    from mpi4py import MPI
-
-    started = threading.Event()
-    threading.Thread(target=_watch, args=(_host_of_each_rank(ranks, here), started), daemon=True).start()
-    ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
-    started.set()
-    atexit.register(MPI.Finalize)
-    for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
-    MPI.COMM_WORLD.Barrier()
-    if SHARED.is_dir():  # every rank has mapped the memory: without a name, it is not left behind when a rank dies
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if f"{SHARED}/mpich_shm" in line and not line.endswith("(deleted)"):
-                Path(line.split()[-1]).unlink(missing_ok=True)
-
-
-def _host_of_each_rank(ranks: int, here: int) -> list[int]:
-    """Return the number of each rank's host. [] if there are several and this is not MPICH's mpirun.
-
-    mpirun answers over the connection that MPI uses later, with blocks of (first host, hosts, ranks on each), or a host
-    alone for one rank: `(vector,[(0,2,1)]x2,0)` deals 5 ranks to 2 hosts.
-    """
-    if ranks == here:
-        return [0] * ranks
-    if (proxy := _proxy()) is None or not (own := re.search(PROXY_NUMBER, " ".join(proxy.cmdline()))):
-        return []
-    with open(int(os.environ["PMI_FD"]), "r+b", buffering=0, closefd=False) as mpirun:
-        mpirun.write(b"cmd=get kvsname=any key=PMI_process_mapping\n")
-        answer = mpirun.read(1 << 16).decode().partition("(vector")[2]
-    answer = re.sub(r"\[(.*?)\]x(\d+)", lambda repeated: f"{repeated[1]}," * int(repeated[2]), answer)
-    hosts = []
-    for first, count, each, alone in re.findall(r"\((\d+),(\d+),(\d+)\)|(\d+)", answer):
-        block = range(int(first), int(first) + int(count)) if first else [int(alone)]
-        hosts += [host for host in block for _ in range(int(each or 1))]
-    return hosts[:ranks] if hosts[:ranks].count(int(own[1])) == here else []
-
-
-def _watch(hosts: list[int], started: threading.Event) -> None:
-    """End this process, and so the job, if a rank ended before MPI started. The lowest one of this host says so."""
-    me, begin = int(os.environ.get("PMI_RANK", "0")), time.monotonic()
-    timeout = max(wait_timeout(), 20.0)  # MPI takes seconds to start where many ranks share few cores
-    while not started.wait(WATCH_SECONDS):
-        alive = _ranks_alive(hosts)
-        if alive and (ended := ", ".join(str(rank) for rank in range(len(hosts)) if rank not in alive)):
-            first = me == min(rank for rank in alive if hosts[rank] == hosts[me])
-            reason = f"rank {ended} has ended before MPI started"
-            if started.wait(WATCH_SECONDS if first else 8 * WATCH_SECONDS):
-                return
-        elif time.monotonic() - begin > timeout:
-            reason = f"MPI has not started within {timeout:g} s (MINIPAR_TIMEOUT): a rank has ended, or comes too late"
-        else:
-            continue
-        print(f"minipar: {reason}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def _ranks_alive(hosts: list[int]) -> set[int]:
-    """Return the ranks among the processes that mpirun has started here, and the ranks of the other hosts.
-
-    On mpirun's own host each other host has a process (ssh), which ends when all ranks there have ended. Empty if the
-    ranks here cannot be seen.
-    """
-    if (proxy := _proxy()) is None:
-        return set()
-    mpirun = proxy.parent()
-    visible = mpirun is not None and mpirun.name().startswith("mpi")
-    ranks, reached = set(), set() if visible else set(hosts)
-    for child in proxy.children() + (mpirun.children() if visible else []):
-        with suppress(psutil.Error):  # it has ended
-            reached |= set(map(int, re.findall(PROXY_NUMBER, " ".join(child.cmdline()))))
-            ranks.add(int(child.environ().get("PMI_RANK", -1)))
-    ranks &= set(range(len(hosts)))
-    reached -= {hosts[rank] for rank in ranks}
-    return ranks and ranks | {rank for rank, host in enumerate(hosts) if host in reached}
-
-
-def _proxy() -> psutil.Process | None:
-    """Return the process with which MPICH's mpirun starts the ranks of this host."""
-    return next((process for process in psutil.Process().parents() if process.name().startswith("hydra_pmi")), None)
-
-
-def _started_ranks() -> tuple[int, str, str]:
-    """Return the number of ranks that a launcher started, the launcher and the variable; (1, "mpirun", "") for none."""
-    rows = [row for row in LAUNCHERS if os.environ.get(row[1])]
-    rows = [row for row in rows if row[0] == "mpirun"] or rows  # a job of one rank inside an allocation of many is one
-    for _, variable, _ in rows:
-        if not (value := os.environ[variable]).isdecimal():
-            raise UsageError(f"{variable}={value}: expected a number of ranks; unset it to run one process")
-    counts = [(int(os.environ[variable]), launcher, variable) for launcher, variable, _ in rows]
-    return max(counts, default=(1, "mpirun", ""))
-
-
-def _check_mpi_library() -> None:
-    """Raise UsageError if mpirun and mpi4py's library differ. MPI itself would abort, and name no cause or remedy."""
-    descriptor = os.environ.get("PMI_FD")
-    try:
-        if descriptor is not None:
-            os.fstat(int(descriptor))
-    except (ValueError, OSError):
-        why = "mpirun's variables are set, but mpirun has not started this process"
-        raise UsageError(f"PMI_FD={descriptor}: {why}; unset PMI_FD, PMI_RANK and PMI_SIZE") from None
-    hydra, open_mpi = "PMI_SIZE" in os.environ, "OMPI_COMM_WORLD_SIZE" in os.environ
-    try:
-        # mpi4py's wheels choose between libraries and register them here. A build for one library has no choice.
-        _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")
-        library = _mpiabi._get_mpiabi() if "mpi4py.MPI" in _mpiabi._registry else None
-    except (ImportError, AttributeError, RuntimeError, OSError):
-        return  # which library `from mpi4py import MPI` loads is not known
-    variable = "set the environment variable MPI4PY_MPIABI"
-    if library == "mpich" and open_mpi and not hydra:
-        remedy = f"{variable}=openmpi, or install Open MPI in an environment of its own"
-        raise UsageError(f"mpirun is Open MPI's, but mpi4py loads MPICH: {remedy}")
-    if library == "openmpi" and hydra and not open_mpi and "SLURM_STEP_ID" not in os.environ:
-        remedy = f"{variable}=mpich, or start with Open MPI's mpirun"
-        raise UsageError(f"mpirun is MPICH's, but mpi4py loads Open MPI: {remedy}")
-
-
-def _prints_error() -> bool:
-    """Return False on the ranks that leave the error to rank 0, before MPI has started."""
-    for _, variable, rank in LAUNCHERS:
-        size, number = os.environ.get(variable, ""), os.environ.get(rank, "")
-        if size.isdecimal() and number.isdecimal():
-            return not 0 < int(number) < int(size)
-    return True
-
-
-def _abort_with_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _abort_with_traceback(
+    comm: Communicator, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
     from minipar.comm.mpi import MPI, abort
 
     if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
         return sys.__excepthook__(kind, error, trace)
     text = "".join(traceback.format_exception(kind, error, trace))
-    sys.stderr.write(f"rank {MPI.COMM_WORLD.Get_rank()}:\n{text}")
+    comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
+    try:
+        comm.transport.notices.print_once(text)
+    except MPI.Exception:  # no message leaves any more
+        sys.stderr.write(f"rank {comm.rank}:\n{text}")
     abort(1)
 
 
@@ -286,6 +163,7 @@ def _print_error(error: UsageError | MemoryError) -> None:
 
 def _everyone_fails(comm: Communicator) -> bool:
     """Tell the other ranks that this one ends with an error. Return False if some do not say so in time."""
+    comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
     if comm.size == 1:
         return True
     from minipar.comm.mpi import FAILED

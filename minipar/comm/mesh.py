@@ -5,6 +5,7 @@ from itertools import product
 from math import prod
 
 from minipar.comm.communicator import Communicator
+from minipar.comm.guards import check_mesh
 from minipar.errors import UsageError
 
 
@@ -25,6 +26,7 @@ class DeviceMesh:
     def __init__(
         self, comm: Communicator, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1
     ) -> None:
+        check_mesh(comm, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep})
         self.world = comm
         self.shape = mesh_shape(comm.size, comm.transport.launcher, dp, tp, pp, cp)
         self.coordinates: dict[str, int] = {}

@@ -9,16 +9,20 @@ import os
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from minipar.comm.algorithms import Bounds, chunk_bounds
-from minipar.comm.transport import USER_TAGS, Link, Request, meaning
+from minipar.comm.transport import USER_TAGS, Link, Request, has_returned, meaning
 from minipar.errors import CommunicationError, UsageError
+from minipar.robust_start import mpirun
+from minipar.robust_start.report import write_report
 
 BYTE = MPI.BYTE
 EMPTY = [np.empty(0, np.uint8), 0, BYTE]  # a message of which the tag says all
@@ -30,11 +34,11 @@ YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
-LEFT, FAILED, REPORTED = range(3)  # tags of notices: I leave; I leave with an error; I wrote my report, write yours
+# Tags of notices: I leave; I leave with a usage error; I wrote my report, write yours; I have this exception.
+LEFT, FAILED, REPORTED, RAISED = range(4)
 LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messages must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to write their reports
-
-OUTPUT_SECONDS = 0.3  # from the last line printed to the end of the job
+RAISED_SECONDS = 1.0  # for other ranks to have the same exception, which one of them prints
 
 REDUCTIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.maximum: MPI.MAX}
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
@@ -96,7 +100,8 @@ class Notices:
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        self.arrived: dict[int, dict[int, int]] = {LEFT: {}, FAILED: {}, REPORTED: {}}  # tag -> {rank: value}
+        tags = (LEFT, FAILED, REPORTED, RAISED)
+        self.arrived: dict[int, dict[int, int]] = {tag: {} for tag in tags}  # tag -> {rank: value}
         self._sent: list[Any] = []  # buffers must stay until their messages have left
 
     def send(self, tag: int, value: int = 0, seconds: float = 0.0) -> bool:
@@ -106,11 +111,15 @@ class Notices:
         for rank in range(self.size):
             if rank != self.rank:
                 self._sent.append((buffer, self.comm.Isend([buffer, 8, BYTE], rank, tag)))
-        deadline = time.monotonic() + seconds
-        while len(self.arrived[tag]) < self.size and time.monotonic() < deadline:
+        return self.wait(tag, range(self.size), time.monotonic() + seconds)
+
+    def wait(self, tag: int, ranks: Sequence[int], deadline: float) -> bool:
+        """Wait for these ranks' notices of one kind. Return False if some have not come in time."""
+        arrived = self.arrived[tag]
+        while any(rank not in arrived for rank in ranks) and time.monotonic() < deadline:
             time.sleep(LONGEST_SLEEP)
             self.receive()
-        return len(self.arrived[tag]) == self.size
+        return all(rank in arrived for rank in ranks)
 
     def receive(self) -> None:
         """Record the notices that have arrived."""
@@ -123,15 +132,37 @@ class Notices:
         """Tell the others that this rank leaves, and wait until all do: MPI must not end with messages on their way."""
         self.send(LEFT, seconds=math.inf)
 
+    def print_once(self, text: str) -> None:
+        """Print the text of this rank's exception, unless a lower rank has the same one and prints it.
+
+        A text is printed at the latest RAISED_SECONDS after its exception, and the caller's abort comes that late too:
+        so it ends no rank that had another exception before.
+        """
+        digest, deadline = zlib.crc32(text.encode()), time.monotonic() + RAISED_SECONDS
+        raised = self.arrived[RAISED]
+        self.send(RAISED, digest)
+        lower = range(self.rank)
+        self.wait(RAISED, lower, deadline)
+        if digest in [raised.get(rank) for rank in lower]:
+            time.sleep(2 * RAISED_SECONDS)  # the abort of the rank that prints ends this one, unless it died first
+        sys.stderr.write(f"rank {self.rank}:\n{text}")
+        sys.stderr.flush()
+        self.wait(RAISED, range(self.size), deadline)
+        if same := [str(rank) for rank in range(self.rank + 1, self.size) if raised.get(rank) == digest]:
+            sys.stderr.write(f"minipar: the same on rank {', '.join(same)}\n")
+
     def write(self, request: Request, engine: Any, seconds: float = 0.0) -> str:
         """Write this rank's report, and tell the others, who then write theirs. Return the files' common name."""
-        name = os.path.join(tempfile.gettempdir(), f"minipar-{os.getuid()}-rank-")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # another user's link there is not followed
-        with open(os.open(f"{name}{self.rank}.txt", flags, 0o600), "w", encoding="utf-8") as file:
-            operations = "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent))
-            print(f"{request.describe()}\nlast operations, the newest first:\n{operations}", file=file)
+        folder = Path(tempfile.gettempdir(), f"minipar-{os.getuid()}")
+        operations = "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent))
+        text = f"{request.describe()}\nlast operations, the newest first:\n{operations}\n"
+        try:
+            write_report(folder / f"rank-{self.rank}.txt", text)
+        except OSError as error:
+            problem = f"its report cannot be written to {error.filename}: {error.strerror}"
+            print(f"minipar: rank {self.rank}: {problem}\n{text}", end="", file=sys.stderr, flush=True)
         self.send(REPORTED, engine.operations, seconds)
-        return name
+        return f"{folder}/rank-*.txt"
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:
         """Write a report if another rank has. CommunicationError if the rank that has to act for `request` has left."""
@@ -139,7 +170,7 @@ class Notices:
         if self.arrived[REPORTED] and self.rank not in self.arrived[REPORTED]:
             self.write(request, engine)
         if seconds > LEFT_SECONDS and request.peer in self.arrived[LEFT]:
-            raise CommunicationError(f"{request.describe()}: rank {request.peer} has returned")
+            raise CommunicationError(f"{request.describe()}: {has_returned(request.peer)}")
 
     def report(self, request: Request, engine: Any) -> str:
         """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
@@ -148,7 +179,7 @@ class Notices:
             behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
         else:
             behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
-        return f"; {behind}; what each rank waits for, and its last operations, are in {files}*.txt"
+        return f"; {behind}; what each rank waits for, and its last operations, are in {files}"
 
 
 class MPITransport:
@@ -225,8 +256,12 @@ class MPITransport:
 
 
 def abort(code: int) -> None:
-    """End every rank of the job, a moment after the last output: mpirun drops the output that is still in its pipes."""
+    """End every rank of the job. mpirun exits with `code`, or with 1 if the code's lowest 8 bits are 0."""
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(OUTPUT_SECONDS)
+    code %= 256
+    if code == 0:
+        code = 1
+    mpirun.end_job(code)  # without the lines that MPI_Abort prints on each rank
+    time.sleep(mpirun.OUTPUT_SECONDS)
     MPI.COMM_WORLD.Abort(code)

@@ -6,6 +6,7 @@ every rank waits and no message is under way, and report it as an error.
 """
 
 import contextvars
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS, Link, Request
+from minipar.comm.transport import USER_TAGS, Link, Request, has_returned
 from minipar.errors import CommunicationError, UsageError
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -46,7 +47,8 @@ class _Message(Request):
 class ThreadWorld:
     """The state that the threads share: unmatched messages, what each rank waits for, and the first failure."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, launcher: str = "run_local") -> None:
+        self.launcher = launcher  # what the user called to start the ranks
         self.lock = threading.Lock()
         self.unmatched: dict[tuple[str, int, int, int], deque[_Message]] = {}
         self.wake = [threading.Condition(self.lock) for _ in range(size)]
@@ -103,18 +105,17 @@ class ThreadWorld:
     def _deadlock(self) -> str:
         lines = ["every rank waits and no message is on its way:"]
         for rank, request in sorted(self.idle.items()):
-            lines.append(f"rank {rank} has returned" if request is None else request.describe())
+            lines.append(has_returned(rank) if request is None else request.describe())
         return "\n  ".join(lines)
 
 
 class ThreadTransport:
     """The ranks of one group of threads. (Its methods' docstrings are in transport.Transport.)"""
 
-    launcher = "run_local"
     notices = None  # the threads know at once that every rank waits
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
-        self.world, self.rank, self.name = world, rank, name
+        self.world, self.rank, self.name, self.launcher = world, rank, name, world.launcher
         self.ranks, self.size = list(ranks), len(ranks)  # `ranks` are their threads' numbers
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
@@ -146,6 +147,7 @@ def run_local(
     *args: Any,
     clock: str | Callable[[], Clock] | None = None,
     network: Network | None = None,
+    launcher: str = "run_local",
     **kwargs: Any,
 ) -> list[Any]:
     """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator. Return the ranks' values.
@@ -153,18 +155,24 @@ def run_local(
     `clock` is "wall" (default), "cpu", "model", or a function that makes a rank's clock. `network` prices messages on
     logical clocks. The first exception in time is raised here, with a note that names its rank, and the other ranks are
     released at once. If every rank waits and no message can come, CommunicationError lists what each one waits for.
-    Meanwhile BLAS has one thread in this process, as on every rank.
+    A rank that calls `sys.exit()` has returned; SystemExit is raised here if every rank does so, or one with an error.
+    Meanwhile BLAS has one thread in this process, as on every rank. `launcher` is this call's name in errors.
+    UsageError for fewer than 1 rank.
     """
     if ranks < 1:
-        raise UsageError(f"run_local needs at least 1 rank, not {ranks}")
-    world = ThreadWorld(ranks)
+        raise UsageError(f"{launcher} needs at least 1 rank, not {ranks}")
+    world = ThreadWorld(ranks, launcher)
     results: list[Any] = [None] * ranks
+    exits: dict[int, SystemExit] = {}  # of the ranks that have called sys.exit()
 
     def run(rank: int) -> None:
         try:
             transport = ThreadTransport(world, range(ranks), rank)
             comm = Communicator(transport, clock=clock() if callable(clock) else clock, network=network)
-            results[rank] = fn(comm, *args, **kwargs)
+            try:
+                results[rank] = fn(comm, *args, **kwargs)
+            except SystemExit as leaving:
+                exits[rank] = leaving
             comm.engine.close()
             with world.lock:
                 world.idle[rank] = None  # if all others wait, the next of them to look reports the deadlock
@@ -190,8 +198,27 @@ def run_local(
         if world.failure is not None:
             for thread in threads:
                 thread.join(RELEASE_SECONDS)
-            raise world.failure
+    _raise_exit(exits, ranks, world.failure)
+    if world.failure is not None:
+        raise world.failure
     return results
+
+
+def _raise_exit(exits: dict[int, SystemExit], ranks: int, failure: BaseException | None) -> None:
+    """Raise SystemExit if every rank has called sys.exit(), or one of them with an error, as under mpirun.
+
+    A rank that ends so alone is named, unless there is another cause than that others waited for it.
+    """
+    errors = [rank for rank in sorted(exits) if exits[rank].code not in (0, None)]
+    if failure is not None and not (errors and isinstance(failure, CommunicationError)):
+        return
+    if errors:
+        code = exits[errors[0]].code
+        if len(exits) < ranks:
+            print(f"minipar: rank {errors[0]} exits with {code!r}, and not every rank does", file=sys.stderr)
+        raise SystemExit(code)
+    if len(exits) == ranks:
+        raise SystemExit(0)
 
 
 def serial() -> Communicator:

@@ -8,6 +8,7 @@ message's sender and receiver, and records the message's bytes at its start.
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from minipar.comm.clock import WallClock
 from minipar.comm.transport import Request
 from minipar.comm.work import Stream, Work
+from minipar.memory import unrecorded
 
 
 class TimedWork(Work):
@@ -142,6 +144,19 @@ def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
         comm.clock.align()
     comm.tracer.events.clear()
     comm.tracer.enabled = True
+
+
+@contextmanager
+def unseen(comm: Any) -> Iterator[None]:
+    """Keep what the block sends, computes and holds out of the trace, the clock, the traffic and the memory ledger."""
+    traced, counts, now = comm.tracer.enabled, comm.traffic.counts, comm.clock.now()
+    comm.tracer.enabled, comm.traffic.counts = False, {}
+    try:
+        with unrecorded():
+            yield
+    finally:
+        comm.tracer.enabled, comm.traffic.counts = traced, counts
+        comm.clock.resume(now)
 
 
 def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:

@@ -40,6 +40,11 @@ def meaning(tag: int) -> str:
     return f"{op} {reduction}of {dtype} ({ALGORITHM_CODES[tag >> 3 & 7]}, operation {tag >> 19 & 127})"
 
 
+def has_returned(rank: int) -> str:
+    """Say that a rank's program is over while another one waits for it."""
+    return f"rank {rank} has returned: did it have fewer batches?"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One rank's half of a message, which completes. (Of MPI's own collective it is the message that checks the call.)
@@ -99,7 +104,7 @@ class Transport(Protocol):
     size: int
     ranks: list[int]  # the world rank of each member
     name: str  # the same on every member, and no other group's
-    launcher: str  # what started the ranks, for error messages: "mpirun" or "run_local"
+    launcher: str  # what started the ranks, for error messages: "mpirun", or the call that made threads
     notices: Any  # what ranks tell one another outside of operations (mpi.Notices); None between threads
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:

@@ -88,12 +88,13 @@ class Engine:
 
 
 def wait_timeout() -> float:
-    """Return the seconds after which a wait is an error. UsageError if MINIPAR_TIMEOUT is none."""
+    """Return the seconds after which a wait is an error. UsageError if MINIPAR_TIMEOUT is none, or infinite."""
     text = os.environ.get("MINIPAR_TIMEOUT", "1800")
     with suppress(ValueError):
-        if (seconds := float(text)) > 0:
+        seconds = float(text)
+        if 0 < seconds < math.inf:
             return seconds
-    raise UsageError(f"MINIPAR_TIMEOUT={text}: expected a positive number of seconds")
+    raise UsageError(f"MINIPAR_TIMEOUT={text}: expected a positive, finite number of seconds")
 
 
 class Stream:

@@ -14,7 +14,7 @@ from minipar.autograd import Tensor, gelu
 from minipar.backend import Array
 from minipar.nn.layers import Dropout, LayerNorm, Linear
 from minipar.nn.module import Module
-from minipar.nn.transformer import LanguageModel, TransformerConfig
+from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GPTConfig(TransformerConfig):
         return GPT(self, **options)
 
 
-class Attention(Module):
+class Attention(SelfAttention):
     """Multi-head causal self-attention: (B, T, h) -> (B, T, h)."""
 
     def __init__(self, model: "GPT", name: str) -> None:
@@ -98,6 +98,8 @@ class GPT(LanguageModel):
     N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). The residual stream adds 2 n_layer outputs:
     their projections start smaller by the square root of that. ValueError for a sequence longer than `n_positions`.
     """
+
+    config_type = GPTConfig
 
     def __init__(self, config: GPTConfig, *args: Any, dropout: float = 0.0, **options: Any) -> None:
         super().__init__(config, *args, **options)

@@ -3,22 +3,21 @@
 Random values come from counter-based generators that are keyed by a name and never by a rank. A layer of the same name
 and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
 whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
-batch. Whoever computes a sample, or a part of it, draws its part of that one mask, and nothing but that part.
+batch. Whoever computes a sample, or a part of it, draws that one mask and takes its part of it.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from math import ceil
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, dropout, embedding, layer_norm, linear, randomness, rms_norm
+from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
+from minipar.nn.guards import check_columns, check_probability
 from minipar.nn.module import Module, Parameter, placeholder
 
 
@@ -38,7 +37,9 @@ def drawn(
 ) -> Parameter:
     """Make a parameter of values from N(0, std^2), drawn by name; with `deferred`, later."""
     draw = partial(normal, seed, name, shape, std)
-    return Parameter(placeholder(shape, dtype), lambda: from_host(draw().astype(dtype)), deferred)
+    parameter = Parameter(placeholder(shape, dtype), lambda: from_host(draw().astype(dtype)), deferred)
+    parameter.drawn_by = seed, name
+    return parameter
 
 
 def constant(value: float, size: int, dtype: Any = "float32", deferred: bool = False) -> Parameter:
@@ -46,7 +47,7 @@ def constant(value: float, size: int, dtype: Any = "float32", deferred: bool = F
     return Parameter(placeholder((size,), dtype), lambda: xp.full(size, value, dtype=dtype), deferred)
 
 
-def _tensor(x: Any, dtype: Any) -> Tensor:
+def as_tensor(x: Any, dtype: Any) -> Tensor:
     """Return x if it is a Tensor, else a Tensor of the array x in this dtype."""
     return x if isinstance(x, Tensor) else Tensor(xp.asarray(x, dtype=dtype))
 
@@ -66,17 +67,29 @@ class Linear(Module):
         self.bias = constant(0, n_out, self.weight.dtype, options.get("deferred", False)) if bias else None
 
     def forward(self, x: Tensor | Array) -> Tensor:
-        return linear(_tensor(x, self.weight.dtype), self.weight, self.bias, self.transposed)
+        x = as_tensor(x, self.weight.dtype)
+        check_columns("Linear", self.weight.shape[1 if self.transposed else 0], x.shape)
+        return linear(x, self.weight, self.bias, self.transposed)
 
 
 class Embedding(Module):
-    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim). `options` are those of `drawn`."""
+    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim). `options` are those of `drawn`.
+
+    UsageError for an index that is not in 0..count-1.
+    """
 
     def __init__(self, count: int, dim: int, *, name: str, **options: Any) -> None:
+        self.name, self.count = name, count
         self.weight = drawn(f"{name}.weight", (count, dim), **options)
 
     def forward(self, index: Array) -> Tensor:
-        return embedding(self.weight, index)
+        return embedding(self.weight, self.checked(index))
+
+    def checked(self, index: Any) -> Array:
+        """Return the index as an array, every element of which is in 0..count-1."""
+        index = index if isinstance(index, xp.ndarray) else xp.asarray(index)
+        check_ids(index, self.count, "token", where=f" of {self.name}")
+        return index
 
 
 class LayerNorm(Module):
@@ -87,7 +100,7 @@ class LayerNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
-        return layer_norm(_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
+        return layer_norm(as_tensor(x, self.weight.dtype), self.weight, self.bias, self.eps)
 
 
 class RMSNorm(Module):
@@ -98,7 +111,7 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:
-        return rms_norm(_tensor(x, self.weight.dtype), self.weight, self.eps)
+        return rms_norm(as_tensor(x, self.weight.dtype), self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -117,50 +130,29 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class MaskSlice:
-    """A rank's part of a dropout mask: `part` of the indices along `dim`, which has `count` times as many."""
+    """Which part of a dropout mask a rank applies.
+
+    The whole mask is `count` times as long along `dim` of (B, ...), and `part(indices)` selects this rank's indices.
+    """
 
     dim: int
     count: int
     part: Callable[[np.ndarray], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Mask:
-    """A dropout mask (B, ...), True where an element stays. Indexing draws a block: Philox can start at any value."""
-
-    streams: Sequence[Callable[[], np.random.Generator]]  # the values of each sample's whole mask, row by row
-    p: float
-    sizes: Sequence[int]  # of a sample's whole mask
-    own: Sequence[np.ndarray]  # along each dim of (B, ...), the indices of this rank's part, ascending
-
-    def take(self, indices: np.ndarray, axis: int) -> "Mask":
-        """Return the mask of these elements along a dim, as an array's `take` does."""
-        return replace(self, own=[own[indices] if dim == axis else own for dim, own in enumerate(self.own)])
-
-    def __getitem__(self, index: Any) -> Array:
-        """Draw the elements at these slices, one for each dim, or all for `...`."""
-        samples, *rows, columns = self.own if index is ... else (i[at] for i, at in zip(self.own, index, strict=True))
-        lines = np.ravel(np.ravel_multi_index(np.ix_(*rows), self.sizes[:-1]))  # which rows of the stream these are
-        keep = []
-        for sample, line in product(samples, np.split(lines, np.flatnonzero(np.diff(lines) != 1) + 1)):
-            start, count = int(line[0]) * self.sizes[-1], len(line) * self.sizes[-1]  # consecutive rows
-            stream = self.streams[sample]().bit_generator
-            stream.advance(start // 8)  # blocks of eight times 32 bits, of which `random` takes the upper 24 as float32
-            bits = stream.random_raw(-(-(start % 8 + count) // 8) * 4).astype("<u8", copy=False).view("<u4")
-            kept = bits[start % 8 :][:count].reshape(len(line), -1) >= ceil(np.float32(self.p) * 2.0**24) << 8
-            keep.append(kept if len(columns) == self.sizes[-1] else kept[:, columns])
-        return from_host(np.concatenate(keep).reshape(len(samples), *map(len, rows), len(columns)))
-
-
 class Dropout(Module):
     """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p). (B, ...) -> (B, ...)."""
 
     def __init__(self, name: str, p: float) -> None:
+        check_probability(p)
         self.name, self.p = name, p  # the masks are drawn by name
         self.mask_slices: list[MaskSlice] = []  # where the layer applies a part of each mask; the outer cut first
 
-    def mask(self, shape: tuple[int, ...]) -> Mask | None:
-        """Return the mask for an array of this shape, which is drawn where it is indexed. None while dropout is off."""
+    def mask(self, shape: tuple[int, ...]) -> Array | None:
+        """Return this rank's mask for an array of this shape, True where an element stays. None while dropout is off.
+
+        Each sample's whole mask is drawn, and this rank's part of it is kept.
+        """
         keys: DropoutKeys | None = randomness.get()
         if self.p == 0 or keys is None:
             return None
@@ -169,12 +161,14 @@ class Dropout(Module):
         whole = list(shape)
         for cut in self.mask_slices:
             whole[cut.dim] *= cut.count
-        own = [np.arange(size) for size in whole]  # the indices of this rank's part, along each dim
+        mask = np.empty(whole, dtype=bool)
+        for row, sample in zip(mask, keys.samples, strict=True):
+            stream = generator(keys.seed, f"dropout {self.name} {keys.step} {sample}")
+            row[...] = stream.random(whole[1:], dtype=np.float32) >= self.p
         for cut in self.mask_slices:
-            own[cut.dim] = cut.part(own[cut.dim])
-        names = [f"dropout {self.name} {keys.step} {sample}" for sample in keys.samples]
-        return Mask([partial(generator, keys.seed, name) for name in names], self.p, whole[1:], own)
+            mask = mask.take(cut.part(np.arange(mask.shape[cut.dim])), axis=cut.dim)
+        return from_host(mask)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.mask(x.shape)
-        return x if mask is None else dropout(x, mask[...], self.p)
+        return x if mask is None else dropout(x, mask, self.p)

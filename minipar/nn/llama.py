@@ -5,6 +5,7 @@ biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n hea
 f the MLP's inner size, V vocabulary. Matrices are (out, in). transformer.py says what strategies change.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from minipar.autograd import Tensor, rotary, swiglu
 from minipar.backend import Array
 from minipar.nn.layers import RMSNorm
 from minipar.nn.module import Module
-from minipar.nn.transformer import LanguageModel, TransformerConfig
+from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig, identity
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class LlamaConfig(TransformerConfig):
         return Llama(self, **options)
 
 
-class Attention(Module):
+class Attention(SelfAttention):
     """Causal self-attention with grouped heads and rotary positions: (B, T, h) -> (B, T, h)."""
 
     def __init__(self, model: "Llama", name: str) -> None:
@@ -70,6 +71,7 @@ class Attention(Module):
         h, kv = config.n_embd, config.n_kv_head * config.head_size
         self.heads, self.kv_heads = config.n_head, config.n_kv_head
         self.attention, self.positions = model.attention, lambda length: model.positions(length)
+        self.enter: Callable[[Tensor], Tensor] = identity
         self.rotary = partial(rotary, size=config.head_size, theta=config.rope_theta)
         self.q_proj = model.make_linear(h, h, name=f"{name}.q_proj")
         self.k_proj = model.make_linear(h, kv, name=f"{name}.k_proj")
@@ -77,6 +79,7 @@ class Attention(Module):
         self.o_proj = model.make_linear(h, h, name=f"{name}.o_proj")
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)  # three layers read it
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, h), (B, T, n d), (B, T, n d)
         qkv = self.rotary(q, k, v, self.positions(q.shape[1]))  # (B, T, (a + 2n) d)
         return self.o_proj(self.attention(qkv, self.heads, self.kv_heads))  # (B, T, h)
@@ -87,11 +90,13 @@ class MLP(Module):
 
     def __init__(self, model: "Llama", name: str) -> None:
         h, f = model.config.n_embd, model.config.n_inner
+        self.enter: Callable[[Tensor], Tensor] = identity
         self.gate_proj = model.make_linear(h, f, name=f"{name}.gate_proj")
         self.up_proj = model.make_linear(h, f, name=f"{name}.up_proj")
         self.down_proj = model.make_linear(f, h, name=f"{name}.down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)  # two layers read it
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # (B, T, f) inside
 
 
@@ -115,6 +120,7 @@ class Llama(LanguageModel):
     `options` are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging Face's code.
     """
 
+    config_type = LlamaConfig
     block: type[Block] = Block
 
     def __init__(self, config: LlamaConfig, *args: Any, **options: Any) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from minipar.autograd import IGNORE_INDEX, Tensor
+from minipar.autograd.backward import node_numbers
 from minipar.backend import Array, from_host, to_host, xp
+from minipar.nn.guards import array_of, check_state, listed, refuse_set
 
 
 def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -15,24 +17,38 @@ def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
     return xp.broadcast_to(xp.full((), np.nan, dtype=dtype), shape)
 
 
+class Updating(Protocol):
+    """What an Owner sees of an optimizer: its learning rate, and the number of steps it has taken."""
+
+    lr: float
+    steps: int
+
+
 class Owner:
     """A strategy that looks after parameters. Optimizers call it around each update; by default it does nothing."""
 
     sharded = False  # whether this rank holds only a shard of each parameter's gradient
     holds_values = True  # False if it holds only a shard of the values
-    replicas: Any = None  # the Communicator over which a wrapper sums these gradients, if not over its own
+    wrapper = ""  # the name of the data-parallel strategy that has wrapped the model, if it is one's
 
     def check(self, parameters: "Sequence[Parameter]") -> None:
         """Raise ValueError if an optimizer must not hold one of these parameters."""
 
-    def before_step(self) -> None:
-        """Complete the gradients, or raise RuntimeError if they are not ready for a step."""
+    def before_step(self, optimizer: Updating, parameters: "Sequence[Parameter]") -> None:
+        """Complete the gradients of an optimizer's parameters, or raise RuntimeError if they are not ready."""
 
     def after_step(self) -> None:
         """Make the updated values visible wherever they are used."""
 
     def forget_gradients(self) -> None:
         """Forget the gradients that the strategy itself keeps."""
+
+    def check_sum(self, group: Any) -> None:
+        """Raise ValueError if an optimizer must not sum these gradients over this group."""
+
+    def sum_gradients(self) -> "Sequence[Parameter]":
+        """Sum the gradients over the ranks, once in a step, and return what this rank's optimizer updates."""
+        raise TypeError(f"{type(self).__name__} does not define sum_gradients")
 
 
 class Parameter(Tensor):
@@ -44,15 +60,22 @@ class Parameter(Tensor):
     a pipeline the two gradients arise on different ranks; so on one device too they stay apart until the step.
     """
 
-    __slots__ = ("decays", "make", "owner", "placement", "ties")
+    __slots__ = (
+        "changed_at", "changed_values", "decays", "drawn_by", "make", "owners", "placement", "ties", "used_gradient"
+    )  # fmt: skip
 
     def __init__(self, data: Array, make: Callable[[], Array] | None = None, deferred: bool = True) -> None:
         super().__init__(data, requires_grad=True)
         self.make = make  # computes deferred values; None when the values are here
         self.decays = self.ndim >= 2  # whether weight decay applies
+        self.drawn_by: tuple[int, str] | None = None  # seed and name, if its initial values are random
         self.ties: list[Tensor] = []
         self.placement: Any = None  # a strategy's record of where the elements are
-        self.owner: Owner | None = None  # a strategy; None in a serial model
+        self.owners: list[Owner] = []  # strategies, in the order in which they came; none in a serial model
+        # What the last step did, so that a gradient that is used again, or a graph that is too old, is refused.
+        self.used_gradient: Array | None = None
+        self.changed_values: Array | None = None
+        self.changed_at = -1
         if not deferred:
             self.materialize()
 
@@ -82,20 +105,29 @@ class Parameter(Tensor):
     def fold_tied_gradients(self) -> None:
         """Add the ties' gradients to this one and clear them, so that a second call adds nothing."""
         for leaf in self.ties:
-            if leaf.grad is not None:
+            if leaf.grad is not None and self.requires_grad:
                 self.accumulate(leaf.grad)
-                leaf.grad = None
+            leaf.grad = None
+
+    def note_update(self) -> None:
+        """Note that an optimizer has used the gradient and changed the values."""
+        self.used_gradient, self.changed_values = self.grad, self.data
+        self.changed_at = next(node_numbers)
+
+    def describe(self) -> str:
+        """Say which elements of the model these are; "" in a serial model."""
+        return "" if self.placement is None else self.placement.describe()
 
     def zero_grad(self) -> None:
         """Set the gradient to None; the next backward overwrites its buffer."""
-        self.grad = None
+        self.grad = self.used_gradient = None
         for leaf in self.ties:
             leaf.grad = None
 
 
 def owners_of(parameters: Iterable[Parameter]) -> list[Owner]:
     """Return the distinct owners of the parameters, in the order of the parameters."""
-    return list({id(p.owner): p.owner for p in parameters if p.owner is not None}.values())
+    return list({id(owner): owner for p in parameters for owner in p.owners}.values())
 
 
 def zero_grad(parameters: Sequence[Parameter]) -> None:
@@ -107,7 +139,12 @@ def zero_grad(parameters: Sequence[Parameter]) -> None:
 
 
 class Module:
-    """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples, dicts of these."""
+    """A callable with parameters: its attributes that are Parameters or Modules, or lists, tuples, dicts of these.
+
+    Lists, tuples and dicts may be nested. A set has no order, and is refused.
+    """
+
+    split_over: tuple[tuple[str, tuple[int, ...]], ...] = ()  # the strategies that have split it, and their ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -126,6 +163,7 @@ class Module:
 
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets that count."""
+        y = array_of("targets", y)
         return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
@@ -143,15 +181,16 @@ class Module:
             if isinstance(item, Module):
                 yield from item.named_modules(f"{prefix}{name}.")
 
+    def set_submodule(self, name: str, module: "Module") -> None:
+        """Replace the module of this name, such as `h.0.attn.c_attn`. NB: torch.nn.Module has the same."""
+        holder, _, attribute = name.rpartition(".")
+        holders = dict(self.named_modules())
+        vars(holders[holder])[attribute] = module
+
     def _items(self) -> "Iterator[tuple[str, Parameter | Module]]":
         """Yield the parameters and modules among the attributes, and in lists, tuples and dicts among them."""
         for name, value in vars(self).items():
-            if isinstance(value, Parameter | Module):
-                yield name, value
-            elif isinstance(value, list | tuple | dict):
-                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                    if isinstance(item, Parameter | Module):
-                        yield f"{name}.{key}", item
+            yield from _items_of(name, value)
 
     def parameters(self) -> list[Parameter]:
         """Return every parameter once, in the order of `named_parameters`."""
@@ -173,22 +212,37 @@ class Module:
         return {name: np.array(to_host(p.data), order="C") for name, p in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copy `state` into the parameters. ValueError with every difference of names and shapes; then none changes."""
+        """Copy `state` into the parameters. ValueError, and no change, for other names or shapes (`check_shapes`)."""
         if not all(owner.holds_values for owner in owners_of(self.parameters())):
             raise ValueError("this rank holds shards of the parameters: load the state before wrapping the model")
+        check_state(state, len(self.parameters()))
         self.check_shapes({name: tuple(array.shape) for name, array in state.items()})
         for name, parameter in self.named_parameters():
             parameter.data[...] = from_host(np.ascontiguousarray(state[name], dtype=parameter.dtype))
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError with every difference between these names and shapes and those of the parameters."""
+        """Raise ValueError if these names or shapes are not the parameters'; it shows shapes and the first names."""
         own = {name: parameter.shape for name, parameter in self.named_parameters()}
-        problems = [f"missing {name}" for name in own if name not in shapes]
-        problems += [f"unexpected {name}" for name in shapes if name not in own]
         wrong = [name for name in own if name in shapes and shapes[name] != own[name]]
-        problems += [f"{name} has shape {shapes[name]}, expected {own[name]}" for name in wrong]
+        problems = [f"{name} has shape {shapes[name]}, expected {own[name]}" for name in wrong]
+        problems += listed("unexpected", [name for name in shapes if name not in own])
+        problems += listed("missing", [name for name in own if name not in shapes])
         if problems:
             raise ValueError("; ".join(problems))
+
+
+def _items_of(name: str, value: Any) -> Iterator[tuple[str, Parameter | Module]]:
+    """Yield what a value is or holds: a parameter, a module, or those in lists, tuples and dicts, also nested ones."""
+    if isinstance(value, Parameter | Module):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _items_of(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _items_of(f"{name}.{i}", item)
+    elif isinstance(value, set | frozenset) and any(isinstance(item, Parameter | Module) for item in value):
+        refuse_set(name)
 
 
 @dataclass

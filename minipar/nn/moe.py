@@ -6,6 +6,7 @@ N = B T tokens, M rows that this rank's experts multiply: N k, or what other ran
 assignment is a (token, slot): a token and one of its k experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -16,6 +17,7 @@ from minipar.autograd import Tensor, concatenate, embedding, operation, swiglu
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Block, Llama, LlamaConfig
 from minipar.nn.module import Module
+from minipar.nn.transformer import identity
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
             return g
         sums = layer.sum_loads(loads)
         f = sums / sums.sum(axis=1, keepdims=True)
-        each = layer.aux_loss * f.shape[1] * f.repeat(len(g) // len(f), axis=0)  # (N, E)
+        each = layer.aux_loss * f.shape[1] * f.repeat(len(g) // max(len(f), 1), axis=0)  # (N, E)
         return g + from_host(each.astype(g.dtype))
 
     return probabilities, gradient
@@ -101,8 +103,8 @@ class MoE(Module):
     is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664). With a
     `capacity_factor` an expert gets `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
 
-    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `leave`,
-    context parallelism `sum_loads`, with which samples get all their tokens' loads.
+    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `enter` and
+    `leave`, context parallelism `sum_loads`, with which samples get all their tokens' loads.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
@@ -110,12 +112,14 @@ class MoE(Module):
         self.top_k = model.config.num_experts_per_tok
         self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
-        self.leave: Any = lambda y: y
+        self.enter: Callable[[Tensor], Tensor] = identity
+        self.leave: Callable[[Tensor], Tensor] = identity
         self.load, self.dropped, self.bias, self.aux_loss = np.zeros(count, np.int64), 0, np.zeros(count), 0.0
         self.capacity_factor: float | None = None
         self.sum_loads: Any = lambda loads: loads
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)  # the router and the experts read it
         tokens = x.reshape(-1, x.shape[-1])  # (N, h)
         indices, weights = self.route(tokens, x.shape[0])
         return self.leave(self.compute(tokens, indices, weights).reshape(*x.shape))
@@ -130,8 +134,10 @@ class MoE(Module):
         probabilities = powers / powers.sum(-1, keepdims=True)
         scores = probabilities.data + from_host(self.bias)
         indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
-        by_sample = to_host(indices).reshape(samples, -1)
-        loads = np.stack([np.bincount(chosen, minlength=len(self.load)) for chosen in by_sample])  # (B, E)
+        loads = np.zeros((samples, len(self.load)), np.int64)  # (B, E)
+        by_sample = np.split(to_host(indices), samples) if samples else []
+        for load, experts in zip(loads, by_sample, strict=True):
+            load += np.bincount(experts.reshape(-1), minlength=len(load))
         probabilities = balanced(probabilities, self, loads)
         chosen = probabilities[xp.arange(len(indices))[:, None], indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
@@ -171,7 +177,7 @@ class MoE(Module):
         An expert without rows gets a gradient of zeros, so that its weights decay like all others.
         """
         stretches = zip(self.experts, np.cumsum(counts), counts, strict=True)
-        return concatenate(*(expert(xs[stop - count : stop]) for expert, stop, count in stretches))
+        return concatenate([expert(xs[stop - count : stop]) for expert, stop, count in stretches])
 
 
 def moe_layers(model: Module) -> list[Any]:
@@ -194,4 +200,5 @@ class MixtralBlock(Block):
 class Mixtral(Llama):
     """The language model: tokens (B, T) -> logits (B, T, V). `options` are Llama's."""
 
+    config_type = MixtralConfig
     block = MixtralBlock

@@ -4,12 +4,27 @@ An element's new value depends on that element's history alone, so any sharding 
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
-from minipar.backend import Array, is_host, xp
+import numpy as np
+
+from minipar.backend import Array, from_host, is_host, to_host, xp
+from minipar.lone_steps import count_step
 from minipar.memory import hold
 from minipar.nn.module import Parameter, owners_of, zero_grad
+from minipar.nn.optim_guards import (
+    check_gradients,
+    check_max_norm,
+    check_names,
+    check_parameters,
+    check_setting,
+    check_sizes,
+    check_state,
+    check_unused,
+    list_of,
+    refuse_groups,
+)
 
 BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they stay in a core's cache
 
@@ -17,27 +32,50 @@ BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they
 class Optimizer:
     """A list of parameters and the rule `update` for them. Weight decay applies to those of two or more dims."""
 
+    lr = 0.0  # the learning rate of a rule that has one
+
     def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self.parameters = list(parameters)
+        self.parameters = list_of(parameters)
+        check_parameters(self.parameters)
+        check_names(self.parameters)
         self.steps = 0  # taken so far
         for owner in owners_of(self.parameters):
             owner.check(self.parameters)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; `optimizer.lr = x` is how a schedule acts. UsageError for a value that cannot be meant."""
+        check_setting(name, value)
+        super().__setattr__(name, value)
+
+    @property
+    def param_groups(self) -> NoReturn:
+        """Raise AttributeError: an optimizer has one group."""
+        refuse_groups()
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
         """Change parameter i, which has this gradient."""
         raise TypeError(f"{type(self).__name__} does not define update")
 
     def step(self) -> None:
-        """Update the parameters. Their owners, each once, act before gradients are read and after the update."""
+        """Update the parameters. Their owners, each once, act before gradients are read and after the update.
+
+        RuntimeError if no parameter has a gradient, and if a step has used one of the gradients already.
+        """
         owners = owners_of(self.parameters)
         for owner in owners:
             owner.check(self.parameters)  # again: a strategy may have been applied since the optimizer was made
-            owner.before_step()
+            owner.before_step(self, self.parameters)
+        for parameter in self.parameters:
+            parameter.fold_tied_gradients()
+        check_gradients(self.parameters)
+        check_unused(self.parameters)
         self.steps += 1
         for i, parameter in enumerate(self.parameters):
-            parameter.fold_tied_gradients()
             if parameter.grad is not None:
                 self.update(i, parameter, parameter.grad)
+                parameter.note_update()
+        if not owners:
+            count_step()
         for owner in owners:
             owner.after_step()
 
@@ -77,6 +115,7 @@ class AdamW(Optimizer):
         return [p.data if m is None else m for p, m in zip(self.parameters, self.masters, strict=True)]
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
+        check_sizes(parameter, self.exp_avg[i])
         m, v, (beta1, beta2) = self.exp_avg[i], self.exp_avg_sq[i], self.betas
         value = parameter.data if self.masters[i] is None else self.masters[i]
         gradient = gradient.astype(value.dtype, copy=False)
@@ -92,6 +131,46 @@ class AdamW(Optimizer):
         value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
         if value is not parameter.data:
             parameter.data[...] = value
+
+    def moments(self, i: int) -> dict[str, Array]:
+        """Return what this optimizer keeps of parameter i, by torch's names; a master for a parameter in 2 bytes."""
+        kept = {"exp_avg": self.exp_avg[i], "exp_avg_sq": self.exp_avg_sq[i]}
+        return kept if self.masters[i] is None else {**kept, "master": self.masters[i]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state on the host, in torch's format: `state` by parameter and `param_groups`.
+
+        Of a model that is split or sharded it is this rank's part alone, and `holds` says which elements those are:
+        every rank saves its own. Parameters are not in it.
+        """
+        numbers = range(len(self.parameters))
+        state = {}
+        for i in numbers if self.steps else ():
+            arrays = {name: np.array(to_host(array)) for name, array in self.moments(i).items()}
+            state[i] = {"step": self.steps, **arrays}
+        group = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        holds = [p.describe() for p in self.parameters]
+        return {"state": state, "param_groups": [{**group, "params": list(numbers)}], "holds": holds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned on this rank of the same layout, or from torch's AdamW.
+
+        ValueError, before anything changes, for other parameters or another layout.
+        """
+        check_state(state, self.parameters, self.moments)
+        (group,) = state["param_groups"]
+        self.lr, self.betas = group["lr"], tuple(group["betas"])
+        self.eps, self.weight_decay = group["eps"], group["weight_decay"]
+        self.steps = 0
+        for i in range(len(self.parameters)):
+            saved = state["state"].get(i)
+            for name, array in self.moments(i).items():
+                if saved is None:
+                    array[...] = self.parameters[i].data if name == "master" else 0
+                elif name in saved:
+                    array[...] = from_host(np.asarray(saved[name]).astype(array.dtype))
+            if saved is not None:
+                self.steps = int(saved["step"])
 
 
 def squared_norm(arrays: Iterable[Array]) -> float:
@@ -115,9 +194,11 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
     """Scale all gradients by max_norm / (norm + 1e-6) if their 2-norm is larger than `max_norm`; return that norm.
 
     A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is not given there.
+    UsageError unless `max_norm` is a number larger than 0, or None.
     """
+    check_max_norm(max_norm)
     parameters = list(parameters)
-    if norm is None and any(getattr(parameter.owner, "sharded", False) for parameter in parameters):
+    if norm is None and any(owner.sharded for owner in owners_of(parameters)):
         why = "this rank holds only shards of the gradients and cannot compute their norm alone"
         raise ValueError(f"clip_grad_norm: {why}; call clip_grad_norm of the wrapper that sharded the model")
     for parameter in parameters:

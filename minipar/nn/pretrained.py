@@ -29,6 +29,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not pa
 _NUMBERED = {"layer": re.compile(r"(?:h|model\.layers)\.(\d+)\."), "expert": re.compile(r".*\.experts\.(\d+)\.")}
 _READABLE = ("F64", "F32", "F16", "BF16")  # dtypes, by safetensors' names
 _LARGEST_SIZE = 2**31 - 1
+LONGEST_HEADER = 2**24  # bytes; a header has about 100 for each tensor
 _DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
 # With other values of these settings the model would be another function than the one implemented here.
 _REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,6 +45,16 @@ _REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def refuse_checkpoint(directory: str | Path) -> None:
+    """Raise UsageError for a directory that --save wrote, or a checkpoint in it."""
+    path = Path(directory)
+    if (path / "config.json").exists():
+        return
+    if (path / "manifest.json").exists() or any(path.glob("step-*/manifest.json")):
+        remedy = f"go on from it with --resume {directory}, or write a model with --export DIR"
+        raise UsageError(f"{directory} holds checkpoints of --save, and no config.json: {remedy}")
+
+
 def load_config(directory: str | Path) -> TransformerConfig:
     """Read config.json. Raises UsageError if it cannot be read or describes none of the models in CONFIGS."""
     path = Path(directory) / "config.json"
@@ -51,6 +62,7 @@ def load_config(directory: str | Path) -> TransformerConfig:
         missing = f"{directory} is not a directory with a config.json and a model.safetensors"
         call = "GPT2LMHeadModel.from_pretrained('gpt2').save_pretrained(DIR)"
         raise UsageError(f"{missing}. minipar downloads nothing: with transformers, {call} writes such a directory")
+    refuse_checkpoint(directory)
     content = read_json(path)
 
     def check(name: str, accepted: bool, expected: str) -> None:
@@ -111,8 +123,8 @@ def load_pretrained(
     """Load the model of a directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
     The weights are in model.safetensors or, without that, in the files that model.safetensors.index.json names.
-    `options` are those of the model's class. Raises UsageError that names the file and every missing, unexpected or
-    misshapen tensor.
+    `options` are those of the model's class. Raises UsageError that names the file, and every misshapen tensor and
+    the first of those that are missing or unexpected.
     """
     config = load_config(directory)
     path = Path(directory) / "model.safetensors"  # or the index of several files; errors name it
@@ -127,6 +139,7 @@ def load_pretrained(
         if not os.path.isfile(part):
             raise UsageError(f"{part}: {'not a regular file' if os.path.exists(part) else 'no such file'}")
         try:
+            check_header(part)
             with safe_open(part, "np") as file:
                 for name in file.keys():
                     if weight_map.get(name, part.name) == part.name and not name.endswith(_BUFFERS):
@@ -163,6 +176,17 @@ def load_pretrained(
         config.check_memory(np.dtype(dtype).itemsize)
         model.materialize()
     return model
+
+
+def check_header(path: Path) -> None:
+    """Raise UsageError if a safetensors file has a header of more than LONGEST_HEADER bytes, or OSError.
+
+    The header is parsed again for each tensor. One that is longer than its file is left to safetensors to refuse.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if LONGEST_HEADER < length < os.path.getsize(path):
+        raise UsageError(f"{path}: its header takes {length:,} bytes, expected at most {LONGEST_HEADER:,}")
 
 
 def _read(path: Path, key: str, dtype: str) -> Array:

@@ -1,14 +1,17 @@
 """The common part of GPT-2 and Llama: the sizes that others read, and the parts that run one after another.
 
 Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel ones, divides each
-attention's heads, and replaces the two functions that see the whole vocabulary, `project` and `criterion`. Context
-parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each Dropout that sees a part of an
-activation. Pipeline parallelism runs a range of `parts` on each rank. A tied token embedding may then be on two ranks,
-so the head has a leaf of its own (`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO
-move all parameters into flat storage and add gradient hooks. ZeRO stage 3 wraps the `run` of each part, too.
+attention's heads, and replaces the two functions that see the whole vocabulary, `project` and `criterion`. Where
+several layers read one input, their block calls `enter` first, and a layer of experts ends with `leave`: both are
+`identity` until tensor parallelism fills them. Context parallelism replaces each `attention`, and `positions`. Both
+give `mask_slices` to each Dropout that sees a part of an activation. Pipeline parallelism runs a range of `parts` on
+each rank. A tied token embedding may then be on two ranks, so the head has a leaf of its own (`head_weight`), whose
+gradient is added before the step. Data parallelism and ZeRO move all parameters into flat storage and add gradient
+hooks. ZeRO stage 3 wraps the `run` of each part, too.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from decimal import Decimal
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +19,7 @@ from typing import Any, ClassVar
 from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy_sum, linear
 from minipar.backend import Array, xp
 from minipar.errors import check_memory
+from minipar.nn.guards import array_of, check_config, check_size, check_tokens, float_dtype
 from minipar.nn.layers import Embedding, Linear
 from minipar.nn.module import Module, Parameter, Part
 
@@ -38,9 +42,10 @@ class TransformerConfig:
     build: Any  # build(**options) makes the model of this shape
 
     def __post_init__(self: Any) -> None:
-        for name, value in vars(self).items():
-            if type(value) is int and value < 1:
-                raise ValueError(f"{name} = {value}, expected at least 1")
+        for field in fields(self):
+            value = vars(self)[field.name]
+            if type(field.default) is int and value is not None:
+                check_size(field.name, value)
         if self.n_embd % self.n_head:
             raise ValueError(f"hidden {self.n_embd} is not divisible by heads {self.n_head}")
         if self.n_head % self.n_kv_head:
@@ -63,14 +68,32 @@ class TransformerConfig:
         check_memory(count * nbytes / shares, f"{sizes}: {count:.6g} parameters * {nbytes} bytes / {shares}")
 
 
+def identity(x: Tensor) -> Tensor:
+    """Return x, as a seam of the model does that no strategy has filled."""
+    return x
+
+
+class SelfAttention(Module):
+    """The base of the models' attention layers: the sizes and the function that strategies change.
+
+    `heads` of q, and `kv_heads` of k and of v, are computed here. `attention` is `causal_attention` of these heads.
+    """
+
+    heads: int
+    kv_heads: int
+    attention: Callable[..., Tensor]
+
+
 class LanguageModel(Module):
     """A decoder-only Transformer: tokens (B, T) -> logits (B, T, V). The base class of GPT and Llama.
 
     `seed` and the parameters' names determine the initial weights (see layers.py). `recompute=True` keeps only each
     block's input and runs the block again in backward. With `deferred=True` the parameters have no values yet.
-    `attention` is a method of `causal_attention`. A subclass makes its layers, and then calls `assemble`.
+    `attention` is a method of `causal_attention`, `dtype` is NumPy's name or bf16, fp16, fp32 or fp64. A subclass has a
+    `config_type`, makes its layers, and then calls `assemble`.
     """
 
+    config_type: type[TransformerConfig]
     token_embedding: Any  # the Parameter (V, h) in which tokens are looked up
     lm_head: Any  # the layer of the output matrix, if it is not the token embedding
     head_weight: Tensor | None = None  # else the head's leaf of the token embedding
@@ -80,6 +103,8 @@ class LanguageModel(Module):
         self, config: Any, seed: int = 0, dtype: str = "float32", recompute: bool = False, deferred: bool = False,
         attention: str = "auto",
     ) -> None:  # fmt: skip
+        check_config(type(self).__name__, self.config_type, config)
+        dtype = float_dtype(type(self).__name__, dtype)
         if not deferred:
             config.check_memory(xp.dtype(dtype).itemsize)
         self.config, self.dtype, self.recompute, self.deferred = config, dtype, recompute, deferred
@@ -117,7 +142,8 @@ class LanguageModel(Module):
         return self.project(norm(x), self.head_weight)
 
     def forward(self, tokens: Array) -> Tensor:
-        x: Any = tokens
+        x: Any = array_of("tokens", tokens)
+        check_tokens(x)
         for part in self.parts:
             x = part.run(x)
         return x

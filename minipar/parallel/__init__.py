@@ -1,10 +1,29 @@
-"""Strategies applied to a serial model, which does not know that it is parallel. Each is one file that reads alone:
+"""Strategies applied to a serial model, which does not know that it is parallel. They meet in one function:
 
-    ddp.py       data parallelism                       tensor/      tensor and sequence parallelism
-    zero.py      ZeRO stages 1 and 2                    pipeline/    schedules and their execution
-    fsdp.py      ZeRO stage 3                           context.py   context parallelism
+    parallelize.py   context, tensor, expert, pipeline and data parallelism, in order
+
+    ddp.py    data parallelism; the mechanism is in buckets.py, the loss in loss.py      tensor/      split layers
+    zero.py   ZeRO stages 1 and 2, with shards.py                                        pipeline/    stages, schedules
+    fsdp.py   ZeRO stage 3                                                               context.py   split sequences
+    zero_optimizer.py   stage 1 as an optimizer                                          expert.py    shared experts
+
+context.py has a method in ulysses.py, and both share token_order.py.
 
 Each records in every parameter's Placement (placement.py) what it does to the parameter. What needs all axes is a loop
-over placements: grad_norm.py, state.py, traffic.py, memory.py. Shared by ddp, zero and fsdp: wrapper.py (the loss, the
-hooks that send buckets during backward, the checks of a user's script) and buckets.py; by the ZeRO stages: sharding.py.
+over placements: grad_norm.py, state.py, memory.py, traffic.py (those of
+layout.py). The helpers of data parallelism know no strategy:
+groups.py says which parameters travel together, hybrid.py how, and guards.py and step_guard.py refuse mistakes.
 """
+
+# All that a strategy may set on a model, its modules and its parameters. What one strategy needs
+# from another is an argument (parallelize.py), never an attribute; tests/parallel/test_source.py
+# compares this list with the code. Strategies also append to `Parameter.owners`.
+SET_BY_STRATEGIES = {
+    "Parameter": ("data", "grad", "grad_buffer", "grad_dtype", "placement"),
+    "Module": ("split_over", "forward", "loss_sum"),
+    "Part": ("run", "parameters"),
+    "LanguageModel": ("project", "criterion", "positions"),
+    "SelfAttention": ("attention", "heads", "kv_heads"),
+    "llama.Attention, llama.MLP": ("enter",),
+    "MoE": ("enter", "leave", "experts", "run_experts", "sum_loads"),
+}

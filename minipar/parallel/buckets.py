@@ -1,140 +1,121 @@
-"""Buckets: parameters whose gradients travel in one message, in flat storage that needs no packing.
+"""Buckets: parameters whose gradients travel in one message, as soon as they are complete.
 
-All parameters of a model lie in one flat array, all gradients in another, and a bucket is a slice of both. A message is
-then contiguous memory: backward writes the gradients there and the collective reduces them in place.
+All gradients of a bucket lie in one flat array, so that a message is contiguous memory: backward
+writes the gradients there, and the collective reads them there.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from minipar.autograd import Tensor
-from minipar.backend import Array, xp
+from minipar.backend import Array
 from minipar.comm.algorithms import chunk_bounds
-from minipar.comm.communicator import Communicator
-from minipar.memory import hold
-from minipar.nn.module import Module, Parameter, Part
-from minipar.parallel.placement import BucketSlice, placement_of, update
-
-# PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication starts early.
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20
-
-Groups = Sequence[Sequence[Parameter]]  # all parameters of a model in its order, cut into buckets
+from minipar.nn.module import Parameter
+from minipar.parallel.groups import Group
+from minipar.parallel.guards import checksum
+from minipar.parallel.hybrid import GradientComm
+from minipar.parallel.placement import BucketSlice, update
 
 
-@dataclass(eq=False)
 class Bucket:
-    """Neighbouring parameters that travel together: elements start:stop of the flat order. `comm` has their chunks."""
+    """Parameters whose gradients travel together over `comm`; in ZeRO, rank r owns chunk r of them."""
 
-    parameters: tuple[Parameter, ...]
-    start: int
-    stop: int
-    comm: Communicator
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def views(self, array: Array) -> Iterator[tuple[Parameter, Array]]:
-        """Yield each parameter with its view, in its shape, of an array of the bucket's elements."""
-        offset = 0
+    def __init__(self, group: Group, comm: GradientComm, replica: int = 0) -> None:
+        self.parameters = tuple(group.parameters)
+        self.holders = group.comm  # the ranks that hold these parameters
+        self.comm = comm  # their collectives, perhaps in another dtype or in two steps (hybrid.py)
+        self.size = sum(p.size for p in self.parameters)
+        self.own = slice(*chunk_bounds(self.size, comm.size)[comm.rank])  # this rank's chunk
+        self.gradient: Array | None = None  # the flat array that backward writes into, while there is one
+        start = 0
         for p in self.parameters:
-            yield p, array[offset : offset + p.size].reshape(p.shape)
-            offset += p.size
+            update(p, dp=BucketSlice(start, p.size, self.size, comm.rank, comm.size, replica))
+            start += p.size
 
-    @property
-    def chunk(self) -> tuple[int, int]:
-        """Return (start, stop), counted from the bucket's start, of this rank's chunk."""
-        return chunk_bounds(self.size, self.comm.size)[self.comm.rank]
-
-    def complete(self) -> None:
-        """Make the gradient storage valid: add tied gradients, and write zeros where backward left no gradient."""
+    def views(self, flat: Array) -> Iterator[tuple[Parameter, Array]]:
+        """Yield each parameter with the part of `flat` that belongs to it, in the parameter's shape."""
+        start = 0
         for p in self.parameters:
-            p.fold_tied_gradients()
-            if p.grad is None and p.grad_buffer is not None:
-                p.grad_buffer[...] = 0
-                p.grad = p.grad_buffer
+            yield p, flat[start : start + p.size].reshape(p.shape)
+            start += p.size
 
     def leaves(self) -> set[Tensor]:
-        """Return what backward completes before the bucket may travel: its parameters and the leaves tied to them."""
+        """Return every tensor whose gradient the bucket waits for: the parameters, and the leaves tied to them."""
         return {leaf for p in self.parameters for leaf in (p, *p.ties)}
 
+    def checksum(self) -> int:
+        """Return the CRC-32 of the parameters' values."""
+        return checksum(*[p.data for p in self.parameters])
 
-def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
-    """Group parameters, in the model's order, into buckets of `bucket_bytes` or more, filled from the last one on."""
-    groups: list[list[Parameter]] = []
-    held = 0
-    for p in reversed(parameters):
-        if held == 0:
-            groups.insert(0, [])
-        groups[0].insert(0, p)
-        held += p.size * p.dtype.itemsize
-        if held >= (bucket_bytes if len(groups) > 1 else first_bucket_bytes):
-            held = 0
-    return groups
+    def set_gradient(self, flat: Array) -> None:
+        """Let backward write the gradients into `flat`, and copy those that have arrived already."""
+        self.gradient = flat
+        for p, view in self.views(flat):
+            if p.grad is not None:
+                view[...] = p.grad
+                p.grad = view
+            p.grad_buffer = view  # backward writes p's gradient here
 
+    def complete(self) -> Array:
+        """Add the gradients of tied leaves, write zeros for parameters without a gradient; return the flat array."""
+        assert self.gradient is not None
+        for p, view in self.views(self.gradient):
+            p.fold_tied_gradients()
+            if p.grad is None:
+                view[...] = 0
+                p.grad = view
+        return self.gradient
 
-def parts_of(model: Module) -> list[Part]:
-    """Return the model's parts, in the order in which they run; a model that lists none is one part."""
-    return getattr(model, "parts", None) or [Part("model", model.forward, model.parameters(), is_last=True)]
-
-
-def by_unit(model: Module) -> list[list[Parameter]]:
-    """Group the model's parameters by what runs at one time, in the model's order: what FSDP gathers at a time.
-
-    GPT: one group for each block, and one, the first, for the embedding and the head, which share the token embedding.
-    """
-    groups: list[list[Parameter]] = []
-    for part in parts_of(model):
-        shared = [group for group in groups if not set(part.parameters).isdisjoint(group)]
-        if shared:
-            shared[0] += [p for p in part.parameters if p not in set(shared[0])]
-        else:
-            groups.append(list(part.parameters))
-    return groups
+    def take_gradient(self) -> Array:
+        """Return the flat array, and drop the bucket's references to it: it is freed when the caller drops it."""
+        gradient = self.gradient
+        self.gradient = None
+        for p in self.parameters:
+            p.grad = p.grad_buffer = None
+        return gradient
 
 
-def make_buckets(groups: Groups, comm: Communicator, replica: int = 0) -> list[Bucket]:
-    """Make and place a bucket for each group, in the order in which they travel: the last group first.
+class BackwardHooks:
+    """Calls `send(bucket)` for each bucket as soon as backward has completed it and all buckets before it."""
 
-    The groups, one after another, are the flat order. Of several groups of ranks that hold all chunks, `comm` is the
-    one with number `replica`. Parameters with other `Owner.replicas` (experts) have a bucket of their own.
-    ValueError for parameters of several dtypes, or of none.
-    """
-    dtypes = {str(p.dtype) for group in groups for p in group}
-    if len(dtypes) != 1:
-        raise ValueError(f"flat storage needs parameters of one dtype, but there are {sorted(dtypes) or 'none'}")
-    buckets: list[Bucket] = []
-    start = 0
-    for i, group in enumerate(groups):
-        holders: dict[Communicator, list[Parameter]] = {}
-        for p in group:
-            holders.setdefault((p.owner and p.owner.replicas) or comm, []).append(p)
-        for ranks, parameters in holders.items():
-            bucket = Bucket(tuple(parameters), start, start + sum(p.size for p in parameters), ranks)
-            buckets.insert(0, bucket)
-            for p in parameters:
-                update(p, dp=BucketSlice(start - bucket.start, p.size, bucket.size, ranks.rank, ranks.size, replica))
-                if placement_of(p).units == 0:  # a pipeline numbers the units of all its ranks
-                    update(p, unit=i, units=len(groups))
-                start += p.size
-    return buckets
+    def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], None], progress: Callable[[], None]) -> None:
+        self.buckets, self.send, self.progress = buckets, send, progress
+        self.enabled = True  # False inside `no_sync`
+        for bucket in buckets:
+            for leaf in bucket.leaves():
+                leaf.register_post_accumulate_grad_hook(partial(self.on_gradient, bucket))
+        self.start_again()
 
+    def start_again(self) -> None:
+        """Mark every bucket as unsent and every gradient as missing, for the next pass."""
+        self.has_gradients = False  # True from the first gradient that arrives until the next `finish`
+        self.unsent = list(self.buckets)
+        self.incomplete = {bucket: bucket.leaves() for bucket in self.buckets}  # leaves without a gradient
 
-class FlatBuffers:
-    """A flat array into which all the buckets' parameters move, and one of `gradient_dtype` that backward writes."""
+    def on_gradient(self, bucket: Bucket, leaf: Tensor) -> None:
+        """Send the buckets that are complete. Backward calls this when the gradient of `leaf` is complete."""
+        self.has_gradients = True
+        if not self.enabled:
+            return
+        self.incomplete[bucket].discard(leaf)
+        # A complete bucket waits for those before it, so that all ranks start their collectives in one order.
+        while self.unsent and not self.incomplete[self.unsent[0]]:
+            self.send(self.unsent.pop(0))
+        self.progress()  # moves the messages under way; then backward goes on computing
 
-    def __init__(self, buckets: Sequence[Bucket], gradient_dtype: Any) -> None:
-        size, dtype = buckets[0].stop, buckets[0].parameters[0].dtype  # the first to travel is the end of the order
-        self.parameters: Array = xp.empty(size, dtype=dtype)
-        self.gradients: Array = xp.zeros(size, dtype=gradient_dtype) if gradient_dtype is not None else None
-        hold("parameters", self.parameters)
-        hold("gradients", self.gradients)
-        for bucket in reversed(buckets):
-            for p, view in bucket.views(self.parameters[bucket.start : bucket.stop]):
-                p.move_to(view)
-                p.grad = None
-            if self.gradients is not None:
-                for p, view in bucket.views(self.gradients[bucket.start : bucket.stop]):
-                    p.grad_buffer = view
+    def finish(self) -> None:
+        """Send the remaining buckets, with zeros for the parameters that the loss did not use."""
+        for bucket in self.unsent:
+            self.send(bucket)
+        self.start_again()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward accumulate gradients and send none."""
+        previous = self.enabled
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = previous

@@ -1,255 +1,367 @@
-"""Context parallelism: each of c ranks holds T/c tokens of every sample. Only attention needs the other ranks' tokens.
+"""Context parallelism: each of c ranks holds T/c tokens of every sample.
 
-Activations are divided by c. A gradient covers this rank's tokens, so it is summed over dp and cp together. There are
-three methods. A rank with u = B T/c tokens sends per layer, forward and backward together, these elements:
+Only attention needs the other ranks' tokens. Activations are divided by c. A gradient covers this
+rank's tokens, so it is summed over dp and cp together. There are three methods. A rank with
+u = B T/c tokens sends these elements per layer, forward and backward together. The queries have h
+columns, and the keys have h_kv:
 
-    ring         (6c-4) u h_kv              keys and values travel around the ranks; Liu et al. 2023 (2310.01889)
-    all-gather   6(c-1) u h_kv              every rank gathers them; Llama 3 (2407.21783), section 3.3.2
-    ulysses      4(h + h_kv) u (c-1)/c      each rank takes all tokens of some heads; Jacobs et al. 2023 (2309.14509)
+    ring         (6c-4) u h_kv            keys and values travel; Liu et al. 2023 (2310.01889)
+    all-gather   6(c-1) u h_kv            every rank gathers them; Llama 3 (2407.21783), 3.3.2
+    ulysses      4(h + h_kv) u (c-1)/c    all tokens of some heads; Jacobs et al. 2023 (2309.14509)
 
-Later tokens see more keys. In the order "contiguous" rank r holds the r-th part of the sequence, and the ranks of early
-tokens wait for those of late ones: the efficiency tends to c/(2c-1). In the order "zigzag" the sequence is cut into 2c
-chunks, rank r holds chunks r and 2c-1-r, and every rank has the same work in every step.
+The first two are in this file, the third is in ulysses.py. token_order.py says which tokens a rank
+has. Read the loops below with its order "contiguous" first: a rank's queries see all keys of the
+ranks before it, none of the ranks after it, and its own causally. In the order "zigzag" all of a
+rank's queries see the first half of the block of a rank before it, and the second half of its
+queries sees the whole block of a rank after it.
+
+Arrays have the shapes of autograd/attention.py: queries are (B, n, g, T/c, d), keys and values are
+(B, n, 1, T/c, d), where g query heads share each of the n heads of keys, and d is a head's columns.
+A block is a rank's keys and values, (2, B, n, 1, T/c, d).
 """
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, mapping
-from minipar.autograd.attention import CausalAttention, attend, attend_backward, merge
+from minipar.autograd import Tensor
+from minipar.autograd.attention import BlockwiseAttention, attend, attend_backward, empty_heads, merge
+from minipar.autograd.guards import refuse_dropout
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, check_divides
+from minipar.comm.work import Work
 from minipar.nn.layers import Dropout, MaskSlice
+from minipar.parallel.guards import check_split
+from minipar.parallel.token_order import ContextParallel, check_choice, visible
+from minipar.parallel.ulysses import UlyssesAttention
 
 METHODS = ("ring", "all-gather", "ulysses")
-ORDERS = ("zigzag", "contiguous")
-KV, GRADIENT = 0, 1  # tags of the ring's messages
+KEYS_VALUES = 0  # the tags of the ring's messages
+GRADIENT = 1
+REMEDY = "method='ulysses' or dropout=0"
 
 
-def check_length(length: int, ranks: int, order: str) -> None:
-    """Raise UsageError, with the arithmetic, if a sequence cannot be cut into equal parts."""
-    chunks, what = (2 * ranks, "(2*cp)") if order == "zigzag" else (ranks, "cp")
-    check_divides(f"seq-len/{what}", length, chunks, f"{order} has equal chunks")
+# ---- what a rank computes with one block ---------------------------------------------------------
 
 
-def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise UsageError, with the arithmetic, if Ulysses cannot give each rank whole heads."""
-    for what, count in (("heads", heads), ("kv-heads", kv_heads)):
-        check_divides(f"{what}/cp", count, ranks, f"ulysses cuts each tp rank's {what}")
+def make_block(k: Array, v: Array, dtype: Any) -> Array:
+    """Copy keys and values into one array that can travel: (2, B, n, 1, T/c, d)."""
+    block = xp.stack([k, v], dtype=dtype)
+    return xp.ascontiguousarray(block)
 
 
-def visible(order: str, rank: int, source: int, tokens: int) -> list[tuple[slice, slice]]:
-    """Return which of a rank's `tokens` queries see which keys of rank `source`: one pair of slices, or none.
+def attend_block(
+    context: ContextParallel,
+    source: int,
+    q: Array,
+    block: Array,
+    scale: float,
+    out: Array,
+    lse: Array,
+) -> None:  # fmt: skip
+    """Merge into `out` and `lse` what this rank's queries see of the block of rank `source`.
 
-    Queries see the rank's own keys causally. They see all of the returned keys of another rank.
+    A rank's own block comes first, and sets `out` and `lse`: every query sees some of it.
     """
-    whole, half = slice(0, tokens), tokens // 2
-    if rank == source:
-        return [(whole, whole)]
-    if order == "contiguous":
-        return [(whole, whole)] if source < rank else []
-    # Chunks (r, 2c-1-r) and (s, 2c-1-s): if s < r both of r's see s only, else only r's second one sees both of s's.
-    return [(whole, slice(0, half))] if source < rank else [(slice(half, tokens), whole)]
+    own = source == context.rank
+    for rows, columns in visible(context.order, context.rank, source, q.shape[-2]):
+        keys, values = block[..., columns, :]
+        new_out, new_lse = attend(q[..., rows, :], keys, values, scale, causal=own)
+        if not own:
+            old_out = out[..., rows, :]
+            old_lse = lse[..., rows]
+            new_out, new_lse = merge(old_out, old_lse, new_out, new_lse)
+        out[..., rows, :] = new_out
+        lse[..., rows] = new_lse
 
 
-class ContextParallel:
-    """The ranks that share each sample's tokens, their method, and the order in which the tokens are dealt out."""
+def attend_block_backward(
+    context: ContextParallel,
+    source: int,
+    dout: Array,
+    q: Array,
+    block: Array,
+    out: Array,
+    lse: Array,
+    scale: float,
+    dq: Array,
+) -> Array:  # fmt: skip
+    """Add to `dq` what a block contributes, and return what this rank adds to the block's gradient.
 
-    def __init__(
-        self, comm: Communicator, method: str = "ring", order: str = "zigzag", reduction: str = "ring",
-        dtype: Any = None, reduce_dtype: Any = None,
-    ) -> None:  # fmt: skip
-        for what, value, choices in (("method", method, METHODS), ("order", order, ORDERS)):
-            if value not in choices:
-                raise UsageError(f"context parallelism: {what} {value!r}: expected {', '.join(choices)}")
-        self.comm, self.method, self.reduction = comm, method, reduction
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype  # in which keys, values, and their gradients' sums travel
-        self.rank, self.size = comm.rank, comm.size
-        self.left, self.right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        self.order = order if comm.size > 1 else "contiguous"
-        self.sources = [(self.rank - step) % self.size for step in range(self.size)]  # this rank, the left one, ...
+    The result has the block's shape. `out` and `lse` are the results of forward for all blocks.
+    """
+    dblock = xp.zeros_like(block)
+    for rows, columns in visible(context.order, context.rank, source, q.shape[-2]):
+        keys, values = block[..., columns, :]
+        dq_part, dkeys, dvalues = attend_backward(
+            dout[..., rows, :], q[..., rows, :], keys, values,
+            out[..., rows, :], lse[..., rows], scale, causal=source == context.rank,
+        )  # fmt: skip
+        dq[..., rows, :] += dq_part
+        dblock[0, ..., columns, :] = dkeys
+        dblock[1, ..., columns, :] = dvalues
+    return dblock
 
-    def places(self, length: int) -> np.ndarray:
-        """Return the positions of each rank's tokens in a sequence of `length`: (c, T/c), each row ascending."""
-        check_length(length, self.size, self.order)
-        if self.order == "contiguous":
-            return np.arange(length).reshape(self.size, -1)
-        early, late = np.arange(length).reshape(2, self.size, -1)
-        return np.concatenate([early, late[::-1]], axis=1)
 
-    def part(self, x: Array, dim: int = 1) -> Array:
-        """Return this rank's tokens of an array that holds whole sequences along `dim`: (B, T) -> (B, T/c)."""
-        return x.take(self.places(x.shape[dim])[self.rank], axis=dim)
+# ---- the ring ------------------------------------------------------------------------------------
 
-    def blocks(self, k: Array, v: Array) -> Iterator[tuple[int, Array]]:
-        """Yield (rank, its keys and values), in the order of `sources`. k and v are this rank's.
 
-        In the ring each rank passes to its right what it has from its left, while it computes with it.
+class RingAttention:
+    """Attention in c steps, while the blocks travel around the ring of ranks.
+
+    In step s rank r computes with the block of rank r-s. Meanwhile it sends this block to its right
+    neighbour, rank r+1, and receives the next block from its left neighbour, rank r-1. All of these
+    are modulo c. Blocks travel in `dtype`, and the sums of their gradients in `reduce_dtype`. None
+    keeps the dtype that they have.
+    """
+
+    def __init__(self, context: ContextParallel, dtype: Any = None, reduce_dtype: Any = None) -> None:
+        self.context = context
+        self.comm = context.comm
+        self.dtype = dtype
+        self.reduce_dtype = reduce_dtype
+        self.left = context.source(1)  # rank - 1
+        self.right = context.source(-1)  # rank + 1
+
+    def forward(self, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+        """Compute `attend` of this rank's queries and all ranks' keys.
+
+        Sends 2 (c-1) u h_kv elements.
         """
-        comm, kv = self.comm, xp.ascontiguousarray(xp.stack([k, v], dtype=self.dtype))
-        if self.method == "all-gather":
-            gathered = comm.all_gather(kv, algorithm="pairwise" if self.reduction == "ordered" else "ring")
-            gathered = gathered.reshape(-1, *kv.shape).astype(k.dtype, copy=False)
-            yield from ((source, gathered[source]) for source in self.sources)
-            return
-        for source in self.sources:
-            following, messages = xp.empty_like(kv), []
-            if source != self.sources[-1]:
-                messages = [comm.isend(kv, self.right, KV), comm.irecv(following, self.left, KV)]
-            yield source, kv.astype(k.dtype, copy=False)
+        context = self.context
+        out = empty_heads(q)
+        lse = xp.empty(q.shape[:-1], dtype=q.dtype)
+        block = make_block(k, v, self.dtype)
+        for step in range(context.size):
+            # 1. Pass the block on to the right, and receive the next one from the left, while this
+            #    rank computes.
+            next_block = xp.empty_like(block)
+            messages: list[Work] = []
+            if step < context.size - 1:
+                messages.append(self.comm.isend(block, self.right, KEYS_VALUES))
+                messages.append(self.comm.irecv(next_block, self.left, KEYS_VALUES))
+            # 2. Attend to the block that is here, and merge the result with that of the blocks
+            #    before. Attention computes in the dtype of q, also where blocks travel in 2 bytes.
+            wide = block.astype(q.dtype, copy=False)
+            attend_block(context, context.source(step), q, wide, scale, out, lse)
+            # 3. Wait for the next block.
             for message in messages:
                 message.wait()
-            kv = following
-
-    def sum_gradients(self, parts: Iterator[Array]) -> Array:
-        """Return the sum over the ranks of the gradients of this rank's keys and values.
-
-        `parts` are, in the order of `sources`, what this rank's queries add to each rank's. In the ring the sum travels
-        with its block, beginning at the owner: each rank adds its part and passes it on, and the last of c hops brings
-        it home. The all-gather's sum is a reduce-scatter.
-        """
-        comm = self.comm
-        if self.method == "all-gather":
-            by_rank = [part for _, part in sorted(zip(self.sources, parts, strict=True), key=lambda x: x[0])]
-            by_rank = xp.stack(by_rank, dtype=self.reduce_dtype)
-            return comm.reduce_scatter(by_rank, algorithm=self.reduction).reshape(by_rank.shape[1:])
-        messages: list[Any] = []
-        for part in (part.astype(self.reduce_dtype or part.dtype, copy=False) for part in parts):
-            if messages:
-                part += messages[1].wait()
-                messages[0].wait()
-            messages = [comm.isend(part, self.right, GRADIENT), comm.irecv(xp.empty_like(part), self.left, GRADIENT)]
-        messages[0].wait()
-        return messages[1].wait()
-
-    def attend(self, q: Array, k: Array, v: Array, causal: bool, scale: float, keep: Any, keep_scale: float) -> Any:
-        """Compute `attend` of this rank's queries and all ranks' keys. `keep`, with all keys, is (B, a, T/c, T)."""
-        for source, block in self.blocks(k, v):
-            for rows, columns in visible(self.order, self.rank, source, q.shape[2]):
-                keys, values = block[:, :, :, columns]
-                masks = self._masks(keep, q, source, rows, columns)
-                part = attend(q[:, :, rows], keys, values, source == self.rank, scale, masks, keep_scale)
-                if source == self.rank:  # this block comes first, and every query sees some of it
-                    out, lse = part
-                else:
-                    out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *part)
+            block = next_block
         return out, lse
 
-    def attend_backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, causal: bool, scale: float,
-        keep: Any, keep_scale: float, gradients: Any,
-    ) -> None:  # fmt: skip
-        """Write the gradients of this rank's queries, keys and values."""
-        dq, dk, dv = gradients
-        dq[...] = 0
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, scale: float
+    ) -> tuple[Array, Array, Array]:
+        """Compute the gradients of this rank's queries, keys and values.
 
-        def parts() -> Iterator[Array]:
-            for source, block in self.blocks(k, v):
-                part = xp.zeros_like(block)
-                for rows, columns in visible(self.order, self.rank, source, q.shape[2]):
-                    g, queries, o, sums = (x[:, :, rows] for x in (dout, q, out, lse))
-                    keys, values = block[:, :, :, columns]
-                    options = source == self.rank, scale, self._masks(keep, q, source, rows, columns), keep_scale
-                    terms = attend_backward(g, queries, keys, values, o, sums, *options)
-                    dq[:, :, rows] += terms[0]
-                    part[0, :, :, columns], part[1, :, :, columns] = terms[1:]
-                yield part
-
-        dk[...], dv[...] = self.sum_gradients(parts())
-
-    def _masks(self, keep: Any, q: Array, source: int, rows: slice, columns: slice) -> Any:
-        keys = self.places(self.size * q.shape[2])[source, columns]
-        return None if keep is None else keep.take(np.arange(q.shape[2])[rows], axis=2).take(keys, axis=3)
-
-    def block_attention(
-        self, qkv: Tensor, heads: int, kv_heads: int | None = None, keep: Any = None, probability: float = 0.0
-    ) -> Tensor:
-        """Compute `causal_attention` of whole sequences for this rank's tokens: (B, T/c, h + 2 h_kv) -> (B, T/c, h).
-
-        Kept for backward are this rank's q, k, v and result, and one value per query and head.
+        The blocks travel around the ring again, and the sum of a block's gradient follows it. In
+        each step a rank sends the block before it computes with it. Afterwards it adds its part to
+        the sum that its left neighbour sent in the step before, and sends the sum to the right. The
+        sum begins at the block's owner, and the last of its c hops brings it back to the owner.
+        Sends (4c - 2) u h_kv elements.
         """
-        functions = self.attend, self.attend_backward
-        return CausalAttention.apply(qkv, heads, kv_heads or heads, keep, 1 / (1 - probability), functions)
+        context = self.context
+        dq = xp.zeros_like(q)
+        block = make_block(k, v, self.dtype)
+        gradient_messages: list[Work] = []
+        for step in range(context.size):
+            # 1. Pass the block on, as in forward.
+            next_block = xp.empty_like(block)
+            messages: list[Work] = []
+            if step < context.size - 1:
+                messages.append(self.comm.isend(block, self.right, KEYS_VALUES))
+                messages.append(self.comm.irecv(next_block, self.left, KEYS_VALUES))
+            # 2. Add the block's part to the gradient of this rank's queries, and compute their part
+            #    of the block's gradient.
+            source = context.source(step)
+            wide = block.astype(q.dtype, copy=False)
+            dblock = attend_block_backward(context, source, dout, q, wide, out, lse, scale, dq)
+            if self.reduce_dtype is not None:
+                dblock = dblock.astype(self.reduce_dtype, copy=False)
+            # 3. Receive the sum of this block's gradient over the ranks before, add this rank's part,
+            #    and pass the sum on. The sum that was sent in the step before has to leave first.
+            if step > 0:
+                sent, received = gradient_messages
+                dblock += received.wait()
+                sent.wait()
+            next_dblock = xp.empty_like(dblock)
+            sent = self.comm.isend(dblock, self.right, GRADIENT)
+            received = self.comm.irecv(next_dblock, self.left, GRADIENT)
+            gradient_messages = [sent, received]
+            # 4. Wait for the next block.
+            for message in messages:
+                message.wait()
+            block = next_block
+        # 5. The last sum to arrive is that of this rank's own block.
+        sent, received = gradient_messages
+        sent.wait()
+        dk, dv = received.wait()
+        return dq, dk, dv
 
-    def ulysses(self, attention: Callable[..., Tensor], qkv: Tensor, heads: int, kv_heads: int | None = None,
-        keep: Any = None, probability: float = 0.0,
-    ) -> Tensor:  # fmt: skip
-        """Compute `attention` of all tokens for this rank's heads: (B, T/c, h + 2 h_kv) -> (B, T/c, h)."""
-        c, kv_heads = self.size, kv_heads or heads
-        check_heads(heads, kv_heads, c)
-        width = qkv.shape[-1] // (heads + 2 * kv_heads)  # of a head
-        own = None if keep is None else keep.take(np.split(np.arange(heads), c)[self.rank], axis=1)  # of (B, a, T, T)
-        columns = _columns(c, heads * width, kv_heads * width, kv_heads * width)
-        whole = mapping(qkv, partial(self.to_heads, columns=columns), partial(self.to_tokens, columns=columns))
-        y = attention(whole, heads // c, kv_heads // c, own, probability)  # (B, T, h/c)
-        columns = _columns(c, heads * width)
-        return mapping(y, partial(self.to_tokens, columns=columns), partial(self.to_heads, columns=columns))
 
-    def to_heads(self, x: Array, columns: np.ndarray) -> Array:
-        """Exchange this rank's tokens of all columns for all tokens of its own: (B, T/c, w) -> (B, T, w/c).
+# ---- the all-gather ------------------------------------------------------------------------------
 
-        `columns` (c, w/c) are each rank's. Sends all but 1/c of x. `to_tokens` is the inverse and the adjoint.
+
+class AllGatherAttention:
+    """Attention to all blocks, which every rank gathers in forward and again in backward.
+
+    Between the two a rank keeps its own block only. Blocks travel in `dtype`. Their gradients are
+    summed in the order `reduction`, in `reduce_dtype`. None keeps the dtype that they have.
+    """
+
+    def __init__(
+        self, context: ContextParallel, reduction: str = "ring", dtype: Any = None, reduce_dtype: Any = None
+    ) -> None:
+        self.context = context
+        self.comm = context.comm
+        self.reduction = reduction
+        self.dtype = dtype
+        self.reduce_dtype = reduce_dtype
+
+    def gather(self, k: Array, v: Array) -> Array:
+        """Return all ranks' blocks: (c, 2, B, n, 1, T/c, d). Sends 2 (c-1) u h_kv elements."""
+        block = make_block(k, v, self.dtype)
+        algorithm = "pairwise" if self.reduction == "ordered" else "ring"
+        blocks = self.comm.all_gather(block, algorithm=algorithm)
+        blocks = blocks.reshape(self.context.size, *block.shape)
+        return blocks.astype(k.dtype, copy=False)
+
+    def forward(self, q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+        """Compute `attend` of this rank's queries and all ranks' keys."""
+        context = self.context
+        blocks = self.gather(k, v)
+        out = empty_heads(q)
+        lse = xp.empty(q.shape[:-1], dtype=q.dtype)
+        for step in range(context.size):
+            source = context.source(step)
+            attend_block(context, source, q, blocks[source], scale, out, lse)
+        return out, lse
+
+    def backward(
+        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, scale: float
+    ) -> tuple[Array, Array, Array]:
+        """Compute the gradients of this rank's queries, keys and values.
+
+        Sends 4 (c-1) u h_kv elements: half to gather the blocks, half to sum their gradients.
         """
-        received = self._all_to_all(x[..., columns].transpose(2, 0, 1, 3))  # (c, B, T/c, w/c)
-        whole = xp.empty((x.shape[0], self.size * x.shape[1], columns.shape[1]), dtype=x.dtype)
-        whole[:, self.places(whole.shape[1])] = received.swapaxes(0, 1)
-        return whole
+        context = self.context
+        blocks = self.gather(k, v)
+        dq = xp.zeros_like(q)
+        dtype = self.reduce_dtype or blocks.dtype
+        dblocks = xp.empty(blocks.shape, dtype=dtype)
+        for step in range(context.size):
+            source = context.source(step)
+            block = blocks[source]
+            dblock = attend_block_backward(context, source, dout, q, block, out, lse, scale, dq)
+            dblocks[source] = dblock
+        own = self.comm.reduce_scatter(dblocks, algorithm=self.reduction)
+        dk, dv = own.reshape(dblocks.shape[1:])
+        return dq, dk, dv
 
-    def to_tokens(self, x: Array, columns: np.ndarray) -> Array:
-        """Exchange all tokens of this rank's columns for its tokens of all columns: (B, T, w/c) -> (B, T/c, w)."""
-        received = self._all_to_all(x[:, self.places(x.shape[1])].swapaxes(0, 1))  # (c, B, T/c, w/c)
-        own = xp.empty((*received.shape[1:3], columns.size), dtype=x.dtype)
-        own[..., columns] = received.transpose(1, 2, 0, 3)
-        return own
 
-    def _all_to_all(self, x: Array) -> Array:
-        return self.comm.all_to_all(xp.ascontiguousarray(x)).reshape(x.shape)
+# ---- the model -----------------------------------------------------------------------------------
 
 
-def _columns(ranks: int, *widths: int) -> np.ndarray:
-    """Return which columns each rank gets if each of several stretches is split evenly: (c, sum(widths)/c)."""
-    stretches = np.split(np.arange(sum(widths)), np.cumsum(widths)[:-1])
-    return np.concatenate([stretch.reshape(ranks, -1) for stretch in stretches], axis=1)
+def block_attention(
+    method: RingAttention | AllGatherAttention,
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int | None = None,
+    keep: Array | None = None,
+    probability: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute `causal_attention` of whole sequences for this rank's tokens.
+
+    (B, T/c, h + 2 h_kv) -> (B, T/c, h). Forward keeps this rank's q, k, v and result, and one value
+    per query and head. UsageError for dropout.
+    """
+    if keep is not None:
+        refuse_dropout(f"dropout = {probability}", type(method).__name__, REMEDY)
+    if kv_heads is None:
+        kv_heads = heads
+    return BlockwiseAttention.apply(qkv, heads, kv_heads, method.forward, method.backward)
 
 
 def context_parallel(
-    model: Any, comm: Communicator, method: str = "ring", order: str = "zigzag", reduction: str = "ring",
+    model: Any,
+    comm: Communicator,
+    method: str = "ring",
+    order: str = "zigzag",
+    reduction: str = "ring",
     reduce_dtype: Any = None,
 ) -> ContextParallel:  # fmt: skip
-    """Let `model` work on this rank's tokens of each sample, in place: its attention, positions and dropout masks.
+    """Let `model` work on this rank's tokens of each sample, in place.
 
-    Give it `context.part(x)` and `context.part(y)` of whole samples x and y, and wrap it over all ranks that hold other
-    tokens (`mesh.dp_cp`): gradients add up over them, and the loss is divided by the count of all their targets.
-    `reduction`, "ring" or "ordered", is the order in which "all-gather" adds the gradients of keys and values. They are
-    added and sent in `reduce_dtype` (default: their own dtype), keys and values in the model's.
+    Its attention, positions and dropout masks change. Give it `context.part(x)` and
+    `context.part(y)` of whole samples x and y, and wrap it over all ranks that hold other tokens
+    (`mesh.dp_cp`): gradients add up over them, and the loss is divided by the count of all their
+    targets. `reduction`, "ring" or "ordered", is the order in which "all-gather" adds the gradients
+    of keys and values. These gradients are added and sent in `reduce_dtype` (default: their own
+    dtype). Keys and values are sent in the model's dtype.
 
-    UsageError if tokens or heads cannot be cut evenly, ValueError where positions end: each rank has a whole sequence.
+    UsageError if tokens or heads cannot be cut evenly, and for dropout with "ring" or "all-gather",
+    where no rank has all probabilities of a head. ValueError where positions end: each rank has a
+    whole sequence.
     """
-    context = ContextParallel(comm, method, order, reduction, model.dtype, reduce_dtype)
-    c = context.size
-    if c == 1:
+    check_choice("method", method, METHODS)
+    check_split(model, "context_parallel", comm)
+    context = ContextParallel(comm, order)
+    if context.size == 1:
         return context
-    tokens, limit = partial(context.part, dim=0), model.config.n_positions
+    modules: list[Any] = [module for _, module in model.named_modules()]
+    if method != "ulysses":
+        check_no_dropout(modules, method)
+    c = context.size
+    limit = model.config.n_positions
+
+    def own(indices: np.ndarray) -> np.ndarray:
+        """Select the indices of this rank's tokens from those of a whole sequence."""
+        return context.part(indices, dim=0)
 
     def positions(count: int) -> Array:
+        """Return the positions of this rank's `count` tokens."""
         if c * count > limit:
-            raise ValueError(f"{c} ranks * {count} tokens, but the model has {limit} positions: give context.part(x)")
-        return from_host(tokens(np.arange(c * count)))
+            what = f"{c} ranks * {count} tokens, but the model has {limit} positions"
+            raise ValueError(f"{what}: give context.part(x)")
+        return from_host(own(np.arange(c * count)))
+
+    def attention_of(serial: Any) -> Any:
+        """Return what takes the place of a module's serial attention."""
+        if method == "ulysses":
+            return UlyssesAttention(serial, context)
+        if method == "ring":
+            return partial(block_attention, RingAttention(context, model.dtype, reduce_dtype))
+        gathered = AllGatherAttention(context, reduction, model.dtype, reduce_dtype)
+        return partial(block_attention, gathered)
 
     model.positions = positions
-    for _, module in model.named_modules():
-        if isinstance(module, Dropout) and not module.name.endswith("attn_dropout"):
-            module.mask_slices.insert(0, MaskSlice(1, c, tokens))  # of (B, T, h); outside a sequence-parallel cut
-        elif isinstance(module, Dropout):  # of (B, a, T, T): this rank's queries and all keys, or all of both
-            rows = np.asarray if method == "ulysses" else tokens
-            module.mask_slices += [MaskSlice(2, c, rows), MaskSlice(3, c, np.asarray)]
+    for module in modules:
+        if isinstance(module, Dropout) and drops_probabilities(module):
+            # The masks are (B, a, T, T). This layer sees T/c tokens, but Ulysses needs masks of all T:
+            # np.asarray keeps all indices. UlyssesAttention then takes the masks of its heads.
+            module.mask_slices.append(MaskSlice(2, c, np.asarray))
+            module.mask_slices.append(MaskSlice(3, c, np.asarray))
+        elif isinstance(module, Dropout):
+            # The masks are (B, T, h). Context parallelism cuts the tokens before sequence
+            # parallelism does, so this slice is the first.
+            module.mask_slices.insert(0, MaskSlice(1, c, own))
         elif hasattr(module, "kv_heads"):
-            ulysses = partial(context.ulysses, module.attention)
-            module.attention = ulysses if method == "ulysses" else context.block_attention
+            module.attention = attention_of(module.attention)
         elif hasattr(module, "experts"):
+            # A layer of experts is balanced by the tokens of all ranks.
             module.sum_loads = partial(comm.all_reduce, algorithm="ordered")
     return context
+
+
+def drops_probabilities(module: Dropout) -> bool:
+    """Return whether a Dropout acts on the probabilities of attention."""
+    return module.name.endswith("attn_dropout")
+
+
+def check_no_dropout(modules: list[Any], method: str) -> None:
+    """Raise UsageError if one of these modules would drop probabilities of attention."""
+    for module in modules:
+        if isinstance(module, Dropout) and drops_probabilities(module) and module.p > 0:
+            refuse_dropout(f"dropout = {module.p}", f"method={method!r}", REMEDY)

@@ -1,27 +1,56 @@
-"""Data parallelism: every rank holds the whole model, takes a share of the batch, and all ranks sum their gradients.
+"""Data parallelism: each rank takes a share of the batch, and all ranks sum their gradients.
 
-A bucket of gradients starts to travel as soon as backward has completed it (wrapper.py). The loss is a sum over targets
-divided by the *global* count, so the ranks' gradients add up to the gradient of the global mean, whatever share each
-rank holds.
+The loss is a sum divided by the *global* count of targets (loss.py), so the sum of the ranks' gradients
+is the gradient of the global mean. NaiveDataParallel sends after backward, the other class during it.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
+from minipar.autograd import Tensor
+from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.comm.work import Work
-from minipar.nn.module import Module
-from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, FlatBuffers, Groups, by_size
-from minipar.parallel.wrapper import Wrapper
+from minipar.memory import allocate, hold
+from minipar.nn.module import Module, Parameter
+from minipar.parallel.buckets import BackwardHooks, Bucket
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, Group, by_size, groups_over, prepare
+from minipar.parallel.guards import check_wrapping, refuse_late_state
+from minipar.parallel.hybrid import Reduction, in_dtype
+from minipar.parallel.loss import global_mean_loss
+from minipar.parallel.state import gather_state
+from minipar.parallel.step_guard import Guard
 
 
-class DistributedDataParallel(Wrapper):
-    """A model whose gradients are all-reduced over `comm` in buckets, while backward runs (Li et al. 2020, 2006.15704).
+class NaiveDataParallel:
+    """Data parallelism in its plainest form: one all-reduce per parameter, after backward."""
+
+    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring") -> None:
+        self.model, self.comm, self.algorithm = model, comm, algorithm
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the mean loss over the targets of all ranks; backward leaves its gradient in each `p.grad`."""
+        return global_mean_loss(self.model, self.comm, x, y, self.model.zero_grad, self.sum_gradients)
+
+    def sum_gradients(self) -> None:
+        """Sum each gradient over the ranks. A parameter that the loss did not use counts with a gradient of zero."""
+        for p in self.model.parameters():
+            p.fold_tied_gradients()
+            p.grad = xp.zeros_like(p.data) if p.grad is None else xp.ascontiguousarray(p.grad)
+            self.comm.all_reduce(p.grad, algorithm=self.algorithm)
+
+
+class DistributedDataParallel:
+    """A model whose gradients are all-reduced in buckets while backward runs (arXiv 2006.15704).
 
         ddp = DistributedDataParallel(model, comm)
         optimizer = AdamW(ddp.parameters())
 
         loss = ddp.loss(x, y)      # the mean over the targets of all ranks
-        loss.backward()            # buckets are sent in here; afterwards every p.grad is the gradient of that mean
+        loss.backward()            # sends the buckets; every p.grad is then the gradient of that mean
         optimizer.step()
         optimizer.zero_grad()
 
@@ -29,33 +58,106 @@ class DistributedDataParallel(Wrapper):
             (ddp.loss(x1, y1) / 2).backward()
         (ddp.loss(x2, y2) / 2).backward()
 
-    Parameters move into flat buffers. Buckets hold `bucket_bytes` (the first to travel `first_bucket_bytes`), or the
-    parameters of one of `groups`, which list all parameters in the model's order. `algorithm` is "ring", or "ordered"
-    to add the ranks' gradients in rank order, which gives the bits of one device that accumulates the ranks' shards.
-    `options` are the Wrapper's: gradient_dtype and reduce_dtype.
-    Sends 2 Psi (d-1)/d elements per rank and step, however many microbatches there are.
+    `algorithm` is "ring" or "ordered". "ordered" adds in rank order, which gives the bits of one device
+    that accumulates the ranks' shares. Each of `groups` becomes a bucket; without them, buckets are
+    filled until they hold `bucket_bytes`, the first one sent `first_bucket_bytes`. A bucket's
+    `before_reduce(parameters)` is called before its all-reduce starts. Gradients add up in
+    `gradient_dtype` (float32 at least). Each rank sends 2 Psi (d-1)/d elements in `reduce_dtype` per step.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        comm: Communicator,
-        algorithm: str = "ring",
-        *,
-        groups: Groups | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        **options: Any,
-    ) -> None:
-        if groups is None:
-            groups = by_size(model.parameters(), bucket_bytes, first_bucket_bytes)
-        super().__init__(model, comm, algorithm, groups, **options)
-        self.buffers = FlatBuffers(self.buckets, self.gradient_dtype)
+    adds_up = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
 
-    def _reduce(self, bucket: Bucket) -> Work:
-        """Start to sum a bucket's gradient over the ranks, in place."""
-        gradients = self.buffers.gradients[bucket.start : bucket.stop]
-        wire = self._wire(gradients)
-        if wire is not gradients:
-            wire[...] = gradients
-        return bucket.comm.all_reduce(wire, algorithm=self.algorithm, async_op=True)
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
+        groups: Sequence[Group] | None = None,
+        bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
+        gradient_dtype: Any = None, reduce_dtype: Any = None,
+    ) -> None:  # fmt: skip
+        check_wrapping(model, comm, algorithm)
+        self.model, self.comm = model, comm
+        self.algorithm, self.before_reduce = algorithm, before_reduce
+        self.shard_comm = comm  # the trainer sums the gradient's norm over it, as over ZeRO's
+        if groups is None:
+            groups = groups_over(comm, by_size(model.parameters(), bucket_bytes, first_bucket_bytes))
+        dtype = self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype)
+        # Backward completes the last parameters first, so the last group is the first bucket to be sent.
+        self.buckets = [Bucket(group, in_dtype(group.comm, reduce_dtype, dtype)) for group in reversed(groups)]
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                p.materialize()
+                p.grad = None
+                hold("parameters", p.data)
+            bucket.set_gradient(allocate("gradients", bucket.size, dtype))
+        self.guard = Guard(self)  # refuses calls that are out of order
+        self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
+        self.works: list[Reduction] = []  # the all-reduces under way
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def parameters(self) -> list[Parameter]:
+        """Return what this rank's optimizer must receive: all parameters, in the model's order."""
+        return [p for bucket in reversed(self.buckets) for p in bucket.parameters]
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
+        self.guard.before_loss()
+        return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the all-reduce of a bucket's gradients, in place, and return at once, so that backward goes on."""
+        gradient = bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        self.works.append(bucket.comm.all_reduce(gradient, algorithm=self.algorithm, async_op=True))
+
+    def after_backward(self) -> None:
+        """Finish the sum, unless inside `no_sync`. A pass over several losses calls this for each; the first sums."""
+        if self.hooks.enabled and self.hooks.has_gradients:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Send the remaining buckets; wait until every gradient is the sum over all ranks. Backward ends with this."""
+        self.hooks.finish()
+        for work in self.works:
+            work.wait()
+        self.works = []
+        self.guard.after_sum()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward accumulate and send nothing: for all microbatches but the last."""
+        return self.hooks.no_sync()
+
+    def scaled_backward(self) -> AbstractContextManager[None]:
+        """Allow backward of a loss that the caller has scaled; call `synchronize` afterwards."""
+        return self.guard.scaled_backward()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        self.model.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Return the whole gradient's 2-norm; scale a gradient of a larger norm down to `max_norm`. Sends nothing."""
+        self.guard.before_norm()
+        return clip_grad_norm(self.parameters(), max_norm, self.comm)
+
+    def after_step(self) -> None:
+        """Do nothing: the optimizer of every rank has updated all parameters alike."""
+
+    def replicas(self) -> list[tuple[Communicator, Sequence[Parameter]]]:
+        """Return, for each bucket, the ranks that hold the same values of its parameters."""
+        return [(bucket.holders, bucket.parameters) for bucket in self.buckets]
+
+    def gather_parameter(self, parameter: Parameter) -> Array:
+        """Return all values of a parameter. This rank has them."""
+        return parameter.data
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collect the whole model on rank 0, as `gather_state` does."""
+        self.guard.before_state()
+        return gather_state(self.model, self.parameters(), self.comm)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Raise UsageError: the model's `load_state_dict` comes before the wrapper."""
+        refuse_late_state()

@@ -1,18 +1,20 @@
 """Expert parallelism: each of P ranks holds E/P experts of every layer, and tokens travel to their experts and back.
 
-The ranks have different tokens: they are P neighbours among those of dp x cp (`DeviceMesh.ep`). Rank j holds experts
-j E/P to (j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an expert on rank j, rank r sends per layer
+The ranks have different tokens: they are P neighbours among those of dp x cp (`DeviceMesh.ep`).
+Rank j holds experts j E/P to (j+1) E/P - 1. Of n_rj rows, a (token, slot) each, from rank r to an
+expert on rank j, rank r sends per layer
 
     dispatch   h sum_{j != r} n_rj elements in forward; in backward as many, the gradients of the results
     combine    h sum_{j != r} n_jr elements in forward, the results; in backward the gradients of the rows
 
-and before each dispatch E (P-1)/P counts of 8 bytes. With a capacity C each rank sends C rows for each expert, E C h
-(P-1)/P elements each way, and no counts.
+and before each dispatch E (P-1)/P counts of 8 bytes. With a capacity C each rank sends C rows for
+each expert, E C h (P-1)/P elements each way, and no counts.
 
-An expert multiplies the rows of all P ranks in one product, in the order of (source rank, token): one device that takes
-the P ranks' tokens in one pass does the same, so the bits are the same. The gradient of an expert then covers the P
-ranks' tokens. It is summed over the d c/P ranks that hold the same expert, and not over the P ranks again. NB:
-frameworks that did so had P times too large gradients, which nobody saw, because AdamW divides a gradient by its size.
+An expert multiplies the rows of all P ranks in one product, in the order of (source rank, token):
+one device that takes the P ranks' tokens in one pass does the same, so the bits are the same. The
+gradient of an expert then covers the P ranks' tokens. It is summed over the d c/P ranks that hold
+the same expert, and not over the P ranks again. NB: frameworks that did so had P times too large
+gradients, which nobody saw, because AdamW divides a gradient by its size.
 """
 
 from collections.abc import Sequence
@@ -24,24 +26,67 @@ import numpy as np
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
-from minipar.errors import check_divides
+from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Owner, Parameter
 from minipar.nn.moe import MoE, moe_layers
+from minipar.parallel.groups import Group, by_unit, groups_over
+from minipar.parallel.guards import check_communicator, check_split
 from minipar.parallel.placement import place, update
 
 
 class ExpertParallel(Owner):
     """The ranks of `comm`, which share each layer's experts, and `replicas`, those that hold the same ones.
 
-    It owns the experts' parameters until a data-parallel wrapper takes over, which sums gradients over `replicas`.
+    Data parallelism sums the experts' gradients over `replicas`, and all others over all ranks with
+    other tokens: give it `groups`. Until somebody has asked for them, an optimizer that holds
+    experts is refused.
     """
 
-    def __init__(self, comm: Communicator, replicas: Communicator) -> None:
-        self.comm, self.replicas = comm, replicas
+    def __init__(self, model: Module, comm: Communicator, replicas: Communicator) -> None:
+        self.model, self.comm, self.replicas = model, comm, replicas
+        self.experts: set[Parameter] = set()  # the parameters of this rank's experts
+        self.has_groups = False
+
+    def groups(self, comm: Communicator, units: Sequence[Sequence[Parameter]] | None = None) -> list[Group]:
+        """Cut units of parameters (default: by_unit) into those summed over `comm` and the experts, over `replicas`.
+
+        UsageError unless `comm` has all ranks that share the experts, and their replicas.
+        """
+        self.check_ranks(comm)
+        self.has_groups = True
+        return self.split(groups_over(comm, by_unit(self.model) if units is None else units))
+
+    def split(self, groups: Sequence[Group]) -> list[Group]:
+        """Cut the experts out of these groups, into groups of their own."""
+        split: list[Group] = []
+        for group in groups:
+            experts = [p for p in group.parameters if p in self.experts]
+            others = [p for p in group.parameters if p not in self.experts]
+            if others:
+                split.append(Group(others, group.comm, group.unit))
+            if experts:
+                split.append(Group(experts, self.replicas, group.unit))
+        return split
+
+    def check_ranks(self, comm: Communicator) -> None:
+        """Raise UsageError unless `comm` has all ranks that share the experts, and their replicas."""
+        count = self.comm.size * self.replicas.size
+        needed = {*self.comm.ranks, *self.replicas.ranks}
+        if self.comm.size > 1 and (comm.size != count or not needed <= set(comm.ranks)):
+            ranks = f"the {count} ranks of ep = {self.comm.size} and edp = {self.replicas.size} hold different tokens"
+            remedy = "wrap it over mesh.dp_cp, which has them all"
+            raise UsageError(f"a wrapper over ranks {comm.ranks} of a model of shared experts: {ranks}; {remedy}")
 
     def check(self, parameters: Sequence[Parameter]) -> None:
-        remedy = "wrap the model first: mp.DistributedDataParallel(model, mesh.dp_cp), or mp.shard"
-        raise ValueError(f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}")
+        """Raise ValueError if nobody sums the experts' gradients."""
+        if not self.has_groups:
+            remedy = "wrap the model first: mp.shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))"
+            raise ValueError(f"the optimizer holds experts whose gradients nobody sums over their ranks; {remedy}")
+
+    def check_sum(self, group: Communicator) -> None:
+        """Raise ValueError: one sum over one group of ranks would be wrong."""
+        remedy = "use mp.shard(model, comm, 1, groups=experts.groups(comm))"
+        raise ValueError(f"experts are summed over other ranks than all else: {remedy}")
 
     def run(self, moe: MoE, xs: Tensor, counts: np.ndarray) -> Tensor:
         """Run all E experts on this rank's rows xs (M, h), sorted by expert, counts[e] for e: (M, h). Collective."""
@@ -66,16 +111,21 @@ class ExpertParallel(Owner):
         return mapping(MoE.run_experts(moe, here, arriving.sum(axis=0)), combine, dispatch)
 
 
-def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -> None:
+def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -> ExpertParallel:
     """Keep E/P experts of each layer of `model` on each of P ranks (`mesh.ep`, `mesh.edp`), in place.
 
-    Apply it after tensor parallelism, which splits each expert, and before the pipeline and data parallelism.
-    UsageError if P does not divide E. With P = 1 nothing changes.
+    Apply it after tensor parallelism, which splits each expert, and before the pipeline. Give the
+    `groups` of what it returns to data parallelism. UsageError if P does not divide E. With P = 1
+    nothing changes.
     """
+    check_communicator(replicas)
+    check_split(model, "expert_parallel", comm)
+    owner = ExpertParallel(model, comm, replicas)
     if comm.size == 1:
-        return
+        return owner
+    if not moe_layers(model):
+        raise UsageError(f"expert_parallel: {type(model).__name__} has no experts to share out; give an mp.Mixtral")
     place(model)
-    owner = ExpertParallel(comm, replicas)
     for moe in moe_layers(model):
         check_divides("experts/ep", len(moe.experts), comm.size, "each rank holds whole experts")
         count = len(moe.experts) // comm.size
@@ -83,7 +133,9 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
         moe.run_experts = partial(owner.run, moe)
         for p in (p for expert in moe.experts for p in expert.parameters()):
             update(p, ep=comm.rank)
-            p.owner = owner
+            p.owners.append(owner)
+            owner.experts.add(p)
     held = set(model.parameters())
     for part in getattr(model, "parts", ()):
         part.parameters = [p for p in part.parameters if p in held]
+    return owner

@@ -1,116 +1,270 @@
-"""ZeRO stage 3: parameters, gradients and optimizer state sharded, as PyTorch's FSDP does.
+"""ZeRO stage 3: parameters, gradients and optimizer state are sharded. Methods have FSDP2's names.
 
-Each rank keeps one chunk of every unit's parameters. A unit is gathered just before its forward, freed after it,
-gathered again just before its backward and freed for good; its gradient is reduce-scattered and freed (sharding.py).
+A unit is a set of parameters, such as those of one block; each rank keeps one chunk of it. A part of
+the model, such as a block, gathers the units that it reads (`unshard`) before its forward and frees
+them (`reshard`) after it. It gathers them again before its backward, if backward reads them, and
+frees them after it. The last part keeps its units in between, because its backward follows at once.
+Backward reduce-scatters the gradient of a unit as soon as it is complete.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from minipar.autograd import grad_enabled, queue_callback
-from minipar.backend import Array, to_host
+import numpy as np
+
+from minipar.autograd import Tensor, grad_enabled, queue_callback
+from minipar.backend import Array
 from minipar.comm.communicator import Communicator
-from minipar.comm.work import Work
-from minipar.memory import hold
-from minipar.nn.module import Module, Parameter, placeholder
-from minipar.parallel.buckets import Bucket
-from minipar.parallel.sharding import Chunk, ShardedGradients, UnitPass, on_backward
+from minipar.memory import allocate, hold
+from minipar.nn.module import Module, Parameter, Part, placeholder
+from minipar.parallel.buckets import BackwardHooks, Bucket
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare
+from minipar.parallel.guards import check_wrapping, checksum, refuse_late_state
+from minipar.parallel.hybrid import GradientComm, Reduction, in_dtype, over_shards, replicas_of_shards
+from minipar.parallel.loss import global_mean_loss
+from minipar.parallel.shards import Chunk, UnitPass, all_shards, allocate_gradient, at_backward, unit_passes
+from minipar.parallel.state import gather_state
+from minipar.parallel.step_guard import Guard
 
 
-class FullyShardedDataParallel(ShardedGradients):
-    """A model of which each rank keeps 1/d: the parameters exist whole only while their unit computes.
+class Unit(Bucket):
+    """Parameters that are gathered, freed and reduced together. NB: FSDP2's FSDPParamGroup.
 
-    Use it as DistributedDataParallel. A GPT is gathered block by block; a module that lists no `parts` is one unit.
-    While one unit computes, the next one's parameters are on their way (`prefetch`). The unit that embedding and head
-    share is gathered once for each: the head's backward follows its forward, and a lookup's does not read the table.
-    Sends per forward and backward 2 Psi (d-1)/d elements per rank to gather parameters, and Psi (d-1)/d once per step
-    to reduce-scatter gradients: 3 Psi where data parallelism sends 2 Psi.
+    This rank keeps its `chunk` of them. While the unit is freed, the data of its parameters is NaN,
+    so that code that reads a parameter at a wrong time computes NaN.
     """
 
-    stage = 3
-    holds_values = False
+    def __init__(self, group: Group, comm: GradientComm, replica: int, gradient_dtype: Any) -> None:
+        super().__init__(group, comm, replica)
+        self.gathering: tuple[Array, Reduction] | None = None  # the whole array and its gather; None if freed
+        self.dtype = self.parameters[0].dtype
+        whole = allocate("buffers", self.size, self.dtype)
+        for p, view in self.views(whole):
+            p.move_to(view)  # computes initial values that were deferred
+        self.whole_checksum = checksum(whole)
+        data = whole[self.own].copy()
+        hold("parameters", data)
+        self.reshard()
+        del whole, view  # frees the whole array, to which `view` refers too, before gradients are allocated
+        self.chunk = Chunk(self, data, allocate("gradients", data.size, gradient_dtype))
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the whole parameters, which was computed while the unit was made."""
+        return self.whole_checksum
+
+    def unshard(self) -> None:
+        """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
+        if self.gathering is None:
+            self.gathering = self.gather()
+
+    def gather(self) -> tuple[Array, Reduction]:
+        """Start an all-gather of the parameters; return the array that it fills, and the operation."""
+        whole = allocate("buffers", self.size, self.dtype)
+        return whole, self.comm.all_gather(self.chunk.data, out=whole, algorithm="pairwise", async_op=True)
+
+    def wait_for_unshard(self) -> None:
+        """Gather the parameters, wait until they have arrived, and make them views of the whole array."""
+        self.unshard()
+        assert self.gathering is not None
+        whole, work = self.gathering
+        work.wait()
+        for p, view in self.views(whole):
+            for leaf in (p, *p.ties):
+                leaf.data = view
+
+    def reshard(self) -> None:
+        """Free the whole parameters. This rank's chunk stays."""
+        self.gathering = None
+        for leaf in self.leaves():
+            leaf.data = placeholder(leaf.shape, self.dtype)
+
+
+class FullyShardedDataParallel:
+    """A model of which each of d ranks keeps 1/d. Parameters are whole only while a part uses them.
+
+    Use it as DistributedDataParallel. Each block of a GPT is a unit; a module that lists no `parts`
+    is one unit. With `prefetch`, the next part's units are gathered while a part computes. The unit
+    that embedding and head share is gathered once for each of them: the head's backward follows its
+    forward, and the embedding's backward does not read the parameters. `runs` are lists of parts
+    that this rank runs one after the other, such as a pipeline's stages; by default there is one
+    list, the model's `parts`. Of Psi parameters, each rank sends 2 Psi (d-1)/d elements per forward
+    and backward to gather them, and Psi (d-1)/d per step to reduce-scatter gradients: 3 Psi (d-1)/d
+    where data parallelism sends 2 Psi (d-1)/d. With `replicas` = q, every d/q neighbouring ranks
+    hold all shards: the formulas hold with d/q for d, and HybridComm sends some more (hybrid.py).
+    """
+
+    adds_up = True  # tells the guard that a step may add up the sums of several backward passes
 
     def __init__(
-        self, model: Module, comm: Communicator, algorithm: str = "ring", prefetch: bool = True, **options: Any
-    ) -> None:
-        super().__init__(model, comm, algorithm, **options)
+        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
+        prefetch: bool = True, runs: Sequence[Sequence[Part]] | None = None,
+        groups: Sequence[Group] | None = None, replicas: int = 1,
+        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
+        gradient_dtype: Any = None, reduce_dtype: Any = None,
+    ) -> None:  # fmt: skip
+        check_wrapping(model, comm, algorithm, replicas)
+        self.model = model
+        self.comm = comm
+        self.algorithm = algorithm
+        self.before_reduce = before_reduce
         self.prefetch = prefetch
-        self._checksums: dict[Bucket, int] = {}
-        self._gathered: dict[Bucket, tuple[Array, Work]] = {}
-        for bucket in reversed(self.buckets):  # one unit at a time exists whole
-            self.chunks[bucket] = self._make_chunk(bucket)
+        self.shard_comm = over_shards(comm, replicas)
+        groups = groups_over(comm, by_unit(model)) if groups is None else groups
+        self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype, replicas)
+        replica = comm.rank // self.shard_comm.size  # the number of this rank's replica of the shards
+        units: list[Unit] = []
+        for group in groups:  # the parameters of one unit at a time are whole
+            ranks = self.shard_comm if group.comm is comm else group.comm  # experts have ranks of their own
+            wire = in_dtype(ranks, reduce_dtype, self.gradient_dtype)
+            units.append(Unit(group, wire, replica, self.gradient_dtype))
+        self.buckets = units[::-1]  # in the order in which backward completes them
+        self.chunks: dict[Bucket, Chunk] = {unit: unit.chunk for unit in units}  # in the model's order
+        self.shards = all_shards(self.buckets, self.chunks.values())
+        self.guard = Guard(self, holds_values=False)  # between passes the model's parameters have no values
+        self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
+        self.works: list[Reduction] = []  # the reduce-scatters under way
+        self.is_inside = False  # True while `run_whole` runs a function of the model
+        has_parts = runs is not None or hasattr(model, "parts")
+        for needs in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):
+            if has_parts:  # `self.run` gathers and frees around the part's own `run`
+                needs.part.run = partial(self.run, needs, needs.part.run)
+            else:  # the whole model is one unit
+                model.loss_sum = partial(self.run_whole, needs, model.loss_sum)  # type: ignore[method-assign]
+                model.forward = partial(self.run_whole, needs, model.forward)  # type: ignore[method-assign]
 
-    def _make_chunk(self, bucket: Bucket) -> Chunk:
-        """Compute a unit's deferred values, and keep this rank's chunk of them."""
-        full = self._allocate("buffers", bucket.size, self.dtype)
-        for p, view in bucket.views(full):
-            p.move_to(view)
-        self._checksums[bucket] = zlib.crc32(to_host(full).view("uint8").data)
-        start, stop = bucket.chunk
-        data = full[start:stop].copy()
-        self._free(bucket)
-        hold("parameters", data)
-        return Chunk(bucket, data, self._allocate("gradients", stop - start, self.gradient_dtype), self)
+    # ---- gathering and freeing: before and after a part's forward and backward
 
-    def checksum(self, bucket: Bucket) -> int:
-        """Return the CRC-32 of a bucket's whole parameters, taken while the wrapper was made."""
-        return self._checksums[bucket]
-
-    def _fetch(self, bucket: Bucket) -> None:
-        """Start to gather a bucket's parameters, unless that has started."""
-        if bucket not in self._gathered:
-            full = self._allocate("buffers", bucket.size, self.dtype)
-            chunk = self.chunks[bucket].data
-            self._gathered[bucket] = full, bucket.comm.all_gather(chunk, out=full, algorithm="pairwise", async_op=True)
-
-    def _gather(self, buckets: Sequence[Bucket], following: Sequence[Bucket]) -> None:
-        """Wait for these buckets' parameters; start to gather those that are needed next."""
-        for bucket in [*buckets, *following] if self.prefetch else buckets:
-            self._fetch(bucket)
-        for bucket in buckets:
-            full, work = self._gathered[bucket]
-            work.wait()
-            for p, view in bucket.views(full):
-                for leaf in (p, *p.ties):
-                    leaf.data = view
-
-    def _free(self, bucket: Bucket) -> None:
-        """Leave a placeholder of NaN in the parameters, so that a use outside their unit shows."""
-        for leaf in bucket.leaves():
-            leaf.data = placeholder(leaf.shape, leaf.dtype)
-
-    def _release(self, unit: UnitPass) -> None:
-        for bucket in unit.buckets:
-            if self._gathered.pop(bucket, None) is not None:
-                self._free(bucket)
-
-    def _around(self, unit: UnitPass, run: Callable[[Any], Any], x: Any) -> Any:
-        """Gather a unit for its forward. Backward leaves it at its input, where an identity frees it for good."""
-        backward_is_next = unit.part.is_last and grad_enabled.get()
-        self._gather(unit.buckets, unit.previous if backward_is_next else unit.following)
-        y = super()._around(unit, run, on_backward(x, partial(self._release, unit)))
+    def run(self, needs: UnitPass, forward: Callable[[Any], Any], x: Any) -> Any:
+        """Run a part; gather and free its units before and after its forward and its backward."""
+        backward_is_next = needs.part.is_last and grad_enabled.get()
+        self.pre_forward(needs.reads, needs.previous if backward_is_next else needs.following)
+        y = forward(at_backward(x, partial(self.post_backward, needs)))  # backward comes to x after the part
         if not backward_is_next:
-            self._release(unit)
-        return y
+            self.post_forward(needs)
+        return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the part
 
-    def _before_backward(self, unit: UnitPass) -> None:
-        if unit.part.reads_in_backward:
-            self._gather(unit.buckets, unit.previous)
-            queue_callback(lambda: self._release(unit))  # at the latest, if the input takes no gradient
-        super()._before_backward(unit)
+    def run_whole(self, needs: UnitPass, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Run a function of a model that is one unit. Calls inside this call neither gather nor free."""
+        if self.is_inside:
+            return function(*inputs)
+
+        def forward(_: None) -> Any:
+            return function(*inputs)
+
+        self.is_inside = True
+        try:
+            return self.run(needs, forward, None)
+        finally:
+            self.is_inside = False
+
+    def pre_forward(self, units: Sequence[Unit], following: Sequence[Unit]) -> None:
+        """Gather `units` and wait for them. With `prefetch`, start to gather `following` before that wait."""
+        started = [*units, *following] if self.prefetch else units
+        for unit in started:
+            unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+
+    def post_forward(self, needs: UnitPass) -> None:
+        """Free the units that the part reads."""
+        for unit in needs.reads:
+            if unit.gathering is not None:
+                unit.reshard()
+
+    def pre_backward(self, needs: UnitPass) -> None:
+        """Gather the part's units, if its backward reads them; allocate the gradients that it completes."""
+        if needs.part.reads_in_backward:
+            self.pre_forward(needs.reads, needs.previous)
+            queue_callback(partial(self.post_backward, needs))  # for an input without a gradient, such as tokens
+        for unit in needs.completes:
+            allocate_gradient(unit, self.gradient_dtype, self.works, self.hooks.enabled)
+
+    def post_backward(self, needs: UnitPass) -> None:
+        """Free the units that the part reads. The next forward gathers them again."""
+        self.post_forward(needs)
+
+    # ---- gradients, and what a script calls (zero.py has most of these functions, too)
+
+    def parameters(self) -> list[Parameter]:
+        """Return this rank's shards, in the model's order."""
+        return self.shards
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the mean loss over the targets of all ranks. All ranks call it. Backward ends in `after_backward`."""
+        self.guard.before_loss()
+        return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
+
+    def reduce(self, unit: Bucket) -> None:
+        """Start to reduce-scatter the whole gradient of a unit, which is freed when it has been sent."""
+        allocate_gradient(unit, self.gradient_dtype, self.works, self.hooks.enabled)  # if backward has not
+        unit.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(unit.parameters)
+        out = self.chunks[unit].room_for_sum()
+        gradient = unit.take_gradient()  # the unit no longer refers to it
+        self.works.append(unit.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
+
+    def after_backward(self) -> None:
+        """Finish the sums when backward ends, unless inside `no_sync` or another loss has finished them."""
+        if self.hooks.enabled and self.hooks.has_gradients:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Send the gradients that are left; wait until every shard has the sum over all ranks."""
+        self.hooks.finish()
+        for work in self.works:
+            work.wait()
+        self.works = []
+        for chunk in self.chunks.values():
+            chunk.accept_sums()
+        self.guard.after_sum()
 
     def after_step(self) -> None:
-        """Send nothing: the next forward gathers. Free what a forward without a backward has left, which is stale."""
-        for bucket, (_, work) in self._gathered.items():
-            work.wait()
-            self._free(bucket)
-        self._gathered = {}
+        """Free the units that a forward without a backward has left: the optimizer has changed the chunks."""
+        for unit in self.buckets:
+            if unit.gathering is not None:  # its gather may still be under way
+                unit.wait_for_unshard()
+                unit.reshard()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward accumulate and send nothing: for all microbatches but the last."""
+        return self.hooks.no_sync()
+
+    def scaled_backward(self) -> AbstractContextManager[None]:
+        """Allow backward of a loss that the caller divided by all ranks' targets; then call `synchronize`."""
+        return self.guard.scaled_backward()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before the first microbatch of a step. The guard forgets those of the shards."""
+        self.model.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Return the whole gradient's 2-norm; scale a larger gradient down to `max_norm`. Sends a float64."""
+        self.guard.before_norm()
+        return clip_grad_norm(self.shards, max_norm, self.shard_comm)
+
+    def replicas(self) -> list[tuple[Communicator, Sequence[Parameter]]]:
+        """Return the ranks that hold the same shards, and these shards. Without `replicas` the list is empty."""
+        return replicas_of_shards(self.shard_comm, self.shards)
 
     def gather_parameter(self, parameter: Parameter) -> Array:
-        """Gather one parameter, whole, on every rank; all ranks call it. Sends the bucket that holds it."""
-        (bucket,) = (bucket for bucket in self.buckets if parameter in bucket.parameters)
-        full = self._allocate("buffers", bucket.size, self.dtype)
-        bucket.comm.all_gather(self.chunks[bucket].data, out=full, algorithm="pairwise")
-        return dict(bucket.views(full))[parameter]
+        """Return the values of one parameter on every rank. All ranks call it. Gathers the parameter's unit."""
+        (unit,) = (unit for unit in self.buckets if parameter in unit.parameters)
+        whole, work = unit.gather()
+        work.wait()
+        return dict(unit.views(whole))[parameter]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collect the whole model on rank 0, as `gather_state` does."""
+        self.guard.before_state()
+        return gather_state(self.model, self.shards, self.comm)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Raise UsageError: the model's `load_state_dict` comes before the wrapper."""
+        refuse_late_state()

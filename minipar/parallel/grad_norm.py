@@ -1,7 +1,8 @@
 """The norm of the whole gradient, over every mesh axis: a loop over placements.
 
-The order of the sum is fixed, so that every ZeRO stage, and one device, get the same bits. Within one data-parallel
-chunk, squares are added parameter by parameter into their unit, then unit by unit; then chunks in rank order.
+The order of the sum is fixed, so that every ZeRO stage, and one device, get the same bits. Within
+one data-parallel chunk, squares are added parameter by parameter into their unit, then unit by
+unit; then chunks in rank order.
 """
 
 import math
@@ -13,42 +14,93 @@ from minipar.comm.communicator import Communicator
 from minipar.nn import optim
 from minipar.nn.module import Parameter
 from minipar.nn.optim import squared_norm
+from minipar.nn.optim_guards import check_max_norm
+from minipar.parallel.hybrid import GradientComm
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
+
+WHOLE, SPLIT = 0, 1  # parameters that every tp rank holds whole, and those of which it has a part
 
 
 def clip_grad_norm(
-    parameters: Sequence[Parameter], max_norm: float | None,
-    dp: Communicator, tp: Communicator | None = None, pp: Communicator | None = None, chunks: int | None = None,
-) -> float:  # fmt: skip
-    """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`, if given.
+    parameters: Sequence[Parameter],
+    max_norm: float | None,
+    dp: GradientComm,
+    tp: Communicator | None = None,
+    pp: Communicator | None = None,
+    chunks: int | None = None,
+) -> float:
+    """Return the 2-norm of the whole gradient, the same on every rank; scale it to `max_norm`.
 
-    `parameters` are what this rank's optimizer holds, with their gradients summed over dp. Scales as
-    torch.nn.utils.clip_grad_norm_ does. `chunks` is the number of chunks to add in where that is not dp's size: one
-    device that is compared with many ranks.
+    `parameters` are what this rank's optimizer holds, with their gradients summed over dp. Scales
+    as torch.nn.utils.clip_grad_norm_ does, unless `max_norm` is None. `chunks` is the number of
+    chunks to add in where that is not dp's size: one device that is compared with many ranks.
 
-    A rank that holds shards, or experts that others do not hold, sums its own chunks only. Sends float64 values: over
-    dp one (such ranks), over tp one per chunk that is summed, over pp two per unit and such chunk.
+    A rank that holds shards, or experts that others do not hold, sums its own chunks only. Sends
+    float64 values over each axis:
+
+        dp   one, from ranks that sum their own chunks only
+        tp   one for each chunk that is summed
+        pp   two for each chunk that is summed and each unit
     """
-    own = any(isinstance(p, ParameterShard) or placement_of(p).ep is not None for p in parameters)
-    rows = 1 if own else dp.size if chunks is None else chunks
-    # Per chunk and unit: squares of the parameters that every tp rank holds whole, and of those that are split.
-    squares = np.zeros((rows, placement_of(parameters[0]).units, 2))
+    check_max_norm(max_norm)  # before anything is sent
+    own_only = any(isinstance(p, ParameterShard) or is_expert(p) for p in parameters)
+    if own_only:
+        count = 1
+    else:
+        count = dp.size if chunks is None else chunks
+    squares = own_squares(parameters, count, own_only)
+    totals = add_over_axes(squares, tp, pp)
+    if own_only:
+        dp.all_reduce(totals, algorithm="ordered")
+    total = float(add_left_to_right(totals, axis=0))
+    return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))
+
+
+def is_expert(p: Parameter) -> bool:
+    """Return whether p is an expert's, which other ranks of dp do not hold."""
+    return placement_of(p).ep is not None
+
+
+def own_squares(parameters: Sequence[Parameter], chunks: int, own_only: bool) -> np.ndarray:
+    """Sum the squares of this rank's gradients: (chunks, units, 2), WHOLE and SPLIT.
+
+    With `own_only` the one chunk is this rank's.
+    """
+    squares = np.zeros((chunks, placement_of(parameters[0]).units, 2))
     for p in parameters:
         assert p.grad is not None, "gradients are summed over dp first"
-        placement, gradient = placement_of(p), p.grad.reshape(-1)
-        for row in range(rows):  # a shard lies in one chunk; a whole parameter may lie in several
-            if isinstance(p, ParameterShard):
-                elements = range(p.size)
-            else:
-                elements = bucket_slice(p).own if own else bucket_slice(p).elements(row, rows)
+        placement = placement_of(p)
+        kind = SPLIT if isinstance(placement.tp, Shard) else WHOLE
+        gradient = p.grad.reshape(-1)
+        for chunk in range(chunks):  # a whole parameter may lie in several
+            elements = elements_in(p, chunk, chunks, own_only)
             if elements:
                 square = squared_norm([gradient[elements.start : elements.stop]])
-                squares[row, placement.unit, int(isinstance(placement.tp, Shard))] += square
-    if pp is not None and pp.size > 1:  # each unit is one pipeline rank's, so this adds zeros and rounds nothing
+                squares[chunk, placement.unit, kind] += square
+    return squares
+
+
+def elements_in(p: Parameter, chunk: int, chunks: int, own_only: bool) -> range:
+    """Return which elements of a parameter's gradient lie in a chunk, or in this rank's own."""
+    in_no_bucket = chunks == 1 and placement_of(p).dp is None
+    if isinstance(p, ParameterShard) or in_no_bucket:
+        return range(p.size)
+    place = bucket_slice(p)
+    return place.own if own_only else place.elements(chunk, chunks)
+
+
+def add_over_axes(squares: np.ndarray, tp: Communicator | None, pp: Communicator | None) -> np.ndarray:
+    """Add squares (chunks, units, 2) over the ranks of pp and tp and over the units: (chunks,)."""
+    if pp is not None and pp.size > 1:
+        # Each unit is one rank's, so this adds zeros and rounds nothing.
         pp.all_reduce(squares, algorithm="ordered")
-    replicated, split = np.cumsum(squares, axis=1)[:, -1].T  # cumsum adds from left to right; sum would add in pairs
+    sums = add_left_to_right(squares, axis=1)  # (chunks, 2)
+    split = sums[:, SPLIT].copy()
     if tp is not None and tp.size > 1:
-        split = tp.all_reduce(split.copy(), algorithm="ordered")
-    totals = replicated + split  # one for each chunk
-    total = float(dp.all_reduce(totals, algorithm="ordered")[0]) if own else float(np.cumsum(totals)[-1])
-    return optim.clip_grad_norm(parameters, max_norm, norm=math.sqrt(total))
+        tp.all_reduce(split, algorithm="ordered")
+    return sums[:, WHOLE] + split
+
+
+def add_left_to_right(values: np.ndarray, axis: int) -> np.ndarray:
+    """Add along an axis one by one. NumPy's `sum` adds in pairs, and so has other bits."""
+    return np.cumsum(values, axis=axis).take(-1, axis=axis)

@@ -1,11 +1,12 @@
-"""Model state in closed form: the bytes of parameters, gradients and optimizer state on a rank at each ZeRO stage.
+"""Model state in closed form: what a rank holds of parameters, gradients and optimizer state.
 
-Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi parameters on d ranks, in bytes of 16-bit
-training with Adam: 16 Psi, then 4 Psi + 12 Psi/d, 2 Psi + 14 Psi/d, 16 Psi/d for stages 1, 2, 3.
+Rajbhandari et al. 2020 (arXiv 1910.02054), sections 3.1 and 5. With Psi parameters on d ranks, in
+bytes of 16-bit training with Adam: 16 Psi, then 4 Psi + 12 Psi/d, 2 Psi + 14 Psi/d, 16 Psi/d for
+stages 1, 2, 3.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -26,7 +27,7 @@ class Precision:
     optimizer: int
 
 
-# Parameters and gradients in fp16, and in fp32 the optimizer's parameters, mean and variance (section 3.1).
+# Section 3.1: parameters and gradients in fp16; the optimizer has parameters and two means in fp32.
 MIXED = Precision(2, 2, 12)
 # minipar's own: parameters and gradients in the dtype of the run, and AdamW's two means.
 FLOAT32, FLOAT64 = Precision(4, 4, 8), Precision(8, 8, 16)
@@ -34,14 +35,17 @@ OF_DTYPE = {"float32": FLOAT32, "float64": FLOAT64}
 
 
 def precision_of(dtype: str, gradients: str | None = None, sums: str | None = None) -> Precision:
-    """Return the bytes of a run: in 2-byte training K = 12, and gradients of 2 bytes or (the default) 4.
+    """Return the bytes of a run. In 2-byte training K = 12; gradients have 2 bytes or (default) 4.
 
-    With plain data parallelism, gradients that are summed in another dtype (`sums`) exist in both: 20 bytes in all.
+    With plain data parallelism, gradients that are summed in another dtype (`sums`) exist in both:
+    20 bytes in all.
     """
     if np.dtype(dtype).itemsize > 2:
         return OF_DTYPE[dtype]
-    copies = {np.dtype(each) for each in (gradients or "float32", sums or gradients or "float32")}
-    return Precision(2, sum(dtype.itemsize for dtype in copies), 12)
+    kept = np.dtype(gradients or "float32")
+    summed = kept if sums is None else np.dtype(sums)
+    nbytes = kept.itemsize if kept == summed else kept.itemsize + summed.itemsize
+    return Precision(2, nbytes, 12)
 
 
 @dataclass(frozen=True)
@@ -58,23 +62,33 @@ class ModelState:
 
 
 def elements_held(psi: int, own: Count, stage: int, accumulating: bool = False) -> tuple[Count, Count, Count]:
-    """Count the elements of (parameters, gradients, optimizer state) on a rank that owns `own` of psi parameters.
+    """Count the (parameters, gradients, optimizer state) of a rank that owns `own` of psi elements.
 
-    If `accumulating`, microbatches add up in whole gradients before these are reduced (`no_sync`). From stage 2 on the
-    whole gradients are held next to the rank's chunk of their sum.
+    If `accumulating`, microbatches add up in whole gradients before these are reduced (`no_sync`).
+    From stage 2 on the whole gradients are held next to the rank's chunk of their sum.
     """
-    gradients = psi if stage < 2 else own + psi if accumulating else own
-    return own if stage >= 3 else psi, gradients, own if stage >= 1 else psi
+    parameters = own if stage >= 3 else psi
+    optimizer = own if stage >= 1 else psi
+    if stage < 2:
+        return parameters, psi, optimizer
+    return parameters, own + psi if accumulating else own, optimizer
 
 
 def model_state(psi: int, own: Count, stage: int, precision: Precision, accumulating: bool = False) -> ModelState:
-    """Compute the bytes on a rank: the paper's with own = Fraction(psi, d), a run's with elements_placed(...)."""
-    held = zip(elements_held(psi, own, stage, accumulating), astuple(precision), strict=True)
-    return ModelState(*(elements * width for elements, width in held))
+    """Compute the bytes on a rank: the paper's with own = Fraction(psi, d), or a run's.
+
+    A run's psi and own are those of `elements_placed`.
+    """
+    parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
+    return ModelState(
+        parameters=parameters * precision.parameters,
+        gradients=gradients * precision.gradients,
+        optimizer=optimizer * precision.optimizer,
+    )
 
 
 def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, int]:
-    """Count the elements of placed parameters, and those of them that data-parallel rank `rank` owns: (psi, own)."""
+    """Count the elements of placed parameters, and those that dp rank `rank` owns: (psi, own)."""
     psi = own = 0
     for placement in placements:
         assert placement.dp is not None, f"{placement.name} is in no bucket"
@@ -86,29 +100,39 @@ def elements_placed(placements: Sequence[Placement], rank: int) -> tuple[int, in
 def check_limit(
     limit: int, placements: Sequence[Placement], ranks: int, stage: int, widths: Sequence[Precision], accumulating: bool
 ) -> None:
-    """Raise UsageError, with a stage that fits, if model state on the fullest of `ranks` is above `limit` bytes.
+    """Raise UsageError, with a stage that fits, if a rank's model state is above `limit` bytes.
 
-    `widths` are the bytes of an element at each stage.
+    `widths` are the bytes of an element at each stage, on `ranks` data-parallel ranks.
     """
-    psi, own = elements_placed(placements, rank=0)  # which owns the most. NB: frameworks pad every rank to that
+    # Rank 0 owns the most. NB: frameworks pad every rank to that.
+    psi, own = elements_placed(placements, rank=0)
     totals = [model_state(psi, own, s, widths[s], accumulating).total for s in STAGES]
     if totals[stage] <= limit:
         return
 
     def arithmetic(stage: int) -> str:
-        terms = zip(asdict(widths[stage]).items(), elements_held(psi, own, stage, accumulating), strict=True)
-        products = [f"{width}*{count:,} ({what})" for (what, width), count in terms]
-        return f"{' + '.join(products)} = {totals[stage]:,} bytes"
+        parameters, gradients, optimizer = elements_held(psi, own, stage, accumulating)
+        width = widths[stage]
+        terms = [
+            f"{width.parameters}*{parameters:,} (parameters)",
+            f"{width.gradients}*{gradients:,} (gradients)",
+            f"{width.optimizer}*{optimizer:,} (optimizer)",
+        ]
+        return f"{' + '.join(terms)} = {totals[stage]:,} bytes"
 
-    message = f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage} on {ranks} "
-    message += f"data-parallel rank{'s' if ranks > 1 else ''} holds {arithmetic(stage)}"
+    plural = "s" if ranks > 1 else ""
+    message = f"--memory-limit {limit:,} bytes of model state per rank, but --zero-stage {stage}"
+    message += f" on {ranks} data-parallel rank{plural} holds {arithmetic(stage)}"
+    fitting = [s for s in STAGES if totals[s] <= limit]
     least = totals.index(min(totals))
-    if fits := [s for s in STAGES if totals[s] <= limit]:
-        message += f"; --zero-stage {fits[0]} fits: {arithmetic(fits[0])}"
+    if fitting:
+        message += f"; --zero-stage {fitting[0]} fits: {arithmetic(fitting[0])}"
+    elif least != stage:
+        message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}; no stage fits"
     else:
-        message += f"; the least, --zero-stage {least}, holds {arithmetic(least)}" if stage != least else ""
         message += "; no stage fits"
     if accumulating and ranks > 1:
-        message += " (whole gradients while microbatches accumulate, from stage 2 on next to the chunk of their sum; "
-        message += "without a pipeline, --sync-every-microbatch keeps them sharded)"
+        message += " (whole gradients while microbatches accumulate, from stage 2 on next to the"
+        message += " chunk of their sum; without a pipeline, --sync-every-microbatch keeps them"
+        message += " sharded)"
     raise UsageError(message)

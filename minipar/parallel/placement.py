@@ -1,6 +1,7 @@
-"""Placements: for each parameter of the serial model, what every mesh axis does to it, as seen from one rank.
+"""Placements: for each parameter of the serial model, what every mesh axis does to it on one rank.
 
-Each strategy records its part and knows nothing of the others. Everything that spans axes is a loop over placements.
+Each strategy records its part and knows nothing of the others. Everything that spans axes is a
+loop over placements.
 
     tp   Shard(dim), Replicate or Partial   NB: the terms of torch.distributed.tensor
     pp   the pipeline rank that owns the parameter
@@ -14,7 +15,9 @@ from typing import Any
 
 from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
+from minipar.errors import UsageError
 from minipar.nn.module import Module, Parameter
+from minipar.nn.optim_guards import check_names
 
 
 @dataclass(frozen=True)
@@ -24,22 +27,42 @@ class Replicate:
     rank: int = 0
     ranks: int = 1
 
-
-@dataclass(frozen=True)
-class Partial(Replicate):
-    """A whole parameter whose gradient covers this rank's tokens only (sequence parallelism) or its columns only."""
+    def __str__(self) -> str:
+        return "Replicate"
 
 
 @dataclass(frozen=True)
-class Shard(Replicate):
-    """Each tensor-parallel rank holds a part of the parameter: a slice along `dim` of each of `groups` equal stretches.
+class Partial:
+    """A whole parameter whose gradient on a rank is one term of a sum over the ranks of tp.
 
-    `size` is that dim's length in the serial model, padded with zeros to a multiple of groups*ranks.
+    With sequence parallelism the gradient of a norm covers a rank's tokens; a router's covers a
+    rank's columns.
     """
 
-    dim: int = 0
-    size: int = 0
+    rank: int = 0
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return "Partial"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each tensor-parallel rank holds a slice along `dim` of each of `groups` equal stretches.
+
+    `size` is that dim's length in the serial model, which zeros pad to a multiple of groups*ranks.
+    """
+
+    rank: int
+    ranks: int
+    dim: int
+    size: int
     groups: int = 1
+
+    def __str__(self) -> str:
+        if self.groups == 1:
+            return f"Shard({self.dim})"
+        return f"Shard({self.dim}, groups={self.groups})"
 
     @property
     def step(self) -> int:
@@ -48,26 +71,38 @@ class Shard(Replicate):
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of each rank's part of an array of `shape`."""
-        return tuple(self.groups * self.step if dim == self.dim else size for dim, size in enumerate(shape))
+        local = list(shape)
+        local[self.dim] = self.groups * self.step
+        return tuple(local)
 
     def part(self, whole: Array) -> Array:
         """Copy this rank's part out of the serial array."""
         padding = [(0, 0)] * whole.ndim
         padding[self.dim] = (0, self.step * self.groups * self.ranks - self.size)
         stretches = xp.split(xp.pad(whole, padding), self.groups, axis=self.dim)
-        own = (slice(None),) * self.dim + (slice(self.rank * self.step, (self.rank + 1) * self.step),)
+        own = along(self.dim, self.rank * self.step, (self.rank + 1) * self.step)
         return xp.concatenate([stretch[own] for stretch in stretches], axis=self.dim)
 
     def join(self, parts: Sequence[Array]) -> Array:
         """Join all ranks' parts, given in rank order, into the serial array; padding is removed."""
-        pieces = [xp.split(part, self.groups, axis=self.dim) for part in parts]
-        whole = xp.concatenate([piece[g] for g in range(self.groups) for piece in pieces], axis=self.dim)
-        return whole[(slice(None),) * self.dim + (slice(0, self.size),)]
+        stretches = [xp.split(part, self.groups, axis=self.dim) for part in parts]
+        ordered = []
+        for group in range(self.groups):
+            ordered += [stretches[rank][group] for rank in range(self.ranks)]
+        return xp.concatenate(ordered, axis=self.dim)[along(self.dim, 0, self.size)]
+
+
+TensorPlacement = Shard | Replicate | Partial
+
+
+def along(dim: int, start: int, stop: int) -> tuple[slice, ...]:
+    """Return the index of elements start:stop along `dim`."""
+    return (slice(None),) * dim + (slice(start, stop),)
 
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """A parameter's `size` elements inside a bucket, whose chunk r belongs to data-parallel rank r."""
+    """A parameter's `size` elements inside a bucket, whose chunk r belongs to dp rank r."""
 
     offset: int  # of the parameter's first element in the bucket
     size: int
@@ -77,37 +112,109 @@ class BucketSlice:
     replica: int = 0  # which of the groups that hold all chunks (hybrid sharding)
 
     def elements(self, rank: int, ranks: int) -> range:
-        """Return the parameter's elements in chunk `rank` of a bucket that is cut into `ranks` chunks."""
+        """Return the parameter's elements in chunk `rank` of the bucket's `ranks` chunks."""
         start, stop = chunk_bounds(self.bucket_size, ranks)[rank]
-        start, stop = (min(max(end - self.offset, 0), self.size) for end in (start, stop))
-        return range(start, stop)
+        return range(self.clip(start), self.clip(stop))
+
+    def clip(self, position: int) -> int:
+        """Return the parameter's element at this position of the bucket, or its nearest end."""
+        return min(max(position - self.offset, 0), self.size)
 
     @property
     def own(self) -> range:
-        """The elements whose optimizer state, in every ZeRO stage, this rank writes to a checkpoint."""
+        """The elements whose optimizer state this rank writes to a checkpoint, in every stage."""
         return self.elements(self.rank, self.ranks)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's place. A unit is what travels in one bucket; the gradient's norm is summed unit by unit."""
+    """One parameter's place.
+
+    A unit is what travels in one bucket; the gradient's norm is summed unit by unit.
+    """
 
     name: str  # name and shape are those of the serial model
     shape: tuple[int, ...]
-    tp: Replicate = Replicate()
+    tp: TensorPlacement = Replicate()
     pp: int = 0
     ep: int | None = None  # None: every expert-parallel rank holds it
     dp: BucketSlice | None = None
     unit: int = 0  # the number of the parameter's unit, in the model's order
     units: int = 0  # on all pipeline ranks together
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what a tensor-parallel rank holds."""
+        return self.tp.local_shape(self.shape) if isinstance(self.tp, Shard) else self.shape
+
+    def describe(self) -> str:
+        """Say what a rank computes with, such as `up.weight, tp rank 1 of 2`."""
+        if not isinstance(self.tp, Shard):
+            return self.name
+        return f"{self.name}, tp rank {self.tp.rank} of {self.tp.ranks}"
+
+    def cells(self) -> list[str]:
+        """Return this line of the table that `placements` prints."""
+        ep = "-" if self.ep is None else str(self.ep)
+        chunk = "-"
+        if self.dp is not None:
+            chunk = f"{self.dp.own.start}:{self.dp.own.stop} of {self.dp.size}"
+        return [self.name, str(self.shape), str(self.tp), str(self.pp), ep, chunk]
+
+
+class Placements(list[Placement]):
+    """The placements of a model's parameters on one rank; printed, a table."""
+
+    HEAD = ("name", "shape", "tp", "pp", "ep", "dp chunk")
+
+    def __str__(self) -> str:
+        rows = [self.HEAD, *(placement.cells() for placement in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(self.HEAD))]
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def placements(model: Module) -> Placements:
+    """Return the placements of a model's parameters on this rank, in order; printed, a table.
+
+    The columns tp, pp and ep are what these axes do to the parameter. `dp chunk` are the elements
+    of this rank's part that its optimizer owns. UsageError for a wrapper instead of its model.
+    Sends nothing.
+    """
+    check_module(model)
+    found = Placements()
+    for name, parameter in model.named_parameters():
+        placement = parameter.placement
+        if placement is None:
+            placement = Placement(name, parameter.shape)
+        elif not placement.name:  # a layer that was made parallel outside of a model
+            placement = replace(placement, name=name)
+        found.append(placement)
+    return found
+
+
+def check_module(model: object) -> None:
+    """Raise UsageError for a wrapper, or anything else that is no Module."""
+    if not isinstance(model, Module):
+        what = f"placements of a {type(model).__name__}"
+        raise UsageError(f"{what}: give the model that it wraps, an mp.Module")
+
 
 def place(model: Module) -> None:
-    """Give every parameter of a serial model its Placement, unless it has one already."""
+    """Give every parameter of a serial model its Placement, unless it has one already.
+
+    UsageError if two layers have one name: the strategies are where a model is seen as a whole.
+    """
+    check_names(model.parameters())
     for name, parameter in model.named_parameters():
         if parameter.placement is None:
             parameter.placement = Placement(name, parameter.shape)
-        elif not parameter.placement.name:  # a layer that was made parallel before it became part of a model
+        elif not parameter.placement.name:  # its layer was made parallel outside of a model
             update(parameter, name=name)
 
 
@@ -119,7 +226,8 @@ def update(parameter: Parameter, **changes: Any) -> None:
 def placement_of(parameter: Parameter) -> Placement:
     """Return a parameter's Placement; ValueError if no strategy has placed it."""
     if parameter.placement is None:
-        raise ValueError("this parameter has no placement: call place(model) or wrap the model in a strategy first")
+        remedy = "call place(model) or wrap the model in a strategy first"
+        raise ValueError(f"this parameter has no placement: {remedy}")
     return parameter.placement
 
 
@@ -127,12 +235,13 @@ def bucket_slice(parameter: Parameter) -> BucketSlice:
     """Return a parameter's place in its bucket; ValueError if data parallelism has not placed it."""
     place = placement_of(parameter).dp
     if place is None:
-        raise ValueError(f"{placement_of(parameter).name} is in no bucket: wrap the model in a data-parallel strategy")
+        remedy = "wrap the model in a data-parallel strategy"
+        raise ValueError(f"{placement_of(parameter).name} is in no bucket: {remedy}")
     return place
 
 
 class ParameterShard(Parameter):
-    """This rank's elements of a parameter: a 1-D Parameter for the optimizer, which decays as the whole one does."""
+    """This rank's elements of a parameter: a 1-D Parameter, which decays as the whole one does."""
 
     __slots__ = ("elements",)
 
@@ -140,7 +249,17 @@ class ParameterShard(Parameter):
         super().__init__(data)
         self.decays, self.placement, self.elements = whole.decays, whole.placement, elements
 
+    def __repr__(self) -> str:
+        elements = f"{self.elements.start}:{self.elements.stop}"
+        return f"ParameterShard({self.placement.name}[{elements}], {self.dtype})"
+
+    def describe(self) -> str:
+        """Say which elements of the model these are, such as `up.weight, tp rank 1 of 2[0:120]`."""
+        return f"{super().describe()}[{self.elements.start}:{self.elements.stop}]"
+
 
 def elements_of(parameter: Parameter) -> range:
-    """Return which of the local parameter's elements the optimizer's `parameter` holds: its own, or all."""
-    return parameter.elements if isinstance(parameter, ParameterShard) else range(parameter.size)
+    """Return which elements of a local parameter the optimizer's one holds: its own, or all."""
+    if isinstance(parameter, ParameterShard):
+        return parameter.elements
+    return range(parameter.size)

@@ -1,70 +1,111 @@
 """The serial model's state, put together from what the ranks own: loops over placements.
 
-Each element of each parameter is owned by exactly one rank: the data-parallel rank that has its chunk, the
-tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its stage.
+Each element of each parameter is owned by exactly one rank: the data-parallel rank that has its
+chunk, the tensor-parallel rank that holds it (rank 0 where all hold it), the pipeline rank of its
+stage.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module, Parameter
-from minipar.parallel.placement import Shard, elements_of, placement_of
+from minipar.parallel.placement import Shard, TensorPlacement, elements_of, placement_of
 
 
-class Piece(TypedDict):
-    """Elements start:stop, in row-major order, of tensor-parallel rank `cut["rank"]`'s part of a parameter.
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter a tensor-parallel rank holds: a Shard without its size."""
 
-    A checkpoint's manifest lists these dicts, as JSON.
-    """
+    dim: int
+    groups: int
+    rank: int
+    ranks: int
+
+    def shard(self, shape: Sequence[int]) -> Shard:
+        """Return the Shard of a parameter of this shape."""
+        return Shard(self.rank, self.ranks, self.dim, shape[self.dim], self.groups)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start:stop, in row-major order, of a parameter or of the part that `cut` says."""
 
     name: str
     start: int
     stop: int
-    cut: dict[str, int] | None  # dim, groups, rank, ranks; None: the whole parameter
+    cut: Cut | None  # None: the whole parameter
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the piece as a checkpoint's manifest lists it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> "Piece":
+        """Return the piece of an entry that `to_json` has made."""
+        cut = entry["cut"]
+        if cut is not None:
+            cut = Cut(cut["dim"], cut["groups"], cut["rank"], cut["ranks"])
+        return Piece(entry["name"], entry["start"], entry["stop"], cut)
+
+
+def owned_elements(parameter: Parameter) -> range:
+    """Return which elements of a local parameter this rank owns, and no other."""
+    placement = placement_of(parameter)
+    if placement.tp.rank > 0 and not isinstance(placement.tp, Shard):
+        return range(0)  # all tensor-parallel ranks hold them
+    if placement.dp is None:
+        return range(parameter.size)
+    if placement.dp.replica > 0:
+        return range(0)  # all replicas hold them
+    return placement.dp.own
 
 
 def owned_pieces(parameters: Sequence[Parameter]) -> list[tuple[int, Piece, slice]]:
-    """Return what this rank owns: (index in `parameters`, piece, the piece's elements within that parameter).
+    """Return what this rank owns: (index in `parameters`, piece, its elements in that parameter).
 
     `parameters` are what this rank's optimizer holds.
     """
     pieces = []
     for i, p in enumerate(parameters):
-        placement, held = placement_of(p), elements_of(p)
-        own = range(p.size) if placement.dp is None else placement.dp.own
-        copied = not isinstance(placement.tp, Shard) and placement.tp.rank > 0
-        if not own or copied or (placement.dp is not None and placement.dp.replica > 0):
+        own, held = owned_elements(p), elements_of(p)
+        if not own:
             continue
-        cut = None
-        if isinstance(placement.tp, Shard):
-            cut = {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
-        piece: Piece = {"name": placement.name, "start": own.start, "stop": own.stop, "cut": cut}
+        tp = placement_of(p).tp
+        cut = Cut(tp.dim, tp.groups, tp.rank, tp.ranks) if isinstance(tp, Shard) else None
+        piece = Piece(placement_of(p).name, own.start, own.stop, cut)
         pieces.append((i, piece, slice(own.start - held.start, own.stop - held.start)))
     return pieces
 
 
-def local_part(placement_tp: Any, whole: Array, elements: range) -> Array:
+def local_part(placement: TensorPlacement, whole: Array, elements: range) -> Array:
     """Return these elements, as a 1-D array, of this rank's part of a serial array."""
-    part = placement_tp.part(whole) if isinstance(placement_tp, Shard) else whole
+    part = placement.part(whole) if isinstance(placement, Shard) else whole
     return part.reshape(-1)[elements.start : elements.stop]
 
 
 def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[Piece, Array]]) -> Array:
     """Put a serial array of `shape` together from all its pieces and the elements of each."""
-    parts: dict[int, np.ndarray] = {}
+    parts: dict[int, np.ndarray] = {}  # by tensor-parallel rank
     shard: Shard | None = None
     for piece, elements in pieces:
-        cut = piece["cut"]
-        shard = None if cut is None else Shard(**cut, size=shape[cut["dim"]])
-        rank = 0 if shard is None else shard.rank
+        rank, local_shape = 0, shape
+        if piece.cut is not None:
+            shard = piece.cut.shard(shape)
+            rank, local_shape = shard.rank, shard.local_shape(shape)
         if rank not in parts:
-            parts[rank] = np.empty(shape if shard is None else shard.local_shape(shape), dtype)
-        parts[rank].reshape(-1)[piece["start"] : piece["stop"]] = elements
+            parts[rank] = np.empty(local_shape, dtype)
+        parts[rank].reshape(-1)[piece.start : piece.stop] = elements
     if shard is None:
         return parts[0]
     return shard.join([xp.asarray(parts[rank]) for rank in range(shard.ranks)])
@@ -73,35 +114,51 @@ def join(shape: tuple[int, ...], dtype: Any, pieces: Iterable[tuple[Piece, Array
 def gather_state(
     model: Module, parameters: Sequence[Parameter], comm: Communicator, values: Sequence[Any] | None = None
 ) -> dict[str, np.ndarray]:
-    """Collect the serial model's parameters by name, as host arrays, on rank 0 of `comm`; the other ranks get {}.
+    """Collect the serial model's parameters by name, as host arrays, on rank 0; others get {}.
 
-    `comm` is the group of ranks that hold the whole model together: the world of a mesh. `parameters` are what this
-    rank's optimizer holds. `values` are arrays of the same shapes to collect instead, such as complete gradients.
-    Collective. Each element is sent to rank 0 once, in one message per rank; the pieces go ahead as control data.
+    `comm` is the group of ranks that hold the whole model together: the world of a mesh.
+    `parameters` are what this rank's optimizer holds. `values` are arrays of the same shapes to
+    collect instead, such as complete gradients. Collective. Each element is sent to rank 0 once,
+    in one message per rank; the pieces go ahead as control data.
     """
     own = owned_pieces(parameters)
-    values = [p.data for p in parameters] if values is None else values
+    if values is None:
+        values = [p.data for p in parameters]
     arrays = [to_host(values[i].reshape(-1)[elements]) for i, _, elements in own]
     dtype = np.dtype(values[0].dtype if values else np.float32)
-    header = [[piece, placement_of(parameters[i]).shape] for i, piece, _ in own]
+    header = [[piece.to_json(), placement_of(parameters[i]).shape] for i, piece, _ in own]
     headers = comm.gather_bytes(json.dumps(header).encode())
     if headers is None:
         if arrays:
             comm.isend(np.concatenate(arrays), 0).wait()
         return {}
-    pieces: dict[str, list[tuple[Piece, Array]]] = {}
+    pieces: dict[str, list[tuple[Piece, Array]]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, text in enumerate(headers):
         listed = json.loads(text)
-        counts = [piece["stop"] - piece["start"] for piece, _ in listed]
-        if rank > 0 and listed:
-            flat = np.empty(sum(counts), dtype)
-            comm.irecv(flat, rank).wait()
-            arrays = np.split(flat, np.cumsum(counts)[:-1])
-        for (piece, shape), array in zip(listed, arrays if listed else [], strict=True):
-            pieces.setdefault(piece["name"], []).append((piece, array))
-            shapes[piece["name"]] = tuple(shape)
+        theirs = [Piece.from_json(entry) for entry, _ in listed]
+        if rank > 0:
+            arrays = receive(comm, rank, theirs, dtype)
+        for piece, array in zip(theirs, arrays, strict=True):
+            pieces[piece.name].append((piece, array))
+        for entry, shape in listed:
+            shapes[entry["name"]] = tuple(shape)
     # The serial model's order; names that this rank's model does not have come last.
     own_names = [placement_of(p).name for p in model.parameters() if p.placement is not None]
     names = dict.fromkeys(name for name in [*own_names, *pieces] if name in pieces)
-    return {name: np.array(to_host(join(shapes[name], dtype, pieces[name])), order="C") for name in names}
+    return {name: as_host(join(shapes[name], dtype, pieces[name])) for name in names}
+
+
+def receive(comm: Communicator, rank: int, pieces: Sequence[Piece], dtype: np.dtype) -> list[np.ndarray]:
+    """Receive the elements of these pieces, which `rank` sends in one message."""
+    if not pieces:
+        return []
+    sizes = [piece.size for piece in pieces]
+    flat = np.empty(sum(sizes), dtype)
+    comm.irecv(flat, rank).wait()
+    return np.split(flat, np.cumsum(sizes)[:-1])
+
+
+def as_host(array: Array) -> np.ndarray:
+    """Return a contiguous copy of an array on the host."""
+    return np.array(to_host(array), order="C")

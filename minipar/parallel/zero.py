@@ -1,109 +1,224 @@
-"""ZeRO stages 1 and 2: data parallelism without its redundancy (Rajbhandari et al. 2020, arXiv 1910.02054).
+"""ZeRO stages 1 and 2: data parallelism without its redundancy (arXiv 1910.02054).
 
-Plain data parallelism keeps everything on every rank. Each stage cuts one thing more into one chunk per rank. Stages 1
-and 2 send what data parallelism sends, because an all-reduce is a reduce-scatter and an all-gather.
+Plain data parallelism keeps everything on every rank. Each stage cuts one more kind of model state into
+chunks, one per rank. Stages 1 and 2 send as much as data parallelism: an all-reduce is a reduce-scatter
+followed by an all-gather, and the optimizer's update fits between the two.
 
-    stage 1   optimizer state: each rank updates its own chunk of the parameters, then all gather the updated chunks
-    stage 2   gradients too: a bucket's full gradient exists only until it is reduce-scattered (sharding.py)
+    stage 1   optimizer state: each rank updates its own chunk, then all ranks gather the chunks
+    stage 2   gradients too: a bucket's whole gradient exists only until it is reduce-scattered
     stage 3   parameters too (fsdp.py)
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
-from minipar.backend import xp
+import numpy as np
+
+from minipar.autograd import Tensor
+from minipar.backend import Array
 from minipar.comm.communicator import Communicator
-from minipar.comm.work import Work
-from minipar.nn.module import Module, Parameter, zero_grad
-from minipar.nn.optim import Optimizer
-from minipar.parallel.buckets import Bucket, FlatBuffers, make_buckets
-from minipar.parallel.placement import Placement
-from minipar.parallel.sharding import Chunk, ShardedDataParallel, ShardedGradients
-from minipar.parallel.wrapper import Wrapper
+from minipar.memory import allocate
+from minipar.nn.module import Module, Parameter, Part
+from minipar.parallel.buckets import BackwardHooks, Bucket
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare
+from minipar.parallel.guards import check_wrapping, refuse_late_state
+from minipar.parallel.hybrid import Reduction, in_dtype, over_shards, replicas_of_shards
+from minipar.parallel.loss import global_mean_loss
+from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward, unit_passes
+from minipar.parallel.state import gather_state
+from minipar.parallel.step_guard import Guard
 
 
-class ZeroStage1(ShardedDataParallel):
-    """Optimizer state sharded: each rank updates its own chunk of the parameters, then all gather the chunks.
+class ZeroStage1:
+    """Data parallelism with sharded optimizer state: each rank updates its own chunk of the parameters.
 
-    Use it as DistributedDataParallel. `parameters()` are this rank's shards: AdamW keeps its two moments for 1/d of the
-    model. `options` are groups (sharding.py). Sends 2 Psi (d-1)/d elements per rank and step, one float64 for the norm.
+    Use it as DistributedDataParallel. `parameters()` returns this rank's shards, so that AdamW keeps
+    its two moments for 1/d of the model. Each of `groups` becomes a bucket; without them, each unit of
+    the model does (`by_unit`). Rank r has chunk r of each bucket. In a step, each rank sends
+    2 Psi (d-1)/d elements, and one float64 for the norm. With `replicas` = q, d/q neighbouring ranks
+    hold one replica of the shards (hybrid.py), and d/q takes the place of d in these terms.
     """
 
-    stage = 1
+    adds_up = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
 
-    def __init__(self, model: Module, comm: Communicator, algorithm: str = "ring", **options: Any) -> None:
-        super().__init__(model, comm, algorithm, **options)
-        self.buffers = FlatBuffers(self.buckets, self.gradient_dtype if self.stage == 1 else None)
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
+        groups: Sequence[Group] | None = None, replicas: int = 1,
+        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
+        gradient_dtype: Any = None, reduce_dtype: Any = None,
+    ) -> None:  # fmt: skip
+        check_wrapping(model, comm, algorithm, replicas)
+        self.model = model
+        self.comm = comm
+        self.algorithm = algorithm
+        self.before_reduce = before_reduce
+        self.shard_comm = over_shards(comm, replicas)  # the ranks that share one replica of the shards
+        groups = groups_over(comm, by_unit(model)) if groups is None else groups
+        self.gradient_dtype = prepare(model, comm, groups, before_reduce, gradient_dtype, replicas)
+        self.buckets: list[Bucket] = []
+        replica = comm.rank // self.shard_comm.size
+        # Backward completes the last parameters first, so the last group is the first bucket to be sent.
+        for group in reversed(groups):
+            # A group that has ranks of its own, as experts do, is cut over these ranks.
+            chunk_comm = self.shard_comm if group.comm is comm else group.comm
+            gradient_comm = in_dtype(chunk_comm, reduce_dtype, self.gradient_dtype)
+            self.buckets.append(Bucket(group, gradient_comm, replica))
+        self.values: dict[Bucket, Array] = {}  # all parameters of each bucket, in one flat array
+        self.chunks: dict[Bucket, Chunk] = {}  # this rank's chunk of each bucket, in the model's order
         for bucket in reversed(self.buckets):
-            start, stop = bucket.chunk
-            own = slice(bucket.start + start, bucket.start + stop)
-            whole = self.buffers.gradients
-            gradient = self._allocate("gradients", stop - start, self.gradient_dtype) if whole is None else whole[own]
-            self.chunks[bucket] = Chunk(bucket, self.buffers.parameters[own], gradient, self)
+            values = allocate("parameters", bucket.size, bucket.parameters[0].dtype)
+            for p, view in bucket.views(values):
+                p.move_to(view)
+                p.grad = None
+            self.values[bucket] = values
+            self.chunks[bucket] = self.make_chunk(bucket, values[bucket.own])
+        self.shards = all_shards(self.buckets, self.chunks.values())
+        self.guard = Guard(self)  # refuses calls that are out of order
+        self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
+        self.works: list[Reduction] = []  # the reduce-scatters under way
 
-    def _reduce(self, bucket: Bucket) -> Work:
-        # The sum may overwrite this rank's own chunk of what is summed: that chunk is read last.
-        full, out = self.buffers.gradients[bucket.start : bucket.stop], self.chunks[bucket].gradient
-        return self._reduce_scatter(bucket, full, out)
+    def make_chunk(self, bucket: Bucket, values: Array) -> Chunk:
+        """Make this rank's chunk, whose gradient is a part of the bucket's flat array.
+
+        The reduce-scatter writes the sum into this part. It may: it reads this part last.
+        """
+        whole = allocate("gradients", bucket.size, self.gradient_dtype)
+        bucket.set_gradient(whole)
+        return Chunk(bucket, values, whole[bucket.own])
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def parameters(self) -> list[Parameter]:
+        """Return this rank's shards, in the model's order."""
+        return self.shards
+
+    def loss(self, x: Any, y: Any) -> Tensor:
+        """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
+        self.guard.before_loss()
+        return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket's gradients, and return at once; this rank gets its chunk of the sum."""
+        gradient = bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        out = self.chunks[bucket].gradient
+        self.works.append(bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))
+
+    def after_backward(self) -> None:
+        """Finish the sum, unless inside `no_sync`. A pass over several losses calls this for each; the first sums."""
+        if self.hooks.enabled and self.hooks.has_gradients:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Send the remaining buckets; wait until every shard has the sum over all ranks. Backward ends with this."""
+        self.hooks.finish()
+        for work in self.works:
+            work.wait()
+        self.works = []
+        for chunk in self.chunks.values():
+            chunk.accept_sums()
+        self.guard.after_sum()
 
     def after_step(self) -> None:
-        """Gather what every rank's optimizer made of its chunks. Sends Psi (d-1)/d elements per rank."""
+        """Gather the chunks, which the ranks' optimizers have updated. Sends Psi (d-1)/d elements."""
         works = []
         for bucket, chunk in self.chunks.items():
-            out = self.buffers.parameters[bucket.start : bucket.stop]
+            out = self.values[bucket]
             works.append(bucket.comm.all_gather(chunk.data, out=out, algorithm="pairwise", async_op=True))
         for work in works:
             work.wait()
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward accumulate and send nothing: for all microbatches but the last."""
+        return self.hooks.no_sync()
 
-class ZeroStage2(ShardedGradients, ZeroStage1):
-    """Stage 1 with gradients sharded too. Sends what stage 1 sends. `options` are groups and runs (sharding.py)."""
-
-    stage = 2
-
-
-class ZeroOptimizer:
-    """ZeRO stage 1 as an optimizer, for a model that computes its gradients by itself, such as a PipelineModule.
-
-        optimizer = ZeroOptimizer(model.parameters(), AdamW, mesh.dp, lr=1e-3)
-        loss = model(x, y)       # gradients of this replica's share of the global mean
-        optimizer.step()         # sums them over dp, updates this rank's shard, gathers the parameters
-        optimizer.zero_grad()
-
-    `options` are the optimizer's. Sends 2 Psi (d-1)/d elements per rank and step, none of it hidden behind computation.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        optimizer: Callable[..., Optimizer],
-        comm: Communicator,
-        algorithm: str = "ring",
-        **options: Any,
-    ) -> None:
-        self.parameters, self.comm, self.algorithm = list(parameters), comm, algorithm
-        for i, p in enumerate(self.parameters):
-            if isinstance(p.owner, Wrapper):
-                raise ValueError("a wrapper sums these gradients already: write AdamW(wrapper.parameters()) instead")
-            if p.owner is not None and p.owner.replicas is not None:
-                raise ValueError("experts are summed over other ranks than all else: use mp.shard(model, comm, 1)")
-            p.owner = None
-            p.placement = p.placement or Placement(str(i), p.shape)
-        (self.bucket,) = make_buckets([self.parameters], comm)
-        self.buffers = FlatBuffers([self.bucket], xp.promote_types(self.parameters[0].dtype, "float32"))
-        own = slice(*self.bucket.chunk)
-        self.chunk = Chunk(self.bucket, self.buffers.parameters[own], self.buffers.gradients[own], None)
-        self.optimizer = optimizer(self.chunk.shards, **options)
-
-    def step(self) -> None:
-        """Sum the gradients over the ranks, update this rank's shard, and gather the updated parameters."""
-        self.bucket.complete()
-        self.comm.reduce_scatter(self.buffers.gradients, out=self.chunk.gradient, algorithm=self.algorithm)
-        for shard in self.chunk.shards:
-            shard.grad = shard.grad_buffer
-        self.optimizer.step()
-        self.comm.all_gather(self.chunk.data, out=self.buffers.parameters, algorithm="pairwise")
+    def scaled_backward(self) -> AbstractContextManager[None]:
+        """Allow backward of a loss that the caller has scaled; call `synchronize` afterwards."""
+        return self.guard.scaled_backward()
 
     def zero_grad(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
-        zero_grad(self.parameters)
+        self.model.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Return the whole gradient's 2-norm; scale a gradient of a larger norm down to `max_norm`. Sends a float64."""
+        self.guard.before_norm()
+        return clip_grad_norm(self.shards, max_norm, self.shard_comm)
+
+    def replicas(self) -> list[tuple[Communicator, Sequence[Parameter]]]:
+        """Return the ranks that hold the same parameters, for each bucket, and those that hold the same shards."""
+        of_parameters = [(bucket.holders, bucket.parameters) for bucket in self.buckets]
+        return [*of_parameters, *replicas_of_shards(self.shard_comm, self.shards)]
+
+    def gather_parameter(self, parameter: Parameter) -> Array:
+        """Return all values of a parameter. This rank has them."""
+        return parameter.data
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collect the whole model on rank 0, as `gather_state` does."""
+        self.guard.before_state()
+        return gather_state(self.model, self.shards, self.comm)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Raise UsageError: the model's `load_state_dict` comes before the wrapper."""
+        refuse_late_state()
+
+
+class ZeroStage2(ZeroStage1):
+    """Data parallelism with sharded gradients, too: a whole gradient exists only until it is reduce-scattered.
+
+    At most two exist at a time: backward writes one while the other is sent. (The gradient of the matrix
+    that embedding and head share exists besides, until backward ends.) Microbatches that accumulate under
+    `no_sync` keep the whole gradients of all buckets, as in PyTorch's FSDP. With `synchronize` after each
+    microbatch instead, gradients stay sharded, and each microbatch sends them. A pipeline passes `runs`,
+    the lists of parts that follow one another on this rank; without it, the model's `parts` are the one
+    run. Sends as much as stage 1.
+    """
+
+    adds_up = True  # several passes may each sum their gradients: the chunk adds these sums up
+
+    def __init__(
+        self, model: Module, comm: Communicator, algorithm: str = "ring", *,
+        runs: Sequence[Sequence[Part]] | None = None,
+        groups: Sequence[Group] | None = None, replicas: int = 1,
+        before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
+        gradient_dtype: Any = None, reduce_dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, comm, algorithm, groups=groups, replicas=replicas, before_reduce=before_reduce,
+            gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype,
+        )  # fmt: skip
+        if runs is None:
+            runs = [parts_of(model)]
+        # `run` wraps each part, so that backward makes room for gradients before it enters the part.
+        for unit_pass in unit_passes(runs, self.buckets):
+            part = unit_pass.part
+            part.run = partial(self.run, part.run, unit_pass.completes)
+
+    def make_chunk(self, bucket: Bucket, values: Array) -> Chunk:
+        """Make this rank's chunk, whose gradient is an array of its own: it stays when the whole gradient is freed."""
+        return Chunk(bucket, values, allocate("gradients", values.size, self.gradient_dtype))
+
+    def run(self, forward: Callable[[Any], Tensor], buckets: Sequence[Bucket], x: Any) -> Tensor:
+        """Run a part of the model. Backward calls `pre_backward` before it enters the part."""
+        return at_backward(forward(x), partial(self.pre_backward, buckets))
+
+    def pre_backward(self, buckets: Sequence[Bucket]) -> None:
+        """Make the arrays for whole gradients. Outside of `no_sync`, wait first for all sums but the newest."""
+        for bucket in buckets:
+            allocate_gradient(bucket, self.gradient_dtype, self.works, self.hooks.enabled)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket's gradients. The message alone then refers to the flat array."""
+        self.pre_backward([bucket])  # a bucket that the loss did not use has no array yet
+        bucket.complete()
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters)
+        out = self.chunks[bucket].room_for_sum()
+        gradient = bucket.take_gradient()
+        self.works.append(bucket.comm.reduce_scatter(gradient, out=out, algorithm=self.algorithm, async_op=True))

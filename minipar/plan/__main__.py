@@ -9,9 +9,10 @@ from dataclasses import replace
 from math import prod
 
 from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
-from minipar.parallel.context import METHODS, ORDERS
+from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
-from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, find_gpu, find_program
+from minipar.parallel.token_order import ORDERS
+from minipar.plan.cluster import GPUS, PROGRAMS, Cluster, Gpu, find_gpu, find_program
 from minipar.plan.layout import ATTENTION, PRECISIONS, check_experts
 from minipar.plan.model import MODELS, RECOMPUTE, ModelShape, find_model
 from minipar.plan.report import Request, as_json, as_text
@@ -51,15 +52,23 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = UsageParser(prog="python -m minipar.plan", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", required=True, metavar="NAME|DIR", help=f"{', '.join(MODELS)}, or a directory with a config.json")
+    add(
+        "--model",
+        required=True,
+        metavar="NAME|DIR",
+        help=f"{', '.join(MODELS)}, or a directory: with a config.json of Hugging Face, or of minipar.train --save",
+    )
     add("--gpus", required=True, type=count, metavar="N", help="in all")
     add("--gpu", required=True, metavar="NAME|FILE", help=f"{', '.join(GPUS)}, or a JSON file with your own values")
     add("--gpus-per-node", type=count, default=8, metavar="N", help="in one host (default 8)")
     add("--global-batch", required=True, type=count, metavar="B", help="sequences per step")
     add("--seq-len", required=True, type=count, metavar="S", help="tokens per sequence")
-    add("--precision", choices=list(PRECISIONS), default="fp16", help="16 bytes per parameter, or bf16's 18")
+    new = "on a GPU as fast as an h100, else"
+    what = f"16 bytes per parameter, or bf16's 18 (default: bf16 {new} fp16)"
+    add("--precision", choices=list(PRECISIONS), help=what)
     add("--program", default="megatron", metavar="NAME|FILE", help=f"{', '.join(PROGRAMS)}, or a JSON file of your own")
-    add("--attention", choices=ATTENTION, default="stored", help="scores kept for backward, or flash attention")
+    what = f"scores kept for backward, or flash attention (default: flash {new} stored)"
+    add("--attention", choices=ATTENTION, help=what)
     narrow = parser.add_argument_group("narrow the search")
     narrow.add_argument("--dp", type=count, metavar="N", help="replicas")
     narrow.add_argument("--cp", type=sizes, metavar="1,2,4", help="one context-parallel size, or those to try; unless "
@@ -79,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     narrow.add_argument("--recompute", choices=RECOMPUTE)
     narrow.add_argument("--sequence-parallel", choices=("on", "off"), help="where tp > 1 (default: what is faster)")
     add("--top", type=count, default=TOP, metavar="K", help=f"how many meshes to show (default {TOP}, 50 at most)")
-    add("--json", metavar="FILE", help="everything; - is standard output. `python -m visualize plan FILE` draws it")
+    add("--json", metavar="FILE", help="everything; - is standard output. `minipar visualize plan FILE` draws it")
     return parser
 
 
@@ -112,7 +121,8 @@ def read_request(args: argparse.Namespace) -> Request:
     for name in ("cp", "ep"):
         if max(getattr(args, name) or (1,)) > MOST["gpus"]:
             raise UsageError(f"--{name} {max(getattr(args, name))}: at most {MOST['gpus']}")
-    space = read_space(args)
+    gpu = find_gpu(args.gpu)
+    space = read_space(args, gpu)
     contexts = space.context_sizes(args.seq_len)
     if (args.context_parallel or args.cp_order) and max(contexts) == 1:
         raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
@@ -139,7 +149,7 @@ def read_request(args: argparse.Namespace) -> Request:
         program=printable(args.program),
         evidence=program.evidence,
         cluster=Cluster(
-            gpu=find_gpu(args.gpu),
+            gpu=gpu,
             gpus=args.gpus,
             per_host=args.gpus_per_node,
             assumptions=program.assumptions,
@@ -167,8 +177,15 @@ def check_expert_flags(args: argparse.Namespace, model: ModelShape) -> None:
         )
 
 
-def read_space(args: argparse.Namespace) -> SearchSpace:
-    """Return the choices that the command line fixes."""
+def read_space(args: argparse.Namespace, gpu: Gpu) -> SearchSpace:
+    """Return the choices that the command line fixes, and what is usual on such a GPU for dtype and attention."""
+    precision = "fp16"  # and stored scores, as in the published runs on a V100 and an A100
+    attention = "stored"
+    if gpu.peak >= GPUS["h100"].peak:
+        precision = "bf16"
+        attention = "flash"
+    if args.recompute == "selective":
+        attention = "stored"  # flash attention keeps no scores that could be computed again
     return SearchSpace(
         dp=args.dp,
         tp=args.tp,
@@ -179,8 +196,8 @@ def read_space(args: argparse.Namespace) -> SearchSpace:
         schedule=args.schedule,
         microbatch=args.microbatch,
         sequence_parallel=None if args.sequence_parallel is None else args.sequence_parallel == "on",
-        attention=args.attention,
-        precision=PRECISIONS[args.precision],
+        attention=args.attention or attention,
+        precision=PRECISIONS[args.precision or precision],
         cp=args.cp,
         context_parallel=args.context_parallel,
         cp_order=args.cp_order or "zigzag",

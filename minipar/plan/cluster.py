@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minipar.errors import UsageError
+from minipar.hints import did_you_mean, suggest
 from minipar.nn.pretrained import read_json
 from minipar.plan.layout import (
     DEEPSPEED_2021,
@@ -24,7 +25,7 @@ from minipar.plan.layout import (
     Framework,
     Layout,
 )  # fmt: skip
-from minipar.plan.model import ModelShape, did_you_mean
+from minipar.plan.model import ModelShape
 
 GB = 1e9
 
@@ -341,7 +342,8 @@ def find_program(name: str) -> Program:
     known = {key: value for part in parts for key, value in part.items() if key != "kept"}
     for key, value in values.items():
         if key not in known:
-            raise UsageError(f"{name}: no program has {key[:40]!r}{did_you_mean(key, known) or '; see cluster.py'}")
+            question = did_you_mean(suggest(key, known)) or "; see cluster.py"
+            raise UsageError(f"{name}: no program has {key[:40]!r}{question}")
         if isinstance(known[key], bool) and not isinstance(value, bool):
             raise UsageError(f"{name}: {key} is {str(value)[:40]}, expected true or false")
         if not isinstance(known[key], bool):
@@ -361,7 +363,8 @@ def find_program(name: str) -> Program:
 def _own_values(name: str, flag: str, known: Mapping[str, object]) -> dict[str, Any]:
     """Return the values in a user's JSON file, of which "like" is a known name if it is there."""
     if not os.path.exists(name):  # False, too, for a name that is too long
-        raise UsageError(f"{flag} {name}: neither a JSON file nor one of {', '.join(known)}{did_you_mean(name, known)}")
+        question = did_you_mean(suggest(name, known))
+        raise UsageError(f"{flag} {name}: neither a JSON file nor one of {', '.join(known)}{question}")
     values: dict[str, Any] = read_json(Path(name))
     like = values.get("like")
     if like is not None and (not isinstance(like, str) or like.lower() not in known):

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minipar.errors import UsageError, check_divides
-from minipar.parallel.context import METHODS, ORDERS, check_heads, check_length
+from minipar.parallel.context import METHODS
 from minipar.parallel.memory import MIXED, Precision
+from minipar.parallel.token_order import ORDERS, check_length
+from minipar.parallel.ulysses import check_heads
 from minipar.plan.model import ModelShape
 
 ATTENTION = ("stored", "flash")

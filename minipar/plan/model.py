@@ -9,12 +9,13 @@ twice the operations of forward. *Model* FLOPs are those that training needs. *H
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minipar.errors import UsageError, suggest
+from minipar.errors import UsageError
+from minipar.hints import did_you_mean, suggest
 from minipar.nn.pretrained import read_json
 
 RECOMPUTE = ("none", "selective", "full")
@@ -22,7 +23,7 @@ MOST_LAYERS = 4096  # a search goes through every layer of a stage
 MOST = 10**9  # of any other size
 
 
-def check_size(label: str, field: str, size: Any, optional: bool = False) -> None:
+def check_size(label: str, field: str, size: Any, optional: bool) -> None:
     """Raise UsageError unless `size` is a whole number that a field of ModelShape can have, or None if optional."""
     if size is None and optional:
         return
@@ -238,20 +239,17 @@ LLAMA_KEYS = {
 MIXTRAL_KEYS = LLAMA_KEYS | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 KEYS = {"gpt2": GPT2_KEYS, "llama": LLAMA_KEYS, "mixtral": MIXTRAL_KEYS}
 OPTIONAL_KEYS = ("n_inner", "num_key_value_heads")
+STEP = re.compile(r"step-(\d{8,})")  # a checkpoint of `minipar.train --save`
 
 
 def find_model(name: str) -> ModelShape:
-    """Return a model by its name, or that of a directory with a config.json of Hugging Face (GPT-2, Llama or Mixtral).
+    """Return a model by its name, or that of a directory: with a config.json of Hugging Face, or with checkpoints.
 
-    UsageError for an unknown name and for a file that describes no such model.
+    UsageError for an unknown name and for a file that describes no GPT-2, Llama or Mixtral.
     """
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    path = Path(name) / "config.json"
-    if not os.path.exists(path):  # False, too, for a name that is too long
-        message = f"--model {name}: neither a directory with a config.json nor one of {', '.join(MODELS)}"
-        raise UsageError(message + did_you_mean(name, MODELS))
-    config = read_json(path)
+    path, config = read_config(name)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in KEYS:
         raise UsageError(f"{path}: model_type {str(kind)[:40]!r}: expected gpt2, llama or mixtral")
@@ -268,7 +266,25 @@ def find_model(name: str) -> ModelShape:
         raise UsageError(f"{path} does not describe a model: {error}") from None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the known name that is spelled most like `name`, or nothing if none is."""
-    near = suggest(name, known)
-    return f"; did you mean {near}?" if near else ""
+def read_config(directory: str) -> tuple[Path, dict[str, Any]]:
+    """Return a directory's config.json and its path, or what stands for it in the newest checkpoint. UsageError."""
+    path = Path(directory) / "config.json"
+    if os.path.exists(path):  # False, too, for a name that is too long
+        return path, read_json(path)
+    if not os.path.isdir(directory):
+        known = f"neither a directory nor one of {', '.join(MODELS)}"
+        raise UsageError(f"--model {directory}: {known}{did_you_mean(suggest(directory, MODELS))}")
+    try:
+        steps = [name for name in os.listdir(directory) if STEP.fullmatch(name)]
+    except OSError as error:
+        raise UsageError(f"--model {directory}: {error.strerror}") from None
+    newest = Path(directory, max(steps, key=lambda name: int(name.removeprefix("step-")), default="")) / "manifest.json"
+    if not newest.exists():
+        raise UsageError(f"--model {directory}: a directory without a config.json or a checkpoint of minipar.train")
+    sizes = read_json(newest).get("model")
+    if not isinstance(sizes, dict):
+        raise UsageError(f'{newest} lacks "model", or it is no object')
+    kind = "gpt2"
+    if "hidden_size" in sizes:
+        kind = "mixtral" if "num_local_experts" in sizes else "llama"
+    return newest, sizes | {"model_type": kind}

@@ -191,8 +191,8 @@ class Volume:
     tp: Fraction
     pp: Fraction
     dp: Fraction
-    cp: Fraction = Fraction(0)
-    ep: Fraction = Fraction(0)
+    cp: Fraction
+    ep: Fraction
 
 
 def volume(model: ModelShape, layout: Layout, length: int, framework: Framework = MEGATRON) -> Volume:

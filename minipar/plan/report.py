@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from minipar.errors import UsageError
 from minipar.plan.cluster import Cluster, Evidence
+from minipar.plan.command import train_command
 from minipar.plan.layout import PRECISIONS, Layout
 from minipar.plan.model import MOST, ModelShape
 from minipar.plan.search import Plan, SearchResult, SearchSpace
@@ -15,8 +17,10 @@ SHOWN_MESHES = 200  # in the JSON
 SETTINGS = "dp cp ep tp pp ZeRO microbatch schedule recompute SP".split()
 MEMORY = "parameters gradients optimizer activations buffers total".split()
 MESH_SETTINGS = ("dp", "cp", "ep", "tp", "pp", "zero_stage", "recompute")  # of each mesh in the JSON
-SECONDS = [*"compute tp cp ep pp dp bubble update total TFLOP/s/GPU HFU MFU".split()]
-SECONDS += [f"GB {axis}" for axis in ("tp", "cp", "ep", "pp", "dp")]
+SECONDS = "compute tp cp ep pp dp bubble update total TFLOP/s/GPU HFU MFU".split()
+AXES = "tp cp ep pp dp".split()  # of the bytes sent
+BYTE_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
 CONTEXT = (
     "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
@@ -162,7 +166,8 @@ def assumptions(request: Request) -> list[str]:
         "of memory can be used",
         f"{request.precision}: {widths.parameters} + {widths.gradients}{copy} + {widths.optimizer} bytes per parameter "
         "(weights, gradients, AdamW), 16-bit activations; "
-        + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention"),
+        + ("attention's scores are stored" if request.space.attention == "stored" else "flash attention")
+        + " (--precision and --attention choose)",
         f"tp: forward waits for its sums, {hidden}; pp: {waited}",
         *([CONTEXT] if request.tries_cp else []),
         *([EXPERTS] if request.tries_ep else []),
@@ -177,10 +182,15 @@ def assumptions(request: Request) -> list[str]:
 def as_text(request: Request, result: SearchResult) -> str:
     """Return tables of the plans, the assumptions above them, and below them why the slower plans are slower."""
     model, cluster, plans = request.model, request.cluster, result.plans
+    memory = unit_of([plan.memory.total for plan in plans], BYTE_UNITS)
+    time = unit_of([plan.time.total for plan in plans], TIME_UNITS)
+    sent = unit_of([nbytes for plan in plans for nbytes in vars(plan.volume).values()], BYTE_UNITS)
     active, experts = "", ""
     if model.experts is not None:
         active = f", of which a token uses {model.active_parameters:,}"
         experts = f", {model.top_k} of {model.experts} experts"
+    spread = request.evidence.spread
+    rows = [[*_times(plan, spread, TIME_UNITS[time]), *_sent(plan, BYTE_UNITS[sent])] for plan in plans]
     lines = [
         f"{request.name}: {model.parameters:,} parameters{active}, {model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{experts}",
@@ -191,23 +201,40 @@ def as_text(request: Request, result: SearchResult) -> str:
         *(f"  - {sentence}" for sentence in assumptions(request)),
         "",
         f"{result.examined:,} layouts, {result.fitting:,} fit, on {len(result.meshes)} meshes. The fastest layout of "
-        f"each of the best {len(plans)} meshes:",
+        f"each of the best {len(plans)} meshes (microbatch: the samples in one x how many each replica runs):",
         "",
         *_numbered(request, SETTINGS, [_settings(plan) for plan in plans]),
         "",
-        "Memory of the fullest rank, GB:",
-        *_numbered(request, MEMORY, [_memory(plan) for plan in plans]),
+        f"Memory of the fullest rank, {memory}:",
+        *_numbered(request, MEMORY, [_memory(plan, BYTE_UNITS[memory]) for plan in plans]),
         "",
-        "Time of a step, seconds (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
+        f"Time of a step, {time} (communication is what nothing hides), and what one rank sends in it (TFLOP/s and HFU "
         "count what is recomputed, MFU does not):",
-        *_numbered(request, SECONDS, [_seconds(plan, request.evidence.spread) for plan in plans]),
+        *_numbered(request, [*SECONDS, *(f"{sent} {axis}" for axis in AXES)], rows),
         "",
         _ties(plans, request.evidence.spread),
     ]
     lines += [f"{rank}. {why(plans[0], plan)}" for rank, plan in enumerate(plans, start=1) if rank > 1]
     if _simulated(result) < len(plans):
         lines.append("(~: too long to simulate; the schedule's closed form)")
-    return "\n".join(lines).rstrip()
+    lines += ["", *_command(request, plans[0])]
+    return "\n".join(lines)
+
+
+def _command(request: Request, plan: Plan) -> list[str]:
+    """Return lines with the command line that trains the fastest plan here, to copy, or why there is none."""
+    try:
+        command = train_command(request.name, request.model, plan.layout, request.length)
+    except UsageError as error:
+        return [f"minipar.train cannot run 1.: {error}"]
+    return ["The flags of 1. for minipar.train, which runs it on so many ranks of this machine:", f"  {command}"]
+
+
+def unit_of(values: Sequence[float], units: Mapping[str, float]) -> str:
+    """Return the largest of these units, largest first, that is not above the largest value; else the smallest."""
+    largest = max(values)
+    fitting = [name for name, size in units.items() if size <= largest]
+    return fitting[0] if fitting else list(units)[-1]
 
 
 def _settings(plan: Plan) -> list[str]:
@@ -225,8 +252,8 @@ def _settings(plan: Plan) -> list[str]:
     ]
 
 
-def _memory(plan: Plan) -> list[str]:
-    return [f"{nbytes / 1e9:.1f}" for nbytes in (*asdict(plan.memory).values(), plan.memory.total)]
+def _memory(plan: Plan, unit: float) -> list[str]:
+    return [f"{nbytes / unit:.1f}" for nbytes in (*asdict(plan.memory).values(), plan.memory.total)]
 
 
 def _ties(plans: Sequence[Plan], spread: float) -> str:
@@ -237,24 +264,32 @@ def _ties(plans: Sequence[Plan], spread: float) -> str:
     return f"Tied, within {spread:.0%} of the fastest, the simplest (no pipeline, fewer axes) first: {numbers}"
 
 
-def _seconds(plan: Plan, spread: float) -> list[str]:
-    time, sent = plan.time, plan.volume
+def _times(plan: Plan, spread: float, unit: float) -> list[str]:
+    time = plan.time
+    parts = (time.compute, time.tp, time.cp, time.ep, time.pp, time.dp, time.bubble, time.optimizer)
+    total = time.total / unit
     return [
-        *(f"{part:.3f}" for part in (time.compute, time.tp, time.cp, time.ep, time.pp, time.dp)),
-        *(f"{part:.3f}" for part in (time.bubble, time.optimizer)),
-        f"{'' if time.exact else '~'}{time.total:.4g} +-{spread * time.total:.2g}",
-        f"{plan.tflops:.0f}",
-        f"{plan.hfu:.1%}",
-        f"{plan.mfu:.1%}",
-        *(f"{float(nbytes) / 1e9:.1f}" for nbytes in (sent.tp, sent.cp, sent.ep, sent.pp, sent.dp)),
+        *(f"{part / unit:.3f}" for part in parts),
+        f"{'' if time.exact else '~'}{total:.4g} +-{spread * total:.2g}",
+        f"{plan.tflops:.0f}" if plan.tflops >= 10 else f"{plan.tflops:.2g}",
+        _percent(plan.hfu),
+        _percent(plan.mfu),
     ]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"
+
+
+def _sent(plan: Plan, unit: float) -> list[str]:
+    return [f"{float(getattr(plan.volume, axis)) / unit:.1f}" for axis in AXES]
 
 
 def _numbered(request: Request, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table of the plans, without cp's and ep's columns where the search has none."""
     tries = {"cp": request.tries_cp, "ep": request.tries_ep}
-    hidden = [name for axis in tries if not tries[axis] for name in (axis, f"GB {axis}")]
-    shown = [i for i, name in enumerate(names) if name not in hidden]
+    hidden = [axis for axis in tries if not tries[axis]]
+    shown = [i for i, name in enumerate(names) if name.split()[-1] not in hidden]  # also "GB cp"
     numbered = [[f"{rank}.", *(row[i] for i in shown)] for rank, row in enumerate(rows, start=1)]
     return table(["", *(names[i] for i in shown)], numbered)
 
@@ -289,10 +324,12 @@ def complexity(layout: Layout) -> tuple[bool, int]:
 
 def why(winner: Plan, loser: Plan) -> str:
     """Explain in a sentence what costs the loser its time."""
+    name = unit_of([winner.time.total], TIME_UNITS)
+    unit = TIME_UNITS[name]
     gap = loser.time.total - winner.time.total
     more = {part: getattr(loser.time, part) - getattr(winner.time, part) for part in PARTS}
     named = sorted((part for part in PARTS if abs(more[part]) > NAMED_SHARE * gap), key=lambda part: -abs(more[part]))
-    worse = [f"{more[part]:.3g} s more of {PARTS[part]}" for part in named if more[part] > 0]
-    better = [f"{-more[part]:.3g} s less of {PARTS[part]}" for part in named if more[part] < 0]
+    worse = [f"{more[part] / unit:.3g} {name} more of {PARTS[part]}" for part in named if more[part] > 0]
+    better = [f"{-more[part] / unit:.3g} {name} less of {PARTS[part]}" for part in named if more[part] < 0]
     against = f", against {', '.join(better)}" if better else ""
-    return f"{gap:.3g} s slower ({gap / winner.time.total:.1%}): {', '.join(worse)}{against}"
+    return f"{gap / unit:.3g} {name} slower ({gap / winner.time.total:.1%}): {', '.join(worse)}{against}"

@@ -8,8 +8,10 @@ from itertools import islice, product
 from math import isqrt
 
 from minipar.errors import UsageError
-from minipar.parallel.context import METHODS, check_heads, check_length
+from minipar.parallel.context import METHODS
 from minipar.parallel.memory import Precision
+from minipar.parallel.token_order import check_length
+from minipar.parallel.ulysses import check_heads
 from minipar.plan.cluster import GPUS, Cluster
 from minipar.plan.layout import PRECISIONS, Layout, check_experts, check_layout
 from minipar.plan.model import RECOMPUTE, ModelShape, utilization
@@ -90,7 +92,7 @@ class SearchSpace:
             return [0, 1, 2, 3]
         return [self.zero] if isinstance(self.zero, int) else sorted(set(self.zero))
 
-    def replicas(self, zero: int, dp: int, ep: int = 1) -> list[int]:
+    def replicas(self, zero: int, dp: int, ep: int) -> list[int]:
         """Return the numbers of replicas of ZeRO's shards to try: 1 unless the user asks for others, and with ep."""
         tried = sorted(set(self.zero_replicas or (1,)))
         return [q for q in tried if q == 1 or (zero > 0 and ep == 1 and dp % q == 0)]
@@ -161,7 +163,7 @@ def layouts(
 
 
 def meshes(
-    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace, length: int = 0
+    model: ModelShape, cluster: Cluster, global_batch: int, space: SearchSpace, length: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, cp, pp, dp). tp divides a host and the heads, pp is at most the layers, dp divides the batch.
 
@@ -183,7 +185,7 @@ def meshes(
                     yield tp, cp, pp, dp
 
 
-def microbatch_sizes(samples: int, space: SearchSpace, cp: int = 1) -> list[int]:
+def microbatch_sizes(samples: int, space: SearchSpace, cp: int) -> list[int]:
     """Return the divisors of a replica's samples that are powers of two, or the size that the user has fixed.
 
     With a cp of the planner's own choice a microbatch is one sample: two would be as many tokens on half as many ranks.

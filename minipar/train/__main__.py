@@ -1,5 +1,6 @@
 """The program `mpirun -n N python -m minipar.train`: train a model; with --verify, prove it equal to one device's."""
 
+import minipar.robust_start.first_import  # noqa: F401, I001 before the others, which take a second
 import math
 import signal
 import sys
@@ -22,14 +23,21 @@ from minipar.train import progress
 from minipar.train.checkpoint import Checkpoint, agreeing, check_checkpoint, continued, find_checkpoint
 from minipar.train.config import TrainConfig, parse, resolve, with_shape
 from minipar.train.data import Evaluation, Tokens, hold_out, load_tokens
+from minipar.train.lock import saving_alone
 from minipar.train.progress import Metrics, Progress, say
-from minipar.train.trainer import DIVERGED, StepResult, Trainer
-from minipar.train.verify import verify
+from minipar.train.trainer import DIVERGED, Trainer
+from minipar.train.verify import Verifier
 
 
 def run(comm: Communicator) -> int:
     """Run the whole job on every rank; return the exit code."""
     config = parse(sys.argv[1:], rank=comm.rank)
+    with saving_alone(comm, config.run.save):
+        return run_job(config, comm)
+
+
+def run_job(config: TrainConfig, comm: Communicator) -> int:
+    """Resume, train, and write the outputs of a parsed command line; return the exit code."""
     network = Network(*config.run.network) if any(config.run.network) else None
     comm = Communicator(comm.transport, clock=config.run.clock, network=network)
     checkpoint = find_checkpoint(config, comm)
@@ -43,14 +51,17 @@ def run(comm: Communicator) -> int:
         metrics = Metrics(config.run.metrics if comm.rank == 0 else None, first_step)
     mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
     ledger = MemoryLedger()
+    out = progress.progress_stream(config, comm.rank)
     with ledger.recording() if config.run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
         if config.run.record is not None:
             with agreeing(comm, "--record"):
                 trainer.start_record(config.run.record)
-        with noting_signals(config.run.save is not None) as signals:
-            results = train(trainer, evaluation, metrics, signals)
+        verifier = Verifier(trainer) if config.run.verify else None
+        report = Progress(config.optimizer.steps, out, done=first_step)
+        with noting_signals(config.run.save is not None) as signals, report:
+            train(trainer, evaluation, metrics, signals, report, verifier)
     if config.run.memory is not None:
         progress.save_ledgers(config.run.memory, ledger, comm)
     check_finite(trainer)
@@ -63,12 +74,11 @@ def run(comm: Communicator) -> int:
                     raise UsageError(f"--export: {name} has values that are too large for {dtype}")
             if comm.rank == 0:
                 progress.write_export(trainer.model, config.run.export, state)
-    out = progress.progress_stream(config, comm.rank)
     if files := progress.written(config):
         say(f"minipar: wrote {files}", out)
-    if not config.run.verify:
+    if verifier is None:
         return 0
-    verdict = verify(trainer, results, tokens, Progress("one device, step", config.optimizer.steps, out))
+    verdict = verifier.verdict()
     say(verdict.line, out)
     return 0 if verdict.passed else 1
 
@@ -91,23 +101,30 @@ def noting_signals(saving: bool) -> Iterator[list[int]]:
         signal.raise_signal(late)
 
 
-def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, signals: list[int]) -> list[StepResult]:
-    """Train, report, save and trace. Return what `--verify` compares. UsageError, unsaved, if a loss is not finite."""
+def train(
+    trainer: Trainer,
+    evaluation: Evaluation | None,
+    metrics: Metrics,
+    signals: list[int],
+    report: Progress,
+    verifier: Verifier | None = None,
+) -> None:
+    """Train, verify, report, save and trace. UsageError, unsaved, if a loss is not finite."""
     config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
-    out = progress.progress_stream(config, comm.rank)
+    out = report.stream
     lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), *progress.notes(config)]
     if trainer.checkpoint is not None:
         rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
         place = printable(str(trainer.checkpoint.directory))
         lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
     say("\n".join(lines), out)
-    report = Progress("step", config.optimizer.steps, out)
     if config.run.trace is not None:
         start_trace(comm)
-    results = []
     np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
     for result in trainer.train():
         done, last = result.step + 1, config.optimizer.steps
+        if verifier is not None and not verifier.check(result):
+            say(f"minipar: note: verify: FAILED: {verifier.failure}; training continues", out)
         validation = None
         if evaluation is not None and is_due(done, last, config.data.eval_every):
             validation = trainer.validation_loss(evaluation)
@@ -115,8 +132,6 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
             raise UsageError(DIVERGED.format(f"validation loss {validation} in step {done}", config.optimizer.lr))
         metrics.write(result, validation)
         report(result, validation)
-        if config.run.verify:
-            results.append(result)
         if config.run.save is not None:
             stop = max(b"".join(comm.all_gather_bytes(bytes(signals))), default=0)  # the same on every rank
             # A step that was skipped may be the first of a training that diverges: the last good checkpoint stays.
@@ -133,7 +148,6 @@ def train(trainer: Trainer, evaluation: Evaluation | None, metrics: Metrics, sig
     if config.run.trace is not None:
         with writing(f"--trace {config.run.trace}", Path(config.run.trace)):
             save_chrome_trace(config.run.trace, comm, trainer.mesh)
-    return results
 
 
 def check_finite(trainer: Trainer) -> None:

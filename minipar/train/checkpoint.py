@@ -23,7 +23,6 @@ checks every file.
 
 import hashlib
 import json
-import math
 import os
 import re
 import stat
@@ -41,15 +40,24 @@ from minipar.backend import Array, from_host, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, writing
 from minipar.nn.optim import AdamW
-from minipar.nn.pretrained import CONFIGS
+from minipar.nn.pretrained import check_header
 from minipar.nn.transformer import TransformerConfig
-from minipar.parallel.placement import Shard, elements_of, placement_of
+from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import Piece, join, local_part, owned_pieces
 from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
 from minipar.train.data import Tokens
+from minipar.train.manifest import (
+    FORMAT,
+    KINDS,
+    MOST_BYTES,
+    VERSION,
+    check_files,
+    check_run,
+    checksum,
+    parse,
+    shape_of,
+)  # fmt: skip
 
-FORMAT, VERSION = "minipar checkpoint", 1
-KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
 MANIFEST = "manifest.json"
 KEPT = 2  # checkpoints in the directory; older ones are removed
 STEP = re.compile(r"step-(\d{8,})")
@@ -93,16 +101,10 @@ def reading(path: Path) -> Iterator[None]:
         raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def checksum(manifest: dict[str, Any]) -> str:
-    """Compute the SHA-256 of all other entries of a manifest."""
-    rest = {key: value for key, value in manifest.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
 class Checkpoint:
     """A checkpoint to read: `directory`, and `text`, the bytes of its manifest.
 
-    UsageError if the manifest is damaged, not minipar's, or its files do not hold all elements of a parameter.
+    UsageError if the manifest is damaged, not minipar's, or not one that `save` writes (see manifest.py).
     Call `check_file` for each of `files` before the first `array`.
     """
 
@@ -110,32 +112,24 @@ class Checkpoint:
         self.directory = Path(directory)
         self.path = self.directory / MANIFEST
         try:
-            self.manifest = _parse(text)
-            sizes = self.manifest["model"]
-            kind = "mixtral" if "num_local_experts" in sizes else "llama" if "hidden_size" in sizes else "gpt2"
-            self.shape: TransformerConfig = CONFIGS[kind](**sizes)
+            self.manifest = parse(text)
             self.step: int = self.manifest["step"]
-            dtype = np.dtype(self.manifest["dtype"])
-            self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # of what the optimizer updates
             self.files: list[dict[str, Any]] = self.manifest["files"]
             self.history: list[dict[str, Any]] = self.manifest["history"]
-            self.flags = [run_flags(TrainConfig()) | period["flags"] for period in self.history]  # older ones lack some
-            self.shapes = {name: tuple(shape) for name, shape in self.manifest["parameters"].items()}
-            self.pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)  # (file, piece) by parameter
-            for file in self.files:
-                for piece in file["pieces"]:
-                    self.pieces[piece["name"]].append((file["name"], piece))
-        except KeyError as error:
-            raise UsageError(f"{self.path} lacks {error}") from None
+            self.shape: TransformerConfig = shape_of(self.manifest)
+            dtype = np.dtype(self.manifest["dtype"])
+            self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # of what the optimizer updates
+            check_files(self.manifest, self.dtype.itemsize)
+            defaults = run_flags(TrainConfig())
+            self.flags = [defaults | period["flags"] for period in self.history]  # older ones lack some
+            check_run(self.manifest, self.shape, self.flags)
         except ValueError as error:
             raise UsageError(f"{self.path}: {error}") from None
-        for name, shape in self.shapes.items():
-            pieces = [piece for _, piece in self.pieces[name]]
-            held, parts, part = sum(piece["stop"] - piece["start"] for piece in pieces), 1, shape
-            if pieces and (cut := pieces[0]["cut"]) is not None:  # equal parts, of which the last ones may be padded
-                parts, part = cut["ranks"], Shard(**cut, size=shape[cut["dim"]]).local_shape(shape)
-            if held != parts * math.prod(part):
-                raise UsageError(f"{self.path}: its files hold {held:,} elements of {name} of shape {shape}")
+        self.shapes = {name: tuple(shape) for name, shape in self.manifest["parameters"].items()}
+        self.pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)  # (file, piece) by parameter
+        for file in self.files:
+            for piece in map(Piece.from_json, file["pieces"]):
+                self.pieces[piece.name].append((file["name"], piece))
 
     def check_file(self, file: dict[str, Any]) -> None:
         """Check one of `files` against its manifest entry: size and SHA-256. UsageError."""
@@ -149,35 +143,23 @@ class Checkpoint:
 
     def array(self, kind: str, name: str, dtype: Any = None) -> Array:
         """Join the serial model's array for one parameter: its values, or a mean of the optimizer (see KINDS)."""
-        pieces = ((piece, self._tensor(file, f"{kind}/{name}")) for file, piece in self.pieces[name])
+        pieces = ((piece, self._tensor(file, f"{kind}/{name}", piece)) for file, piece in self.pieces[name])
         return from_host(np.asarray(to_host(join(self.shapes[name], self.dtype, pieces)), dtype=dtype))
 
-    def _tensor(self, file: str, key: str) -> np.ndarray:
-        with reading(self.directory / file), safe_open(self.directory / file, "np") as opened:
-            return np.asarray(opened.get_tensor(key))
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    """Parse and check a manifest's text. ValueError."""
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f'not a checkpoint of minipar: "format" is not "{FORMAT}"')
-    if manifest.get("version") != VERSION:
-        raise ValueError(f"version {manifest.get('version')!r} of the format; this minipar reads {VERSION}")
-    if manifest.get("checksum") != checksum(manifest):
-        raise ValueError("its checksum does not fit: the manifest was changed after it was written")
-    for name in (file["name"] for file in manifest["files"]):
-        if not FILE.fullmatch(name):  # any other name could lead out of the directory
-            beside = "a checkpoint's files lie beside its manifest, as rank-NNNNN.safetensors"
-            raise ValueError(f"file name {name!r}: {beside}")
-    return manifest
+    def _tensor(self, file: str, key: str, piece: Piece) -> np.ndarray:
+        path = self.directory / file
+        with reading(path):
+            check_header(path)
+            with safe_open(path, "np") as opened:
+                tensor = np.asarray(opened.get_tensor(key))
+        if tensor.shape != (piece.size,) or tensor.dtype != self.dtype:
+            what = f"{key} is {tensor.dtype} of shape {tensor.shape}"
+            raise UsageError(f"{path}: {what}, but the manifest says {piece.size} of {self.dtype}")
+        return tensor
 
 
 def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
-    """Fill AdamW's masters and means with this rank's elements, one whole array in memory at a time. Sends nothing."""
+    """Fill AdamW's masters and means with this rank's elements. Sends nothing."""
     optimizer.steps = checkpoint.manifest["optimizer_steps"]
     for kind, arrays in zip(KINDS, (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq), strict=True):
         for array, p in zip(arrays, optimizer.parameters, strict=True):
@@ -188,6 +170,17 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
 
 
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
+    """Write a checkpoint like `_write`. If that fails, as on a full disk, no half-written one is left."""
+    try:
+        _write(comm, directory, step, optimizer, header)
+    except UsageError:  # on every rank, when none writes any more
+        if comm.rank == 0:
+            with suppress(OSError):
+                _remove_leftovers(Path(directory))
+        raise
+
+
+def _write(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
     """Write DIR/step-N after `step` optimizer steps. Collective; UsageError on every rank if one of them cannot.
 
     `comm` is all ranks of the mesh, `header` the manifest's entries about the run. Only lists of pieces are sent.
@@ -206,7 +199,7 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
         owned = owned_pieces(optimizer.parameters)
         state = optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq
         tensors = {
-            f"{kind}/{piece['name']}": to_host(arrays[i].reshape(-1)[elements])
+            f"{kind}/{piece.name}": to_host(arrays[i].reshape(-1)[elements])
             for i, piece, elements in owned
             for kind, arrays in zip(KINDS, state, strict=True)
         }
@@ -215,7 +208,7 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
         path.write_bytes(data)
         _sync(path)
         file: dict[str, Any] = {"name": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        file["pieces"] = [piece for _, piece, _ in owned]
+        file["pieces"] = [piece.to_json() for _, piece, _ in owned]
     files = comm.gather_bytes(json.dumps(file).encode())
     with agreeing(comm, flag):
         if files is not None:
@@ -259,22 +252,30 @@ def _remove_leftovers(root: Path) -> None:
                 path.rmdir()
 
 
-def prepare_directory(directory: str, first_step: int) -> None:
-    """Make `--save DIR`, on rank 0. UsageError if it cannot be written, is a checkpoint or has one of a later step."""
-    root = Path(directory)
-    for place in (root.resolve(), *root.resolve().parents):
+def refuse_checkpoint(directory: str) -> None:
+    """Raise UsageError if `--save DIR` is a checkpoint or inside one, which would then hold files not its own."""
+    root = Path(directory).resolve()
+    for place in (root, *root.parents):
         if STEP.fullmatch(place.name) or (place / "rank-00000.safetensors").exists():
             raise UsageError(f"--save {directory}: {place} is a checkpoint; save to the directory that holds it")
+
+
+def prepare_directory(directory: str, first_step: int) -> None:
+    """Clean up in `--save DIR`, on rank 0. UsageError if it cannot be written or has a checkpoint of a later step.
+
+    The job has DIR's lock (see lock.py), so that what is half written there is of a job that has ended.
+    """
+    root = Path(directory)
     with writing(f"--save {directory}"):
         root.mkdir(parents=True, exist_ok=True)
+        newest = max((step for step, _ in checkpoints(root)), default=0)
+        if newest > first_step:
+            but = f"but this run starts at step {first_step}: --resume that one, or save to another directory"
+            raise UsageError(f"--save {directory} holds a checkpoint of step {newest}, {but}")
         _remove_leftovers(root)
         probe = root / "step-00000000.partial"  # if a kill leaves it, the next save removes it
         probe.mkdir()
         probe.rmdir()
-        newest = max((step for step, _ in checkpoints(root)), default=0)
-    if newest > first_step:
-        but = f"but this run starts at step {first_step}: --resume that one, or save to another directory"
-        raise UsageError(f"--save {directory} holds a checkpoint of step {newest}, {but}")
 
 
 def run_flags(config: TrainConfig) -> dict[str, Any]:
@@ -306,10 +307,17 @@ def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resu
     place, text = b"", b""
     with agreeing(comm, name):
         if comm.rank == 0 and (directory := _find(config.run, name)) is not None:
-            with reading(directory / MANIFEST):
-                place, text = os.fsencode(directory), (directory / MANIFEST).read_bytes()
+            place, text = os.fsencode(directory), _read_manifest(directory / MANIFEST)
     place, text = (comm.all_gather_bytes(each)[0] for each in (place, text))
     return Checkpoint(os.fsdecode(place), text) if place else None
+
+
+def _read_manifest(path: Path) -> bytes:
+    with reading(path):
+        size = os.path.getsize(path)
+        if size > MOST_BYTES:
+            raise UsageError(f"{path} has {size:,} bytes, expected at most {MOST_BYTES:,}")
+        return path.read_bytes()
 
 
 def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
@@ -334,14 +342,6 @@ def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens
         raise UsageError(f"{checkpoint.path}: written while training on another text than {tokens.name}; give --data")
     if checkpoint.step > config.optimizer.steps:
         raise UsageError(f"{checkpoint.path}: step {checkpoint.step} is beyond --steps {config.optimizer.steps}")
-    if config.run.verify:
-        for period in checkpoint.flags:
-            if period["--init-from"] is not None:
-                raise UsageError("--verify with --resume starts from step 0, but this run began with --init-from")
-            names = [*UPDATE, *(["--steps"] if config.optimizer.lr_schedule == "cosine" else [])]
-            names += ["--dp", "--microbatches"] * (config.model.capacity_factor is not None)  # decide what is dropped
-            why = "; --verify starts from step 0 and needs the same there"
-            _compare(checkpoint.path, names, period, current, why)
     with agreeing(comm, "--resume"):
         for file in checkpoint.files[comm.rank :: comm.size]:
             checkpoint.check_file(file)
@@ -362,3 +362,18 @@ def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
     same_norm = (not config.optimizer.clip_grad or (then["--pp"] == 1) == (config.mesh.pp == 1) for then in periods)
     return all(same_norm) and all(then[name] == current[name] for then in periods for name in SUMS)
+
+
+def repeatable(checkpoint: Checkpoint, config: TrainConfig) -> bool:
+    """Return whether one device that starts at step 0 with this run's flags has the checkpoint's bits on its way.
+
+    So it is if every run so far had the same order of sums and the same flags that an update depends on.
+    """
+    names = [*UPDATE, "--init-from"]
+    if config.optimizer.lr_schedule == "cosine":
+        names.append("--steps")
+    if config.model.capacity_factor is not None:
+        names += ["--dp", "--microbatches"]  # decide what is dropped
+    current = run_flags(config)
+    same_updates = all(then[name] == current[name] for then in checkpoint.flags for name in names)
+    return same_updates and same_sums(checkpoint, config)

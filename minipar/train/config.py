@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from minipar.autograd import METHODS
+from minipar.autograd import METHODS, guards
 from minipar.comm.mesh import mesh_shape
 from minipar.errors import UsageError, UsageParser, check_memory
 from minipar.nn.gpt import GPTConfig
 from minipar.nn.llama import LlamaConfig
 from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import TransformerConfig
-from minipar.parallel import context
+from minipar.parallel import context, token_order, ulysses
 from minipar.parallel.pipeline import check as checker
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
+from minipar.parallel.pipeline.schedule_file import load_csv
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.tensor.plan import check_shape
 
 SECTIONS = ("mesh", "model", "data", "optimizer", "run")
@@ -79,7 +80,7 @@ class MeshConfig:
     cp: int = option(1, int, COUNT, "C", "context-parallel ranks that share each sample's tokens; 2*C must divide them")
     context_parallel: str = option("ring", str, choices=context.METHODS,
         help="keys and values travel around a ring, or are gathered, or each rank takes all tokens of some heads")
-    cp_order: str = option("zigzag", str, choices=context.ORDERS,
+    cp_order: str = option("zigzag", str, choices=token_order.ORDERS,
         help="zigzag: an early and a late part of each sample, equal work on every rank; contiguous: the r-th part")
     ep: int = option(1, int, COUNT, "P", "neighbours among dp*cp that each hold 1/P of the experts", of=MIXTRAL)
     pp: int = option(1, int, COUNT, "P", "pipeline ranks, each with its own layers")
@@ -175,17 +176,17 @@ class RunConfig:
     recompute: str = option("none", str, choices=("none", "full"),
         help="full: keep only each layer's input and run its forward again in backward")
     attention: str = option("auto", str, choices=METHODS,
-        help="full: keep all scores; blockwise: compute them again in backward; auto: full for short sequences")
+        help="full: keep all scores; blockwise: compute them again in backward; auto: full if short, or with dropout")
     reduction: str = option("ring", str, choices=("ring", "ordered"),
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one device)")
     metrics: str | None = option(None, str, None, "FILE.jsonl",
         "one JSON line per step; '-' is standard output, and progress then goes to standard error")
     trace: str | None = option(None, str, None, "FILE.json",
-        "Chrome trace of every rank, for Perfetto or `python -m visualize trace`")
+        "Chrome trace of every rank, for Perfetto or `minipar visualize trace`")
     clock: str = option("wall", str, choices=("wall", "cpu", "model"), needs="--trace FILE.json",
         help="time in the trace: wall; cpu: each rank's own CPU time; model: a cost model")
     memory: str | None = option(None, str, None, "FILE.json",
-        "every rank's bytes by kind at each moment of the last step and at the peak, for `python -m visualize memory`")
+        "every rank's bytes by kind at each moment of the last step and at the peak, for `minipar visualize memory`")
     record: str | None = option(None, str, None, "DIR",
         "record the loss, gradients and updates of each step for `python -m minipar.compare`; DIR is new")
     network: tuple[float, float] = option((0.0, 0.0), float, "[0, inf)", ("ALPHA", "BETA"),
@@ -201,7 +202,7 @@ class RunConfig:
     export_dtype: str | None = option(None, dtype_name, choices=DTYPES, needs="--export DIR",
         help="of --export (default: that of --dtype)")
     verify: bool = option(False, bool,
-        help="train the same steps on one device and compare every parameter; exit 1 beyond the bound")
+        help="compute each step on one device too and compare loss, norm, gradients and updates; exit 1 if they differ")
 
 
 # fmt: on
@@ -298,6 +299,12 @@ def check(config: TrainConfig) -> None:
         raise UsageError("--capacity-factor shares out the tokens of whole samples, of which --cp gives a rank a part")
     if mesh.cp == 1 and {"mesh.context_parallel", "mesh.cp_order"} & config.given:
         raise UsageError("--context-parallel and --cp-order are about context parallelism; give --cp 2 or more")
+    dropout = config.optimizer.dropout
+    if dropout > 0 and mesh.cp > 1 and mesh.context_parallel != "ulysses":
+        method = f"--context-parallel {mesh.context_parallel}"
+        guards.refuse_dropout(f"--dropout {dropout}", method, "--context-parallel ulysses or --dropout 0")
+    if dropout > 0 and run.attention == "blockwise":
+        guards.refuse_dropout(f"--dropout {dropout}", "--attention blockwise", "--attention full or --dropout 0")
     if mesh.pp > 1 and mesh.sync_every_microbatch:
         raise UsageError("--sync-every-microbatch: a pipeline mixes microbatches; its gradients travel once per step")
     if run.resume == "auto" and run.save is None:
@@ -340,16 +347,21 @@ def resolve(config: TrainConfig, world_size: int) -> TrainConfig:
     dp = mesh_shape(world_size, "mpirun", config.mesh.dp, tp, config.mesh.pp, cp)["dp"]
     if dp % (replicas := config.mesh.zero_replicas):
         raise UsageError(f"dp/zero-replicas = {dp}/{replicas} is not a whole number")
+    if replicas > 1 and config.mesh.ep > 1:
+        remedy = "give 1 replica or ep = 1"
+        raise UsageError(
+            f"zero-replicas {replicas} with ep {config.mesh.ep}: shards of experts have no replicas; {remedy}"
+        )
     try:
         config = with_shape(config, shape_of(config.model))  # fills kv_heads and ffn in
     except ValueError as error:
         raise UsageError(str(error)) from None
     model = config.model
     if cp > 1:
-        context.check_length(model.seq_len, cp, config.mesh.cp_order)
+        token_order.check_length(model.seq_len, cp, config.mesh.cp_order)
     check_shape(shape_of(model), tp, model.seq_len // cp if config.mesh.sequence_parallel else None)
     if config.mesh.context_parallel == "ulysses":
-        context.check_heads(model.heads // tp, shape_of(model).n_kv_head // tp, cp)
+        ulysses.check_heads(model.heads // tp, shape_of(model).n_kv_head // tp, cp)
     batch, m = config.data.global_batch, config.data.microbatches
     if batch % (dp * m):
         raise UsageError(f"global-batch {batch} is not divisible by dp*microbatches = {dp}*{m} = {dp * m}")
@@ -369,9 +381,6 @@ def _precision(config: TrainConfig) -> dict[str, str]:
             raise UsageError(f"{flag} float16 is for --dtype fp16, which scales the loss into its range")
     if run.dtype in ("float32", "float64"):
         return {}
-    if run.verify and (run.reduction != "ordered" or config.mesh.cp * config.mesh.ep * config.mesh.tp > 1):
-        why = "8 or 11 bits of mantissa prove nothing but equal bits"
-        raise UsageError(f"--verify with --dtype {run.dtype} needs --reduction ordered, and cp = ep = tp = 1: {why}")
     return {"run.gradients": run.gradients or "float32", "run.reduce_dtype": run.reduce_dtype or "float32"}
 
 

@@ -39,9 +39,10 @@ class Tokens:
         return self.ids[positions].astype(np.int64)
 
     def fingerprint(self) -> bytes:
-        """Return 16 bytes that differ if two ranks see different texts (another Python, a stale copy of a file).
+        """Return 16 bytes that tell different texts of two ranks apart (another Python, a stale copy of a file).
 
-        A text of more than STDLIB_BYTES is hashed by its length and 64 evenly spaced pieces of 1 KiB, in milliseconds.
+        Of a text of more than STDLIB_BYTES only the length and 64 evenly spaced pieces of 1 KiB count, the first and
+        the last among them: it takes milliseconds.
         """
         digest = hashlib.blake2b(f"{len(self.ids)} {self.ids.dtype}".encode(), digest_size=16)
         if self.ids.nbytes <= STDLIB_BYTES:

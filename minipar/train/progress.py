@@ -8,11 +8,13 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO
 
 import numpy as np
 
@@ -47,24 +49,75 @@ def say(text: str, out: TextIO | None) -> None:
 
 
 class Progress:
-    """About ten lines in a run, and one for each evaluation; silent on all ranks but 0."""
+    """About ten lines in a run, one for each evaluation, and no silence of ten seconds; nothing on all ranks but 0.
 
-    def __init__(self, label: str, steps: int, stream: TextIO | None) -> None:
-        self.label, self.steps, self.stream = label, steps, stream
-        self._started, self._steps_done = time.monotonic(), 0
+    Inside a `with` block a thread speaks when one step, or what follows it, takes longer than that. It has ended after
+    the block, however the block ends.
+    """
+
+    silence = 10.0  # seconds
+
+    def __init__(
+        self, steps: int, stream: TextIO | None, done: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.steps, self.stream = steps, stream
+        self.first = done  # steps that were done before this run
+        self.done = done
+        self.clock = clock
+        self.started = self.step_started = self.spoken = clock()
+        self._lock = threading.Lock()  # the thread reads what `__call__` changes
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self.stream is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def __call__(self, result: StepResult, validation: float | None = None) -> None:
-        """Report a step, if a line is due."""
-        done, now = result.step + 1, time.monotonic()
-        self._steps_done += 1
-        if validation is None and done < self.steps and result.step % max(1, self.steps // LINES):
-            return
-        text = f"{self.label} {done:>{len(str(self.steps))}}/{self.steps}  loss {result.loss:.4f}"
+        """Report a step, if a line is due: also if the next one might end after more than `silence` seconds."""
+        with self._lock:
+            now = self.clock()
+            seconds = now - self.step_started
+            self.done = result.step + 1
+            self.step_started = now
+            every = max(1, self.steps // LINES)
+            late = now - self.spoken + seconds >= self.silence
+            if validation is not None or self.done == self.steps or result.step % every == 0 or late:
+                self._say(self._line(result, validation), now)
+
+    def _line(self, result: StepResult, validation: float | None) -> str:
+        text = f"step {self.done:>{len(str(self.steps))}}/{self.steps}  loss {result.loss:.4f}"
         text += f"  grad norm {result.grad_norm:.3f}  {result.tokens_per_second:,.0f} tokens/s"
-        remaining = (now - self._started) / self._steps_done * (self.steps - done)
+        average = (self.step_started - self.started) / (self.done - self.first)
+        remaining = average * (self.steps - self.done)
         text += f"  {timedelta(seconds=round(remaining))} left" if remaining >= 1 else ""
         text += f"  {result.skipped} steps skipped" if result.skipped else ""
-        say(text + (f"  eval loss {validation:g}" if validation is not None else ""), self.stream)
+        return text + (f"  eval loss {validation:g}" if validation is not None else "")
+
+    def remind(self) -> None:
+        """Say what takes so long, if no line has come for `silence` seconds."""
+        with self._lock:
+            now = self.clock()
+            if now - self.spoken < self.silence:
+                return
+            step = min(self.done + 1, self.steps)
+            what = "has run" if self.done < self.steps else "is done, and what follows has run"
+            self._say(f"step {step}/{self.steps} {what} for {now - self.step_started:.0f} s", now)
+
+    def _say(self, text: str, now: float) -> None:
+        self.spoken = now
+        say(text, self.stream)
+
+    def _watch(self) -> None:
+        """Remind until the block has ended."""
+        while not self._ended.wait(max(0.0, self.spoken + self.silence - self.clock())):
+            self.remind()
 
 
 def prepare_outputs(config: TrainConfig, first_step: int = 0) -> None:
@@ -126,23 +179,33 @@ class Metrics:
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
         self.path, self.file, self.error = path, None if path != "-" else sys.stdout, ""
+        self.length: int | None = None  # bytes of whole lines; None for a device or a pipe, which cannot be cut off
         if path is not None and path != "-":
             with writing(f"--metrics {path}"):
                 self.file = open_to_append(path)
-                if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):  # a device or a pipe has nothing to cut off
-                    self.file.truncate(_length_before(path, first_step))
+                if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+                    self.length = _length_before(path, first_step)
+                    self.file.truncate(self.length)
 
     def write(self, result: StepResult, validation: float | None = None) -> None:
-        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error."""
+        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error.
+
+        The file then ends with its last whole line.
+        """
         if self.file is None:
             return
         try:
             # json writes floats with repr: the shortest digits that read back as the same value.
             line = dataclasses.asdict(result) | {"eval_loss": validation}
             line = {name: value if math.isfinite(value) else None for name, value in line.items() if value is not None}
-            print(json.dumps(line), file=self.file, flush=True)
+            text = json.dumps(line) + "\n"
+            print(text, end="", file=self.file, flush=True)
+            if self.length is not None:
+                self.length += len(text)  # ASCII
         except OSError as error:
             self.error = f"--metrics {self.path} cannot be written: {error.strerror or error}"
+            if self.length is not None:
+                os.ftruncate(self.file.fileno(), self.length)
             discard(self.file)
             if self.file is not sys.stdout:
                 say(f"minipar: note: {printable(self.error)}; training continues without it", sys.stdout)

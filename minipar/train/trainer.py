@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, astuple, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,24 @@ from minipar.autograd import Tensor, flop_counter, no_grad
 from minipar.backend import from_host, synchronize, xp
 from minipar.comm.clock import ModelClock
 from minipar.comm.mesh import DeviceMesh
+from minipar.comm.trace import unseen
 from minipar.errors import UsageError, writing
 from minipar.memory import enter
 from minipar.nn.layers import DropoutKeys, dropping
 from minipar.nn.moe import moe_layers
 from minipar.nn.optim import AdamW, learning_rate
-from minipar.nn.pretrained import load_pretrained
-from minipar.nn.transformer import LanguageModel, TransformerConfig
-from minipar.parallel.buckets import by_unit
-from minipar.parallel.context import context_parallel
-from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import STAGES, check_limit, precision_of
+from minipar.parallel.parallelize import parallelize
 from minipar.parallel.pipeline.actions import Action
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel, part_groups
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel
 from minipar.parallel.placement import placement_of
-from minipar.parallel.stages import shard
 from minipar.parallel.state import gather_state
-from minipar.parallel.tensor.plan import tensor_parallel
-from minipar.parallel.traffic import StepLayout
-from minipar.parallel.wrapper import Wrapper
 from minipar.record import Record
 from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
-from minipar.train.config import TrainConfig, schedule_of, shape_of
+from minipar.train.config import TrainConfig, schedule_of
 from minipar.train.data import Batches, Evaluation, Tokens
+from minipar.train.from_config import make_model, step_layout
 
 DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # significant ones of the validation loss
 
@@ -62,47 +55,6 @@ class StepResult:
     skipped: int | None = None  # steps without an update so far, because a gradient was not finite
 
 
-def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:
-    """Make the serial model of a configuration, of `--init-from` or of a checkpoint, with deferred values."""
-    sizes, run, mesh, shape = config.model, config.run, config.mesh, shape_of(config.model)
-    ranks = (mesh.dp or 1) * mesh.cp * mesh.tp * mesh.pp
-    shape.check_memory(sum(astuple(precision_of(run.dtype, run.gradients))), ranks)  # no layout needs less
-    options: dict[str, Any] = {"dtype": run.dtype, "attention": run.attention, "recompute": run.recompute == "full"}
-    if sizes.model == "gpt2":
-        options["dropout"] = config.optimizer.dropout
-    if sizes.init_from is not None:
-        return load_pretrained(sizes.init_from, deferred=True, **options)
-    if checkpoint is None:
-        return shape.build(seed=run.seed, deferred=True, **options)
-    model = checkpoint.shape.build(deferred=True, **options)
-    for name, p in model.named_parameters():
-        p.make = partial(checkpoint.array, "parameter", name, p.dtype)
-    for moe, bias in zip(moe_layers(model), checkpoint.manifest.get("router_bias", []), strict=False):
-        moe.bias[:] = bias
-    return model
-
-
-def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> StepLayout:
-    """Return the layout of a resolved configuration. `shape` is the model's, if the flags do not say all of it."""
-    mesh, data = config.mesh, config.data
-    assert mesh.dp is not None, "resolve() fills dp in"
-    same = "dp cp ep tp pp context_parallel sequence_parallel zero_stage zero_replicas sync_every_microbatch".split()
-    return StepLayout(
-        shape or shape_of(config.model),
-        length=config.model.seq_len,
-        samples=data.global_batch // (mesh.dp * data.microbatches),
-        microbatches=data.microbatches,
-        itemsize=np.dtype(config.run.dtype).itemsize,
-        gradient_itemsize=np.dtype(config.run.gradients or config.run.dtype).itemsize,
-        reduce_itemsize=np.dtype(config.run.reduce_dtype or config.run.dtype).itemsize,
-        schedule=schedule_of(config) if mesh.pp > 1 else None,
-        recompute=config.run.recompute == "full",
-        reduction=config.run.reduction,
-        **{name: getattr(mesh, name) for name in same},
-        **{name: getattr(config.model, name) for name in ("aux_loss", "router_bias", "capacity_factor")},
-    )
-
-
 class Trainer:
     """The training of `config` on a mesh of config.mesh's sizes, from step 0 or from a checkpoint of any layout.
 
@@ -121,18 +73,19 @@ class Trainer:
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
         self.tokens_per_step = data.global_batch * config.model.seq_len
         self.samples_per_microbatch = data.global_batch // (config.mesh.dp * data.microbatches)
-        self.pipeline: PipelineParallel | None = None
         self.last_microbatch: int | None = data.microbatches - 1  # its backward starts the sum of the gradients
         # fp16's loss scale, which shifts small gradients into its range, and the steps since it last changed.
         self.loss_scale, self.good_steps = LOSS_SCALE if config.run.dtype == "float16" else 1.0, 0
         self.skipped = 0
         self.recording = False
+        self.gathering = False  # gradients: every step leaves them in `gradients`, on rank 0
+        self.gradients: dict[str, np.ndarray] = {}  # of the last step, before clipping, if they are gathered
+        model = config.model
+        self.counts_loads = model.router_bias > 0 or model.capacity_factor is not None
+        self.loads: np.ndarray = np.zeros(0, np.int64)  # of the last step, if it counts them; see _balance
         self.record: Record | None = None  # on rank 0; see start_record
-        # Context parallelism gives this rank its tokens of each sample, and attention those of the other ranks.
-        method, order = config.mesh.context_parallel, config.mesh.cp_order
-        run = config.run
-        self.context = context_parallel(self.model, mesh.cp, method, order, run.reduction, run.reduce_dtype)
-        self.ddp = self._parallelize()
+        self._check_memory()
+        self._parallelize()
         self.moes = moe_layers(self.model)
         for moe in self.moes:
             moe.capacity_factor = config.model.capacity_factor
@@ -142,38 +95,51 @@ class Trainer:
         if checkpoint is not None:
             restore_optimizer(checkpoint, self.optimizer)
             self.loss_scale, self.good_steps = checkpoint.manifest.get("loss_scale", (self.loss_scale, 0))
+            self.skipped = checkpoint.manifest.get("skipped", 0)  # older checkpoints do not count
         self.batches = Batches(
             tokens, seq_len=config.model.seq_len, global_batch=data.global_batch, order=data.order, seed=config.run.seed
         )
         self.batches.part = self.context.part
 
-    def _parallelize(self) -> Wrapper:
-        """Apply the mesh's strategies to the serial model: tensor parallelism, then the pipeline, then dp and ZeRO."""
+    def _check_memory(self) -> None:
+        """Raise UsageError if the model state of this rank does not fit `--memory-limit`."""
+        config, mesh, run = self.config, self.mesh, self.config.run
+        if config.mesh.memory_limit is None:
+            return
+        widths = [precision_of(run.dtype, run.gradients, run.reduce_dtype if stage == 0 else None) for stage in STAGES]
+        placements = step_layout(config, self.model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
+        ranks = mesh.dp_cp.size // config.mesh.zero_replicas
+        accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
+        check_limit(config.mesh.memory_limit, placements, ranks, config.mesh.zero_stage, widths, accumulating)
+
+    def _parallelize(self) -> None:
+        """Apply the mesh's strategies to the serial model, and make the pipeline's executor."""
         config, mesh, model, run = self.config, self.mesh, self.model, self.config.run
-        # Tensor parallelism splits the layers. The wrapper below finds what sequence parallelism leaves to be summed.
-        if mesh.tp.size > 1:
-            tensor_parallel(model, mesh.tp, config.run.reduction, config.mesh.sequence_parallel, run.reduce_dtype)
-        expert_parallel(model, mesh.ep, mesh.edp)
-        # The pipeline keeps this rank's stages. A single device that verifies a pipeline has its buckets only.
-        options: dict[str, Any] = {"groups": by_unit(model) if config.mesh.pp == 1 else part_groups(model)}
-        if mesh.pp.size > 1:
-            schedule, length = schedule_of(config), config.model.seq_len
-            pipeline = self.pipeline = PipelineParallel(model, mesh.pp, schedule, length)
-            options = {"groups": pipeline.groups, "runs": [stage.parts for stage in pipeline.stages.values()]}
-            local = length // mesh.cp.size // (mesh.tp.size if config.mesh.sequence_parallel else 1)
-            shape = (self.samples_per_microbatch, local, model.config.n_embd)
-            self.executor = PipelineExecutor(schedule, mesh.pp, pipeline.stages, shape, np.dtype(config.run.dtype))
-        if config.mesh.zero_stage > 0:  # not so on a single device that verifies
-            options["replicas"] = config.mesh.zero_replicas
-        # Data parallelism or ZeRO owns the gradients of what is left. Ranks of dp and of cp have other tokens.
-        if config.mesh.memory_limit is not None:
-            limit, stage = config.mesh.memory_limit, config.mesh.zero_stage
-            widths = [precision_of(run.dtype, run.gradients, run.reduce_dtype if s == 0 else None) for s in STAGES]
-            placements = step_layout(config, model.config).placements(tp=mesh.tp.rank, pp=mesh.pp.rank)
-            accumulating = config.data.microbatches > 1 and not config.mesh.sync_every_microbatch
-            check_limit(limit, placements, mesh.dp_cp.size // config.mesh.zero_replicas, stage, widths, accumulating)
-        options |= {"gradient_dtype": run.gradients, "reduce_dtype": run.reduce_dtype}
-        return shard(model, mesh.dp_cp, config.mesh.zero_stage, config.run.reduction, **options)
+        schedule = schedule_of(config) if mesh.pp.size > 1 else None
+        replicas = config.mesh.zero_replicas if config.mesh.zero_stage > 0 else 1  # a single device has no shards
+        made = parallelize(
+            model,
+            mesh,
+            zero_stage=config.mesh.zero_stage,
+            replicas=replicas,
+            reduction=run.reduction,
+            sequence=config.mesh.sequence_parallel,
+            context_method=config.mesh.context_parallel,
+            context_order=config.mesh.cp_order,
+            schedule=schedule,
+            length=config.model.seq_len,
+            parts_as_units=config.mesh.pp > 1,  # a single device that verifies a pipeline has the pipeline's units
+            gradient_dtype=run.gradients,
+            reduce_dtype=run.reduce_dtype,
+        )
+        self.ddp, self.context, self.pipeline = made.ddp, made.context, made.pipeline
+        if schedule is not None and made.pipeline is not None:
+            tokens = config.model.seq_len // mesh.cp.size
+            if config.mesh.sequence_parallel:
+                tokens //= mesh.tp.size
+            shape = (self.samples_per_microbatch, tokens, model.config.n_embd)
+            stages = made.pipeline.stages
+            self.executor = PipelineExecutor(schedule, mesh.pp, stages, shape, np.dtype(run.dtype))
 
     def train(self) -> Iterator[StepResult]:
         """Take the configured steps that the checkpoint has not taken, and yield the result of each."""
@@ -182,38 +148,55 @@ class Trainer:
 
     def step(self, step: int) -> StepResult:
         """Take one optimizer step over the global batch; every rank of the mesh calls it with the same `step`."""
-        start, o = time.perf_counter(), self.config.optimizer
+        start = time.perf_counter()
         with self._model_clock():
-            enter("forward", restart=True)
-            self.ddp.zero_grad()
-            for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
-                moe.load[:] = moe.dropped = 0
-                count = len(self.moes) * self.tokens_per_step * self.mesh.tp.size
-                moe.aux_loss = self.loss_scale * self.config.model.aux_loss / count
-            loss = self._forward_backward(step)
-            for p in self.ddp.parameters() if self.loss_scale != 1 else ():
-                p.grad = xp.multiply(p.grad, 1 / self.loss_scale, out=p.grad)
-            gradients = self.state_dict(gradients=True) if self.recording else {}
+            loss = self.compute_gradient(step)
+            if self.recording or self.gathering:
+                before = time.perf_counter()
+                with unseen(self.mesh.world):
+                    self.gradients = self.state_dict(gradients=True)
+                start += time.perf_counter() - before  # a recorded step reports the seconds of a step
             with self._region("optimizer"):
-                grad_norm = self._clip_grad_norm(o.clip_grad or None)
-                self.optimizer.lr = learning_rate(
-                    step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
-                )
-                if self._is_good(step, loss, grad_norm):
-                    self.optimizer.step()
-                drops = self._balance()
+                grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
+                drops = self.update(step, loss, grad_norm)
                 synchronize()
             if self.pipeline is not None:  # outside the region, because the last stage computes nothing here
                 self.pipeline.send_tied_weight(self.ddp.gather_parameter)
         seconds = time.perf_counter() - start
         if self.recording:
-            parameters = self.state_dict()
+            with unseen(self.mesh.world):
+                parameters = self.state_dict()
             if self.record is not None:
                 with writing(f"--record {self.record.directory}", self.record.directory / f"step-{step}.npz"):
-                    self.record.step(step, loss / self.tokens_per_step, grad_norm, gradients, parameters)
+                    self.record.step(step, loss, grad_norm, self.gradients, parameters)
         skipped = self.skipped if self.config.run.skip_nonfinite or self.config.run.dtype == "float16" else None
-        speed = self.tokens_per_step / seconds
-        return StepResult(step, loss / self.tokens_per_step, grad_norm, seconds, speed, drops, skipped)
+        return StepResult(step, loss, grad_norm, seconds, self.tokens_per_step / seconds, drops, skipped)
+
+    def compute_gradient(self, step: int) -> float:
+        """Compute the gradient of the global batch's mean loss, not clipped yet; return that loss. Collective."""
+        enter("forward", restart=True)
+        self.ddp.zero_grad()
+        for moe in self.moes:  # each of t ranks adds a t-th: gradients of the router are summed over tp
+            moe.load[:] = moe.dropped = 0
+            count = len(self.moes) * self.tokens_per_step * self.mesh.tp.size
+            moe.aux_loss = self.loss_scale * self.config.model.aux_loss / count
+        loss = self._forward_backward(step)
+        for p in self.ddp.parameters() if self.loss_scale != 1 else ():
+            p.grad = xp.multiply(p.grad, 1 / self.loss_scale, out=p.grad)
+        return loss / self.tokens_per_step
+
+    def update(self, step: int, loss: float, grad_norm: float) -> int | None:
+        """Update the parameters, unless the step is skipped, and the routers' biases; return how much experts dropped.
+
+        Sends what the strategy's optimizer step and the balance of experts send.
+        """
+        o = self.config.optimizer
+        self.optimizer.lr = learning_rate(
+            step, lr=o.lr, schedule=o.lr_schedule, warmup_steps=o.warmup_steps, total_steps=o.steps
+        )
+        if self._is_good(step, loss, grad_norm):
+            self.optimizer.step()
+        return self._balance()
 
     def _is_good(self, step: int, loss: float, grad_norm: float) -> bool:
         """Return whether the step may update. All ranks answer alike: they have one loss and one norm.
@@ -231,7 +214,7 @@ class Trainer:
             wrong = (placement_of(p).name for p in self.ddp.parameters() if not xp.isfinite(p.grad).all())
             names = self.mesh.world.all_gather_bytes(next(wrong, "").encode())
             first = next((f": rank {rank}, {name.decode()}" for rank, name in enumerate(names) if name), "")
-            problem = f"loss {loss / self.tokens_per_step:g} and gradient norm {grad_norm:g} in step {step + 1}{first}"
+            problem = f"loss {loss:g} and gradient norm {grad_norm:g} in step {step + 1}{first}"
             raise UsageError(DIVERGED.format(problem, self.config.optimizer.lr))
         return finite
 
@@ -353,6 +336,7 @@ class Trainer:
             "parameters": self.shapes,
             "router_bias": [moe.bias.tolist() for moe in self.moes],
             "loss_scale": [self.loss_scale, self.good_steps],
+            "skipped": self.skipped,
             "history": [*history, {"step": self.first_step, "flags": run_flags(self.config)}],
         }
         save(self.mesh.world, directory, step, self.optimizer, header)
@@ -360,11 +344,12 @@ class Trainer:
     def _balance(self) -> int | None:
         """Move each router's biases towards the mean load of the global batch; return how much experts dropped."""
         rate, factor = self.config.model.router_bias, self.config.model.capacity_factor
-        if not rate and factor is None:
+        if not self.counts_loads:
             return None
         counts = np.array([[*moe.load, moe.dropped] for moe in self.moes])  # (L, E + 1)
         for comm in (self.mesh.dp_cp, self.mesh.pp):  # ranks with other tokens, and with other layers
             comm.all_reduce(counts, algorithm="ordered")
+        self.loads = counts
         for moe, load in zip(self.moes, counts[:, :-1], strict=True):  # arXiv 2408.15664, algorithm 1
             moe.bias += rate * np.sign(load.sum() - load.size * load)
         return None if factor is None else int(counts[:, -1].sum())

@@ -1,32 +1,34 @@
-"""The check of `--verify`: train the same steps on one device, and compare every parameter and every loss.
+"""The check of `--verify`: after each step, one device computes that step from the same state, and both are compared.
 
-With `--reduction ordered` the two runs must agree bit for bit. With `ring` sums over ranks have another order, so the
-runs agree up to rounding, and `bound` states how far rounding may go.
+One device on rank 0 starts with the state of the ranks: parameters, AdamW's means, loss scale, biases of routers. Of
+each step it computes loss and gradients; rounding.py says how far the ranks' may differ. Then it takes the gradients
+of the ranks. Their norm and the update that AdamW makes of them are computed again. AdamW changes each element by that
+element's history alone, so the new state must have the same bits in every layout and dtype. Therefore the next step
+starts from one and the same state again, no difference is ever amplified, and no mistake is forgiven because a former
+one was.
+
+Where bits are promised (`--reduction ordered` without tp, cp and ep), gradients have the same bits too, and the run is
+the uninterrupted training of one device, resumed or not.
 """
 
-import functools
 import hashlib
 import json
-import operator
-from collections.abc import Callable, Iterator, Sequence
+import math
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from minipar.backend import Array, to_host
-from minipar.comm.mesh import DeviceMesh
-from minipar.comm.threads import serial
-from minipar.memory import hold
-from minipar.parallel.ddp import DistributedDataParallel
-from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.train.checkpoint import same_sums
+from minipar.backend import from_host, to_host
+from minipar.comm.trace import unseen
+from minipar.nn import optim
+from minipar.parallel.placement import Shard, placement_of
+from minipar.parallel.state import gather_state
+from minipar.train.checkpoint import repeatable
 from minipar.train.config import TrainConfig
-from minipar.train.data import Tokens
+from minipar.train.one_device import OneDevice
+from minipar.train.rounding import GradientCheck, described, quantities, same_bits
 from minipar.train.trainer import StepResult, Trainer
-
-OnStep = Callable[[StepResult], object]  # called after each step of the single device
-Run = tuple[dict[str, np.ndarray], Sequence[StepResult]]  # the parameters after it, and the result of each step
 
 
 @dataclass(frozen=True)
@@ -37,148 +39,258 @@ class Verdict:
     line: str
 
 
-def bound(dtype: str | np.dtype[Any], steps: int) -> float:
-    """Return the largest relative difference after `steps` steps that rounding explains.
+def is_exact(config: TrainConfig) -> bool:
+    """Return whether a step of this layout has one device's bits."""
+    mesh = config.mesh
+    return config.run.reduction == "ordered" and mesh.cp == mesh.ep == mesh.tp == 1
 
-    It is 4500 machine epsilons for the first step (1e-12 in float64) and five times that for each further one, relative
-    to the largest value of a layer: AdamW divides a gradient by its own size. Where the true gradient is zero (the bias
-    of the keys), the update is rounding noise divided by `eps`.
+
+def verify(trainer: Trainer) -> Verdict:
+    """Train the steps that are left, check each of them, and return the verdict, the same on every rank. Collective."""
+    verifier = Verifier(trainer)
+    for result in trainer.train():
+        verifier.check(result)
+    return verifier.verdict()
+
+
+class Verifier:
+    """The check of one training; make it before the first step. Each method is collective.
+
+    Rank 0 is sent the state and the gradients after each step, and computes alone while the other ranks wait. Neither
+    a trace, nor the accounts of bytes and memory, nor the seconds of a step contain any of this.
     """
-    return 4500 * float(np.finfo(dtype).eps) * (5 * steps - 4)
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.comm = trainer, trainer.mesh.world
+        self.steps, self.failure = 0, ""
+        config, tokens, checkpoint = trainer.config, trainer.batches.tokens, trainer.checkpoint
+        exact = is_exact(config)
+        self.from_start = checkpoint is None or (exact and repeatable(checkpoint, config))
+        trainer.gathering = True
+        with unseen(self.comm):
+            state, problem = whole_state(trainer), ""
+            self.twin: Float32Twin | None = None
+            if np.dtype(config.run.dtype).itemsize == 2 and not exact:
+                self.twin = Float32Twin(trainer, state)
+            if self.comm.rank == 0:
+                self.device = OneDevice(config, tokens, None if self.from_start else checkpoint)
+                for step in range(trainer.first_step if self.from_start else 0):
+                    self.device.step(step)
+                sharper = None if self.twin is None else self.twin.gradients.device
+                loads = self.device.counts_loads
+                self.gradients = GradientCheck(self.device, exact=exact, loads=loads, sharper=sharper)
+                problem = self._different_state(state)
+            self._share(problem, trainer.first_step - 1)
+
+    def check(self, result: StepResult) -> bool:
+        """Compare the step that the trainer has just taken; return False if it is the first that differs.
+
+        After that one, nothing is compared any more.
+        """
+        if self.failure:
+            return True
+        with unseen(self.comm):
+            state, problem = whole_state(self.trainer), ""
+            if self.twin is not None:
+                problem = self.twin.problem(result.step)
+            if self.comm.rank == 0 and not problem:
+                problem = self._different_step(result, state)
+            if self.twin is not None:
+                self.twin.take_parameters(self.trainer, state)
+            self._share(problem, result.step)
+        self.steps += 1
+        return not self.failure
+
+    def verdict(self) -> Verdict:
+        """Return the verdict over all steps so far."""
+        with unseen(self.comm):
+            same, state = same_on_all_ranks(self.trainer), whole_state(self.trainer)
+        if not self.failure and not same:
+            self.failure = "the ranks do not hold the same parameters or state as one another"
+        if not self.failure and self.comm.rank == 0:
+            self.failure = self._different_end(state)
+        verdict = Verdict(False, f"verify: FAILED: {self.failure}")
+        if not self.failure and self.comm.rank == 0:
+            verdict = Verdict(True, self._proof())
+        text = json.dumps(astuple(verdict)).encode()
+        return Verdict(*json.loads(self.comm.all_gather_bytes(text)[0]))
+
+    def _share(self, problem: str, step: int) -> None:
+        """Let every rank know what rank 0 has found, however long that took it."""
+        with self.comm.engine.patient():
+            problem = self.comm.all_gather_bytes(problem.encode())[0].decode()
+        if problem:
+            last = self.trainer.config.optimizer.steps
+            self.failure = f"after step {step + 1} of {last}: {problem}"
+
+    def _different_step(self, result: StepResult, state: dict[str, np.ndarray]) -> str:
+        """Return the first thing in which a step differs from one device's, "" if there is none; on rank 0."""
+        due = self.trainer.first_step + self.steps
+        if result.step != due:
+            return f"this was step {result.step} (counted from 0), but step {due} was due"
+        ranks = quantities(result.loss, self.trainer.gradients, self.trainer.loads)
+        problem = self.gradients.problem(result.step, ranks)
+        if not problem:
+            problem = self._different_norm(result)
+        if not problem:
+            problem = self._different_update(result, state)
+        return problem
+
+    def _different_end(self, state: dict[str, np.ndarray]) -> str:
+        """Return what is wrong after the last step, "" if nothing is; on rank 0."""
+        due = self.trainer.config.optimizer.steps - self.trainer.first_step
+        if self.steps != due:
+            return f"{self.steps} steps were taken, but {due} were due"
+        if self.steps and not self.gradients.compared:
+            return f"all {self.steps} steps were skipped, which proves nothing"
+        return self._different_state(state)
+
+    def _different_norm(self, result: StepResult) -> str:
+        """Give the one device the ranks' gradients, and compare their norm with the one that the ranks have found."""
+        for p in self.device.optimizer.parameters:
+            gradient: Any = p.grad
+            gradient[...] = from_host(self.trainer.gradients[placement_of(p).name])
+        norm = self.device._clip_grad_norm(None)
+        if not math.isfinite(norm) and not math.isfinite(result.grad_norm):
+            return ""
+        if norm != result.grad_norm:
+            self.gradients.rounded += 1
+        # Either sum of n squares rounds n times, by 2^-53 of itself or less each time, and the root halves both errors.
+        limit = 0.0 if self.gradients.exact else self.device.size * 2.0**-53
+        both_finite = math.isfinite(norm) and math.isfinite(result.grad_norm)
+        if both_finite and abs(norm - result.grad_norm) <= limit * norm:
+            return ""
+        return f"the gradient norm is {result.grad_norm!r} on the ranks, but these gradients have the norm {norm!r}"
+
+    def _different_update(self, result: StepResult, state: dict[str, np.ndarray]) -> str:
+        """Update the one device with the ranks' gradients, and compare its state with theirs, bit for bit."""
+        device, max_norm = self.device, self.trainer.config.optimizer.clip_grad or None
+        optim.clip_grad_norm(device.optimizer.parameters, max_norm, norm=result.grad_norm)
+        if device.counts_loads:
+            for moe, counts in zip(device.moes, self.trainer.loads, strict=True):
+                moe.load[:], moe.dropped = counts[:-1], counts[-1]
+        dropped = device.update(result.step, result.loss, result.grad_norm)
+        if result.dropped != dropped:
+            return f"experts dropped {result.dropped} assignments on the ranks, {dropped} on one device"
+        if result.skipped not in (None, device.skipped):
+            return f"the ranks say that {result.skipped} steps were skipped, one device that {device.skipped} were"
+        return self._different_state(state)
+
+    def _different_state(self, state: dict[str, np.ndarray]) -> str:
+        own = whole_state(self.device)
+        different = [name for name in own if name not in state or not same_bits(state[name], own[name])]
+        return f"{described(different)} not bit for bit that of one device" if different else ""
+
+    def _proof(self) -> str:
+        """Return the line of a verdict that is good."""
+        size, check = self.comm.size, self.gradients
+        compared = f"loss, norm, gradients and updates of {len(self.trainer.shapes)} parameters"
+        compared += f" ({self.trainer.size:,} values) in "
+        compared += "1 step" if self.steps == 1 else f"each of {self.steps} steps"
+        if self.trainer.first_step:
+            start = "as one device that never stopped" if self.from_start else "from the checkpoint's state"
+            compared += f", resumed after {self.trainer.first_step}, {start}"
+        run = f"{size} rank{'s' if size > 1 else ''} = 1 device"
+        if self.device.skipped:
+            compared += f" ({self.device.skipped} of all so far were skipped)"
+        if check.rounded == 0:
+            return f"verify: {run}, bit for bit: {compared}"
+        found = f"gradients differ by at most {check.found()}"
+        if self.twin is not None:
+            found += f"; computed in float32, by at most {self.twin.gradients.found()}"
+        return f"verify: {run} within rounding: {compared}; {found}; updates equal"
 
 
-def relative_difference(a: np.ndarray, b: np.ndarray, scale: float | None = None) -> float:
-    """Return max |a - b| / scale; the default scale is max |b|."""
-    largest = float(np.abs(a - b).max(initial=0.0))
-    return largest / (scale or float(np.abs(b).max())) if largest else 0.0
+class Float32Twin:
+    """The same layout in float32, and one device in float32: for a run in 2 bytes in which no bits are promised.
 
-
-def layer_scales(state: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return for each parameter the largest value in its layer: the bias of the keys alone is rounding noise."""
-    layers: dict[str, float] = {}
-    for name, array in state.items():
-        layer = name.rpartition(".")[0]
-        layers[layer] = max(layers.get(layer, 0.0), float(np.abs(array).max(initial=0.0)))
-    return {name: layers[name.rpartition(".")[0]] for name in state}
-
-
-def compare(parallel_run: Run, single_run: Run, *, exact: bool, ranks: int) -> Verdict:
-    """Compare the parameters, losses and gradient norms of two runs; `exact` demands the same bits.
-
-    If the parallel run was resumed, its steps are compared with the last ones of the single run. The norms are compared
-    because AdamW forgives a gradient of the wrong scale, which the parameters alone would hardly show.
+    Roundings of activations to 2 bytes differ between layouts, by more than a mistake of 0.1 % would. So the ranks
+    compute each gradient a second time in float32, from the same parameters, and so does the one device.
     """
-    (parallel, parallel_steps), (single, single_steps) = parallel_run, single_run
-    pairs = {name: (parallel[name], single[name]) for name in single}
-    count, resumed = len(parallel_steps), len(single_steps) - len(parallel_steps)
-    for name, field in (("the losses", "loss"), ("the gradient norms", "grad_norm")):
-        a, b = (np.array([getattr(step, field) for step in run]) for run in (parallel_steps, single_steps[resumed:]))
-        pairs[name] = (a, b)
-    elements = sum(array.size for array in single.values())
-    steps, run = len(single_steps), f"{ranks} rank{'s' if ranks > 1 else ''}"
-    compared = f"{len(single)} parameters ({elements:,} numbers), losses and gradient norms of {count} steps"
-    compared += f", resumed after {resumed}" if resumed else ""
-    if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs.values()):
-        return Verdict(False, f"verify: FAILED: not all numbers are finite after {steps} steps, which proves nothing")
-    different = [name for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()]
-    if not different:
-        return Verdict(True, f"verify: {run} = 1 device, bit for bit: {compared}")
-    scales = layer_scales(single)
-    differences = {name: relative_difference(*pairs[name], scales.get(name)) for name in different}
-    worst = max(differences, key=lambda name: differences[name])
-    largest, limit = differences[worst], bound(single[next(iter(single))].dtype, steps)
-    if largest <= limit and not exact:
-        rounding = f"largest relative difference {largest:.3g} (in {worst}) <= bound {limit:.3g}"
-        return Verdict(True, f"verify: {run} = 1 device within rounding: {compared}; {rounding}")
-    where = f"in {len(different)} of {len(pairs)} arrays, most in {worst}: relative difference {largest:.3g}"
-    rule = ", but --reduction ordered promises the same bits" if exact else f" exceeds the bound {limit:.3g}"
-    return Verdict(False, f"verify: FAILED: {run} differ from 1 device {where}{rule}")
+
+    def __init__(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
+        config, tokens = trainer.config, trainer.batches.tokens
+        run = replace(config.run, dtype="float32", gradients=None, reduce_dtype=None, export=None)
+        config = replace(config, run=run, mesh=replace(config.mesh, memory_limit=None))
+        self.ranks = type(trainer)(config, trainer.mesh, tokens)
+        if trainer.mesh.world.rank == 0:
+            self.gradients = GradientCheck(OneDevice(config, tokens), exact=False, loads=False)
+        self.take_parameters(trainer, state)
+
+    def problem(self, step: int) -> str:
+        """Compute a step's gradients, and return on rank 0 how the ranks' differ from one device's. Collective."""
+        loss = self.ranks.compute_gradient(step)
+        gradients = self.ranks.state_dict(gradients=True)
+        if not gradients:
+            return ""
+        problem = self.gradients.problem(step, quantities(loss, gradients, np.zeros(0)))
+        return f"computed in float32: {problem}" if problem else ""
+
+    def take_parameters(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
+        """Take the parameters of the run: each rank its own, and one device those of `state`. Collective.
+
+        Sends what the strategy sends after an optimizer step.
+        """
+        ranks = self.ranks
+        for p, q in zip(trainer.optimizer.parameters, ranks.optimizer.parameters, strict=True):
+            q.data[...] = p.data
+        ranks.ddp.after_step()
+        if ranks.pipeline is not None:
+            ranks.pipeline.send_tied_weight(ranks.ddp.gather_parameter)
+        copies = [ranks]
+        if state:
+            device = self.gradients.device
+            for q in device.optimizer.parameters:
+                q.data[...] = from_host(state[f"parameter of {placement_of(q).name}"])
+            copies.append(device)
+        for copy in copies:
+            for moe, other in zip(trainer.moes, copy.moes, strict=True):
+                other.bias[:] = moe.bias
+
+
+def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Collect on rank 0 all that a step changes: arrays by parameter, and the trainer's values; {} elsewhere."""
+    optimizer, comm = trainer.optimizer, trainer.mesh.world
+    arrays: dict[str, list[Any]] = {"parameter": [p.data for p in optimizer.parameters]}
+    if any(master is not None for master in optimizer.masters):
+        arrays["master"] = optimizer.masters
+    arrays |= {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    state: dict[str, np.ndarray] = {}
+    for kind, values in arrays.items():
+        gathered = gather_state(trainer.model, optimizer.parameters, comm, values)
+        state |= {f"{kind} of {name}": array for name, array in gathered.items()}
+    if comm.rank > 0:
+        return {}
+    counts = {"optimizer steps": optimizer.steps, "good steps": trainer.good_steps, "skipped steps": trainer.skipped}
+    state |= {name: np.array(count) for name, count in counts.items()}
+    state["loss scale"] = np.array(float(trainer.loss_scale))
+    for number, moe in enumerate(trainer.moes):
+        state[f"router bias of layer {number}"] = moe.bias.copy()
+    return state
 
 
 def same_on_all_ranks(trainer: Trainer) -> bool:
-    """Return True on every rank if ranks that hold the same parameters hold the same bits; or replicas of shards."""
-    ddp: Any = trainer.ddp
+    """Return True on every rank if ranks that hold the same arrays hold the same bits.
+
+    Such are parameters and state of the optimizer on the replicas of dp, of each shard on the replicas of shards, what
+    every tensor-parallel rank holds whole, and on all ranks the biases of routers, loss scale and counts.
+    """
+    optimizer = trainer.optimizer
+    held = zip(optimizer.parameters, optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq, strict=True)
+    arrays = {p: [p.data, *state] for p, *state in held}
+    groups: list[tuple[Any, list[Any]]] = []  # ranks that must have the same arrays, and this rank's
+    for comm, parameters in trainer.ddp.replicas():
+        groups.append((comm, [array for p in parameters for array in arrays.get(p, [p.data])]))
+    whole = [p for p in arrays if not isinstance(placement_of(p).tp, Shard)]
+    groups.append((trainer.mesh.tp, [array for p in whole for array in arrays[p]]))
+    counts = np.array([optimizer.steps, trainer.loss_scale, trainer.good_steps, trainer.skipped])
+    groups.append((trainer.mesh.world, [counts, *(moe.bias for moe in trainer.moes)]))
     same = True
-    for bucket in ddp.buckets if ddp.stage < 3 or ddp.replica_comm is not None else ():
-        held = [p.data for p in bucket.parameters] if ddp.stage < 3 else [ddp.chunks[bucket].data]
-        digest = hashlib.sha256(b"".join(to_host(array).tobytes() for array in held)).digest()
-        holders = ddp.holders(bucket) if ddp.stage < 3 else ddp.replica_comm
-        same &= len(set(holders.all_gather_bytes(digest))) == 1
+    for comm, own in groups:
+        same &= len(set(comm.all_gather_bytes(digest(own)))) == 1
     return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
 
 
-def verify(
-    trainer: Trainer, results: Sequence[StepResult], tokens: Tokens, on_step: OnStep = lambda result: None
-) -> Verdict:
-    """Train `trainer`'s configuration again on one device, on rank 0, and compare; every rank gets the verdict.
-
-    The single device starts at step 0 even if `trainer` was resumed: a resumed run must equal one that never stopped.
-    """
-    config, comm = trainer.config, trainer.mesh.world
-    if not same_on_all_ranks(trainer):
-        return Verdict(False, "verify: FAILED: the ranks do not hold the same parameters as one another")
-    verdict, parameters = Verdict(False, ""), trainer.state_dict()
-    if comm.rank == 0:
-        single = train_on_one_device(config, tokens, on_step)
-        ordered = config.run.reduction == "ordered" and config.mesh.cp == config.mesh.ep == config.mesh.tp == 1
-        exact = ordered and same_sums(trainer.checkpoint, config)
-        verdict = compare((parameters, results), single, exact=exact, ranks=comm.size)
-    with comm.engine.patient():
-        return Verdict(*json.loads(comm.all_gather_bytes(json.dumps(astuple(verdict)).encode())[0]))
-
-
-def train_on_one_device(config: TrainConfig, tokens: Tokens, on_step: OnStep = lambda result: None) -> Run:
-    """Train the same steps on a mesh of one, nothing sharded; return the parameters and the result of each step."""
-    single, results = OneDevice(config, tokens), []
-    for result in single.train():
-        results.append(result)
-        on_step(result)
-    return single.state_dict(), results
-
-
-class OneDevice(Trainer):
-    """A trainer that computes all replicas and microbatches one after another on one device, with the same sums.
-
-    It adds the replicas' gradients in rank order, as the `ordered` all-reduce does, to the bit. That needs two more
-    arrays of all gradients (three with `--sync-every-microbatch`, and one more for the groups of `--zero-replicas`).
-    """
-
-    def __init__(self, config: TrainConfig, tokens: Tokens) -> None:
-        mesh = replace(config.mesh, cp=1, ep=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
-        run = replace(config.run, reduce_dtype=config.run.gradients)  # what is summed below is not rounded again
-        super().__init__(replace(config, mesh=mesh, run=run), DeviceMesh(serial()), tokens)
-        self.reduce_dtype = config.run.reduce_dtype or config.run.dtype
-        self.replicas = range(config.mesh.dp or 1)
-        self.shards = len(self.replicas) // config.mesh.zero_replicas
-
-    def _forward_backward(self, step: int) -> float:
-        assert isinstance(self.ddp, DistributedDataParallel)
-        losses = dict.fromkeys(self.replicas, 0.0)
-        microbatches = range(self.config.data.microbatches)
-        together = [[m] for m in microbatches] if self.config.mesh.sync_every_microbatch else [microbatches]
-        buffer = self.ddp.buffers.gradients
-
-        def gradient(replica: int, microbatches: Sequence[int]) -> Array:
-            self.ddp.zero_grad()
-            for m in microbatches:
-                losses[replica] += self.backward_microbatch(step, replica, m)
-            for bucket in self.ddp.buckets:
-                bucket.complete()
-            hold("buffers", copy := buffer.astype(self.reduce_dtype))
-            return copy
-
-        with self.ddp.no_sync():
-            # Hybrid sharding sums first within groups of `shards` replicas, then over the groups.
-            groups = [self.replicas[first : first + self.shards] for first in self.replicas[:: self.shards]]
-            sums = (_sum(_sum(gradient(r, each) for r in group) for group in groups) for each in together)
-            buffer[...] = _sum(each.astype(buffer.dtype, copy=False) for each in sums)
-        self.ddp.synchronize()
-        return float(_sum(iter(losses.values())))
-
-    def _clip_grad_norm(self, max_norm: float | None) -> float:
-        return clip_grad_norm(self.ddp.parameters(), max_norm, self.mesh.dp, chunks=self.shards)
-
-
-def _sum(values: Iterator[Any]) -> Any:
-    """Add from left to right, in the first one's memory. The built-in sum would compensate rounding of floats."""
-    return functools.reduce(operator.iadd, values)
+def digest(arrays: list[Any]) -> bytes:
+    """Return the SHA-256 of the bytes of these arrays, one after another."""
+    return hashlib.sha256(b"".join(to_host(array).tobytes() for array in arrays)).digest()

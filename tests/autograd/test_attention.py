@@ -1,7 +1,6 @@
 """Claims about attention: blocks of scores give what the whole matrix gives, in memory that grows with the length."""
 
 import tracemalloc
-from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, causal_attention, flop_counter
 from minipar.autograd import attention as module
 from minipar.autograd.attention import KEY_BLOCK, QUERY_BLOCK, attend, attend_backward, merge
+from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, dropping
 
@@ -38,28 +38,27 @@ def run(qkv, weights, *arguments, method):
     return y.data, x.grad
 
 
-def naive(q, k, v, causal, scale, factors=1.0):
+def naive(q, k, v, scale, causal):
     """Return (out, lse) from the definition, one whole matrix per query head; the keys repeated for its group."""
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    scores = scale * np.einsum("batd,basd->bats", q, k)
+    k, v = (np.repeat(x, q.shape[2], axis=2) for x in (k, v))
+    scores = scale * np.einsum("bngtd,bngsd->bngts", q, k)
     if causal:
         scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     lse = np.log(np.exp(scores).sum(-1))
-    return np.einsum("bats,basd->batd", np.exp(scores - lse[..., None]) * factors, v), lse
+    return np.einsum("bngts,bngsd->bngtd", np.exp(scores - lse[..., None]), v), lse
 
 
 def problem(length, keys, heads, kv_heads, dim=3):
-    return normal(2, heads, length, dim), normal(2, kv_heads, keys, dim), normal(2, kv_heads, keys, dim)
+    """Return q (B, n, g, T, d), and k and v (B, n, 1, S, d)."""
+    q = normal(2, kv_heads, heads // kv_heads, length, dim)
+    return q, normal(2, kv_heads, 1, keys, dim), normal(2, kv_heads, 1, keys, dim)
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_blocks_equal_the_whole_matrix(small_blocks, length, heads, kv_heads, probability):
+def test_blocks_equal_the_whole_matrix(small_blocks, length, heads, kv_heads):
     qkv, weights = normal(2, length, (heads + 2 * kv_heads) * 3), normal(2, length, heads * 3)
-    keep = RANDOM.random((2, heads, length, length)) >= probability if probability else None
-    arguments = heads, kv_heads, keep, probability
-    results = [run(qkv, weights, *arguments, method=method) for method in ("full", "blockwise")]
+    results = [run(qkv, weights, heads, kv_heads, method=method) for method in ("full", "blockwise")]
     for full, blocks in zip(*results, strict=True):
         np.testing.assert_allclose(blocks, full, rtol=1e-12, atol=1e-13)
 
@@ -72,15 +71,14 @@ def test_blocks_of_their_own_size_equal_the_whole_matrix(length):
         np.testing.assert_allclose(blocks, full, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("method", ["full", "blockwise"])
+@pytest.mark.parametrize(("method", "probability"), [("full", 0.0), ("full", 0.25), ("blockwise", 0.0)])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_gradients_of_grouped_heads(small_blocks, method, heads, kv_heads):
-    keep = RANDOM.random((2, heads, 9, 9)) >= 0.25
-    for dropout in ((None, 0.0), (keep, 0.25)):
-        gradcheck(
-            lambda x, dropout=dropout: causal_attention(x, heads, kv_heads, *dropout, method=method),
-            [normal(2, 9, (heads + 2 * kv_heads) * 2)],
-        )
+def test_gradients_of_grouped_heads(small_blocks, method, probability, heads, kv_heads):
+    keep = RANDOM.random((2, heads, 9, 9)) >= probability if probability else None
+    gradcheck(
+        lambda x: causal_attention(x, heads, kv_heads, keep, probability, method),
+        [normal(2, 9, (heads + 2 * kv_heads) * 2)],
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
@@ -88,32 +86,28 @@ def test_gradients_of_grouped_heads(small_blocks, method, heads, kv_heads):
     ("length", "keys", "causal"), [(13, 13, True), (13, 13, False), (5, 19, False), (17, 1, False)]
 )
 def test_attend_follows_the_definition(small_blocks, length, keys, causal, heads, kv_heads):
-    """With dropout the probabilities are scaled after they are normalized; lse is that of all scores."""
     q, k, v = problem(length, keys, heads, kv_heads)
-    keep = RANDOM.random((2, heads, length, keys)) >= 0.25
-    for mask, factors in ((None, 1.0), (keep, keep * 4 / 3)):
-        results = attend(q, k, v, causal, 0.7, mask, 4 / 3)
-        for ours, theirs in zip(results, naive(q, k, v, causal, 0.7, factors), strict=True):
-            assert ours.shape == theirs.shape
-            np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(attend(q, k, v, 0.7, causal), naive(q, k, v, 0.7, causal), strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_parts_of_the_keys_merge_to_the_whole(small_blocks, heads, kv_heads):
     """As in ring attention: forward by `merge`, backward as a sum over parts, each from the merged out and lse."""
     q, k, v = problem(13, 19, heads, kv_heads)
-    dout, keep = normal(*q.shape), RANDOM.random((2, heads, 13, 19)) >= 0.25
-    out, lse = attend(q, k, v, False, 0.7, keep, 4 / 3)
-    gradients = attend_backward(dout, q, k, v, out, lse, False, 0.7, keep, 4 / 3)
-    parts = [slice(0, 5), slice(5, 19)]
-    results = [attend(q, k[:, :, s], v[:, :, s], False, 0.7, keep[..., s], 4 / 3) for s in parts]
+    dout = normal(*q.shape)
+    out, lse = attend(q, k, v, 0.7, causal=False)
+    gradients = attend_backward(dout, q, k, v, out, lse, 0.7, causal=False)
+    parts = [(k[..., s, :], v[..., s, :]) for s in (slice(0, 5), slice(5, 19))]
+    results = [attend(q, *part, 0.7, causal=False) for part in parts]
     merged = merge(*results[0], *results[1])
     for one, other in zip(merged, (out, lse), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
-    terms = [attend_backward(dout, q, k[:, :, s], v[:, :, s], *merged, False, 0.7, keep[..., s], 4 / 3) for s in parts]
+    terms = [attend_backward(dout, q, *part, *merged, 0.7, causal=False) for part in parts]
     np.testing.assert_allclose(terms[0][0] + terms[1][0], gradients[0], rtol=1e-12, atol=1e-13)
     for i in (1, 2):
-        joined = np.concatenate([term[i] for term in terms], axis=2)
+        joined = np.concatenate([term[i] for term in terms], axis=-2)
         np.testing.assert_allclose(joined, gradients[i], rtol=1e-12, atol=1e-13)
 
 
@@ -129,26 +123,26 @@ def test_a_row_without_keys_merges_without_a_nan():
 
 def test_large_scores_neither_overflow_nor_vanish(small_blocks):
     """The first key of each row exceeds the others by thousands, and so do the blocks' maxima one another."""
-    q = np.full((1, 1, 13, 1), 1.0, np.float32)
-    k = np.linspace(5000, -5000, 13, dtype=np.float32).reshape(1, 1, 13, 1)
-    v = np.arange(13, dtype=np.float32).reshape(1, 1, 13, 1)
+    q = np.full((1, 1, 1, 13, 1), 1.0, np.float32)
+    k = np.linspace(5000, -5000, 13, dtype=np.float32).reshape(q.shape)
+    v = np.arange(13, dtype=np.float32).reshape(q.shape)
     for sign in (1, -1):
-        out, lse = attend(q, sign * k, v, True, 1.0)
+        out, lse = attend(q, sign * k, v, 1.0)
         expected = np.zeros(13) if sign == 1 else np.arange(13)
-        assert np.array_equal(out[0, 0, :, 0], expected) and np.isfinite(lse).all()
-        assert all(np.isfinite(g).all() for g in attend_backward(v, q, sign * k, v, out, lse, True, 1.0))
+        assert np.array_equal(out.ravel(), expected) and np.isfinite(lse).all()
+        assert all(np.isfinite(g).all() for g in attend_backward(v, q, sign * k, v, out, lse, 1.0))
 
 
 def test_blocks_run_on_a_device(small_blocks):
     """All heads at a time, as on a GPU; they give what one head at a time gives."""
     q, k, v = problem(13, 13, 4, 2)
-    dout, keep = normal(*q.shape), RANDOM.random((2, 4, 13, 13)) >= 0.25
-    out, lse = attend(q, k, v, True, 0.7, keep, 4 / 3)
-    gradients = attend_backward(dout, q, k, v, out, lse, True, 0.7, keep, 4 / 3)
+    dout = normal(*q.shape)
+    out, lse = attend(q, k, v, 0.7)
+    gradients = attend_backward(dout, q, k, v, out, lse, 0.7)
     with using(strict_array):
-        q, k, v, dout, keep = map(strict_array.asarray, (q, k, v, dout, keep))
-        on_device = attend(q, k, v, True, 0.7, keep, 4 / 3)
-        on_device += attend_backward(dout, q, k, v, *on_device, True, 0.7, keep, 4 / 3)
+        q, k, v, dout = map(strict_array.asarray, (q, k, v, dout))
+        on_device = attend(q, k, v, 0.7)
+        on_device += attend_backward(dout, q, k, v, *on_device, 0.7)
         on_device += merge(*on_device[:2], *on_device[:2])
     for ours, theirs in zip(on_device, (out, lse, *gradients, out, lse + np.log(2)), strict=True):
         np.testing.assert_allclose(ours.get(), theirs, rtol=1e-12, atol=1e-13)
@@ -158,10 +152,26 @@ def test_blocks_run_on_a_device(small_blocks):
 
 
 def test_short_sequences_keep_the_whole_matrix():
-    for length, method in ((QUERY_BLOCK, "full"), (QUERY_BLOCK + 1, "blockwise")):
+    for length, method in ((128, "full"), (129, "blockwise")):
         qkv, weights = normal(1, length, 6), normal(1, length, 2)
         results = [run(qkv, weights, 1, method=choice) for choice in ("auto", method)]
         assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("length", [128, 129, 2 * KEY_BLOCK])
+def test_dropout_keeps_the_whole_matrix_of_any_length(length):
+    qkv, weights, keep = normal(1, length, 3), normal(1, length, 1), RANDOM.random((1, 1, length, length)) >= 0.3
+    results = [run(qkv, weights, 1, 1, keep, 0.3, method=choice) for choice in ("auto", "full")]
+    assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_dropout_in_blocks_is_refused():
+    model = GPT(GPTConfig(5, 4, 6, 3, 2), attention="blockwise", dropout=0.3)
+    tokens = np.zeros((1, 4), int)
+    model(tokens)  # outside of `dropping` nothing is dropped
+    line = "attention='blockwise' never has: give attention='full' or dropout=0"
+    with dropping(DropoutKeys(0, 0, [0])), pytest.raises(UsageError, match=line):
+        model(tokens)
 
 
 def test_a_model_takes_its_method_to_every_layer(monkeypatch):
@@ -178,7 +188,7 @@ def test_an_unknown_method_is_refused():
 
 @pytest.mark.parametrize("length", [1, 4, 13, 16])
 def test_skipped_blocks_are_not_counted(small_blocks, length):
-    """Two products of each computed block in forward, five in backward: two of those take a column more."""
+    """Two products of each computed block in forward, five in backward."""
     counts = []
     x = Tensor(normal(2, length, 8 * 3), requires_grad=True)
     with flop_counter(counts.append):
@@ -188,20 +198,18 @@ def test_skipped_blocks_are_not_counted(small_blocks, length):
     stops = [min(start + 4, length) for start in range(0, length, 4)]  # of the rows, and of the columns they compute
     pairs = sum((stop - start) * stop for start, stop in zip([0, *stops], stops, strict=False))
     assert forward == 2 * 2 * 2 * 4 * 3 * pairs
-    assert sum(counts) - forward == 2 * 2 * 4 * (5 * 3 + 2) * pairs
+    assert sum(counts) - forward == 2 * 2 * 4 * 5 * 3 * pairs
     if length % 4 == 0:
         assert pairs == length * (length + 4) // 2
 
 
-def peaks(method, probability=0.0):
+def peaks(method):
     """Return the bytes that forward and backward take at most, for 1024 and 2048 tokens."""
     found = []
     for length in (1024, 2048):
         x, weights = Tensor(normal(1, length, 12), requires_grad=True), normal(1, length, 4)
         tracemalloc.start()
-        with dropping(DropoutKeys(0, 0, [0])):
-            keep = Dropout("drop", probability).mask((1, 2, length, length))
-        causal_attention(x, 2, None, keep, probability, method).backward(weights)
+        causal_attention(x, 2, method=method).backward(weights)
         found.append(tracemalloc.get_traced_memory()[1] - QUERY_BLOCK * KEY_BLOCK * 8)
         tracemalloc.stop()
     return found
@@ -213,19 +221,35 @@ def test_memory_grows_with_the_length_not_its_square():
     assert full[1] > 3.8 * full[0]
 
 
-def test_dropouts_memory_grows_with_the_length_too():
-    blocks, full = peaks("blockwise", 0.1), peaks("full", 0.1)
-    assert blocks[1] < 2.2 * blocks[0]
-    assert full[1] > 3.8 * full[0]
-
-
 @pytest.mark.parametrize("length", [64, 320])
 def test_the_ledger_counts_no_scores_in_blocks(length):
     """Kept: q, k and v, the output, and one log-sum-exp for each row. A full mask has a byte for each score."""
-    for (method, extra), p in product((("full", length), ("blockwise", 1)), (0.0, 0.1)):
+    for method, extra, p in (("full", length, 0.0), ("full", length, 0.1), ("blockwise", 1, 0.0)):
         with MemoryLedger().recording() as ledger, dropping(DropoutKeys(0, 0, [0, 1])):
             x = Tensor(normal(2, length, 12), requires_grad=True)
             y = causal_attention(x, 2, None, Dropout("drop", p).mask((2, 2, length, length)), p, method)
-            mask = 2 * 2 * length**2 if p and method == "full" else 0
+            mask = 2 * 2 * length**2 if p else 0
             assert ledger.held["activations"] == 8 * 2 * length * (12 + 4 + 2 * extra) + mask
         del y
+
+
+@pytest.mark.parametrize(("method", "probability"), [("full", 0.0), ("full", 0.3), ("blockwise", 0.0)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_attention_keeps_and_returns_its_inputs_dtype(small_blocks, method, dtype, probability):
+    length, heads = 19, 4
+    keep = RANDOM.random((2, heads, length, length)) < 0.7 if probability else None
+    x = Tensor(normal(2, length, 8 * 3).astype(dtype), requires_grad=True)
+    y = causal_attention(x, heads, 2, keep, probability, method)
+    kept = y.node.probabilities if method == "full" else y.node.lse
+    assert y.dtype == y.node.output.dtype == kept.dtype == dtype
+    y.backward(np.ones(y.shape, dtype))
+    assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_blocks_return_their_inputs_dtype(small_blocks, dtype, causal):
+    q, k, v = (array.astype(dtype) for array in problem(13, 13, 4, 2))
+    out, lse = attend(q, k, v, 0.5, causal)
+    gradients = attend_backward(out, q, k, v, out, lse, 0.5, causal)
+    assert {array.dtype for array in (out, lse, *gradients, *merge(out, lse, out, lse))} == {np.dtype(dtype)}

@@ -274,8 +274,9 @@ def test_recompute_gives_the_same_bits_and_keeps_no_inner_arrays():
         assert np.array_equal(t.grad, e)
 
 
-def test_a_parameter_of_two_recomputed_blocks_completes_once():
-    w, x, seen = Tensor(normal(4, 4), requires_grad=True), Tensor(normal(3, 4)), []
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_parameter_of_two_recomputed_blocks_completes_once(needs):
+    w, x, seen = Tensor(normal(4, 4), requires_grad=True), Tensor(normal(3, 4), requires_grad=needs), []
     w.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.copy()))
 
     def block(x):

@@ -1,8 +1,11 @@
 """Claims about the graph: what several users send to one result is added up, and what is put off keeps its order."""
 
-import numpy as np
+from functools import partial
 
-from minipar.autograd import Tensor, checkpoint, defer_weight_gradients, linear, randomness
+import numpy as np
+import pytest
+
+from minipar.autograd import Tensor, checkpoint, defer_weight_gradients, linear, queue_callback, randomness
 from minipar.backend import setting
 
 DRAW = np.random.Generator(np.random.Philox(4)).standard_normal
@@ -48,3 +51,39 @@ def test_a_recomputed_block_draws_with_the_keys_of_its_forward():
     with setting(randomness, "second"):
         y.sum().backward()
     assert seen == ["first", "first"]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (1, 2, 3), (2, 1), (3,), ()])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_gradient_of_another_shape_is_refused(shape, leaf):
+    """Also one of as many elements, or one that broadcasting would stretch."""
+    x = Tensor(DRAW((2, 3)), requires_grad=True)
+    y = x if leaf else x * 2.0
+    with pytest.raises(ValueError, match="gradient of shape .* for a tensor of shape .2, 3."):
+        y.backward(np.ones(shape))
+    assert x.grad is None
+
+
+def test_callbacks_run_in_the_order_in_which_they_were_queued():
+    """Three of one hook, and more of a second leaf, whose hook runs later."""
+    first, second = (Tensor(DRAW((2, 2)), requires_grad=True) for _ in range(2))
+    events = []
+    for leaf, numbers in ((first, (0, 1, 2)), (second, (3, 4))):
+
+        def hook(leaf, numbers=numbers):
+            for number in numbers:
+                queue_callback(partial(events.append, number))
+
+        leaf.register_post_accumulate_grad_hook(hook)
+    (linear(linear(Tensor(DRAW((2, 2))), second).tanh(), first)).sum().backward()
+    assert events == [0, 1, 2, 3, 4]
+
+
+def test_an_array_times_a_tensor_is_a_tensor_with_its_gradient():
+    a, x, g = DRAW((3, 4)), Tensor(DRAW((4, 5)), requires_grad=True), DRAW((3, 5))
+    y = a @ x
+    y.backward(g)
+    np.testing.assert_array_equal(y.data, a @ x.data)
+    np.testing.assert_array_equal(x.grad, a.T @ g)
+    with pytest.raises(ValueError, match=r"matmul needs matrices, but the shapes are \(3, 4\) and \(4,\)"):
+        a @ Tensor(DRAW(4))

@@ -1,9 +1,11 @@
 """Claims about recompute: a block's gradients are those of the block, also if its input needs none."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
-from minipar.autograd import Tensor, checkpoint, linear
+from minipar.autograd import Tensor, checkpoint, linear, no_grad
 
 
 @pytest.mark.parametrize("needs", [False, True])
@@ -24,3 +26,26 @@ def test_parameters_get_their_gradients_whatever_the_input_needs(needs):
     plain, recomputed = gradients
     assert (plain[0] is not None) == needs and None not in plain[1:]
     assert recomputed == plain
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_backward_inside_no_grad_recomputes_all_the_same(depth):
+    """`no_grad` is about forward passes; the block is run again to get gradients, nested blocks too."""
+    draw = np.random.Generator(np.random.Philox(5)).standard_normal
+    arrays = [draw((3, 4)), draw((4, 4))]
+    gradients = []
+    for context in (nullcontext, no_grad):
+        x, w = (Tensor(each, True) for each in arrays)
+
+        def block(x, w=w):
+            return linear(x, w).tanh()
+
+        def outer(x, w=w, block=block):
+            return checkpoint(block, x, parameters=[w]) if depth == 2 else block(x)
+
+        y = checkpoint(outer, x, parameters=[w]).sum()
+        with context():
+            y.backward()
+            assert not (Tensor(arrays[0], True) * 2.0).requires_grad or context is nullcontext  # restored
+        gradients.append([x.grad.tobytes(), w.grad.tobytes()])
+    assert gradients[0] == gradients[1]

@@ -16,8 +16,9 @@ def bench(ranks, *arguments):
     return json.loads(result.stdout)  # nothing else goes to standard output
 
 
-def test_step_compares_a_row_for_each_hidden_size():
-    rows = bench(1, *"step --layers 1 --hidden 16,32 --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
+@pytest.mark.parametrize("hidden", ["16 32", "16,32"])
+def test_step_compares_a_row_for_each_hidden_size(hidden):
+    rows = bench(1, *f"step --layers 1 --hidden {hidden} --heads 2 --seq-len 8 --batch 2 --repeat 2".split())
     assert [row["hidden"] for row in rows] == [16, 32]
     for row in rows:
         assert row["seconds"] > 0 and row["gemm_seconds"] > 0
@@ -115,6 +116,8 @@ def test_these_need_two_ranks(subcommand):
 
 BAD_ARGUMENTS = [
     ["step", "--hidden", "65"],
+    ["step", "--hidden", "16", "x"],
+    ["step", "--hidden", ","],
     ["overlap", "--hidden", "65"],
     ["step", "--repeat", "0"],
     ["pipeline", "--hidden", "65"],

@@ -133,6 +133,14 @@ def test_the_layouts_use_every_kind_of_parallelism():
     assert {"naive", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1"} <= schedules
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_fewer_ranks_get_the_layouts_that_fit_on_them(ranks):
+    model = ModelConfig(8, 256, 8, 64, 256)
+    sizes = [layouts.layout_of(config).gpus for config in layouts.configs(model, 32, ranks)]
+    every = [layouts.layout_of(config).gpus for config in layouts.configs(model, 32, 8)]
+    assert sizes == [size for size in every if size <= ranks] and max(sizes) == ranks
+
+
 def test_a_model_that_a_layout_cannot_cut_is_refused():
     with pytest.raises(UsageError, match="heads/tp = 4/8"):
         layouts.configs(ModelConfig(8, 16, 4, 8, 16), 32, 8)

@@ -8,7 +8,6 @@ from chapters.support.figures_tensor import RANKS, block_halves, plot_blocks, pl
 from minipar.autograd import causal_attention, gelu
 from minipar.comm import run_local
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.tensor import layers
 from minipar.parallel.tensor.plan import tensor_parallel
 
 
@@ -19,7 +18,7 @@ def words_of(figure):
 def shapes_in_a_block(comm, sequence):
     """The shape of what leaves each operation of a block on this rank, dropout and the residual sum left out."""
     model = GPT(GPTConfig(vocab_size=48, n_positions=6, n_embd=24, n_layer=1, n_head=4))
-    group = tensor_parallel(model, comm, sequence=sequence).group
+    tensor_parallel(model, comm, sequence=sequence)
     block, stream = model.h[0], model.embed(np.zeros((5, 6), int))
     shapes = []
     for norm, columns, middle, rows in (
@@ -29,7 +28,7 @@ def shapes_in_a_block(comm, sequence):
         x = norm(stream)
         y = middle(columns(x))
         term = y.data @ rows.weight.data
-        shapes.append([a.shape for a in (x, layers.enter(x, group, sequence), columns(x), y, term, rows(y))])
+        shapes.append([a.shape for a in (x, columns.border.enter(x), columns(x), y, term, rows(y))])
     return shapes
 
 

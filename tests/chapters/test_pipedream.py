@@ -94,13 +94,29 @@ def test_2bw_is_the_papers_update_rule():
         assert p.data.tobytes() == expected[name].tobytes(), name
 
 
-class ForgetsToStash(AsynchronousPipeline):
-    """Backward on the latest weights, not on those that forward used."""
+class ReadsTheUpdatedArrays(AsynchronousPipeline):
+    """Backward on the latest weights, in the arrays that the optimizer has changed."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        use = self.weights.use
-        self.weights.use = lambda version: use(self.weights.latest)
+        self.use_version, self.weights.use = self.weights.use, self.use_latest
+
+    def use_latest(self, version):
+        self.use_version(self.weights.latest)
+
+
+class ForgetsToStash(ReadsTheUpdatedArrays):
+    """Backward on copies of the latest weights, not on those that forward used."""
+
+    def use_latest(self, version):
+        super().use_latest(version)
+        for p in self.weights.parameters:
+            p.data = p.data.copy()
+
+
+def test_backward_with_updated_weights_is_refused():
+    with pytest.raises(RuntimeError, match="too late: the optimizer has changed the parameters since"):
+        run_local(3, pipeline, Staleness(3), 9, ReadsTheUpdatedArrays)
 
 
 def test_a_pipeline_that_does_not_stash_is_caught():

@@ -12,8 +12,8 @@ from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPTConfig
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-from minipar.train.verify import train_on_one_device
 
 FLAGS = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --vocab-size 257 --dtype float64 --lr 3e-3 --steps 3".split()
 FLAGS += "--global-batch 4 --clip-grad 0.5 --eps 1e-6".split()

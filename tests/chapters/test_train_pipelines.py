@@ -13,7 +13,6 @@ from chapters.support.train_pipelines import (
     same_times,
     stage_durations,
     timeline_on_model_clock,
-    unpaired,
 )
 from minipar.comm import run_local
 from minipar.errors import UsageError
@@ -37,12 +36,6 @@ def test_runs_equal_one_device_and_send_what_the_schedule_says():
         report = check(make(name, 2, 2))
         assert [found[number].messages for found in ranks] == report.sends
         assert [found[number].peak_alive for found in ranks] == report.peak_activations
-
-
-def test_a_pairs_halves_follow_one_another_on_one_core():
-    schedule = make("dualpipev", 2, 4)
-    halves = [[a for home, a in schedule if home == rank] for rank in range(2)]
-    assert [list(row) for row in unpaired(schedule).ranks] == halves and unpaired(schedule) != schedule
 
 
 @pytest.mark.parametrize("kind", [CountsTwice, DropsTied])

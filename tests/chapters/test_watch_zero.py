@@ -8,7 +8,7 @@ from chapters.support import watch_zero as watch
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
 from minipar.nn import GPT, AdamW, GPTConfig
-from minipar.parallel.stages import shard
+from minipar.parallel.parallelize import shard
 
 CONFIG = GPTConfig(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2)
 

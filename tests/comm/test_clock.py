@@ -245,3 +245,8 @@ def test_a_clock_waits_for_every_message_and_its_header(op, algorithm):
 
     messages, with_headers = (run_local(4, counted, clock) for clock in ("wall", "model"))
     assert with_headers == [2 * count for count in messages]
+
+
+def test_a_price_without_ranks_is_that_inside_a_host():
+    network = Network(1.0, 2.0, between=Network(100.0, 200.0), per_host=1)
+    assert (network.seconds(3), network.seconds(3, 0, 1)) == (7.0, 700.0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from minipar.comm import ALGORITHMS, chunk_bounds, messages, run_local, wire_bytes
+from minipar.comm.traffic import sent
 from minipar.errors import CommunicationError, UsageError
 
 RANKS = range(1, 9)
@@ -269,3 +270,10 @@ def test_out_of_the_wrong_size_or_dtype_is_rejected():
 def test_an_array_that_is_not_contiguous_is_rejected():
     with pytest.raises(ValueError, match=r"shape \(4, 3\) is not contiguous"):
         run_local(2, lambda comm: comm.all_reduce(np.zeros((3, 4)).T))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "mpi"])
+def test_what_is_not_minipars_algorithm_has_no_closed_form(algorithm):
+    for form in (sent, lambda *arguments: wire_bytes(*arguments[:3], 8, *arguments[3:])):
+        with pytest.raises(ValueError, match=f"no closed form for all_reduce {algorithm}"):
+            form("all_reduce", algorithm, 12, 4, 0)

@@ -1,12 +1,14 @@
 """The beginning and the end of a job: a mistake is one line and code 2, a failure a traceback, and nothing hangs."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 
 import pytest
 from launcher import ROOT, MPITimeout, interrupt_mpi, mpirun_is_open_mpi, run_each, run_mpi, seconds_of_help
+from sampled import sampled
 
 from minipar.comm.launch import launch
 from minipar.errors import UsageError, error_line
@@ -63,14 +65,24 @@ def test_a_usage_error_on_one_rank_alone_ends_the_job():
     body = "def program(comm):\n    if comm.rank == 2: raise UsageError('only here')\n    comm.barrier()\nmain(program)"
     result, _ = run(3, body)
     assert result.returncode == 2
+    if not mpirun_is_open_mpi():
+        assert result.stderr == "minipar: error: only here\n"  # and none of MPI_Abort's
     assert result.stderr.count("minipar: error: only here\n") == 1
+
+
+@pytest.mark.parametrize(("leaves_with", "code"), [(3, 3), (256, 1), (-1, 255)])
+def test_an_exit_code_is_that_of_mpirun_and_never_0(leaves_with, code):
+    body = f"def program(comm):\n    if comm.rank: sys.exit({leaves_with})\n    comm.barrier()\nmain(program)"
+    result, _ = run(2, body)
+    assert result.returncode == code
+    assert f"minipar: rank 1 exits with {leaves_with}, and not every rank does\n" in result.stderr
 
 
 @pytest.mark.parametrize("entry", ["main(program)", "program(world())"])
 def test_an_exception_on_one_rank_ends_the_job(entry):
     body = f"def program(comm):\n    if comm.rank == 1: raise KeyError('broken')\n    comm.barrier()\n{entry}"
     result, seconds = run(3, body)
-    assert result.returncode != 0
+    assert result.returncode == 1
     assert "rank 1:\nTraceback" in result.stderr and "KeyError: 'broken'" in result.stderr
     assert seconds < SECONDS
 
@@ -123,6 +135,12 @@ def test_one_process_without_mpirun_is_a_world_of_one():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 [1.0, 1.0]\n", "")
 
 
+@pytest.mark.parametrize(("value", "code"), [("3", 3), ("'text'", 0), ("None", 0)])
+def test_main_exits_with_the_int_that_a_program_returns(value, code):
+    done = run_alone(f"main(lambda comm: {value})")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
 def test_ranks_without_an_mpi_library_say_so():
     script = "import sys; sys.modules['mpi4py'] = None\n" + HEADER + "main(print)"
     assert_one_line(run_mpi(2, script, timeout=SECONDS), "mpirun started 2 ranks, but MPI cannot be loaded")
@@ -165,10 +183,36 @@ def test_ctrl_c_ends_the_job_with_one_line_of_its_own(ranks, tmp_path):
     result = interrupt_mpi(ranks, [str(script)], started.exists, timeout=30)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     if not mpirun_is_open_mpi():  # Open MPI does not pass the signal on: it kills the ranks, and nothing is printed
-        assert result.stderr.count("minipar: interrupted") == 1
+        assert (result.returncode, result.stderr) == (130, "minipar: interrupted\n")
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
+
+
+WAYS_IN = {
+    "a script": "launch(lambda comm: None)",
+    "a program": "main(lambda comm: None)",
+    "the world": "world()",
+    "a command": "sys.argv = ['x', '--steps', '1']; from minipar.train.__main__ import run; main(run)",
+}
+
+
+@pytest.mark.parametrize("value", sampled(["x", "nan", "0", "-1", "", "inf", "1e400"], every=3))
+def test_a_wrong_timeout_is_one_line_before_mpi_starts(value):
+    result, _ = run(2, "launch(lambda comm: None)", env={"MINIPAR_TIMEOUT": value})
+    line = f"minipar: error: MINIPAR_TIMEOUT={value}: expected a positive, finite number of seconds\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_a_wrong_timeout_is_one_line_on_every_way_in(way):
+    line = "MINIPAR_TIMEOUT=x: expected a positive, finite number of seconds\n"
+    results = [run_alone(WAYS_IN[way], env={"MINIPAR_TIMEOUT": "x"})]
+    results += [run(2, WAYS_IN[way], env={"MINIPAR_TIMEOUT": "x"})[0]] * (way != "the world")
+    for result in results:
+        assert result.returncode != 0 and result.stdout == "" and result.stderr.endswith(line)
+        if way != "the world":
+            assert result.returncode == 2 and result.stderr == f"minipar: error: {line}"
 
 
 def test_launch_returns_the_result_of_this_rank():
@@ -206,6 +250,79 @@ def test_an_error_in_launch_ends_every_rank(ranks, error, code, text):
     body = f"def program(comm):\n    if comm.rank in {ranks}: raise {error}\n    comm.barrier()\nlaunch(program)"
     result, _ = run(2, body)
     assert result.returncode == code and result.stderr.count(text) == 1
+
+
+# ---- an exception that several ranks have ----------------------------------------------------------------------------
+
+
+def exceptions(stderr):
+    """The ranks that printed a traceback, and the last lines of these."""
+    return re.findall(r"^rank (\d+):$", stderr, re.MULTILINE), re.findall(r"^ValueError: (.*)$", stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("start", ["main(program)", "program(world())"])
+def test_an_exception_of_all_ranks_is_printed_once(start):
+    work = "comm.all_reduce(np.ones(3), async_op=True)"
+    body = f"def program(comm):\n    {work}\n    raise ValueError('everywhere')\n{start}"
+    result, seconds = run(4, body)
+    assert result.returncode == 1 and seconds < SECONDS
+    assert exceptions(result.stderr) == (["0"], ["everywhere"])
+    assert "minipar: the same on rank 1, 2, 3\n" in result.stderr and "never waited for" not in result.stderr
+
+
+def test_exceptions_that_differ_are_all_printed():
+    body = "def program(comm):\n    raise ValueError(f'in {comm.rank // 2}')\nmain(program)"
+    result, _ = run(4, body)
+    assert result.returncode == 1
+    ranks, lines = exceptions(result.stderr)
+    assert sorted(ranks) == ["0", "2"] and sorted(lines) == ["in 0", "in 1"]
+    assert "minipar: the same on rank 1\n" in result.stderr and "minipar: the same on rank 3\n" in result.stderr
+
+
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_an_exception_before_the_last_is_not_lost(later):
+    """The rank that fails half a second later prints too, and its end does not come before the others' text."""
+    body = (
+        "def program(comm):\n    if comm.rank == {0}: time.sleep(0.5)\n    raise ValueError(comm.rank)\nmain(program)"
+    )
+    result, _ = run(3, body.format(later))
+    ranks, lines = exceptions(result.stderr)
+    assert sorted(ranks) == sorted(lines) == ["0", "1", "2"]
+
+
+def test_an_exception_is_printed_though_who_should_print_it_died():
+    """Rank 0 tells the others that it has the exception, and is killed before it prints."""
+    body = """
+import zlib
+from minipar.comm.mpi import RAISED
+
+def program(comm):
+    notices = comm.transport.notices
+    def dies(text):
+        notices.send(RAISED, zlib.crc32(text.encode()))
+        time.sleep(60)
+    if comm.rank == 0:
+        notices.print_once = dies
+    raise ValueError("lost")
+
+main(program)
+"""
+    result, seconds = run(2, body)
+    assert exceptions(result.stderr) == (["1"], ["lost"]) and seconds < SECONDS
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ["UsageError('why')", "MemoryError('why')"])
+def test_a_usage_error_of_threads_is_one_line_and_code_2(error):
+    assert_one_line(run_alone(f"def program(comm):\n    raise {error}\nlaunch(program, threads=3)"), "error: why\n")
+
+
+def test_threads_are_called_as_the_user_started_them():
+    body = "launch(lambda comm: DeviceMesh(comm, dp=2), threads=3)"
+    assert_one_line(run_alone(body), "dp = 2, but mp.launch(main, threads=3) started 3 ranks")
+    assert_one_line(run_alone("launch(print, threads=0)"), "mp.launch(main, threads=0) needs at least 1 rank, not 0")
 
 
 @pytest.mark.parametrize(

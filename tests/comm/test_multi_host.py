@@ -10,7 +10,7 @@ from minipar.train.config import parse, resolve
 from minipar.train.trainer import step_layout
 from visualize import mesh_traffic, read_trace
 
-SMALL = "--layers 2 --hidden 64 --heads 4 --seq-len 32 --steps 3 --dtype float64 --verify".split()
+SMALL = "--layers 2 --hidden 64 --heads 4 --seq-len 32 --steps 3 --dtype float64".split()
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,11 @@ def run(folder, per_host, *flags):
 def test_training_on_two_hosts_equals_one_device(machine, tmp_path, per_host, inside, across):
     """dp=2, tp=2. With two ranks on each host only gradients cross; dealt one by one, every sum of activations does."""
     trace = tmp_path / "trace.json"
-    done = run(tmp_path, per_host, "--dp", "2", "--tp", "2", "--trace", str(trace))
+    done = run(tmp_path, per_host, "--dp", "2", "--tp", "2", "--verify")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "verify: 4 ranks = 1 device" in done.stdout
+    done = run(tmp_path, per_host, "--dp", "2", "--tp", "2", "--trace", str(trace))  # a check sends state to rank 0
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     traffic = mesh_traffic(read_trace(str(trace)))
     hosts = [rank // per_host % 2 for rank in range(4)]
     assert {axis for axis, source, dest in traffic.links if hosts[source] != hosts[dest]} == {across}
@@ -78,9 +80,11 @@ assert (x == 4).all()
 def test_hybrid_sharding_sends_sums_of_shards_over_the_cable(machine, tmp_path):
     """Stage 3 of two microbatches: parameters are gathered inside each host; the chunks' gradients cross once."""
     trace, flags = tmp_path / "trace.json", ["--zero-stage", "3", "--zero-replicas", "2", "--microbatches", "2"]
-    done = run(tmp_path, 2, *flags, "--reduction", "ordered", "--trace", str(trace))
+    done = run(tmp_path, 2, *flags, "--reduction", "ordered", "--verify")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "verify: 4 ranks = 1 device, bit for bit" in done.stdout
+    done = run(tmp_path, 2, *flags, "--reduction", "ordered", "--trace", str(trace))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     layout = step_layout(resolve(parse([*SMALL, *flags]), 4))
     losses = 3 * 2 * 8  # of each step: those of host b's ranks, to rank 0, and the sum back to each of them
     links = mesh_traffic(read_trace(str(trace))).links
@@ -93,7 +97,7 @@ def test_hybrid_sharding_sends_sums_of_shards_over_the_cable(machine, tmp_path):
 
 
 def test_a_pipeline_across_hosts_equals_one_device(machine, tmp_path):
-    done = run(tmp_path, 2, "--pp", "2", "--dp", "2", "--microbatches", "4", "--reduction", "ordered")
+    done = run(tmp_path, 2, "--pp", "2", "--dp", "2", "--microbatches", "4", "--reduction", "ordered", "--verify")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "verify: 4 ranks = 1 device, bit for bit" in done.stdout
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from minipar.comm import run_local
+from minipar.comm import run_local, threads
 from minipar.comm.threads import ThreadTransport, ThreadWorld
 from minipar.errors import CommunicationError, UsageError
 
@@ -52,7 +52,7 @@ def test_a_deadlock_says_what_every_rank_waits_for():
 
 
 def test_waiting_for_a_rank_that_has_returned_is_a_deadlock():
-    with pytest.raises(CommunicationError, match="rank 0 has returned\n  rank 1, "):
+    with pytest.raises(CommunicationError, match=r"rank 0 has returned: did it have fewer batches\?\n  rank 1, "):
         run_local(2, lambda comm: comm.rank and comm.irecv(np.zeros(1), 0).wait())
 
 
@@ -109,6 +109,45 @@ def test_a_rank_is_idle_until_the_first_of_its_messages(messages):
     assert world.idle == {}
 
 
+@pytest.fixture
+def rarely_looks(monkeypatch):
+    """A rank that waits sleeps for 20 s, unless it is woken."""
+    monkeypatch.setattr(threads, "LOOK_SECONDS", 20.0)
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < threads.RELEASE_SECONDS - 1
+
+
+def until_asleep(comm, rank):
+    """Wait until this rank sleeps."""
+    while rank not in comm.transport.world.idle:
+        time.sleep(0.001)
+
+
+def test_a_message_wakes_the_rank_that_waits_for_it(rarely_looks):
+    def program(comm):
+        received = np.zeros(1)
+        if comm.rank == 0:
+            until_asleep(comm, 1)
+            comm.isend(np.ones(1), 1).wait()
+        else:
+            comm.irecv(received, 0).wait()
+        return received[0]
+
+    assert run_local(2, program) == [0, 1]
+
+
+def test_a_failure_wakes_the_ranks_that_wait(rarely_looks):
+    def program(comm):
+        if comm.rank == 1:
+            comm.irecv(np.zeros(1), 0).wait()
+        until_asleep(comm, 1)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run_local(2, program)
+
+
 def test_a_wait_ends_after_the_timeout(monkeypatch):
     monkeypatch.setenv("MINIPAR_TIMEOUT", "0.2")
 
@@ -122,11 +161,22 @@ def test_a_wait_ends_after_the_timeout(monkeypatch):
         run_local(2, program)
 
 
-@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
+def test_a_wait_ends_after_1800_seconds_by_default(monkeypatch):
+    monkeypatch.delenv("MINIPAR_TIMEOUT", raising=False)
+    assert run_local(2, lambda comm: comm.engine.timeout) == [1800.0, 1800.0]
+
+
+@pytest.mark.parametrize("value", ["soon", "", "-1", "0", "nan", "inf", "1e400"])
 def test_a_timeout_that_is_not_positive_is_rejected(monkeypatch, value):
     monkeypatch.setenv("MINIPAR_TIMEOUT", value)
-    with pytest.raises(UsageError, match=f"MINIPAR_TIMEOUT={value}"):
+    with pytest.raises(UsageError, match=f"^MINIPAR_TIMEOUT={value}: expected a positive, finite number of seconds"):
         run_local(1, lambda comm: None)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_run_local_needs_a_rank(ranks):
+    with pytest.raises(UsageError, match=f"run_local needs at least 1 rank, not {ranks}"):
+        run_local(ranks, lambda comm: None)
 
 
 def test_agree_raises_the_lowest_ranks_error_everywhere():

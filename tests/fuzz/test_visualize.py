@@ -56,7 +56,7 @@ VALID: dict[str, Any] = {
     "traffic": [BENCH, BENCH | {"bytes": 16, "mpi_seconds": None}],
     "plan": {
         "plans": [PLAN, PLAN | {"dp": 1, "pp": 2}], "meshes": MESHES, "gpu": {"name": "a100", "memory": 8e10},
-        "model": {"name": "gpt2"}, "gpus": 2, "global_batch": 8, "seq_len": 64,
+        "model": {"name": "gpt2"}, "gpus": 2, "global_batch": 8, "seq_len": 64, "assumptions": {"memory_used": 0.92},
     },
     "layouts": [LAYOUT, LAYOUT | {"tp": 2, "schedule": "1f1b", "microbatches": 2}],
     "compare": {"ratios": {str(step): {"a": None, "b": 2.0, "c": 0.0, "d": "Infinity"} for step in (0, 1)}},

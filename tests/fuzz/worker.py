@@ -112,14 +112,14 @@ class Watch:
                 self.check(event, args[place])
 
     def check(self, event: str, path: Any) -> None:
-        """Note a path that is neither an output, nor below one, nor (for mkdir) a directory that holds one."""
+        """Note a path that is neither an output, nor below one, nor (made, or removed if empty) a directory of one."""
         if isinstance(path, int):
             return  # opened before, and checked then
         name = os.path.abspath(os.fsdecode(path))
         for output in self.allowed:
             if name in (output, f"{output}.partial") or name.startswith(f"{output}/"):
                 return
-            if event == "os.mkdir" and output.startswith(f"{name}/"):
+            if event in ("os.mkdir", "os.rmdir") and output.startswith(f"{name}/"):
                 return
         assert self.outcome is not None
         self.outcome.stray.append(f"{event} {name!r}")

@@ -32,7 +32,7 @@ from minipar.train.checkpoint import prepare_directory
 from minipar.train.config import TrainConfig, schedule_of
 from minipar.train.data import Tokens
 from minipar.train.trainer import Trainer, step_layout
-from minipar.train.verify import verify
+from minipar.train.verify import Verifier
 
 STEPS = 20
 RECORDED = 2  # steps: compare stops at the first that differs
@@ -67,7 +67,7 @@ def digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for name, p in trainer.model.named_parameters():
         is_here = p.make is None and p.placement.pp == place["pp"]
         is_copy = trainer.pipeline is not None and p is trainer.model.wte.weight and p.make is None
-        if trainer.ddp.stage < 3 and (is_here or is_copy):
+        if trainer.config.mesh.zero_stage < 3 and (is_here or is_copy):
             part = place["tp"] if isinstance(p.placement.tp, Shard) else "all"
             experts = "" if p.placement.ep is None else f", experts of ep rank {p.placement.ep}"
             yield f"{name}, part {part}{experts}", hashlib.sha256(np.ascontiguousarray(p.data)).hexdigest()
@@ -102,8 +102,10 @@ def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) 
         trainer = trainer_for(config, tokens, comm)
         if record is not None:
             trainer.start_record(record)
+        verifier = Verifier(trainer)
         for result in trainer.train():
             results.append(result)
+            verifier.check(result)
             trainer.recording = trainer.recording and len(results) < RECORDED
             sent = {axis: comm.traffic.bytes(axis=axis) for axis in trainer.mesh.AXES}
             comm.traffic.reset()
@@ -116,7 +118,7 @@ def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) 
         "bytes": sent == predicted_traffic(step_layout(config), comm.rank),
         "state": most == predicted_state(config, place),
         "peak": ledger.peak,
-        "verified": verify(trainer, results, tokens).passed,
+        "verified": verifier.verdict().passed,
     }
 
 

@@ -100,10 +100,18 @@ MUTANTS = [
         ),
     ),
     *mistakes(
+        "minipar/comm/mpi.py",
+        "comm/test_launch.py comm/test_leaving.py",
+        ("abort: MPI prints a line on each rank", "mpirun.end_job(code)", "pass"),
+        ("abort: 256 is an exit code of 0", "code %= 256", "pass"),
+    ),
+    *mistakes(
         "minipar/comm/threads.py",
         "comm/test_threads.py comm/test_launch.py",
         ("threads: BLAS has a thread for each core on each rank", "with one_blas_thread():", "if True:"),
         ("threads: a failed rank's number is not named", "if world.fail(error):", "if world.fail(error) and False:"),
+        ("threads: a message wakes nobody", "                    self.wake[rank].notify()", "                    pass"),
+        ("threads: a failure wakes nobody", "                condition.notify_all()", "                pass"),
     ),
     *mistakes(
         "minipar/comm/trace.py",
@@ -153,21 +161,38 @@ MUTANTS = [
     *mistakes(
         "minipar/comm/launch.py",
         "comm/test_launch.py comm/test_leaving.py",
+        ("launch: a wrong timeout is seen once MPI starts", "start_mpi(wait_timeout())", "start_mpi(1800.0)"),
         ("launch: a usage error exits with 1", "code, everyone = 2,", "code, everyone = 1,"),
         ("launch: Ctrl-C exits with 1", "code, everyone = 130,", "code, everyone = 1,"),
-        (
-            "launch: torchrun's number of ranks counts under mpirun",
-            'if row[0] == "mpirun"] or rows',
-            'if row[0] == "mpirun" or True]',
-        ),
     ),
     *mistakes(
         "minipar/comm/launch.py",
         "comm/test_leaving.py comm/test_multi_host.py",
-        ("launch: a start has no timeout", "elif time.monotonic() - begin > timeout:", "elif False:"),
-        ("launch: hosts that mpirun has lost count as reached", '.startswith("mpi")', '.startswith("none")'),
-        ("launch: a repeated block of hosts counts once", "* int(repeated[2])", "* 1"),
-        ("launch: MPI's shared memory keeps its name", "unlink(missing_ok=True)", "exists()"),
         ("launch: a rank leaves without a word", "atexit.register(notices.leave)", "pass"),
+    ),
+    *mistakes(
+        "minipar/comm/work.py",
+        "comm/test_leaving.py",
+        ("work: no timeout after a patient wait", "            self.timeout = timeout", "            pass"),
+        (
+            "work: one test makes a work waited for",
+            "        if self.done:\n            self.stream.engine.unwaited.pop(self, None)",
+            "        self.stream.engine.unwaited.pop(self, None)",
+        ),
+    ),
+    *mistakes(
+        "minipar/comm/mpi.py",
+        "comm/test_launch.py",
+        ("exceptions: a text is lost with the rank that should print it", "time.sleep(2 * RAISED_SECONDS)", "return"),
+        ("exceptions: every rank prints the same", "if digest in [raised.get(rank) for rank in lower]:", "if False:"),
+    ),
+    *mistakes(
+        "minipar/comm/launch.py",
+        "comm/test_launch.py",
+        (
+            "launch: threads are called run_local",
+            'launcher=f"mp.launch(main, threads={threads})"',
+            'launcher="run_local"',
+        ),
     ),
 ]

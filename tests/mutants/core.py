@@ -15,6 +15,20 @@ MUTANTS = [
         ("ledger: the peak is that of one kind", "if self.total() > self.peak:", "if self.held[kind] > self.peak:"),
     ),
     *mistakes(
+        "minipar/hints.py",
+        "test_hints.py",
+        ("hints: another program's flag is unknown", "for ours in FOREIGN.get(letters(flag), ()):", "for ours in ():"),
+        ("hints: a flag that the command does not have", "or name in known:", "or name != known:"),
+    ),
+    *mistakes(
+        "minipar/errors.py",
+        "test_errors.py test_hints.py",
+        ("parser: a missing flag hides the misspelt one", "if self.unknown:  # probably", "if False:  # probably"),
+        ("parser: a choice has no suggestion", "{error.message}{did_you_mean(near)}", "{error.message}"),
+        ("errors: Ctrl-C leaves half a file", "except BaseException as error:", "except Exception as error:"),
+        ("errors: a pipe is removed", "if file.is_file():", "if True:"),
+    ),
+    *mistakes(
         "minipar/generate.py",
         "test_generate.py",
         ("generate: the right end is cut off", "text[-model.config.n_positions :]", "text[: model.config.n_positions]"),

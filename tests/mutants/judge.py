@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from mutants.first_failure import FILE
 from mutants.mutant import Mutant
@@ -56,14 +57,19 @@ def judge(package: str, mutant: Mutant, tests: Sequence[str], folder: Path) -> J
     return Judgement(package, mutant, outcome, test, time.monotonic() - start)
 
 
-def run_tests(tree: Path, arguments: Sequence[str], deadline: float) -> tuple[str, str]:
-    """Run pytest in a tree until a test fails; return the outcome, and which test it was or what happened instead."""
+def run_tests(
+    tree: Path, arguments: Sequence[str], deadline: float, variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, str]:
+    """Run pytest in a tree until a test fails; return the outcome, and which test it was or what happened instead.
+
+    `variables` are added to the environment.
+    """
     note, log = tree / "first_failure", tree / "log"
     with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [*PYTEST, *arguments],
             cwd=tree,
-            env=environment(tree) | WITHOUT_PLUGINS | {FILE: str(note)},
+            env=environment(tree) | WITHOUT_PLUGINS | {FILE: str(note)} | dict(variables),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

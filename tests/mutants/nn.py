@@ -103,7 +103,7 @@ MUTANTS = [
     *mistakes(
         "minipar/autograd/fused.py",
         "nn/test_moe.py",
-        ("moe: a joined part's gradient is of other rows", "g[i:j]", "g[: j - i]"),
+        ("moe: a joined part's gradient is of other rows", "slice(start, stop))]", "slice(0, stop - start))]"),
     ),
     *mistakes(
         "minipar/nn/pretrained.py",
@@ -119,11 +119,10 @@ MUTANTS = [
         ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
         (
             "dropout: every rank takes the first slice of a mask",
-            "= cut.part(own[cut.dim])",
-            "= own[cut.dim][: len(own[cut.dim]) // cut.count]",
+            "cut.part(np.arange(mask.shape[cut.dim]))",
+            "np.arange(mask.shape[cut.dim] // cut.count)",
         ),
-        ("dropout: drops what should stay", ">= ceil(", "< ceil("),
-        ("dropout: a block is drawn from the beginning of its sample", "stream.advance(start // 8)", "pass"),
+        ("dropout: drops what should stay", "dtype=np.float32) >= self.p", "dtype=np.float32) < self.p"),
     ),
     *mistakes(
         "minipar/nn/module.py",
@@ -131,8 +130,8 @@ MUTANTS = [
         ("module: biases decay too", "self.decays = self.ndim >= 2", "self.decays = self.ndim >= 1"),
         (
             "module: a tied gradient is added again and again",
-            "                leaf.grad = None",
-            "                pass",
+            "                self.accumulate(leaf.grad)\n            leaf.grad = None",
+            "                self.accumulate(leaf.grad)",
         ),
         ("module: ignored targets are counted", "int((y != IGNORE_INDEX).sum())", "int(y.size)"),
         (
@@ -180,6 +179,23 @@ MUTANTS = [
             "init: a head that differs from the embedding is accepted",
             "if not np.array_equal(",
             "if False and not np.array_equal(",
+        ),
+    ),
+    *mistakes(
+        "minipar/nn/guards.py",
+        "parallel/test_clear_errors.py",
+        ("guards: a target's type is not looked at", "if isinstance(value, Tensor):", "if False:"),
+        ("guards: tokens of one dim pass", "if tokens.ndim != 2:", "if tokens.ndim > 2:"),
+        ("guards: float tokens pass", 'if tokens.dtype.kind not in "iu":', "if False:"),
+        ("guards: a list of missing names is whole", "if len(names) <= SHOWN:", "if True:"),
+    ),
+    *mistakes(
+        "minipar/nn/moe.py",
+        "nn/test_moe.py",
+        (
+            "moe: of many equal experts any is chosen",
+            'xp.argsort(-scores, axis=-1, kind="stable")',
+            "xp.argsort(-scores)",
         ),
     ),
 ]

@@ -157,6 +157,25 @@ MUTANTS = [
         ("layout: Llama 3 keeps a gated product more", "inner=1, gated=2))", "inner=1, gated=3))"),
     ),
     *mistakes(
+        "minipar/plan/report.py",
+        "plan/test_report.py",
+        ("report: the table counts from 0", "row in enumerate(rows, start=1)", "row in enumerate(rows)"),
+        ("report: reasons count from 0", "plan in enumerate(plans, start=1)", "plan in enumerate(plans)"),
+        ("report: JSON counts from 0", "enumerate(result.plans, start=1)", "enumerate(result.plans)"),
+        ("report: milliseconds are called seconds", "unit_of([plan.time.total for plan in plans], TIME_UNITS)", '"s"'),
+    ),
+    *mistakes(
+        "minipar/plan/command.py",
+        "plan/test_report.py",
+        ("command: samples of one microbatch", "layout.dp * layout.microbatch * layout", "layout.microbatch * layout"),
+        ("command: fp16 sums in fp32", " --gradients fp16 --reduce-dtype fp16", ""),
+    ),
+    *mistakes(
+        "minipar/plan/model.py",
+        "plan/test_report.py",
+        ("model: the oldest checkpoint", "newest = Path(directory, max(", "newest = Path(directory, min("),
+    ),
+    *mistakes(
         "minipar/plan/__main__.py",
         "plan/test_command_line.py",
         ("plan: --json - is not alone on standard output", 'if args.json != "-":', "if True:"),

@@ -9,8 +9,8 @@ MUTANTS = [
         TESTS,
         (
             "2 bytes: products add up in 2 bytes",
-            '_cast(array, "float32") for array',
-            "_cast(array, node.narrow) for array",
+            'cast_floats(array, "float32") for array',
+            "cast_floats(array, node.narrow) for array",
         ),
         ("2 bytes: results stay float32", "output.data = output.data.astype(node.narrow)", "pass"),
         (
@@ -18,7 +18,11 @@ MUTANTS = [
             "            node.cast(node.narrow, output.size)",
             "            pass",
         ),
-        ("2 bytes: gradients of inputs stay float32", '_cast(x, getattr(edge, "grad_dtype", self.narrow))', "x"),
+        (
+            "2 bytes: gradients of inputs stay float32",
+            'return cast_floats(x, getattr(edge, "grad_dtype", self.narrow))',
+            "return x",
+        ),
     ),
     *mistakes(
         "minipar/nn/optim.py",
@@ -31,12 +35,20 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/parallel/wrapper.py",
+        "minipar/parallel/hybrid.py",
         TESTS,
-        ("2 bytes: sums in another dtype are not copied back", "            gradient[...] = wire", "            pass"),
-        ("2 bytes: gradients travel in their own dtype", "reduce_dtype or self.gradient_dtype", "self.gradient_dtype"),
-        ("hybrid: sums over replicas are not waited for", "in (self._works, self._across)", "in (self._works,)"),
-        ("2 bytes: microbatches add up in them", 'xp.promote_types(self.dtype, "float32")', "self.dtype"),
+        ("2 bytes: sums in another dtype are not copied back", "self.place[...] = self.wire", "pass"),
+        ("2 bytes: gradients travel in their own dtype", "return CastingComm(comm, dtype)", "return comm"),
+        ("hybrid: sums over replicas are not waited for", "return self.second.wait()", "return None"),
+    ),
+    *mistakes(
+        "minipar/parallel/groups.py",
+        TESTS,
+        (
+            "2 bytes: microbatches add up in them",
+            'xp.promote_types(groups[0].parameters[0].dtype, "float32")',
+            "groups[0].parameters[0].dtype",
+        ),
     ),
     *mistakes(
         "minipar/parallel/tensor/mappings.py",
@@ -51,11 +63,11 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/context.py",
         TESTS,
-        ("2 bytes: keys and values travel in 4 bytes", "xp.stack([k, v], dtype=self.dtype)", "xp.stack([k, v])"),
+        ("2 bytes: keys and values travel in 4 bytes", "xp.stack([k, v], dtype=dtype)", "xp.stack([k, v])"),
         (
             "2 bytes: the keys' gradients travel in 4 bytes",
-            "part.astype(self.reduce_dtype or part.dtype, copy=False)",
-            "part",
+            "dblock = dblock.astype(self.reduce_dtype, copy=False)",
+            "pass",
         ),
     ),
     *mistakes(
@@ -75,6 +87,7 @@ MUTANTS = [
             '"loss_scale", (self.loss_scale, 0)',
             '"none", (self.loss_scale, 0)',
         ),
+        ("overflow: a resumed run counts from 0 again", 'checkpoint.manifest.get("skipped", 0)', "0"),
         (
             "overflow: a finite loss is enough",
             "math.isfinite(loss) and math.isfinite(grad_norm)",

@@ -78,4 +78,33 @@ MUTANTS = [
         ("plan: seconds next to milliseconds", '1000 * row["predicted_seconds"]', 'row["predicted_seconds"]'),
         ("plan: the fastest layouts last", 'key=lambda row: -row["seconds"]', 'key=lambda row: row["seconds"]'),
     ),
+    *mistakes(
+        "visualize/message_time.py",
+        "visualize/test_message_time.py",
+        ("messages: one on its way while the rank computes", "max(free, left)", "left"),
+    ),
+    *mistakes(
+        "visualize/arrows.py",
+        "visualize/test_arrows.py",
+        ("arrows: the axes with most messages first", "lambda track: (count[", "lambda track: (-count["),
+        ("arrows: collectives beside messages of single ranks", "    if single:", "    if not single:"),
+    ),
+    *mistakes(
+        "visualize/__main__.py",
+        "visualize/test_names_and_sizes.py visualize/test_schedule_command.py",
+        ("memory: always rank 0", "read_ledger(file, options.rank)", "read_ledger(file, 0)"),
+        ("names: files of one stem are one run", "if len(set(names)) < len(names):", "if False:"),
+        ("schedule: any number of ranks in a file", "len(chosen.ranks) > MOST_RANKS", "len(chosen.ranks) > MOST"),
+    ),
+    *mistakes(
+        "visualize/style.py",
+        "visualize/test_names_and_sizes.py",
+        ("style: files of any size", "check_file(path, MOST_BYTES,", "check_file(path, math.inf,"),
+        ("style: a large file without a word", "if size >= LONG:", "if False:"),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/schedule_file.py",
+        "visualize/test_schedule_command.py",
+        ("schedule: one blank line at a file's end", "while rows and not rows[-1]:", "if rows and not rows[-1]:"),
+    ),
 ]

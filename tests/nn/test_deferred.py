@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Parameter, placeholder
 from minipar.nn.pretrained import load_pretrained, save_pretrained
-from minipar.parallel.buckets import by_unit
+from minipar.parallel.groups import by_unit
 
 SMALL = GPTConfig(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2)
 TOKENS = np.array([[1, 2, 3, 4, 5], [5, 0, 10, 0, 5]])
@@ -262,6 +262,14 @@ def test_a_bad_index_is_refused_in_one_line(name, sharded):
     with pytest.raises(UsageError, match=message) as error:
         load_pretrained(directory)
     assert "\n" not in str(error.value)
+
+
+def test_an_index_of_more_than_16_mib_is_refused(sharded):
+    index = sharded[0] / "model.safetensors.index.json"
+    with open(index, "a") as file:
+        file.truncate(2**24 + 1)
+    with pytest.raises(UsageError, match="index.json: 16,777,217 bytes, expected at most 16 MiB"):
+        load_pretrained(sharded[0])
 
 
 def test_a_wrong_shape_in_a_shard_is_named(sharded):

@@ -4,18 +4,18 @@ import itertools
 
 import numpy as np
 import pytest
+from training import verified
 
 from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, causal_attention, dropout
-from minipar.autograd.attention import QUERY_BLOCK
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
-from minipar.nn.layers import Mask, generator
+from minipar.nn.layers import generator
 from minipar.train import trainer as trainer_module
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-from minipar.train.verify import train_on_one_device, verify
 
 RANDOM = np.random.Generator(np.random.Philox(31))
 CONFIG = GPTConfig(vocab_size=13, n_positions=8, n_embd=12, n_layer=2, n_head=3)
@@ -29,7 +29,7 @@ def mask(shape, keys=KEYS, name="h.0.attn.attn_dropout", p=0.4, windows=()):
     layer = Dropout(name, p)
     layer.mask_slices += windows
     with dropping(keys):
-        return layer.mask(shape)[...]
+        return layer.mask(shape)
 
 
 # ---- the two operations ----------------------------------------------------------------------------------------------
@@ -100,42 +100,12 @@ def test_windows_along_several_dims_and_one_inside_another():
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
-@pytest.mark.parametrize("shape", [(2, 3, 7, 5), (2, 2, 9, 64), (3, 5, 3), (2, 11)])
-def test_a_block_is_that_part_of_what_numpy_draws(shape, p):
-    """numpy.random's float32 values, in order; blocks begin and end between the eight values that Philox makes."""
-    names = [f"dropout drop 5 {sample}" for sample in KEYS.samples]
-    with dropping(DropoutKeys(3, 5, KEYS.samples[: shape[0]])):
-        drawn = Dropout("drop", p).mask(shape)
-    whole = np.stack([generator(3, name).random(shape[1:], np.float32) >= p for name in names[: shape[0]]])
-    assert np.array_equal(drawn[...], whole)
-    for _ in range(20):
-        block = tuple(slice(*sorted(RANDOM.choice(size + 1, 2, replace=False))) for size in shape)
-        assert np.array_equal(drawn[block], whole[block])
-        axis = int(RANDOM.integers(len(shape)))
-        own = np.sort(RANDOM.choice(shape[axis], 2, replace=False))
-        assert np.array_equal(drawn.take(own, axis)[...], whole.take(own, axis))
-
-
-@pytest.mark.parametrize("attention", ["blockwise", "full"])
-def test_only_full_attention_draws_a_whole_mask(attention, monkeypatch):
-    """Blocks draw their rows, once in forward and once more in backward: the memory grows as the sequence."""
-    sizes, right = [], Mask.__getitem__
-
-    def draw(self, index):
-        block = right(self, index)
-        sizes.extend([block.size] if block.ndim == 4 else [])
-        return block
-
-    monkeypatch.setattr(Mask, "__getitem__", draw)
-    length = 2 * QUERY_BLOCK + 32
-    model = GPT(GPTConfig(13, length, 12, 1, 3), dtype="float64", dropout=0.3, attention=attention)
-    rows = RANDOM.integers(0, 13, (2, length + 1))
-    with dropping(DropoutKeys(3, 5, [4, 0])):
-        loss = model.loss_sum(rows[:, :-1], rows[:, 1:])
-    forward = sum(sizes)
-    loss.backward()
-    assert forward == 2 * 3 * length**2 and sum(sizes) == (forward if attention == "full" else 2 * forward)
-    assert max(sizes) == (forward if attention == "full" else QUERY_BLOCK * length)
+@pytest.mark.parametrize("shape", [(2, 3, 7, 5), (3, 5, 3), (2, 11)])
+def test_masks_are_what_numpy_draws_by_name(shape, p):
+    keys = DropoutKeys(3, 5, KEYS.samples[: shape[0]])
+    streams = [generator(3, f"dropout drop 5 {sample}") for sample in keys.samples]
+    whole = np.stack([stream.random(shape[1:], np.float32) >= p for stream in streams])
+    assert np.array_equal(mask(shape, keys, "drop", p), whole)
 
 
 def test_a_samples_mask_is_its_own_whatever_batch_it_is_in():
@@ -238,22 +208,6 @@ def test_dropout_off_is_the_model_without_it_bit_for_bit():
     assert gradients(p=0.3)[0] != plain[0]
 
 
-def test_blocks_and_full_attention_drop_the_same():
-    """A sequence of two blocks and a part of one, with masks keyed by position."""
-    length, results = 2 * QUERY_BLOCK + 3, []
-    rows = RANDOM.integers(0, 13, (2, length + 1))
-    for attention, recompute in (("full", False), ("blockwise", False), ("blockwise", True)):
-        config = GPTConfig(13, length, 12, 2, 3)
-        model = GPT(config, dtype="float64", dropout=0.3, attention=attention, recompute=recompute)
-        with dropping(DropoutKeys(3, 5, [4, 0])):
-            loss = model.loss_sum(rows[:, :-1], rows[:, 1:])
-        loss.backward()
-        results.append([loss.data, *(p.grad for p in model.parameters())])
-    for full, *blocks in zip(*results, strict=True):
-        for block in blocks:
-            np.testing.assert_allclose(block, full, rtol=0, atol=1e-12 * np.abs(full).max())
-
-
 @pytest.mark.parametrize("backward_in", [None, DropoutKeys(8, 1, [7, 7, 7]), DropoutKeys(8, 1, [])])
 def test_recompute_draws_the_masks_of_the_first_forward(backward_in):
     assert gradients(recompute=True, backward_in=backward_in) == gradients(recompute=False)
@@ -297,8 +251,7 @@ def train(size, flags):
 
     def rank(comm):
         trainer = Trainer(config, DeviceMesh(comm), TOKENS)
-        results = list(trainer.train())
-        return results, verify(trainer, results, TOKENS)
+        return verified(trainer)
 
     return run_local(size, rank)
 

@@ -9,6 +9,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from chapters.support.gradcheck import gradcheck
@@ -141,6 +142,15 @@ def test_state_dict_is_a_copy_and_loading_names_every_problem():
         assert part in str(error.value)
 
 
+def test_a_refused_state_changes_no_parameter():
+    model, other = GPT(SMALL), GPT(SMALL, seed=1).state_dict()
+    before = model.state_dict()
+    for wrong in ({"more": np.ones(1)}, {"ln_f.bias": np.ones(1)}):
+        with pytest.raises(ValueError, match="unexpected more|ln_f.bias has shape"):
+            model.load_state_dict(other | wrong)
+    assert all(np.array_equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_export_and_load_return_the_same_model(tmp_path):
     model = GPT(SMALL, dtype="float64")
     save_pretrained(model, tmp_path / "made" / "here")
@@ -148,6 +158,8 @@ def test_export_and_load_return_the_same_model(tmp_path):
     assert loaded.config == SMALL
     assert all(np.array_equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     assert sorted(p.name for p in (tmp_path / "made" / "here").iterdir()) == ["config.json", "model.safetensors"]
+    with safe_open(tmp_path / "made" / "here" / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers reads no other"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -186,6 +198,20 @@ def _edit_tensors(directory, change):
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, directory / "model.safetensors")
+
+
+def _lengthen_header(path, spaces):
+    """Add spaces to the header of a safetensors file, which stays valid."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length] + b" " * spaces
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def test_a_long_header_below_the_limit_is_read(tmp_path):
+    save_pretrained(GPT(SMALL), tmp_path)
+    _lengthen_header(tmp_path / "model.safetensors", 10_000)
+    load_pretrained(tmp_path)
 
 
 BAD_DIRECTORIES = {
@@ -233,6 +259,14 @@ BAD_DIRECTORIES = {
     "a device as weights": (lambda d: _replace(d / "model.safetensors", "/dev/zero"), "safetensors: not a regular"),
     "a directory as weights": (lambda d: _replace(d / "model.safetensors", d), "safetensors: not a regular file$"),
     "weights of 100 GB": (lambda d: os.truncate(d / "model.safetensors", 10**11), "not a safetensors file that can be"),
+    "a header of 20 MB": (
+        lambda d: _lengthen_header(d / "model.safetensors", 20_000_000),
+        r"model.safetensors: its header takes 20,\d\d\d,\d\d\d bytes, expected at most 16,777,216$",
+    ),
+    "a header longer than its file": (
+        lambda d: (d / "model.safetensors").write_bytes((2**30).to_bytes(8, "little") + b"{}"),
+        "model.safetensors is not a safetensors file that can be read",
+    ),
     "heads that do not divide": (lambda d: _edit_config(d, n_head=3), "hidden 8 is not divisible by heads 3"),
     "another activation": (lambda d: _edit_config(d, activation_function="relu"), "activation_function is 'relu'"),
     "another model": (lambda d: _edit_config(d, model_type="bert"), "model_type is 'bert', expected gpt2 or llama"),

@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from chapters.support.gradcheck import gradcheck
-from minipar.autograd import flop_counter
+from minipar.autograd import Tensor, flop_counter
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
+from minipar.nn.llama import Block
 from minipar.nn.pretrained import load_pretrained, save_pretrained
 
 SMALL = LlamaConfig(11, 8, 12, 2, 4, 2, 6)
@@ -188,3 +189,15 @@ def test_an_untied_file_without_a_head_is_refused(tmp_path):
     edited(tmp_path, tie_word_embeddings=False)
     with pytest.raises(UsageError, match="missing lm_head.weight"):
         load_pretrained(tmp_path)
+
+
+def test_a_block_adds_attention_and_then_the_mlp():
+    block = Block(Llama(SMALL), "model.layers.0")
+    random = np.random.Generator(np.random.Philox(1))
+    block.materialize()
+    for parameter in block.parameters():
+        parameter.data[...] = random.standard_normal(parameter.shape)
+    x = random.standard_normal((2, 5, 8)).astype(np.float32)
+    attention = block.self_attn(block.input_layernorm(Tensor(x))).data
+    mlp = block.mlp(block.post_attention_layernorm(Tensor(x + attention))).data
+    np.testing.assert_allclose(block(Tensor(x)).data, x + attention + mlp, rtol=1e-4, atol=1e-4)

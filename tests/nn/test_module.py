@@ -130,4 +130,6 @@ def test_parameters_in_tuples_and_dicts_are_found_once():
     assert names[:2] == ["first.weight", "first.bias"]
     assert names[-3:] == ["heads.a.weight", "heads.a.bias", "heads.scale"]
     assert len(net.parameters()) == 7 and len(names) == 9
+    assert net.parameters() == list(dict.fromkeys(parameter for _, parameter in net.named_parameters()))
+    assert net.parameters()[0] is net.first.weight and net.parameters()[-1] is net.heads["scale"]
     assert len(list(net.named_modules())) == 5

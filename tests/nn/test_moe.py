@@ -123,6 +123,26 @@ def test_of_equal_probabilities_the_first_experts_win():
     assert np.array_equal(weights.data.sum(-1), [1, 1]) and np.ptp(weights.data[1]) == 0
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(17, 2), (40, 40), (64, 5), (200, 3)])
+def test_of_many_equal_experts_the_first_win(experts, top_k):
+    """NumPy sorts up to 16 values stably in any case."""
+    layer = layer_of(experts, top_k, np.zeros((experts, 8)))
+    indices, _ = layer.route(Tensor(RANDOM.standard_normal((5, 8))))
+    assert indices.tolist() == [list(range(top_k))] * 5
+    layer.bias = np.arange(experts) % 2 * 0.5  # odd experts come first, and among them the first of equals
+    indices, _ = layer.route(Tensor(RANDOM.standard_normal((5, 8))))
+    assert indices.tolist() == [sorted(range(experts), key=lambda e: (-(e % 2), e))[:top_k]] * 5
+
+
+def test_a_capacity_keeps_the_first_of_many_tokens():
+    layer = layer_of(3, 1, np.outer([1, 0, -1], np.ones(8)))
+    layer.capacity_factor = 0.9
+    x = RANDOM.standard_normal((1, 200, 8))  # a token whose sum is positive chooses expert 0, another one expert 2
+    y = layer(Tensor(x)).data[0]
+    first, last = (np.flatnonzero(x[0].sum(-1) * sign > 0)[:60] for sign in (1, -1))  # 60 = 0.9 * 200 / 3
+    assert np.flatnonzero(y.any(-1)).tolist() == sorted([*first, *last])
+
+
 def test_experts_without_tokens_have_zero_gradients_and_decay():
     layer = layer_of(4, 2, np.outer([3, -3, 2, -3], np.ones(8)))
     x = np.abs(RANDOM.standard_normal((1, 6, 8)))
@@ -168,7 +188,7 @@ def test_each_expert_runs_on_its_stretch_of_rows(counts):
     expected = [expert(Tensor(part)).data for expert, part in zip(layer.experts, parts, strict=True)]
     np.testing.assert_array_equal(layer.run_experts(Tensor(x), np.array(counts)).data, np.concatenate(expected))
     gradcheck(lambda x: (layer.run_experts(x, np.array(counts)) ** 2).sum(), [x])
-    gradcheck(lambda *parts: (concatenate(*parts) ** 2).sum(), [part for part in parts if part.size])
+    gradcheck(lambda *parts: (concatenate(parts) ** 2).sum(), [part for part in parts if part.size])
 
 
 # ---- sizes and files -------------------------------------------------------------------------------------------------

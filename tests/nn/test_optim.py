@@ -9,6 +9,7 @@ import pytest
 from training import SGD
 
 from minipar.nn import AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
+from minipar.nn.module import Owner, owners_of
 from minipar.nn.optim import BLOCK, squared_norm
 
 RANDOM = np.random.Generator(np.random.Philox(4))
@@ -16,6 +17,11 @@ RANDOM = np.random.Generator(np.random.Philox(4))
 
 def parameter(*shape):
     return Parameter(RANDOM.standard_normal(shape))
+
+
+def test_adamws_defaults_are_torchs():
+    optimizer = AdamW([parameter(2)])
+    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.9, 0.999), 1e-8, 0.01)
 
 
 def test_adamw_is_the_published_update_and_decays_matrices_only():
@@ -96,10 +102,45 @@ def test_clipping_scales_all_gradients_by_one_factor():
     np.testing.assert_allclose(np.concatenate([a.grad.reshape(-1), b.grad]), before * 0.5 / (norm + 1e-6), rtol=1e-13)
 
 
+def test_clipping_counts_tied_gradients():
+    p = Parameter(np.zeros(2))
+    leaf = p.tie()
+    p.grad, leaf.grad = np.array([1.0, 4.0]), np.array([2.0, 0.0])
+    assert clip_grad_norm([p], None) == 5.0
+    p.grad, leaf.grad = np.array([1.0, 4.0]), np.array([2.0, 0.0])
+    assert clip_grad_norm([p], 1.0) == 5.0 and leaf.grad is None
+    np.testing.assert_allclose(p.grad, [0.6, 0.8], rtol=1e-6)
+
+
 def test_squares_of_float32_are_summed_in_float64():
     squares = np.full(10_000, 0.1, np.float32) * np.float32(0.1)
     assert squared_norm([np.full(10_000, 0.1, np.float32)]) == float(squares.sum(dtype=np.float64))
     assert float(squares.sum()) != float(squares.sum(dtype=np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_squares_of_two_byte_values_are_those_of_float32(dtype):
+    """Neither is a square rounded to 2 bytes, nor does it overflow or vanish there."""
+    for scale in (1.0, 300.0, 1e-4):  # 300^2 is more than float16's largest value, 1e-8 less than its smallest
+        values = (scale * RANDOM.standard_normal(1000)).astype(dtype)
+        exact = values.astype(np.float32)
+        assert squared_norm([values]) == float((exact * exact).sum(dtype=np.float64))
+        assert clip_grad_norm([with_gradient(values)], None) == math.sqrt(squared_norm([exact]))
+
+
+def with_gradient(array):
+    p = Parameter(array)
+    p.grad = array
+    return p
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("total", [1, 4, 10])
+def test_after_its_end_a_cosine_stays_at_a_tenth(warmup, total):
+    """As where a loop takes more steps than the schedule has; a cosine alone would rise again."""
+    settings = {"lr": 0.3, "schedule": "cosine", "warmup_steps": min(warmup, total - 1), "total_steps": total}
+    after = [learning_rate(step, **settings) for step in range(total, 3 * total + 2)]
+    assert after == [pytest.approx(0.03, rel=1e-12)] * len(after)
 
 
 def test_the_rate_warms_up_then_stays_or_follows_a_cosine():
@@ -130,7 +171,7 @@ class Recorder:
     def check(self, parameters):
         assert self.parameter in parameters
 
-    def before_step(self):
+    def before_step(self, optimizer, parameters):
         self.events.append(("before", self.parameter.data.item()))
         self.parameter.grad = np.full((1, 1), 2.0)  # an owner may complete the gradient here
 
@@ -142,20 +183,29 @@ class Recorder:
 
 
 def test_a_serial_parameter_has_no_owner_and_no_placement():
-    assert all(p.owner is None and p.placement is None for p in Linear(2, 3, name="layer").parameters())
+    assert all(p.owners == [] and p.placement is None for p in Linear(2, 3, name="layer").parameters())
 
 
 @pytest.mark.parametrize("make", [AdamW, SGD])
 def test_a_step_calls_each_owner_once_before_and_after(make):
     a, b, c = (Parameter(np.zeros((1, 1))) for _ in range(3))
     events = []
-    a.owner = b.owner = Recorder(a, events)
+    recorder = Recorder(a, events)
+    a.owners, b.owners = [recorder], [recorder]
     optimizer = make([a, b, c], lr=1.0)
     optimizer.step()
     assert [name for name, _ in events] == ["before", "after"]
     assert events[0][1] == 0 and events[1][1] == a.data.item() < 0
     optimizer.zero_grad()
     assert events[2:] == [("forget", None)]
+
+
+def test_owners_come_once_and_in_the_order_of_the_parameters():
+    a, b, c, d = (Parameter(np.zeros((1, 1))) for _ in range(4))
+    first, second = Owner(), Owner()
+    a.owners, b.owners, c.owners = [first], [second], [second, first]
+    assert owners_of([b, d, a, c]) == [second, first]
+    assert owners_of([a, b, c]) == [first, second]
 
 
 def test_an_optimizers_zero_grad_clears_parameters_and_ties():
@@ -175,9 +225,9 @@ def test_an_optimizer_without_an_update_says_so():
 
 def test_clipping_refuses_to_guess_the_norm_of_shards():
     p = Parameter(np.zeros((1, 1)))
-    p.grad, p.owner = np.full((1, 1), 3.0), Recorder(p, [], sharded=True)
+    p.grad, p.owners = np.full((1, 1), 3.0), [Recorder(p, [], sharded=True)]
     with pytest.raises(ValueError, match="only shards.*call clip_grad_norm of the wrapper"):
         clip_grad_norm([p], 1.0)
     assert clip_grad_norm([p], None, norm=5.0) == 5.0
-    p.owner.sharded = False
+    p.owners[0].sharded = False
     assert clip_grad_norm([p], None) == 3.0

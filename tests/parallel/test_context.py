@@ -1,7 +1,7 @@
 """Claims about context parallelism: who sees whom, equality with one device, bytes, work, memory, and mistakes."""
 
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +15,11 @@ from minipar.comm.clock import Network
 from minipar.errors import UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.parallel.context import METHODS, ORDERS, ContextParallel, context_parallel, visible
+from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention, context_parallel
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.tensor.plan import tensor_parallel
+from minipar.parallel.token_order import ORDERS, ContextParallel, visible
+from minipar.parallel.ulysses import UlyssesAttention
 from minipar.train.trainer import Trainer
 
 B, HEADS, SIZE = 2, 8, 4
@@ -72,6 +74,15 @@ def test_the_parts_of_all_ranks_are_the_sequence(order):
 # ---- attention: one device's, and its bytes --------------------------------------------------------------------------
 
 
+def over_ranks(context, method, reduction="ring"):
+    """The function that takes the place of `causal_attention`."""
+    if method == "ulysses":
+        return UlyssesAttention(causal_attention, context)
+    if method == "ring":
+        return partial(block_attention, RingAttention(context))
+    return partial(block_attention, AllGatherAttention(context, reduction))
+
+
 def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="ring", length=48):
     """This rank's (part of one device's result, own; one device's gradient, own; elements sent forward, in all)."""
     random = np.random.Generator(np.random.Philox(62))
@@ -80,11 +91,9 @@ def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="r
     whole = Tensor(qkv, requires_grad=True)
     y = causal_attention(whole, HEADS, kv_heads, keep, probability)
     y.backward(dy)
-    context = ContextParallel(comm, method, order, reduction)
+    context = ContextParallel(comm, order)
     own = Tensor(context.part(qkv), requires_grad=True)
-    masks = keep if keep is None or method == "ulysses" else context.part(keep, 2)
-    over_ranks = partial(context.ulysses, causal_attention) if method == "ulysses" else context.block_attention
-    out = over_ranks(own, HEADS, kv_heads, masks, probability)
+    out = over_ranks(context, method, reduction)(own, HEADS, kv_heads, keep, probability)
     forward = comm.traffic.bytes() // 8
     out.backward(context.part(dy))
     return context.part(y.data), out.data, context.part(whole.grad), own.grad, forward, comm.traffic.bytes() // 8
@@ -92,19 +101,19 @@ def attention(comm, method, order, kv_heads=HEADS, probability=0.0, reduction="r
 
 @pytest.mark.parametrize(("method", "order"), WAYS)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("probability", [0.0, 0.3])
-def test_attention_over_ranks_is_one_devices(method, order, ranks, probability):
+def test_attention_over_ranks_is_one_devices(method, order, ranks):
     if method == "ulysses" and HEADS % ranks:
         return
-    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, method, order, HEADS, probability):
+    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, method, order, HEADS):
         np.testing.assert_allclose(out, y, rtol=0, atol=1e-14)
         np.testing.assert_allclose(gradient, dqkv, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ulysses_has_the_bits_of_one_device(order, ranks):
-    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, "ulysses", order, HEADS, 0.3):
+def test_ulysses_has_the_bits_of_one_device(order, ranks, probability):
+    for y, out, dqkv, gradient, *_ in run_local(ranks, attention, "ulysses", order, HEADS, probability):
         assert np.array_equal(out, y) and np.array_equal(gradient, dqkv)
 
 
@@ -136,16 +145,15 @@ def operations(comm, method, order, network=None):
     """The operations of this rank's forward, and the time that they take, with a message's, at one per second."""
     comm = Communicator(comm.transport, clock="model", network=network)
     counted = []
-    context = ContextParallel(comm, method, order)
+    compute = over_ranks(ContextParallel(comm, order), method)
     qkv = Tensor(np.ones((1, 16, 3 * HEADS * SIZE)))
-    over_ranks = partial(context.ulysses, causal_attention) if method == "ulysses" else context.block_attention
 
     def count(flops):
         counted.append(flops)
         comm.clock.advance(flops)
 
     with flop_counter(count):
-        over_ranks(qkv, HEADS)
+        compute(qkv, HEADS)
     return sum(counted), comm.clock.now()
 
 
@@ -179,7 +187,13 @@ X = RANDOM.integers(0, VOCAB, (3, 48))
 Y = np.where(RANDOM.random((3, 48)) < 0.2, -100, RANDOM.integers(0, VOCAB, (3, 48)))  # targets are not spread evenly
 
 
-def gradients(comm, method="ring", order="zigzag", dropout=0.2, recompute=False):
+def dropout_of(method):
+    """The dropout of a test's model: where no rank has all probabilities of a head, dropout is refused."""
+    return 0.2 if method == "ulysses" else 0.0
+
+
+def gradients(comm, method, order="zigzag", recompute=False):
+    dropout = dropout_of(method)
     model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=dropout, recompute=recompute)
     context = context_parallel(model, comm, method, order)
     ddp = DistributedDataParallel(model, comm)
@@ -189,9 +203,8 @@ def gradients(comm, method="ring", order="zigzag", dropout=0.2, recompute=False)
     return loss.item(), {name: p.grad.copy() for name, p in model.named_parameters()}
 
 
-@cache
-def one_device(dropout):
-    return run_local(1, gradients, "ring", "zigzag", dropout)[0]
+def one_device(method):
+    return run_local(1, gradients, method)[0]
 
 
 # Of 48 cases each method, each order and each number of ranks, with and without recompute.
@@ -200,8 +213,8 @@ MODELS = [(ranks, *way, recompute) for ranks in RANKS for way in WAYS for recomp
 
 @pytest.mark.parametrize(("ranks", "method", "order", "recompute"), sampled(MODELS, every=5))
 def test_a_model_has_one_devices_loss_and_gradients(ranks, method, order, recompute):
-    loss, expected = one_device(0.2)
-    for own, found in run_local(ranks, gradients, method, order, 0.2, recompute):
+    loss, expected = one_device(method)
+    for own, found in run_local(ranks, gradients, method, order, recompute):
         assert own == pytest.approx(loss, rel=1e-14)
         for name, gradient in expected.items():
             np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-13 * np.abs(gradient).max(), err_msg=name)
@@ -223,18 +236,18 @@ def test_tensor_and_context_parallelism_go_on_in_either_order(method):
 
     def loss(comm, context_first):
         mesh = DeviceMesh(comm, tp=2, cp=2)
-        model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=0.2)
+        model = GPT(GPTConfig(VOCAB, 48, 24, 2, 24), seed=4, dtype="float64", dropout=dropout_of(method))
         if context_first:
             context = context_parallel(model, mesh.cp, method)
-        tensor_parallel(model, mesh.tp, sequence=True)
+        tensor = tensor_parallel(model, mesh.tp, sequence=True)
         if not context_first:
             context = context_parallel(model, mesh.cp, method)
-        ddp = DistributedDataParallel(model, mesh.dp_cp)
+        ddp = DistributedDataParallel(model, mesh.dp_cp, before_reduce=tensor.sum_partial)
         with dropping(DropoutKeys(3, 1, [4, 5, 9])):
             return ddp.loss(context.part(X), context.part(Y)).item()
 
     for context_first in (False, True):
-        assert run_local(4, loss, context_first) == [pytest.approx(one_device(0.2)[0], rel=1e-14)] * 4
+        assert run_local(4, loss, context_first) == [pytest.approx(one_device(method)[0], rel=1e-14)] * 4
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -250,6 +263,11 @@ REFUSED = {
     "--context-parallel ring": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
     "--cp-order zigzag": "--context-parallel and --cp-order are about context parallelism; give --cp 2 or more",
     "--cp 0": "--cp 0 is outside [1, inf)",
+    "--cp 2 --dropout 0.1": "--dropout 0.1 needs all of attention's probabilities, which --context-parallel ring never "
+    "has: give --context-parallel ulysses or --dropout 0",
+    "--cp 2 --dropout 0.1 --context-parallel all-gather": "which --context-parallel all-gather never has",
+    "--attention blockwise --dropout 0.1": "which --attention blockwise never has: give --attention full or --dropout",
+    "--cp 2 --dropout 0.1 --context-parallel ulysses --seq-len 12": None,
     "--cp 2 --context-parallel rings": "invalid choice: 'rings' (choose from 'ring', 'all-gather', 'ulysses')",
 }
 
@@ -258,7 +276,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_with_the_arithmetic(flags):
     line = f"--layers 2 --hidden 32 --heads 8 {flags}"
     if REFUSED[flags] is None:
-        assert config_for(line).mesh.cp == 4
+        config_for(line)
         return
     with pytest.raises(UsageError) as caught:
         config_for(line)
@@ -267,19 +285,35 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(flags):
 
 def test_the_library_refuses_too():
     def rank(comm):
-        context = ContextParallel(comm, "ulysses")
+        context = ContextParallel(comm)
+        model = GPT(GPTConfig(VOCAB, 48, 24, 1, 8))
         for call in (
             lambda: context.part(X[:, :6]),
-            lambda: context.ulysses(causal_attention, Tensor(np.zeros((1, 8, 9))), 3),
-            lambda: ContextParallel(comm, "rings"),
+            lambda: over_ranks(context, "ulysses")(Tensor(np.zeros((1, 8, 9))), 3),
+            lambda: context_parallel(model, comm, "rings"),
             lambda: ContextParallel(comm, order="striped"),
         ):
             with pytest.raises(UsageError, match=r"6/4|3/2|'rings': expected ring, all|'striped': expected zigzag"):
                 call()
-        model = GPT(GPTConfig(VOCAB, 48, 24, 1, 8))
         context_parallel(model, comm)
         with pytest.raises(ValueError, match=r"2 ranks \* 48 tokens, but the model has 48 positions"):
             model(X)  # every rank has the whole sequence
+
+    run_local(2, rank)
+
+
+@pytest.mark.parametrize("method", ["ring", "all-gather"])
+def test_dropout_where_no_rank_has_a_heads_mask_is_refused(method):
+    def rank(comm):
+        model = GPT(GPTConfig(VOCAB, 48, 24, 1, 8), dropout=0.2)
+        context = ContextParallel(comm)
+        qkv, keep = Tensor(np.zeros((1, 8, 3 * HEADS))), np.ones((1, HEADS, 16, 16), bool)
+        for call in (
+            lambda: context_parallel(model, comm, method),
+            lambda: over_ranks(context, method)(qkv, HEADS, HEADS, keep, 0.2),
+        ):
+            with pytest.raises(UsageError, match=r"dropout = 0.2 .* never has: give method='ulysses' or dropout=0"):
+                call()
 
     run_local(2, rank)
 
@@ -317,49 +351,48 @@ class LossTimesCp(Trainer):
         self.tokens_per_step //= self.mesh.cp.size
 
 
-class OneHopShort(Trainer):
+def from_the_right(ring, pair):
+    """Exchange two arrays around the ring: each rank gets those of its right neighbour."""
+    own = np.ascontiguousarray(pair)
+    sent = ring.comm.isend(own, ring.left, 7)
+    theirs = ring.comm.irecv(np.empty_like(own), ring.right, 7).wait()
+    sent.wait()
+    return theirs
+
+
+class OneHopShortRing(RingAttention):
+    def backward(self, *arrays):
+        dq, *gradients = super().backward(*arrays)
+        return dq, *from_the_right(self, gradients)
+
+
+class StaleRing(RingAttention):
+    def backward(self, dout, q, k, v, *results):
+        return super().backward(dout, q, *from_the_right(self, [k, v]), *results)
+
+
+class OtherRing(Trainer):
+    """Attention is another ring's."""
+
+    ring = RingAttention
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for _, module in self.model.named_modules():
+            if hasattr(module, "kv_heads"):
+                module.attention = partial(block_attention, self.ring(self.context))
+
+
+class OneHopShort(OtherRing):
     """Gradients of keys and values stop at the left neighbour of their owner (TransformerEngine issue 2484)."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        context, comm = self.context, self.mesh.cp
-
-        def sum_gradients(parts):
-            total = None
-            for _, part in parts:
-                if total is not None:
-                    sent = comm.isend(total, (comm.rank + 1) % comm.size)
-                    part += comm.irecv(np.empty_like(part), (comm.rank - 1) % comm.size).wait()
-                    sent.wait()
-                total = part
-            return total
-
-        context.sum_gradients = sum_gradients
+    ring = OneHopShortRing
 
 
-class StaleInBackward(Trainer):
+class StaleInBackward(OtherRing):
     """Backward multiplies with the keys and values that forward ended with (NeMo Automodel pull request 3157)."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        blocks = self.context.blocks
-
-        def stale(k, v):
-            last = None
-            for source, block in blocks(k, v):
-                yield source, block if last is None else last
-                last = block
-
-        summed = self.context.sum_gradients
-
-        def sum_gradients(parts):
-            self.context.blocks = stale
-            try:
-                return summed(parts)
-            finally:
-                self.context.blocks = blocks
-
-        self.context.sum_gradients = sum_gradients
+    ring = StaleRing
 
 
 class PositionsFromZero(Trainer):
@@ -384,8 +417,8 @@ class OnlyOverDp(Trainer):
 MISTAKES = [LossTimesCp, OneHopShort, StaleInBackward, PositionsFromZero, OnlyOverDp]
 
 
-@pytest.mark.parametrize("kind", [Trainer, *MISTAKES], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Trainer, OtherRing, *MISTAKES], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("order", ORDERS)
 def test_mistakes_that_others_shipped_are_caught(kind, order):
     config = config_for(f"{SHAPE} --dp 2 --cp 4 --global-batch 4 --cp-order {order}")
-    assert all(verdict.passed == (kind is Trainer) for verdict in verdicts(config, TEXT, kind))
+    assert all(verdict.passed == (kind in (Trainer, OtherRing)) for verdict in verdicts(config, TEXT, kind))

@@ -11,7 +11,7 @@ from training import MLP, SGD, bits, gradient_of, gradient_on_one_device, small_
 import minipar.nn as nn
 from minipar.comm import run_local
 from minipar.nn import AdamW, Parameter
-from minipar.parallel.stages import fully_shard, shard
+from minipar.parallel.parallelize import fully_shard, shard
 
 STAGES = [0, 1, 2, 3]
 STEPS = 3
@@ -319,14 +319,17 @@ def test_a_scaled_backward_without_synchronize_is_refused(stage):
 
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_that_zero_grad_forgot_ask_for_no_sum(stage, summed):
+def test_a_step_after_zero_grad_is_refused(stage, summed):
+    """The order backward, zero_grad, step trains nothing."""
+
     def rank(comm):
         ddp = shard(MLP(), comm, stage)
         optimizer = AdamW(ddp.parameters())
         with nullcontext() if summed else ddp.no_sync():
             ddp.loss(*points_of(1)(0, comm.rank)).backward()
         (ddp if summed else optimizer).zero_grad()
-        optimizer.step()  # raises nothing, and has nothing to do
+        with pytest.raises(RuntimeError, match=r"without gradients: .* call loss.backward\(\) before step\(\)"):
+            optimizer.step()
         return bits(ddp.state_dict())
 
     assert run_local(2, rank)[0] == bits(MLP().state_dict())

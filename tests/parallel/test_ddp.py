@@ -5,10 +5,9 @@ import pytest
 from training import Proxy, TiedModel, backward, bits, gradient_of, gradient_on_one_device, small_gpt, text
 
 from minipar.comm import run_local, wire_bytes
-from minipar.nn import Parameter
-from minipar.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, FlatBuffers, by_size, make_buckets
-from minipar.parallel.ddp import DistributedDataParallel
-from minipar.parallel.placement import place
+from minipar.nn import AdamW, Parameter
+from minipar.parallel.ddp import DistributedDataParallel, NaiveDataParallel
+from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, by_size
 
 SMALL_BUCKETS = {"bucket_bytes": 4000, "first_bucket_bytes": 1000}
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -107,7 +106,8 @@ def test_buckets_start_while_backward_still_runs():
 def test_a_parameter_that_the_loss_does_not_use_counts_as_zero():
     def rank(comm):
         ddp = wrapped(comm)
-        ddp.buffers.gradients[...] = np.nan
+        for bucket in ddp.buckets:
+            bucket.gradient[...] = np.nan
         with ddp.scaled_backward():
             ddp.model.embed(text([comm.rank])[0]).sum().backward()
         ddp.synchronize()
@@ -138,8 +138,7 @@ def test_every_element_is_in_one_bucket_and_buckets_go_backwards():
         assert len(DistributedDataParallel(small_gpt(), comm).buckets) == 1
         ddp = wrapped(comm)
         buckets = ddp.buckets
-        assert len(buckets) > 3 and buckets[0].stop == ddp.buffers.parameters.size and buckets[-1].start == 0
-        assert all(a.start == b.stop for a, b in zip(buckets, buckets[1:], strict=False))
+        assert len(buckets) > 3 and all(bucket.gradient.size == bucket.size for bucket in buckets)
         members = [p for bucket in buckets for p in reversed(bucket.parameters)]
         assert members == list(reversed(ddp.model.parameters())) == list(reversed(ddp.parameters()))
         assert all(sum(p.size for p in b.parameters) == b.size for b in buckets)
@@ -153,7 +152,7 @@ def test_buckets_are_filled_from_the_last_parameter_on():
     assert sizes == [[1], [4, 2], [3, 1]]
 
 
-def test_parameters_and_gradients_are_views_of_the_flat_arrays():
+def test_gradients_are_views_of_their_buckets_array():
     def rank(comm):
         model = small_gpt()
         before = model.state_dict()
@@ -161,8 +160,8 @@ def test_parameters_and_gradients_are_views_of_the_flat_arrays():
         one_pass(ddp)
         for name, p in model.named_parameters():
             assert np.array_equal(p.data, before[name])
-            assert np.shares_memory(p.data, ddp.buffers.parameters)
-            assert np.shares_memory(p.grad, ddp.buffers.gradients)
+            (bucket,) = (bucket for bucket in ddp.buckets if p in bucket.parameters)
+            assert np.shares_memory(p.grad, bucket.gradient)
 
     run_local(1, rank)
 
@@ -177,15 +176,25 @@ def test_flat_storage_of_two_dtypes_is_refused():
     run_local(1, rank)
 
 
-def test_flat_buffers_without_gradients_hold_parameters_alone():
-    def rank(comm):
-        model = small_gpt()
-        place(model)
-        buffers = FlatBuffers(make_buckets([model.parameters()], comm), gradient_dtype=None)
-        assert buffers.gradients is None and buffers.parameters.size == sum(p.size for p in model.parameters())
-        assert all(p.grad_buffer is None for p in model.parameters())
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_naive_form_trains_the_bits_of_the_bucketed_one(size):
+    """And sends as many bytes, but for the sizes of its messages, in steps with ranks of unequal shares."""
 
-    run_local(1, rank)
+    def rank(comm, kind):
+        model = small_gpt()
+        ddp = kind(model, comm, "ordered")
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            x, y = text(range(100 * step + 10 * comm.rank, 100 * step + 11 * comm.rank + 1))
+            loss = ddp.loss(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, bits(model.state_dict())
+
+    assert run_local(size, rank, NaiveDataParallel) == run_local(size, rank, DistributedDataParallel)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "tree"])

@@ -9,6 +9,7 @@ from combinations import TEXT, VOCAB, differences, run_steps
 from routing import ep_bytes
 from training import SGD, Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
 
+from chapters.support.whole_runs import bound, relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
@@ -17,11 +18,11 @@ from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import FLOAT64, model_state
-from minipar.parallel.stages import shard
+from minipar.parallel.parallelize import shard
 from minipar.parallel.traffic import predicted_traffic
-from minipar.parallel.zero import ZeroOptimizer
+from minipar.parallel.zero_optimizer import ZeroOptimizer
+from minipar.train.one_device import OneDevice
 from minipar.train.trainer import Trainer, step_layout
-from minipar.train.verify import OneDevice, bound, relative_difference
 from visualize.differences import compare
 
 E, H, F = 12, 8, 10  # a layer: experts, hidden, inner size
@@ -282,7 +283,7 @@ REFUSED = {
     "--dp 3 --ep 2 --global-batch 3": r"dp*cp/ep = 3*1/2 is not a whole number: the ranks of ep are among",
     "--dp 2 --cp 2 --ep 3 --global-batch 2": r"dp*cp/ep = 2*2/3 is not a whole number",
     "--dp 4 --ep 4 --global-batch 4": r"experts/ep = 6/4 is not a whole number: each rank holds whole experts",
-    "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "2 replicas of shards: those of experts have",
+    "--dp 4 --ep 2 --zero-stage 1 --zero-replicas 2 --global-batch 4": "shards of experts have no replicas",
     "--dp 2 --ep 0 --global-batch 2": r"--ep 0 is outside [1, inf)",
 }
 
@@ -299,22 +300,22 @@ def test_other_models_have_no_experts_to_share():
 
 
 def model_on(mesh):
+    """Return a model whose experts the ranks of mesh.ep share, and the groups for data parallelism over mesh.dp_cp."""
     config = MixtralConfig(VOCAB, 16, 12, 2, 4, 2, 8, num_local_experts=6, num_experts_per_tok=2)
     model = Mixtral(config, dtype="float64")
-    expert_parallel(model, mesh.ep, mesh.edp)
-    return model
+    return model, expert_parallel(model, mesh.ep, mesh.edp)
 
 
 def test_experts_need_a_wrapper_that_sums_their_gradients():
     def program(world):
         mesh = DeviceMesh(world, ep=2)
-        model = model_on(mesh)
+        model, _ = model_on(mesh)
         AdamW(model.parameters())
 
-    with pytest.raises(ValueError, match=r"nobody sums over their ranks; wrap the model first"):
+    with pytest.raises(ValueError, match=r"nobody sums over their ranks; wrap the model first.*groups="):
         run_local(2, program)
-    with pytest.raises(ValueError, match=r"use mp.shard\(model, comm, 1\)"):
-        run_local(2, lambda world: ZeroOptimizer(model_on(DeviceMesh(world, ep=2)).parameters(), AdamW, world))
+    with pytest.raises(ValueError, match=r"use mp.shard\(model, comm, 1, groups="):
+        run_local(2, lambda world: ZeroOptimizer(model_on(DeviceMesh(world, ep=2))[0].parameters(), AdamW, world))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -323,7 +324,8 @@ def test_a_script_of_ones_own_clips_and_saves_as_one_device(stage):
 
     def program(world):
         mesh = DeviceMesh(world, ep=min(2, world.size))
-        wrapper = shard(model_on(mesh), mesh.dp_cp, stage)
+        model, experts = model_on(mesh)
+        wrapper = shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))
         rows = np.array_split(tokens, world.size)[world.rank]
         optimizer = SGD(wrapper.parameters(), lr=0.1)
         wrapper.loss(rows[:, :-1], rows[:, 1:]).backward()
@@ -340,11 +342,12 @@ def test_a_script_of_ones_own_clips_and_saves_as_one_device(stage):
 def test_ranks_that_hold_the_same_experts_must_start_alike(stage):
     def program(world, difference):
         mesh = DeviceMesh(world, ep=2)
-        model = model_on(mesh)
+        model, experts = model_on(mesh)
         if world.rank == 2:  # which holds what rank 0 holds
             model.model.layers[1].block_sparse_moe.experts[0].w2.weight.data[0, 0] += difference
         tokens = TEXT.ids[:9].astype(np.int64)[None]
-        return shard(model, mesh.dp_cp, stage).loss(tokens[:, :-1], tokens[:, 1:]).item()
+        wrapper = shard(model, mesh.dp_cp, stage, groups=experts.groups(mesh.dp_cp))
+        return wrapper.loss(tokens[:, :-1], tokens[:, 1:]).item()
 
     assert len(set(run_local(4, program, 0))) == 1
     with pytest.raises(ValueError, match="the ranks hold different parameters"):

@@ -5,14 +5,14 @@ import weakref
 
 import numpy as np
 import pytest
-from training import MLP, Done, Proxy, backward, bits, small_gpt, text
+from training import MLP, Done, Proxy, backward, bits, chunk_of, small_gpt, text
 
 from minipar.autograd import Function, no_grad
 from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, enter
 from minipar.nn import AdamW
 from minipar.parallel.fsdp import FullyShardedDataParallel
-from minipar.parallel.stages import shard
+from minipar.parallel.parallelize import shard
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
 # Six blocks of 2,197 elements; embedding and head, with few tokens, are smaller than a block: 13 * (17 + 8 + 2) = 351.
@@ -233,7 +233,7 @@ def test_setting_up_stage_3_never_holds_the_whole_model(size):
             p.make = lambda make=p.make: watching(make())
         with ledger.recording():
             ddp = FullyShardedDataParallel(model, comm)
-        return ledger.peak, dict(ledger.held), made.most, sum(chunk.data.size for chunk in ddp.chunks.values())
+        return ledger.peak, dict(ledger.held), made.most, sum(unit.chunk.data.size for unit in ddp.buckets)
 
     for peak, held, made, own in run_local(size, rank):
         assert made == 1 and (2 * own) * 8 < peak <= (2 * own + BLOCK) * 8
@@ -300,8 +300,8 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
         ddp.synchronize()
         norm = ddp.clip_grad_norm(None)
         if stage == 0:
-            return norm, [ddp.buffers.gradients]
-        return norm, [chunk.gradient for chunk in ddp.chunks.values()]
+            return norm, [bucket.gradient for bucket in ddp.buckets]
+        return norm, [chunk_of(ddp, bucket).gradient for bucket in ddp.buckets]
 
     # Each of the 16*size tokens adds 1 to the row of its token and to that of its position, in all 13 columns.
     tokens = np.bincount(np.concatenate([batch(r)[0].ravel() for r in range(size)]), minlength=17)

@@ -6,19 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import training
-from training import MLP, Done, Proxy, bits, reports, small_gpt, talk_through, trainer_for
+from training import MLP, Done, Proxy, bits, reports, small_gpt, trainer_for
 
+from chapters.support.whole_runs import relative_difference
 from minipar.comm import Network, run_local, start_trace, wire_bytes
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import AdamW, GPTConfig
+from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
-from minipar.parallel.stages import fully_shard, shard
-from minipar.parallel.traffic import StepLayout, dp_bytes, replica_bytes
+from minipar.parallel.parallelize import fully_shard, shard
+from minipar.parallel.traffic import dp_bytes, replica_bytes
 from minipar.train.checkpoint import Checkpoint, checksum, same_sums
 from minipar.train.data import load_tokens
+from minipar.train.one_device import OneDevice, train_on_one_device
 from minipar.train.trainer import Trainer, step_layout
-from minipar.train.verify import OneDevice, relative_difference, train_on_one_device
 
 # Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.
 SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3 --clip-grad 0.5"
@@ -250,8 +252,8 @@ def test_a_training_on_a_model_clock_repeats_its_time_exactly():
 
 
 @pytest.mark.parametrize(("stage", "replicas", "why"), [
-    (3, 3, "4 ranks / 3 groups is not a whole number"),
-    (1, 0, "4 ranks / 0 groups is not a whole number"),
+    (3, 3, "ranks/replicas = 4/3 is not a whole number"),
+    (1, 0, "replicas = 0: expected at least 1"),
     (0, 2, "replicas = 2: ZeRO stage 0 shards nothing; give stage 1, 2 or 3"),
 ])  # fmt: skip
 def test_replicas_that_do_not_fit_are_refused_by_name(stage, replicas, why):
@@ -289,7 +291,7 @@ class ForgetsTheSumOverReplicas(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.ddp.replica_comm = self.Comm(self.ddp.replica_comm)
+        self.ddp.shard_comm.across = self.Comm(self.ddp.shard_comm.across)
 
 
 class CountsTheNormOfEveryReplica(Trainer):
@@ -314,7 +316,7 @@ class SumsOverReplicasTooEarly(Trainer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        talk_through(self.Comm, self.ddp)
+        self.ddp.shard_comm.inside = self.Comm(self.ddp.shard_comm.inside)
 
 
 @pytest.mark.parametrize("stage", SHARDED)

@@ -1,16 +1,11 @@
-"""Claims about memory: model state in closed form, the limit that refuses, and dropout masks of long sequences."""
+"""Claims about memory: model state in closed form, and the limit that refuses."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from minipar.autograd.attention import QUERY_BLOCK
-from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.nn import GPT, DropoutKeys, GPTConfig, dropping
-from minipar.nn.layers import Mask
-from minipar.parallel.context import METHODS, context_parallel
 from minipar.parallel.memory import (
     FLOAT32,
     FLOAT64,
@@ -160,25 +155,3 @@ def test_accumulating_microbatches_count_whole_gradients_too():
     assert "4*1,875 (gradients) + 8*375 (optimizer) = 16,500 bytes; --zero-stage 1 fits" in refusal(15_000, 2, 4, True)
     assert "= 16,500 bytes; --zero-stage 3 fits" in refusal(12_000, 2, 4, True)
     assert "whole gradients while microbatches accumulate" in refusal(6_000, 3, accumulating=True)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_no_rank_draws_more_of_a_mask_than_rows_of_a_block(method, monkeypatch):
-    """Whole masks of attention would be (T/c) T values for each head: memory grows as the sequence, not its square."""
-    sizes, right, length = [], Mask.__getitem__, 8 * QUERY_BLOCK
-
-    def draw(self, index):
-        block = right(self, index)
-        sizes.extend([block.size] if block.ndim == 4 else [])
-        return block
-
-    def rank(comm):
-        model = GPT(GPTConfig(13, length, 8, 1, 2), seed=4, dropout=0.2)
-        context = context_parallel(model, comm, method)
-        tokens = context.part(np.arange(length)[None] % 13)
-        with dropping(DropoutKeys(3, 1, [4])):
-            model.loss(tokens, tokens).backward()
-
-    monkeypatch.setattr(Mask, "__getitem__", draw)
-    run_local(2, rank)
-    assert sizes and max(sizes) <= QUERY_BLOCK * length

@@ -1,11 +1,16 @@
 """Claims about placements: parts join to the whole, chunks cover a bucket once, and each mistake is named."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from training import MLP, small_gpt
 
+import minipar as mp
 from minipar.comm import run_local
+from minipar.errors import UsageError
 from minipar.nn import AdamW, Linear, Parameter
+from minipar.parallel.parallelize import shard
 from minipar.parallel.placement import (
     BucketSlice,
     ParameterShard,
@@ -19,7 +24,6 @@ from minipar.parallel.placement import (
     placement_of,
     update,
 )
-from minipar.parallel.stages import shard
 
 RANDOM = np.random.Generator(np.random.Philox(41))
 
@@ -56,8 +60,10 @@ def test_a_shard_in_three_gives_each_rank_its_heads_of_q_k_and_v(ranks):
         assert Shard(rank, ranks, 1, 3 * h, 3).part(names)[0].tolist() == expected
 
 
-def test_partial_is_replicated_with_a_sum_to_come():
-    assert isinstance(Partial(1, 2), Replicate) and not isinstance(Shard(1, 2), Partial)
+def test_each_kind_of_placement_is_no_other_kind():
+    kinds = Replicate, Partial, Shard
+    for placement in (Replicate(1, 2), Partial(1, 2), Shard(1, 2, 0, 4)):
+        assert [isinstance(placement, kind) for kind in kinds] == [type(placement) is kind for kind in kinds]
     assert Replicate(1, 2) != Partial(1, 2) and Shard(1, 2, 0, 4) == Shard(1, 2, 0, 4)
 
 
@@ -125,6 +131,50 @@ def test_a_layer_made_parallel_first_gets_the_models_name():
     model.first.weight.placement = Placement("", (3, 5), Shard(0, 1, 1, 5))
     place(model)
     assert placement_of(model.first.weight) == Placement("first.weight", (3, 5), Shard(0, 1, 1, 5))
+
+
+def test_placements_print_as_a_table():
+    def rank(comm):
+        mesh = mp.DeviceMesh(comm, dp=2, tp=2)
+        model = mp.GPT(mp.GPTConfig(vocab_size=7, n_positions=4, n_embd=8, n_layer=1, n_head=2))
+        before = str(mp.placements(model)).splitlines()
+        tensor = mp.tensor_parallel(model, mesh.tp, sequence=True)
+        mp.shard(model, mesh.dp, 1, before_reduce=tensor.sum_partial)
+        return before, str(mp.placements(model)).splitlines()
+
+    before, after = run_local(4, rank)[3]
+    assert before[1].split() == ["wte.weight", "(7,", "8)", "Replicate", "0", "-", "-"]
+    assert after[0].split() == ["name", "shape", "tp", "pp", "ep", "dp", "chunk"]
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in after[1:]}
+    assert list(rows) == [name for name, _ in mp.GPT(mp.GPTConfig(7, 4, 8, 1, 2)).named_parameters()]
+    # The rows of the embedding are padded to 8, of which a rank has 4: with wpe and ln_f a bucket of 80 elements.
+    assert rows["wte.weight"].split() == "(7, 8) Shard(0) 0 - 32:32 of 32".split()
+    assert rows["wpe.weight"].split() == "(4, 8) Partial 0 - 8:32 of 32".split()
+    assert rows["h.0.attn.c_attn.weight"].split()[2:4] == ["Shard(1,", "groups=3)"]
+    assert {line.index("Shard(0)") for line in after if "Shard(0)" in line} == {after[0].index("tp")}
+
+
+def test_readme_shows_lines_of_the_table_of_its_model():
+    def rank(comm):
+        mesh = mp.DeviceMesh(comm, dp=2, tp=2)
+        model = mp.GPT(mp.GPTConfig(vocab_size=256, n_positions=64, n_embd=128, n_layer=2, n_head=4))
+        mp.tensor_parallel(model, mesh.tp)
+        mp.shard(model, mesh.dp, 1)
+        return str(mp.placements(model)).splitlines()
+
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = text.partition("    name  ")[2].partition("    [...]")[0]
+    lines = ["name  " + shown.splitlines()[0], *(line.strip() for line in shown.splitlines()[1:])]
+    printed = run_local(4, rank)[0]
+    assert len(lines) == 5 and [line for line in printed if line in lines] == lines
+
+
+def test_the_table_names_a_wrappers_model_as_the_remedy():
+    def rank(comm):
+        return mp.placements(shard(MLP(), comm, 0))
+
+    with pytest.raises(UsageError, match="placements of a DistributedDataParallel: give the model that it wraps"):
+        run_local(1, rank)
 
 
 def test_a_parameter_that_nobody_placed_is_named_with_the_remedy():

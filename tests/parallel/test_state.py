@@ -1,5 +1,6 @@
 """Claims about the serial model's state: in every layout one rank owns each element, and rank 0 collects them all."""
 
+import json
 from collections import defaultdict
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 from training import MLP, config_for, ranks_of, small_gpt, trainer_for
 
 from minipar.comm import run_local
-from minipar.parallel.placement import Shard, elements_of
-from minipar.parallel.stages import shard
-from minipar.parallel.state import gather_state, join, local_part, owned_pieces
+from minipar.parallel.parallelize import shard
+from minipar.parallel.placement import Replicate, Shard, elements_of
+from minipar.parallel.state import Cut, Piece, gather_state, join, local_part, owned_pieces
 from minipar.train.data import Tokens
 
 SHAPE = "--layers 4 --hidden 12 --heads 4 --seq-len 8 --vocab-size 11 --dtype float64 --global-batch 12"
@@ -42,11 +43,12 @@ def test_the_ranks_own_each_element_of_each_parameter_once(layout, stage):
     counts = defaultdict(dict)
     for piece, placement in [each for pieces in on_ranks(layout, stage, own) for each in pieces]:
         rank, shape = 0, placement.shape
-        if piece["cut"] is not None:
-            assert piece["cut"] == {key: getattr(placement.tp, key) for key in ("dim", "groups", "rank", "ranks")}
-            rank, shape = piece["cut"]["rank"], placement.tp.local_shape(shape)
-        held = counts[piece["name"]].setdefault(rank, np.zeros(int(np.prod(shape)), int))
-        held[piece["start"] : piece["stop"]] += 1
+        assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
+        if piece.cut is not None:
+            assert piece.cut.shard(shape) == placement.tp
+            rank, shape = piece.cut.rank, placement.tp.local_shape(shape)
+        held = counts[piece.name].setdefault(rank, np.zeros(int(np.prod(shape)), int))
+        held[piece.start : piece.stop] += 1
     assert set(counts) == set(serial.shapes)
     for name, parts in counts.items():
         assert sorted(parts) == list(range(len(parts))), name
@@ -80,21 +82,21 @@ def test_pieces_join_to_the_serial_array_in_any_order():
     whole = np.random.Generator(np.random.Philox(4)).standard_normal((10, 6))
     pieces = []
     for rank in range(4):
-        cut = {"dim": 0, "groups": 1, "rank": rank, "ranks": 4}
+        cut = Cut(dim=0, groups=1, rank=rank, ranks=4)
         part = Shard(rank, 4, 0, 10).part(whole).reshape(-1)
         for start in range(0, part.size, 7):
             elements = part[start : start + 7]
-            pieces.append(({"cut": cut, "start": start, "stop": start + elements.size}, elements))
+            pieces.append((Piece("p", start, start + elements.size, cut), elements))
     assert np.array_equal(join((10, 6), np.float64, reversed(pieces)), whole)
     flat = whole.reshape(-1)
-    pieces = [({"cut": None, "start": start, "stop": stop}, flat[start:stop]) for start, stop in ((20, 60), (0, 20))]
+    pieces = [(Piece("p", start, stop, None), flat[start:stop]) for start, stop in ((20, 60), (0, 20))]
     assert np.array_equal(join((10, 6), np.float64, pieces), whole)
 
 
 def test_a_local_part_is_this_ranks_elements_of_its_part():
     whole = np.arange(24.0).reshape(4, 6)
     assert local_part(Shard(1, 2, 1, 6), whole, range(2, 5)).tolist() == [5, 9, 10]
-    assert local_part(None, whole, range(2, 5)).tolist() == [2, 3, 4]
+    assert local_part(Replicate(), whole, range(2, 5)).tolist() == [2, 3, 4]
 
 
 def test_parameters_of_a_users_model_come_in_its_order():

@@ -15,17 +15,11 @@ from training import ranks_of, trainer_for
 from minipar.comm import run_local
 from minipar.nn import GPTConfig
 from minipar.nn.pretrained import save_pretrained
-from minipar.parallel.pipeline.schedules import SCHEDULES, make, save_csv
+from minipar.parallel.layout import StepLayout
+from minipar.parallel.pipeline.schedule_file import save_csv
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.tensor.mappings import TensorGroup
-from minipar.parallel.traffic import (
-    StepLayout,
-    bucket_elements,
-    dp_bytes,
-    end_gathers,
-    pp_bytes,
-    predicted_traffic,
-    tp_bytes,
-)
+from minipar.parallel.traffic import bucket_elements, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
 from minipar.train.config import schedule_of
 from minipar.train.trainer import make_model, step_layout
 

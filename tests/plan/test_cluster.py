@@ -66,6 +66,20 @@ def test_links_of_a_mesh():
     assert cluster.between == AlphaBeta(cluster.assumptions.alpha_between, 1 / (25e9 * 0.8))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "per_host", "words"),
+    [
+        (0, 8, "gpus 0, gpus-per-node 8: expected at least 1 of each"),
+        (8, 0, "gpus 8, gpus-per-node 0: expected at least 1 of each"),
+        (12, 8, "gpus 12 are not a multiple of gpus-per-node 8"),
+    ],
+)
+def test_hosts_are_full_unless_one_holds_all_gpus(gpus, per_host, words):
+    assert Cluster(GPUS["a100"], 4, 8).gpus == 4 and Cluster(GPUS["a100"], 16, 8).gpus == 16
+    with pytest.raises(UsageError, match=f"^{words}$"):
+        Cluster(GPUS["a100"], gpus, per_host)
+
+
 def test_a_users_own_gpu(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"like": "a100", "memory": 40e9}')

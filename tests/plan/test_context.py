@@ -14,7 +14,8 @@ from minipar.bench.pipeline import random_tokens
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.parallel.context import METHODS, ORDERS
+from minipar.parallel.context import METHODS
+from minipar.parallel.token_order import ORDERS
 from minipar.plan.cluster import GPUS, AlphaBeta, Cluster, model_clock_cluster
 from minipar.plan.compute import attention_squares, context_seconds, ring_seconds, unit_times
 from minipar.plan.layout import MINIPAR, PRECISIONS
@@ -257,7 +258,16 @@ def test_a_unit_waits_for_cp_and_so_does_the_step():
     ],
 )
 def test_cp_leaves_a_rank_8192_tokens_unless_it_is_given(length, space, sizes):
-    assert space.context_sizes(length) == sizes
+    assert space.context_sizes(length) == sizes and LEAST_TOKENS == 8192
+
+
+def test_a_microbatch_that_is_cut_has_one_sample_unless_given():
+    cluster = Cluster(GPUS["h100"], 8)
+    of_size = {}
+    for cp, space in ((None, SearchSpace()), (2, SearchSpace(cp=2)), (None, SearchSpace(microbatch=2))):
+        found = list(layouts(find_model("llama-3-8b"), cluster, 8, space, 4 * LEAST_TOKENS))
+        of_size[cp, space.microbatch] = {one.microbatch for one in found if one.cp > 1}
+    assert of_size == {(None, None): {1}, (2, None): {1, 2, 4, 8}, (None, 2): {2}}
 
 
 def test_every_layout_with_cp_divides():

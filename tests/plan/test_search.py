@@ -287,3 +287,10 @@ def test_a_gpu_that_would_fit_has_usable_memory_enough(monkeypatch):
     with pytest.raises(UsageError, match=r"What would fit: enough \(") as caught:
         plan(GPT3, cluster, 64, 2048)
     assert "nearly" not in str(caught.value)
+
+
+def test_sizes_that_divide_nothing_are_refused():
+    with pytest.raises(UsageError, match=r"seq-len/\(2\*cp\) = 1000/6 is not a whole number"):
+        SearchSpace(cp=(2, 3)).context_sizes(1000)
+    with pytest.raises(UsageError, match="experts/ep = 8/3 is not a whole number"):
+        SearchSpace(ep=3).expert_sizes(find_model("mixtral-8x7b"), 6, 6)

@@ -17,9 +17,9 @@ from reference.torch_checkpoint import MiniparReader
 from torch.distributed.checkpoint import CheckpointException
 from training import config_for, on_each_rank
 
+from chapters.support.whole_runs import relative_difference
 from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint
 from minipar.train.data import Batches, Tokens
-from minipar.train.verify import relative_difference
 
 VOCAB, LENGTH, HIDDEN, BATCH, SAVED = 65, 8, 20, 8, 3  # ranks share the vocabulary unequally
 SHAPE = f"--layers 2 --hidden {HIDDEN} --heads 4 --vocab-size {VOCAB}"

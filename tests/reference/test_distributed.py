@@ -24,12 +24,12 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training import config_for, on_each_rank
 
+from chapters.support.whole_runs import relative_difference
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
 from minipar.parallel.state import gather_state
 from minipar.train.data import Batches, Tokens
 from minipar.train.trainer import Trainer
-from minipar.train.verify import relative_difference
 
 VOCAB, LENGTH, HIDDEN, HEADS, BATCH, STEPS = 64, 8, 32, 4, 8, 3
 # A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/tensor_cases.py.

@@ -82,11 +82,11 @@ def test_values_and_gradients(name):
 def test_log_sum_exp_of_attention(causal, monkeypatch):
     monkeypatch.setattr(attention_module, "QUERY_BLOCK", 4)
     monkeypatch.setattr(attention_module, "KEY_BLOCK", 8)
-    q, k, v = normal(2, 4, 13, 3), normal(2, 4, 13, 3), normal(2, 4, 13, 3)
+    q, k, v = normal(2, 4, 1, 13, 3), normal(2, 4, 1, 13, 3), normal(2, 4, 1, 13, 3)
     scores = torch.tensor(0.5 * q @ k.swapaxes(-1, -2))
     if causal:
         scores = scores.masked_fill(torch.ones(13, 13).triu(1).bool(), float("-inf"))
-    _, lse = attend(q, k, v, causal, 0.5)
+    _, lse = attend(q, k, v, 0.5, causal)
     np.testing.assert_allclose(lse, torch.logsumexp(scores, dim=-1).numpy(), rtol=1e-13)
 
 

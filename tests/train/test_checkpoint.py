@@ -12,6 +12,7 @@ from launcher import run_mpi
 from sampled import sampled
 from training import bits, on_each_rank, open_checkpoint, ranks_of, trainer_for, verdicts
 
+from chapters.support.whole_runs import layer_scales, relative_difference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn.pretrained import load_pretrained, save_pretrained
@@ -19,7 +20,6 @@ from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, p
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.progress import Metrics
 from minipar.train.trainer import StepResult, Trainer
-from minipar.train.verify import layer_scales, relative_difference
 
 # Heads that 1, 2 and 4 ranks share, and buckets (6,016; 10,740) and a vocabulary that they do not divide.
 SHAPE = "--layers 4 --hidden 20 --heads 4 --seq-len 8 --vocab-size 257 --dtype float64 --weight-decay 0.1 --dropout 0.1"
@@ -45,7 +45,7 @@ LAYOUTS = {
     "dp 8, stage 3": "--dp 8 --zero-stage 3",
     "dp 4, stage 3, two replicas": "--dp 4 --zero-stage 3 --zero-replicas 2",
     "dp 4 x tp 2, stage 1, two replicas": "--dp 4 --tp 2 --zero-stage 1 --zero-replicas 2",
-    "cp 2, stage 1": "--dp 1 --cp 2 --zero-stage 1",
+    "cp 2, stage 1": "--dp 1 --cp 2 --zero-stage 1 --context-parallel ulysses",
     "dp 2 x cp 2 x tp 2, stage 3, Ulysses": "--dp 2 --cp 2 --tp 2 --zero-stage 3 --context-parallel ulysses",
 }
 # Those that add the same numbers in the same order, and so train the same bits as one another.
@@ -257,7 +257,7 @@ def test_the_command_line_resumes_under_another_layout(tmp_path):
     result = run_mpi(4, ["-m", "minipar.train", *common, *then.split()], timeout=60)
     assert result.returncode == 0, result.stderr
     assert "verify: 4 ranks = 1 device, bit for bit" in result.stdout
-    assert "norms of 3 steps, resumed after 3" in result.stdout
+    assert "in each of 3 steps, resumed after 3, as one device that never stopped" in result.stdout
     assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == list(range(6))
 
 

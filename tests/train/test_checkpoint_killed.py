@@ -112,7 +112,7 @@ def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(tmp_path):
     result = run_mpi(2, [*flags, *end], timeout=60)
     assert result.returncode == 0, result.stderr
     assert f"resumed after step {before} from {folder}" in result.stdout
-    assert "verify: 2 ranks = 1 device, bit for bit: 52 parameters" in result.stdout
+    assert "verify: 2 ranks = 1 device, bit for bit: loss, norm, gradients and updates of 52" in result.stdout
     assert sorted(path.name for path in folder.iterdir()) == [f"step-{before + i:08d}" for i in (2, 3)]
 
 
@@ -135,5 +135,5 @@ def test_one_command_continues_on_the_ranks_that_are_left(tmp_path):
     result = run_mpi(2, [*command, "--verify"])
     assert result.returncode == 0, result.stderr
     assert f"resumed after step {before} from {folder}" in result.stdout and ": --dp 2 " in result.stdout
-    assert "verify: 2 ranks = 1 device within rounding: " in result.stdout
+    assert "verify: 2 ranks = 1 device" in result.stdout
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(60))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from training import config_for, on_each_rank, ranks_of, trainer_for
 
+from chapters.support.whole_runs import bound
 from minipar.comm import run_local
 from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint
 from minipar.train.data import load_tokens
-from minipar.train.verify import bound
 
 FOLDER = Path(__file__).parent / "recorded" / "checkpoint-v1"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())

@@ -33,7 +33,9 @@ def test_8_ranks_equal_one_device_bit_for_bit_in_rank_order(on_8_ranks):
     result = on_8_ranks[0]
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
-    assert last.startswith("verify: 8 ranks = 1 device, bit for bit: 28 parameters (34,688 numbers), losses and")
+    assert last.startswith(
+        "verify: 8 ranks = 1 device, bit for bit: loss, norm, gradients and updates of 28 parameters"
+    )
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.long) for each in "12"), "3"])
@@ -43,7 +45,8 @@ def test_8_ranks_with_sharded_state_equal_one_device_to_the_bit(stage, on_8_rank
     lines = result.stdout.splitlines()
     assert f"minipar: 8 ranks: --dp 8 --zero-stage {stage}, global batch" in lines[1]
     assert lines[-1] == (
-        "verify: 8 ranks = 1 device, bit for bit: 28 parameters (7,956 numbers), losses and gradient norms of 20 steps"
+        "verify: 8 ranks = 1 device, bit for bit: "
+        "loss, norm, gradients and updates of 28 parameters (7,956 values) in each of 20 steps"
     )
 
 
@@ -59,7 +62,7 @@ def test_ranks_in_a_ring_equal_one_device_within_the_bound():
     result = run_mpi(4, [*TRAIN, *PROOF, "--dp", "4", "--reduction", "ring"], timeout=120)
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
-    assert "4 ranks = 1 device within rounding" in last and "<= bound 9.59e-11" in last
+    assert "4 ranks = 1 device within rounding" in last and "bound 3.6e-15; updates equal" in last
 
 
 def test_a_run_without_mpirun_is_a_run_on_one_rank(tmp_path):
@@ -164,6 +167,8 @@ BAD_INPUT = {
     "gradients kept sharded without a stage": (2, "--sync-every-microbatch", "with --zero-stage 0 every rank has them"),
     "replicas of shards that there are not": (2, "--zero-replicas 2",
         "--zero-replicas 2 does nothing without --zero-stage 1, 2 or 3"),
+    "replicas of experts' shards": (4, "--model mixtral --ep 4 --zero-stage 1 --zero-replicas 4 --memory-limit 1GB",
+        "zero-replicas 4 with ep 4: shards of experts have no replicas; give 1 replica or ep = 1"),
     "groups of unequal size": (4, "--zero-stage 3 --zero-replicas 3", "dp/zero-replicas = 4/3 is not a whole number"),
     "no such device": (2, "--device tpu", "tpu"),
 }  # fmt: skip

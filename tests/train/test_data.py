@@ -123,6 +123,31 @@ def test_the_fingerprint_sees_another_text(write):
     assert load_tokens(write(text, "b"), vocab_size=256, seq_len=4).fingerprint() == one.fingerprint()
 
 
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_the_fingerprint_of_a_long_text_sees_both_ends(itemsize, write, monkeypatch):
+    """... and its length, wherever it is longer, and 62 pieces between them; not a change beside them."""
+    monkeypatch.setattr(data, "STDLIB_BYTES", 1000)
+    size = 2**20
+    text = np.random.Generator(np.random.Philox(1)).integers(0, 256, size, np.uint8)
+    name = {1: "a", 2: "a.bin"}[itemsize]
+
+    def fingerprint(content):
+        return load_tokens(write(content.tobytes(), name), vocab_size=2**16, seq_len=4).fingerprint()
+
+    def changed(place):
+        other = text.copy()
+        other[place] ^= 1
+        return fingerprint(other)
+
+    pieces = [int(start) for start in np.linspace(0, size // itemsize - 1024, 64, dtype=np.int64)]
+    same = fingerprint(text)
+    for start in pieces:
+        assert changed(start * itemsize) != same and changed(start * itemsize + 1023) != same
+    for beside in (pieces[1] * itemsize - 1, pieces[1] * itemsize + 1024):
+        assert changed(beside) == same  # the price of milliseconds
+    assert fingerprint(text[:-itemsize]) != same and fingerprint(np.append(text, text[:itemsize])) != same
+
+
 def refused(path, vocab_size=256, seq_len=4) -> str:
     with pytest.raises(UsageError) as caught:
         load_tokens(path, vocab_size=vocab_size, seq_len=seq_len)

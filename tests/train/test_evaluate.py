@@ -8,6 +8,7 @@ import pytest
 from launcher import run_each
 from training import ranks_of, trainer_for
 
+from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.train.config import parse, resolve
@@ -28,8 +29,8 @@ LAYOUTS = {
     "zbv": "--pp 2 --microbatches 2 --schedule zbv",
     "3D, sequence, stage 3": "--dp 2 --tp 2 --pp 2 --microbatches 2 --zero-stage 3 --sequence-parallel",
     "recompute": "--recompute full",
-    "cp 2 x dp 2": "--cp 2 --dp 2",
-    "cp 2 x pp 2, stage 3": "--cp 2 --dp 1 --pp 2 --microbatches 2 --zero-stage 3",
+    "cp 2 x dp 2": "--cp 2 --dp 2 --context-parallel ulysses",
+    "cp 2 x pp 2, stage 3": "--cp 2 --dp 1 --pp 2 --microbatches 2 --zero-stage 3 --context-parallel ulysses",
 }
 
 
@@ -75,6 +76,16 @@ def test_the_validation_loss_is_the_models_mean_loss():
     targets = np.stack([evaluation.tokens.ids[s + 1 : s + 9] for s in evaluation.starts]).astype(np.int64)
     assert trainer.validation_loss(evaluation) == pytest.approx(trainer.model.loss(inputs, targets).item(), rel=1e-9)
     assert len(evaluation.starts) == 62 and len(evaluation.tokens.ids) == 500
+
+
+def test_losses_are_added_in_the_order_of_the_samples():
+    """From left to right 1 is left. From right to left it would be 0, and in pairs 2."""
+    config = config_of("--dp 1")
+    tokens, evaluation = hold_out(config, TEXT)
+    trainer = trainer_for(config, tokens)
+    losses = iter([1e16, 1.0, -1e16, 1.0, *[0.0] * 58])
+    trainer.model.loss_sum = lambda x, y: Tensor(np.array(next(losses)))
+    assert trainer.validation_loss(evaluation) == pytest.approx(1 / (62 * 8), rel=1e-9)
 
 
 @pytest.mark.parametrize("flags", ["--dp 2 --zero-stage 3", "--pp 2 --microbatches 2"])

@@ -13,7 +13,7 @@ from training import config_for, reports, trainer_for, using
 from minipar import backend
 from minipar.comm import run_local
 from minipar.train.data import load_tokens
-from minipar.train.verify import verify
+from minipar.train.verify import Verifier
 
 SHAPE = "--layers 4 --hidden 16 --heads 2 --seq-len 8 --vocab-size 257 --global-batch 8 --steps 2 --dtype float64"
 CASES = [
@@ -46,12 +46,13 @@ def train(comm, flags, directory=None, resume=False):
     tokens = load_tokens(None, vocab_size=257, seq_len=8)
     line = f"{SHAPE} --eps 1e-6 {flags} {f'--resume {directory}' if resume else ''}"
     trainer = trainer_for(config_for(line, comm.size), tokens, comm)
-    results = []
+    verifier, results = Verifier(trainer), []
     for result in trainer.train():
+        verifier.check(result)
         results.append(result)
         if directory is not None and not resume and result.step == 0:
             trainer.save(directory, 1)
-    return reports(results), trainer.state_dict(), verify(trainer, results, tokens)
+    return reports(results), trainer.state_dict(), verifier.verdict()
 
 
 @pytest.mark.parametrize(

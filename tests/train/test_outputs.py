@@ -1,8 +1,9 @@
 """Claims about what a run prints and writes: no escape code in a log, no foreign file replaced, one line per error."""
 
-import io
+import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -13,8 +14,9 @@ from minipar.errors import UsageError, printable
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
 from minipar.train.config import TrainConfig, parse
-from minipar.train.progress import Metrics, Progress, prepare_outputs, progress_stream, write_export
+from minipar.train.progress import Metrics, prepare_outputs, progress_stream, write_export
 from minipar.train.trainer import StepResult
+from visualize.measurements import read_metrics
 
 TINY = "-m minipar.train --layers 1 --hidden 16 --heads 2 --seq-len 16 --global-batch 6 --steps 3".split()
 RESULT = StepResult(0, 0.5, 1.0, 0.1, 10.0)
@@ -153,6 +155,58 @@ main(limited)
     assert list(tmp_path.rglob("*")) == ([tmp_path / "model"] if flag == "--export" else [])
 
 
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_metrics_of_a_full_disk_end_with_a_whole_line(first_step, tmp_path):
+    """A real write that fails in the middle of a line: files may have at most 500 bytes."""
+    path = tmp_path / "m.jsonl"
+    earlier = [
+        json.dumps({"step": step, "loss": 1.0, "grad_norm": 1.0, "seconds": 1.0, "tokens_per_second": 1.0}) + "\n"
+        for step in range(4)
+    ]
+    path.write_text("".join(earlier))
+    metrics = Metrics(str(path), first_step)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        for step in range(first_step, 9):
+            metrics.write(dataclasses.replace(RESULT, step=step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    text = path.read_text()
+    assert text.endswith("}\n") and 200 < len(text) <= 500
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert steps == list(range(len(steps))) and len(steps) > first_step
+    assert len(read_metrics(str(path))) == len(steps)  # what `visualize loss` reads
+    with pytest.raises(UsageError, match="m.jsonl cannot be written: File too large"):
+        metrics.close()
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_save_that_the_disk_cannot_hold_leaves_nothing(full, tmp_path):
+    """One rank's files may have at most 4 KiB, from the second checkpoint on."""
+    script = f"""
+import resource, sys
+from minipar.comm import main
+from minipar.train import checkpoint
+from minipar.train.__main__ import run
+
+sys.argv[1:] = {[*TINY[2:], "--save", str(tmp_path / "run"), "--save-every", "1"]!r}
+pieces = checkpoint.owned_pieces
+def limited(comm):
+    def second(parameters):
+        if comm.rank == {full} and list(checkpoint.checkpoints(checkpoint.Path({str(tmp_path / "run")!r}))):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        return pieces(parameters)
+    checkpoint.owned_pieces = second
+    return run(comm)
+main(limited)
+"""
+    result = run_mpi(2, script, timeout=30)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr == f"minipar: error: --save {tmp_path}/run: rank {full}: [Errno 27] File too large\n"
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+
+
 def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
     model = GPT(GPTConfig(16, 8, 8, 1, 2))
     save_pretrained(model, tmp_path)
@@ -183,7 +237,7 @@ def test_what_the_last_update_made_infinite_is_not_written(tmp_path):
     ]
     for i, result in enumerate(run_each(2, commands)):
         assert result.returncode == 2 and result.stderr.startswith(INFINITE) and result.stderr.count("\n") == 1
-        written = [path.name for path in (tmp_path / str(i)).iterdir()]
+        written = [path.name for path in (tmp_path / str(i)).glob("*")]  # none without a directory
         assert written == [] or "--record" in every[i] and "verify" not in result.stdout
         assert "step 1/1  loss 5.5" in result.stdout
 
@@ -207,17 +261,6 @@ def test_metrics_on_standard_output_send_progress_elsewhere(capsys):
     assert capsys.readouterr() == ("", "progress\n")
     print("progress", file=progress_stream(parse([])))
     assert capsys.readouterr() == ("progress\n", "")
-
-
-def test_progress_says_how_long_the_rest_takes(monkeypatch):
-    now = iter([100.0, 130.0, 160.0, 190.0, 220.0])
-    monkeypatch.setattr("minipar.train.progress.time.monotonic", lambda: next(now))
-    stream = io.StringIO()
-    progress = Progress("step", 14, stream)
-    for step in range(10, 14):  # a resumed run
-        progress(StepResult(step, 0.5, 1.0, 0.1, 10.0))
-    ends = [line.partition("tokens/s")[2].strip() for line in stream.getvalue().splitlines()]
-    assert ends == ["0:01:30 left", "0:01:00 left", "0:00:30 left", ""]
 
 
 @pytest.mark.parametrize("place", ["| head -1", "> /dev/full"])

@@ -1,5 +1,6 @@
 """Claims about overflows: one rank's stops or skips the step on all of them, and the loss scale of fp16 follows."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from training import config_for, on_each_rank, ranks_of, trainer_for
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
+from minipar.train.__main__ import train
+from minipar.train.checkpoint import checksum
+from minipar.train.progress import Metrics, Progress
 from minipar.train.trainer import GOOD_STEPS, LOSS_SCALE, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -82,6 +86,26 @@ def test_the_scale_doubles_after_enough_good_steps():
     assert scales == [LOSS_SCALE, 2 * LOSS_SCALE, 2 * LOSS_SCALE] and trainer.good_steps == 1
 
 
+def test_the_scale_starts_at_2_to_the_16_and_doubles_after_2000():
+    """The figures of docs/command-line.md, of which the other tests use the names."""
+    assert (LOSS_SCALE, GOOD_STEPS) == (65536.0, 2000)
+    assert trainer_for(config_of("--dtype fp16"), TEXT).loss_scale == 65536.0
+    assert trainer_for(config_of("--dtype bf16"), TEXT).loss_scale == trainer_for(config_of(""), TEXT).loss_scale == 1.0
+
+
+@pytest.mark.parametrize("flags", ["--dtype fp16", "--skip-nonfinite"])
+def test_a_skipped_step_is_not_saved_on_the_way(flags, tmp_path):
+    """Of four steps the third is skipped, so the last two that were saved are 2 and 4."""
+    config = config_of(f"--dp 2 {flags} --save {tmp_path} --save-every 1 --steps 4")
+    kind = type("Overflowing", (Overflowing,), {"where": 1, "bad": (2,)})
+
+    def rank(comm):
+        train(trainer_for(config, TEXT, comm, kind), None, Metrics(None), [], Progress(4, None))
+
+    run_local(2, rank)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+
+
 @pytest.mark.parametrize("model", ["", "--model mixtral --aux-loss 1"])
 def test_the_scale_changes_no_gradient(model):
     """It is a power of two; without it, fp16 loses gradients below 2^-24."""
@@ -101,6 +125,33 @@ def test_a_resumed_run_keeps_its_loss_scale(tmp_path):
     config = config_of(f"--dp 2 --dtype fp16 --steps 4 --resume {tmp_path}")
     scales = on_each_rank(config, TEXT, lambda trainer, _: (trainer.loss_scale, trainer.good_steps))
     assert scales == [(LOSS_SCALE / 2, 2)] * 2
+
+
+@pytest.mark.parametrize("flags", ["--dtype fp16", "--skip-nonfinite"])
+def test_a_resumed_run_goes_on_counting_skipped_steps(flags, tmp_path):
+    """Twice: the count of the second checkpoint has that of the first."""
+    kind = type("Overflowing", (Overflowing,), {"where": 1, "bad": (1, 2, 3, 5)})
+    counts = []
+    for first, steps in ((0, 3), (3, 4), (4, 6)):
+        resume = f"--resume {tmp_path}" if first else ""
+        config = config_of(f"--dp 2 {flags} {resume} --steps {steps}")
+
+        def counted(trainer, results, steps=steps):
+            trainer.save(tmp_path, steps)
+            return [result.skipped for result in results]
+
+        counts += on_each_rank(config, TEXT, counted, kind)[0]
+    assert counts == [0, 1, 2, 3, 3, 4]
+
+
+def test_an_older_checkpoint_starts_counting_at_0(tmp_path):
+    on_each_rank(config_of("--dp 2 --dtype fp16"), TEXT, lambda trainer, _: trainer.save(tmp_path, 3))
+    path = tmp_path / "step-00000003" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["skipped"]
+    path.write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+    config = config_of(f"--dp 2 --dtype fp16 --steps 4 --resume {tmp_path}")
+    assert on_each_rank(config, TEXT, lambda _, results: results[0].skipped) == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

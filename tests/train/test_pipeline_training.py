@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 import training
 from launcher import run_each, run_mpi
-from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bits, on_each_rank, reports, trainer_for
+from training import LeavesTheTiedGradientBehind, LeavesTheTiedWeightBehind, bits, reports, trainer_for, verified
 
 from minipar.comm import run_local
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
-from minipar.parallel.pipeline.schedules import SCHEDULES, save_csv
+from minipar.parallel.pipeline.actions import Durations, simulate
+from minipar.parallel.pipeline.schedule_file import save_csv
+from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.pipeline.stage import PipelineParallel
 from minipar.train.config import schedule_of
 from minipar.train.data import load_tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import Trainer
-from minipar.train.verify import train_on_one_device, verify
 
 SHAPE = "--layers 8 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64 --reduction ordered"
 TOKENS = load_tokens(None, vocab_size=256, seq_len=8)
@@ -27,12 +28,15 @@ def config_for(flags, size):
 def train(size, flags, kind=Trainer):
     """Rank 0's whole parameters and every rank's (losses and norms, verdict, peak of live activations, bytes)."""
 
-    def inspect(trainer, results):
-        sent = trainer.mesh.world.traffic.bytes("send", "pp")
-        state, verdict = trainer.state_dict(), verify(trainer, results, TOKENS)
+    config = config_for(flags, size)
+
+    def rank(comm):
+        trainer = trainer_for(config, TOKENS, comm, kind)
+        results, verdict = verified(trainer)
+        sent, state = comm.traffic.bytes("send", "pp"), trainer.state_dict()
         return state, reports(results), verdict, trainer.executor.peak_alive, sent
 
-    return on_each_rank(config_for(flags, size), TOKENS, inspect, kind)
+    return run_local(size, rank)
 
 
 def assert_one_devices_bits(size, flags):
@@ -119,9 +123,8 @@ def test_on_the_model_clock_a_step_takes_the_simulated_time(schedule):
 
     forward = 24 * 8 * 16 * 16 + 4 * 8 * 8 * 16  # one sample, one block
     weights = 24 * 8 * 16 * 16
-    lists = [[half for action in row for half in action.halves] for row in schedule_of(config).ranks]
     durations = Durations(forward, 2 * forward - weights, weights)
-    predicted = simulate(Schedule.of(schedule, lists), durations).makespan
+    predicted = simulate(schedule_of(config).unpaired(), durations).makespan
     assert predicted <= simulate(schedule_of(config), durations).makespan
     assert max(run_local(4, rank, clock="model")) == pytest.approx(predicted, rel=1e-9)
 

@@ -19,8 +19,8 @@ from minipar.memory import MemoryLedger
 from minipar.nn import GPT, AdamW, GPTConfig, Linear, Parameter
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.memory import elements_placed, model_state, precision_of
-from minipar.parallel.stages import fully_shard
-from minipar.parallel.tensor.layers import RowParallelLinear
+from minipar.parallel.parallelize import fully_shard
+from minipar.parallel.tensor.user_layers import RowParallelLinear
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.checkpoint import continued, find_checkpoint
 from minipar.train.config import parse
@@ -287,7 +287,6 @@ def test_other_dtypes_are_as_they_were(dtype):
 REFUSED = {
     "--gradients bf16": "--gradients bfloat16 is for --dtype bf16 or fp16",
     "--reduce-dtype fp32": "--reduce-dtype float32 is for --dtype bf16 or fp16",
-    "--dtype bf16 --verify": "--verify with --dtype bfloat16 needs --reduction ordered, and cp = ep = tp = 1",
     "--dtype bf16 --gradients fp16": "--gradients float16 is for --dtype fp16, which scales the loss into its range",
     "--export-dtype bf16": "--export-dtype bfloat16 does nothing without --export DIR",
     "--dtype fp8": "argument --dtype: invalid choice: 'fp8'",

@@ -111,7 +111,8 @@ def test_4_ranks_go_on_where_2_ranks_stopped(saved, tmp_path):
     assert "1 layers, hidden 18, 3 heads, float64" in result.stdout and "step 6/6" in result.stdout
     result = run_mpi(2, [*TRAIN, "--resume", str(saved / "run"), "--microbatches", "2", "--verify"])
     assert result.returncode == 0, result.stderr
-    assert "2 ranks = 1 device, bit for bit" in result.stdout and "resumed after 2" in result.stdout
+    assert "2 ranks = 1 device, bit for bit" in result.stdout
+    assert "resumed after 2, as one device that never stopped" in result.stdout
 
 
 def test_a_finished_run_says_that_no_step_is_left(saved):
@@ -159,6 +160,13 @@ def test_auto_starts_from_a_model_and_goes_on_without_it(tmp_path):
     (tmp_path / "run" / "step-00000009.partial").mkdir()
     then = run_mpi(2, [*TRAIN, *command.split()])
     assert then.returncode == 0 and f"resumed after step 2 from {tmp_path}/run" in then.stdout, then.stderr
+
+
+def test_a_directory_called_auto_is_resumed_with_its_path(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "auto").symlink_to(saved / "run")
+    assert find_checkpoint(parse(["--resume", "./auto"]), serial()).step == 2
+    assert find_checkpoint(parse(["--resume", "auto", "--save", "new"]), serial()) is None
 
 
 def test_auto_needs_a_directory_and_ranks_that_divide(tmp_path):

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from launcher import run_each, run_mpi
 
+from chapters.support.whole_runs import bound, relative_difference
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_pretrained, save_pretrained
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.one_device import train_on_one_device
 from minipar.train.trainer import make_model
-from minipar.train.verify import bound, relative_difference, train_on_one_device
 
 TRAIN = ["-m", "minipar.train"]
 MODEL = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --global-batch 8 --dtype float64".split()
@@ -24,7 +25,7 @@ def test_tp_4_x_dp_2_with_zero_1_equals_one_device():
     result = run_mpi(8, [*TRAIN, *MODEL, *command], timeout=120)
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
-    assert last.startswith("verify: 8 ranks = 1 device within rounding: 28 parameters") and "<= bound 9.59e-11" in last
+    assert last.startswith("verify: 8 ranks = 1 device within rounding: loss, ") and "bound 3.6e-15" in last
 
 
 def test_tp_with_dropout_recompute_and_zero_3_equals_one_device():
@@ -32,7 +33,7 @@ def test_tp_with_dropout_recompute_and_zero_3_equals_one_device():
     flags = "--tp 2 --zero-stage 3 --sequence-parallel --steps 5 --dropout 0.1 --vocab-size 259 --microbatches 2"
     result = run_mpi(4, [*TRAIN, *MODEL, *flags.split(), *"--clip-grad 1 --recompute full --verify".split()])
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1].startswith("verify: 4 ranks = 1 device within rounding: 28 parameters")
+    assert result.stdout.splitlines()[-1].startswith("verify: 4 ranks = 1 device within rounding: loss, ")
 
 
 @pytest.mark.parametrize("sequence", [pytest.param([], marks=pytest.mark.long), ["--sequence-parallel"]])
@@ -117,8 +118,8 @@ TensorParallel.sum_partial = lambda self, parameters: None
 main(program.run)
 """
     result = run_mpi(2, script, timeout=60)
-    assert result.returncode == 1 and "verify: FAILED: 2 ranks differ from 1 device" in result.stdout, result.stderr
-    assert float(re.search(r"relative difference (\S+)", result.stdout)[1]) > 1e-3
+    assert result.returncode == 1 and "verify: FAILED: after step 1 of" in result.stdout, result.stderr
+    assert float(re.search(r"they differ by (\S+),", result.stdout)[1]) > 1e-3
 
 
 def test_tensor_flags_reach_the_model():

@@ -55,7 +55,7 @@ def search():
     meshes = [plan | {"seconds": plan["seconds"]["total"], "memory_bytes": 50e9 + plan["tp"] * 1e9} for plan in plans]
     meshes.append({"dp": 1, "tp": 4, "pp": 1, "seconds": 104.0, "memory_bytes": 55e9})
     about = {"model": {"name": "m"}, "gpus": 4, "gpu": {"name": "g", "memory": 60e9}, "global_batch": 8, "seq_len": 16}
-    return about | {"plans": plans, "meshes": meshes}
+    return about | {"plans": plans, "meshes": meshes, "assumptions": {"memory_used": 0.92}}
 
 
 def test_the_points_of_the_meshes_fill_their_panel_and_are_named():
@@ -63,7 +63,9 @@ def test_the_points_of_the_meshes_fill_their_panel_and_are_named():
     time, memory, points = plot_plan(search()).axes
     assert 40 < points.get_xlim()[0] < 51 and 90 < points.get_ylim()[0] < 100
     legend = {text.get_text() for text in points.get_legend().get_texts()}
-    assert legend == {"any other mesh", "plans 1 to 2, with bars on the left", "memory of a GPU"}
+    assert legend == {"any other mesh", "plans 1 to 2, with bars on the left", "92% of a GPU's memory: the limit"}
+    (limit,) = {x for line in points.lines if line.get_linestyle() == "--" for x in line.get_xdata()}
+    assert limit == pytest.approx(0.92 * 60), "where the search ends, not the memory of the data sheet"
     drawn = {line.get_label(): line for line in points.lines}
     assert len({line.get_color() for line in drawn.values()}) == 3
     others, plans = drawn["any other mesh"], drawn["plans 1 to 2, with bars on the left"]
@@ -73,6 +75,42 @@ def test_the_points_of_the_meshes_fill_their_panel_and_are_named():
     for panel in (time, memory):
         names = [label.get_text() for label in panel.get_xticklabels()]
         assert names == ["plan 1\ndp 4\ntp 1\npp 1\nZeRO-1", "plan 2\ndp 2\ntp 2\npp 1\nZeRO-1"]
+
+
+def scaled(factor):
+    """The search for a model that is smaller by a factor."""
+    small = search()
+    for mesh in small["meshes"]:
+        mesh |= {"seconds": mesh["seconds"] / factor, "memory_bytes": mesh["memory_bytes"] / factor}
+    for plan in small["plans"]:
+        for parts in (plan["seconds"], plan["memory_bytes"]):
+            parts.update({part: value / factor for part, value in parts.items()})
+    return small
+
+
+@pytest.mark.parametrize(("factor", "units"), [(1, ("s", "GB")), (1e3, ("ms", "MB")), (1e6, ("us", "kB"))])
+def test_units_fit_the_model(factor, units):
+    time, memory, points = plot_plan(scaled(factor)).axes
+    assert time.get_ylabel() == points.get_ylabel() == f"time of a step ({units[0]})"
+    assert memory.get_ylabel() == points.get_xlabel() == f"memory of the fullest rank ({units[1]})"
+    assert max(patch.get_y() + patch.get_height() for patch in time.patches) == pytest.approx(101)
+    (plans,) = [line for line in points.lines if line.get_label().startswith("plans")]
+    limits = [line for line in points.lines if line.get_linestyle() == "--"]
+    assert len(limits) == (factor == 1), "far away it would squeeze the points"
+    assert list(plans.get_xdata()) == pytest.approx([51, 52]) and list(plans.get_ydata()) == pytest.approx([100, 101])
+
+
+@pytest.mark.parametrize("plans", [1, 2, 5])
+def test_legends_stay_inside_of_their_panels(plans):
+    found = search()
+    found["plans"] = (found["plans"] * 3)[:plans]
+    figure = plot_plan(found)
+    figure.draw_without_rendering()
+    for panel in figure.axes:
+        inside = panel.get_window_extent()
+        for each in (*panel.get_legend().get_texts(), *panel.get_legend().legend_handles):
+            box = each.get_window_extent()
+            assert inside.x0 + 3 < box.x0 and box.x1 < inside.x1 - 3, each
 
 
 def test_parts_of_time_alike_in_grey_differ_by_hatching():

@@ -155,6 +155,13 @@ def test_a_schedule_of_a_long_name_is_refused(capsys):
     assert "choose from naive, gpipe" in capsys.readouterr().err
 
 
+def test_a_named_schedule_has_at_most_100000_actions(capsys):
+    named = ["schedule", "--schedule", "zb-h1", "--stages", "100", "--json", "-", "--microbatches"]
+    assert main([*named, "334"]) == 2
+    line = "visualize: error: --schedule zb-h1: 100200 actions: more than 100000 cannot be shown\n"
+    assert capsys.readouterr() == ("", line)
+
+
 def test_a_schedule_file_ends_where_named_schedules_end(write, capsys):
     actions = [f"0F{i}" for i in range(50_001)] + [f"0B{i}" for i in range(50_001)]
     assert main(["schedule", "--schedule", write("a.csv", ",".join(actions)), "--json", "-"]) == 2

@@ -26,6 +26,12 @@ def test_a_pixel_is_grey_if_equal_and_else_the_ratios_colour():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["equal within rounding", "zero in one run"]
 
 
+def test_the_scale_names_ratios_where_their_colours_are():
+    scale = plot_comparison(STEPS).axes[1]
+    named = {label.get_text(): label.get_position()[1] for label in scale.get_yticklabels()}
+    assert named == {"1/8": -3, "1/4": -2, "1/2": -1, "1": 0, "2": 1, "4": 2, "8": 3}
+
+
 def test_equal_runs_are_grey_and_the_title_says_so():
     figure = plot_comparison({3: {"a": None}, 4: {"a": None}})
     assert pixels(figure) == [[pytest.approx(to_rgb(EQUAL))] * 2]

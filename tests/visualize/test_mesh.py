@@ -147,6 +147,17 @@ def test_each_pair_that_talks_is_one_line_as_wide_as_its_bytes(tmp_path, sizes):
         assert labels == sorted(text for text in written if text in set(labels))
 
 
+@pytest.mark.parametrize("sizes", [CUBE, {"dp": 2}], ids=str)
+def test_a_line_ends_at_the_boxes_of_its_ranks(tmp_path, sizes):
+    figure = plot_mesh(run(tmp_path, **sizes)[0])
+    numbers = {text.get_text(): text.get_position() for text in figure.axes[0].texts}
+    for (_, low, high), line in lines(figure).items():
+        for rank, box in ((low, line.patchA), (high, line.patchB)):
+            x, y = numbers[f"rank {rank}"]
+            assert box.get_x() < x < box.get_x() + box.get_width()
+            assert box.get_y() < y < box.get_y() + box.get_height()
+
+
 def test_all_bytes_have_one_unit_and_the_stages_are_named(tmp_path):
     links = {("tp", 0, 1): [1, 5 * 2**20], ("tp", 1, 0): [1, 2**20], ("pp", 0, 2): [1, 3000], ("pp", 1, 3): [1, 70]}
     figure = plot_mesh(MeshTraffic({"pp": 2, "dp": 1, "tp": 2}, 1, links))

@@ -109,11 +109,24 @@ def test_waiting_is_no_longer_than_its_slice():
 
 def test_arrows_join_sender_and_receiver():
     trace = parse_trace(chrome(ranks=3, steps=3))
-    assert sorted(trace.messages)[:2] == [(0, 6.0, 1, 9.0, "dp", 8), (0, 16.0, 1, 19.0, "dp", 8)]
+    assert sorted(trace.messages)[:2] == [
+        (0, 6.0, 1, 9.0, "dp", 8, "communication dp"),
+        (0, 16.0, 1, 19.0, "dp", 8, "communication dp"),
+    ]
     texts = plot_timeline(trace, slice(1, 2), arrows=True).axes[0].texts
     arrows = [text for text in texts if text.arrow_patch is not None]
     ends = sorted((int(arrow.xyann[1]), arrow.xyann[0], int(arrow.xy[1]), arrow.xy[0]) for arrow in arrows)
     assert ends == [(0, 6.0, 1, 9.0), (1, 6.0, 2, 9.0), (2, 6.0, 0, 9.0)], "those of the step that is shown"
+
+
+def test_an_arrow_may_begin_and_end_with_the_steps_shown():
+    data = chrome(ranks=2, steps=3)
+    for event in data["traceEvents"]:
+        if event.get("id") == "10":  # in the second step, which lasts from 10 to 20 s
+            event["ts"] = {"s": 10e6, "f": 20e6}[event["ph"]]
+    texts = plot_timeline(parse_trace(data), slice(1, 2), arrows=True).axes[0].texts
+    ends = [(text.xyann[0], text.xy[0]) for text in texts if text.arrow_patch is not None]
+    assert sorted(ends) == [(0.0, 10.0), (6.0, 9.0)]
 
 
 @pytest.mark.parametrize("clock", ["wall", "cpu", "model"])
@@ -136,7 +149,8 @@ def test_a_trace_of_minipar_can_be_drawn(tmp_path, clock):
     assert set(trace.ranks[0]) == {"computation", "communication world"} and len(trace.messages) > 0
     figure = plot_timeline(trace, arrows=True)
     figure.savefig(tmp_path / "t.png")
-    assert not figure.texts, "world is no axis of a mesh"
+    notes = [text.get_text() for text in figure.texts]
+    assert notes == [f"arrows: {len(trace.messages)} messages of world"], "world is no axis of a mesh"
 
 
 def test_lanes_and_ranks_are_named_with_their_place_in_the_mesh():
@@ -247,7 +261,7 @@ def test_a_long_curve_shows_its_points_and_their_mean():
     assert smooth[0] == losses[0] and smooth[100] == pytest.approx(np.mean(losses[90:111]))
     assert smooth[199] == pytest.approx(np.mean(losses[189:]))
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[0] == f"a, smoothed: 4.100 at first, {np.mean(losses[189:]):.3f} at last"
+    assert labels[0] == f"a: smoothed, 4.100 at first, {np.mean(losses[189:]):.3f} at last"
     assert labels[2:] == ["thin line: every step; smoothed: the mean of up to 10 steps on either side"]
     thin, thick, other, _ = axes.lines
     assert thin.get_linewidth() < thick.get_linewidth() / 2 and thin.get_color() == thick.get_color()

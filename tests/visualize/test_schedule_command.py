@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from minipar.parallel.pipeline.schedules import SCHEDULES, load_csv, make
+from minipar.parallel.pipeline.schedule_file import load_csv
+from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.__main__ import main
 
 
@@ -50,6 +51,15 @@ def test_a_schedule_goes_through_csv_and_is_the_same(capsys, tmp_path, name):
     assert told(capsys, "--schedule", path, *times) == told(capsys, *size, *times) | {"schedule": "own"}
 
 
+def test_json_has_the_times_it_was_made_with(capsys):
+    size = ["--schedule", "1f1b", "--stages", 2, "--microbatches", 2]
+    none = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "comm": 0.0}
+    assert told(capsys, *size)["times"] == none
+    times = ["--forward", "1/4", "--backward-input", 2, "--backward-weight", 3, "--comm", 0.5]
+    given = {"forward": 0.25, "backward_input": 2.0, "backward_weight": 3.0, "comm": 0.5}
+    assert told(capsys, *size, *times)["times"] == given
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_the_command_draws_and_says_what_it_wrote(capsys, tmp_path, suffix):
     out, numbers = tmp_path / "new" / f"s.{suffix}", tmp_path / "s.json"
@@ -61,6 +71,34 @@ def test_the_command_draws_and_says_what_it_wrote(capsys, tmp_path, suffix):
 
 
 GOOD = "0F0,,,0B0\n,1F0,1B0,\n"
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n\n", "\r\n\r\n", "\n\n\n\n\n\n\n\n"])
+def test_blank_lines_at_a_files_end_are_no_ranks(capsys, tmp_path, end):
+    path = tmp_path / "own.csv"
+    path.write_text(GOOD.rstrip("\n") + end)
+    assert load_csv(path).ranks == make("1f1b", 2, 1).ranks
+    assert told(capsys, "--schedule", path)["stages"] == 2
+
+
+def chain(ranks):
+    """A file of so many ranks, in which one microbatch goes down and comes back."""
+    return "".join(f"{rank}F0,{rank}B0\n" for rank in range(ranks))
+
+
+def test_1024_ranks_are_shown_and_one_more_is_refused(capsys, tmp_path):
+    path = tmp_path / "many.csv"
+    path.write_text(chain(1024))
+    assert told(capsys, "--schedule", path)["stages"] == 1024
+    path.write_text(chain(1025))
+    named = ["--schedule", "1f1b", "--stages", "1025", "--microbatches", "1"]
+    for arguments, line in (
+        (["--schedule", str(path)], "1025 ranks, one per line: more than 1024 cannot be shown"),
+        (named, "--stages 1025: more than 1024 ranks cannot be shown"),
+    ):
+        assert main(["schedule", *arguments, "--json", "-"]) == 2
+        assert line in capsys.readouterr().err
+    assert told(capsys, *named[:3], "1024", *named[4:])["stages"] == 1024
 
 
 @pytest.mark.parametrize(
@@ -113,7 +151,7 @@ def test_a_bad_file_is_one_line_with_action_and_rank(capsys, tmp_path, content, 
             "= 0: the schedule takes no time",
         ),
         (["--schedule", "1f1b", "--stages=0", "--microbatches=8", "--json=-"], "pp = 0"),
-        (["--schedule", "1f1b", "--stages=99999", "--microbatches=99999", "--json=-"], "more than can be shown"),
+        (["--schedule", "1f1b", "--stages=1000", "--microbatches=99999", "--json=-"], "more than can be shown"),
         (
             ["--schedule", "1f1b", "--stages=4", "--microbatches=8", "--virtual-stages=2", "--json=-"],
             "1 stage per rank",

@@ -1,4 +1,4 @@
-"""A schedule as data: for each rank a list of actions, written as PyTorch writes them; and the time that it takes.
+"""A schedule as data: for each rank a list of actions, as PyTorch writes them, and its times.
 
 `2F0` is the forward of microbatch 0 through stage 2. The kinds are
 
@@ -7,16 +7,18 @@
     I, W              the two parts of B: the gradient of the stage's input, and those of its weights
     SEND_F, RECV_F    the message with an activation
     SEND_B, RECV_B    the message with an activation's gradient
-    OVERLAP_F_B       a pair: an F and a B that a rank runs at the same time, as in (0F5;7B1)OVERLAP_F_B
+    OVERLAP_F_B       a pair, such as (0F5;7B1)OVERLAP_F_B: a rank runs F and B at the same time
 
-In the simulator an action begins when its rank is free and the results it needs have arrived. A result arrives on
-another rank `comm` after it is made, at no cost to either. With Fractions as durations, bubbles are exact.
+In the simulator an action begins when its rank is free and the results it needs have arrived. A
+result arrives on another rank `comm` after it is made, at no cost to either. With Fractions as
+durations, bubbles are exact.
 """
 
 import re
 import reprlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
@@ -32,21 +34,26 @@ _PAIR = re.compile(rf"\((\d+F\d+);(\d+B\d+)\){PAIR}")
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One thing that a rank does for one microbatch. `stage` of a message is the stage that sends or receives."""
+    """One thing that a rank does for one microbatch.
+
+    `stage` of a message is the stage that sends or receives. A pair has its F and its B in `pair`,
+    and its own stage and microbatch are F's.
+    """
 
     stage: int
     kind: str
     microbatch: int
-    pair: tuple["Action", ...] = ()  # the F and the B of an OVERLAP_F_B, whose own stage and microbatch are F's
+    pair: tuple["Action", ...] = ()
 
     def __str__(self) -> str:
         if self.pair:
-            return f"({';'.join(map(str, self.pair))}){self.kind}"
+            forward, backward = self.pair
+            return f"({forward};{backward}){self.kind}"
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
     def halves(self) -> tuple["Action", ...]:
-        """The F and the B of a pair; of any other action only itself."""
+        """The F and the B of a pair. Any other action has itself as its only half."""
         return self.pair or (self,)
 
     @property
@@ -56,27 +63,40 @@ class Action:
     @property
     def other_end(self) -> "Action":
         """The RECV of a SEND, or the SEND of a RECV: the same message on the neighbouring stage."""
-        verb, direction = self.kind.split("_")
-        step = 1 if (verb == "SEND") == (direction == "F") else -1
-        return Action(self.stage + step, f"{'RECV' if verb == 'SEND' else 'SEND'}_{direction}", self.microbatch)
+        stage, kind = {
+            "SEND_F": (self.stage + 1, "RECV_F"),
+            "RECV_F": (self.stage - 1, "SEND_F"),
+            "SEND_B": (self.stage - 1, "RECV_B"),
+            "RECV_B": (self.stage + 1, "SEND_B"),
+        }[self.kind]
+        return Action(stage, kind, self.microbatch)
+
+
+def paired(forward: Action, backward: Action) -> Action:
+    """Return the pair of an F and a B."""
+    return Action(forward.stage, PAIR, forward.microbatch, (forward, backward))
 
 
 def parse_action(text: str, where: str = "") -> Action:
-    """Parse "2F0" into Action(2, "F", 0). UsageError, whose message begins with `where`, for anything else."""
+    """Parse "2F0" into Action(2, "F", 0).
+
+    UsageError, whose message begins with `where`, for anything else.
+    """
     text = text.strip()
-    if pair := _PAIR.fullmatch(text):
-        forward, backward = (parse_action(half, where) for half in pair.groups())
-        return replace(forward, kind=PAIR, pair=(forward, backward))
+    match = _PAIR.fullmatch(text)
+    if match is not None:
+        return paired(parse_action(match[1], where), parse_action(match[2], where))
     match = _ACTION.fullmatch(text)
     if match is None or match[2] not in COMPUTE + MESSAGES:
-        rule = f"expected stage, kind, microbatch, of the kinds {', '.join(COMPUTE + MESSAGES)}, or (F;B){PAIR}"
+        kinds = ", ".join(COMPUTE + MESSAGES)
+        rule = f"expected stage, kind, microbatch, of the kinds {kinds}, or (F;B){PAIR}"
         raise UsageError(f"{where}unknown action {reprlib.repr(text)}: {rule}")
     return Action(int(match[1]), match[2], int(match[3]))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A list of actions for each rank, in order; the number of stages and the rank of each follow from the lists."""
+    """A list of actions for each rank, in order. The stages and the rank of each follow from it."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -95,7 +115,8 @@ class Schedule:
     @cached_property
     def home(self) -> dict[int, int]:
         """The rank that computes each stage."""
-        named = {action.stage: rank for rank, action in self}  # the checker may see a stage that no rank computes
+        # The checker may see a stage that no rank computes.
+        named = {action.stage: rank for rank, action in self}
         return named | {action.stage: rank for rank, action in self if action.computes}
 
     @cached_property
@@ -112,31 +133,45 @@ class Schedule:
         return any(action.kind == "W" for _, action in self)
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the computations whose results this one uses, on its own rank or on that of a neighbouring stage."""
-        stage, kind, m = action.stage, action.kind, action.microbatch
+        """Return the computations whose results this one uses, of its own or a neighbouring stage."""
         if action.pair:
-            return [need for half in action.pair for need in self.needs(half)]
-        if kind == "F":
+            forward, backward = action.pair
+            return self.needs(forward) + self.needs(backward)
+        stage, m = action.stage, action.microbatch
+        if action.kind == "F":
             return [Action(stage - 1, "F", m)] if stage > 0 else []
-        if kind == "W":
+        if action.kind == "W":
             return [Action(stage, "I", m)]
         needs = [Action(stage, "F", m)]
         if stage < self.stages - 1:
             # If the next stage has neither B nor I, the checker says that its B is missing.
-            needs.append(Action(stage + 1, self._backward_kinds.get((stage + 1, m), "B"), m))
+            kind = self._backward_kinds.get((stage + 1, m), "B")
+            needs.append(Action(stage + 1, kind, m))
         return needs
+
+    def unpaired(self) -> "Schedule":
+        """Return the schedule with each pair's F and B one after the other, as one core runs them."""
+        lists: list[list[Action]] = [[] for _ in self.ranks]
+        for rank, half in self:
+            lists[rank].append(half)
+        return Schedule.of(self.name, lists)
 
     @cached_property
     def _backward_kinds(self) -> dict[tuple[int, int], str]:
-        """The action, B or I, that computes the gradient of each stage's input, by (stage, microbatch)."""
-        return {(a.stage, a.microbatch): a.kind for _, a in self if a.kind in ("B", "I")}
+        """The kind, B or I, that computes a stage's input gradient, by (stage, microbatch)."""
+        kinds = {}
+        for _, action in self:
+            if action.kind in ("B", "I"):
+                kinds[action.stage, action.microbatch] = action.kind
+        return kinds
 
 
 @dataclass(frozen=True)
 class Durations:
-    """The time of one action of one stage; B takes I + W. If stages differ, `table` has it by (stage, kind) instead.
+    """The time of each action of a stage. B takes I + W.
 
-    `exchange` is the part of each F and I in which the stage communicates (all-to-alls of experts); a pair hides it.
+    If stages differ, `table` has the times by (stage, kind) instead. `exchange` is the part of each
+    F and I in which the stage communicates (all-to-alls of experts). A pair hides it.
     """
 
     forward: Time = 1
@@ -147,22 +182,31 @@ class Durations:
     exchange: Time = 0
 
     def __post_init__(self) -> None:
-        for value in (self.forward, self.backward_input, self.backward_weight, self.comm, self.exchange):
+        computing = (self.forward, self.backward_input, self.backward_weight)
+        for value in (*computing, self.comm, self.exchange):
             if not value >= 0:
                 raise UsageError(f"a duration of {value}: an action takes 0 or more")
 
     def of(self, action: Action) -> Time:
         if action.pair:
-            forward, backward = map(self.of, action.pair)
-            return max(forward + backward - 2 * self.exchange, 2 * self.exchange, forward, backward)
+            forward, backward = (self.of(half) for half in action.pair)
+            computing = forward + backward - 2 * self.exchange
+            return max(computing, 2 * self.exchange, forward, backward)
         if self.table is not None:
             return self.table[action.stage, action.kind]
-        both = self.backward_input + self.backward_weight
-        return {"F": self.forward, "B": both, "I": self.backward_input, "W": self.backward_weight}[action.kind]
+        if action.kind == "F":
+            return self.forward
+        if action.kind == "I":
+            return self.backward_input
+        if action.kind == "W":
+            return self.backward_weight
+        return self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True)
 class Slot:
+    """An action with the times at which it starts and ends."""
+
     action: Action
     start: Time
     end: Time
@@ -174,6 +218,7 @@ class Timeline:
 
     schedule: Schedule
     ranks: tuple[tuple[Slot, ...], ...]
+    comm: Time = 0  # the time of a message between ranks, if the timeline was simulated
 
     @cached_property
     def makespan(self) -> Time:
@@ -186,56 +231,104 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> Time:
-        """Idle / cost (first action to last) of the rank with the largest cost: arXiv 2401.10241, section 5.3."""
-        slots = max((row for row in self.ranks if row), key=lambda row: row[-1].end - row[0].start)
-        return _idle([slots], slots[-1].end - slots[0].start)
+        """Idle / cost of the rank with the largest cost: arXiv 2401.10241, section 5.3.
+
+        A rank's cost is the time from the start of its first action to the end of its last.
+        """
+        longest = max(self.ranks, key=_cost)
+        return _idle([longest], _cost(longest))
 
     @property
     def peak_activations(self) -> list[int]:
         """The most forwards (of one stage) without their backward, for each rank."""
         return [peak_live(actions) for actions in self.schedule.ranks]
 
+    def events(self) -> list[tuple[Time, str, int, Action]]:
+        """Return (time, "end" or "start", rank, action), sorted.
+
+        What ends at a time comes before what starts then, as "end" comes before "start".
+        """
+        events = []
+        for rank, row in enumerate(self.ranks):
+            for slot in row:
+                events.append((slot.start, "start", rank, slot.action))
+                events.append((slot.end, "end", rank, slot.action))
+        return sorted(events)
+
+
+def _cost(slots: Sequence[Slot]) -> Time:
+    """Return the time from a rank's first start to its last end."""
+    if not slots:
+        return 0
+    return slots[-1].end - slots[0].start
+
 
 def _idle(ranks: Sequence[Sequence[Slot]], total: Time) -> Time:
-    """Return the part of the time `total` in which these ranks do nothing; a Fraction if the times are no floats."""
-    idle, total = total - sum(slot.end - slot.start for slots in ranks for slot in slots), total or 1
-    return idle / total if isinstance(idle, float) or isinstance(total, float) else Fraction(idle, total)
+    """Return the part of the time `total` in which these ranks do nothing.
+
+    It is a Fraction if the times are no floats, and 0 if nothing takes time.
+    """
+    idle = total - sum(slot.end - slot.start for slots in ranks for slot in slots)
+    if total == 0:
+        return 0
+    if isinstance(idle, float) or isinstance(total, float):
+        return idle / total
+    return Fraction(idle, total)
 
 
 def simulate(schedule: Schedule, durations: Durations = Durations()) -> Timeline:
-    """Run the schedule's computations. If ranks wait for one another, UsageError names the next action of each."""
+    """Run the schedule's computations and return their times.
+
+    If ranks wait for one another, UsageError names the next action of each. The work is
+    proportional to the number of actions: a rank is looked at again only when a result arrives for
+    it.
+    """
     lists = [[action for action in actions if action.computes] for actions in schedule.ranks]
     ends: dict[Action, Time] = {}
     slots: list[list[Slot]] = [[] for _ in lists]
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(lists):
-            while len(slots[rank]) < len(actions):
-                action = actions[len(slots[rank])]
-                needs = schedule.needs(action)
-                if any(need not in ends for need in needs):
-                    break
-                arrivals = [ends[n] + (durations.comm if schedule.home[n.stage] != rank else 0) for n in needs]
-                start = max([slots[rank][-1].end if slots[rank] else 0, *arrivals])
-                slots[rank].append(Slot(action, start, start + durations.of(action)))
-                ends |= dict.fromkeys(action.halves, slots[rank][-1].end)
-                progress = True
-    waiting = []
+    waiting: dict[Action, list[int]] = {}  # the ranks that wait for a result
+    ready = deque(range(len(lists)))
+    while ready:
+        rank = ready.popleft()
+        actions, row = lists[rank], slots[rank]
+        while len(row) < len(actions):
+            action = actions[len(row)]
+            needs = schedule.needs(action)
+            missing = [need for need in needs if need not in ends]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            start = row[-1].end if row else 0
+            for need in needs:
+                delay = durations.comm if schedule.home[need.stage] != rank else 0
+                start = max(start, ends[need] + delay)
+            row.append(Slot(action, start, start + durations.of(action)))
+            for half in action.halves:
+                ends[half] = row[-1].end
+                ready.extend(waiting.pop(half, []))
+    stuck = []
     for rank, (actions, row) in enumerate(zip(lists, slots, strict=True)):
         if len(row) < len(actions):
-            missing = [str(need) for need in schedule.needs(actions[len(row)]) if need not in ends]
-            waiting.append(f"rank {rank} before {actions[len(row)]}, which needs {', '.join(missing)}")
-    if waiting:
-        raise UsageError(f"schedule {schedule.name} never ends: {'; '.join(waiting)}")
-    return Timeline(schedule, tuple(tuple(row) for row in slots))
+            missing = [need for need in schedule.needs(actions[len(row)]) if need not in ends]
+            wanted = ", ".join(str(need) for need in missing)
+            stuck.append(f"rank {rank} before {actions[len(row)]}, which needs {wanted}")
+    if stuck:
+        raise UsageError(f"schedule {schedule.name} never ends: {'; '.join(stuck)}")
+    return Timeline(schedule, tuple(tuple(row) for row in slots), durations.comm)
 
 
 def peak_live(actions: Sequence[Action], made_by: Sequence[str] = ("F",), freed_by: Sequence[str] = ("B", "I")) -> int:
-    """Return the most activations alive at once in one rank's list: from the start of F to the end of B or I."""
-    live = peak = 0
-    for kind in (half.kind for action in actions for half in action.halves):
-        live += kind in made_by
-        peak = max(peak, live)
-        live -= kind in freed_by
+    """Return the most activations alive at once in one rank's list.
+
+    An activation is alive from the start of F to the end of B or I.
+    """
+    live = 0
+    peak = 0
+    for action in actions:
+        for half in action.halves:
+            if half.kind in made_by:
+                live += 1
+                peak = max(peak, live)
+            if half.kind in freed_by:
+                live -= 1
     return peak

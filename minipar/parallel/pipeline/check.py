@@ -1,8 +1,8 @@
-"""The messages of a schedule, and the checker, which finds the mistakes of handwritten pipelines before they run.
+"""The messages of a schedule, and the checker, which finds mistakes in schedules before they run.
 
-`lower` adds a SEND and a RECV for each result that another rank needs. It takes them in the order of a simulation, the
-SEND and its RECV at the same moment. Such lists cannot deadlock even if sends block: both ranks of the earliest message
-that is not sent yet come to it.
+`lower` adds a SEND and a RECV for each result that another rank needs. It takes them in the order
+of a simulation, the SEND and its RECV at the same moment. Such lists cannot deadlock even if sends
+block: both ranks of the earliest message that is not sent yet come to it.
 """
 
 from collections import Counter, deque
@@ -12,41 +12,47 @@ from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import COMPUTE, Action, Schedule, peak_live, simulate
 
 
-def message_of(schedule: Schedule, need: Action, user: Action) -> tuple[Action, Action] | None:
-    """Return the (SEND, RECV) that carries the result of `need` to `user`, or None if both are on one rank."""
-    if schedule.home[need.stage] == schedule.home[user.stage]:
+def message_of(schedule: Schedule, result: Action) -> tuple[Action, Action] | None:
+    """Return the (SEND, RECV) of a computation's result, or None if no other rank needs it.
+
+    The next stage needs the result of F, and the stage before that of B or I.
+    """
+    if result.kind == "W":
         return None
-    direction = "F" if user.kind == "F" else "B"
-    send = Action(need.stage, f"SEND_{direction}", need.microbatch)
-    return send, Action(user.stage, f"RECV_{direction}", user.microbatch)
+    direction = "F" if result.kind == "F" else "B"
+    send = Action(result.stage, f"SEND_{direction}", result.microbatch)
+    receive = send.other_end
+    here = schedule.home[send.stage]
+    if schedule.home.get(receive.stage, here) == here:
+        return None
+    return send, receive
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Return the schedule with its messages; one that has messages already is returned as it is."""
+    """Return the schedule with its messages; one that has messages already is returned as it is.
+
+    Both results of a pair are sent after it. `lower(schedule.unpaired())` has F's message between
+    F and B instead.
+    """
     if any(not action.computes for _, action in schedule):
         return schedule
-    users: dict[Action, list[Action]] = {}
-    for _, action in schedule:
-        for need in schedule.needs(action):
-            users.setdefault(need, []).append(action)
-    # (time, is_start, rank, action): at one time the messages of what has ended come before what starts.
-    slots = [(rank, slot) for rank, row in enumerate(simulate(schedule).ranks) for slot in row]
-    events = [(slot.start, 1, rank, slot.action) for rank, slot in slots]
-    events += [(slot.end, 0, rank, slot.action) for rank, slot in slots]
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
-    for _, is_start, rank, action in sorted(events):
-        if is_start:
+    for _, event, rank, action in simulate(schedule).events():
+        if event == "start":
             lists[rank].append(action)
-        for result, user in ((half, user) for half in action.halves for user in users.get(half, []) if not is_start):
-            if (message := message_of(schedule, result, user)) is not None:
-                lists[rank].append(message[0])
-                lists[schedule.home[user.stage]].append(message[1])
+            continue
+        for result in action.halves:
+            message = message_of(schedule, result)
+            if message is not None:
+                send, receive = message
+                lists[rank].append(send)
+                lists[schedule.home[receive.stage]].append(receive)
     return Schedule.of(schedule.name, lists)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The memory and the messages of a schedule that passed. Each list has an entry for each rank."""
+    """What each rank of a schedule that passed holds and sends."""
 
     peak_activations: list[int]  # the most forwards, of one stage each, without their backward
     peak_weight_gradients: list[int]  # the most I without their W
@@ -60,11 +66,13 @@ def check(schedule: Schedule) -> Report:
     simulate(schedule)  # refuses ranks that wait for one another
     lowered = lower(schedule)
     _check_blocking_sends(lowered)
-    return Report(
-        peak_activations=[peak_live(actions) for actions in schedule.ranks],
-        peak_weight_gradients=[peak_live(actions, made_by=("I",), freed_by=("W",)) for actions in schedule.ranks],
-        sends=[sum(action.kind.startswith("SEND") for action in actions) for actions in lowered.ranks],
-    )
+    report = Report(peak_activations=[], peak_weight_gradients=[], sends=[])
+    for actions in lowered.ranks:
+        sends = [action for action in actions if action.kind in ("SEND_F", "SEND_B")]
+        report.sends.append(len(sends))
+        report.peak_activations.append(peak_live(actions))
+        report.peak_weight_gradients.append(peak_live(actions, made_by=("I",), freed_by=("W",)))
+    return report
 
 
 def _error(schedule: Schedule, rank: int, action: Action, problem: str) -> UsageError:
@@ -72,7 +80,7 @@ def _error(schedule: Schedule, rank: int, action: Action, problem: str) -> Usage
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Check that every stage is on one rank, with one F and one backward (B, or I and W) for each microbatch."""
+    """Check that each stage is on one rank, with one F and one backward for each microbatch."""
     count = Counter(action for _, action in schedule)
     for rank, actions in enumerate(schedule.ranks):
         if not any(action.computes for action in actions):
@@ -80,19 +88,29 @@ def _check_complete(schedule: Schedule) -> None:
     for rank, action in schedule:
         if count[action] > 1:
             raise _error(schedule, rank, action, f"done {count[action]} times")
-        if schedule.home[action.stage] != rank:
-            raise _error(schedule, rank, action, f"stage {action.stage} is on rank {schedule.home[action.stage]} too")
+        home = schedule.home[action.stage]
+        if home != rank:
+            raise _error(schedule, rank, action, f"stage {action.stage} is on rank {home} too")
     for stage in range(schedule.stages):
         if stage not in schedule.home:
             raise UsageError(f"schedule {schedule.name}: no rank has stage {stage} of {schedule.stages}")
         for microbatch in range(schedule.microbatches):
             kinds = {kind for kind in COMPUTE if Action(stage, kind, microbatch) in count}
-            needed = "FIW" if kinds & {"I", "W"} else "FB"
-            if kinds != set(needed):
-                missing = [Action(stage, kind, microbatch) for kind in needed if kind not in kinds]
-                problem = "both B and I or W" if kinds - set(needed) else f"{missing[0]} is missing"
+            problem = _problem(stage, microbatch, kinds)
+            if problem:
                 where = f"rank {schedule.home[stage]}, stage {stage}, microbatch {microbatch}"
                 raise UsageError(f"schedule {schedule.name}, {where}: {problem}")
+
+
+def _problem(stage: int, microbatch: int, kinds: set[str]) -> str:
+    """Return what is wrong with these computations of one microbatch in one stage, "" if nothing is."""
+    is_split = "I" in kinds or "W" in kinds
+    if is_split and "B" in kinds:
+        return "both B and I or W"
+    for kind in ("F", "I", "W") if is_split else ("F", "B"):
+        if kind not in kinds:
+            return f"{Action(stage, kind, microbatch)} is missing"
+    return ""
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -100,46 +118,66 @@ def _check_order(schedule: Schedule) -> None:
 
     A result is sent after it is made and received before it is used, and nothing else is sent.
     """
-    position = {half: i for actions in schedule.ranks for i, action in enumerate(actions) for half in action.halves}
+    position: dict[Action, int] = {}
+    for actions in schedule.ranks:
+        for i, action in enumerate(actions):
+            position.update(dict.fromkeys(action.halves, i))
     has_messages = any(not action.computes for action in position)
-    expected: set[tuple[Action, int]] = set()  # each message and its rank
+    expected: set[tuple[Action, int]] = set()  # both ends of each message, with their ranks
     for rank, action in schedule:
-        for need in schedule.needs(action) if action.computes else []:
-            source, message = schedule.home[need.stage], message_of(schedule, need, action)
-            if message is None and position[need] > position[action]:
-                raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
-            if message is None or not has_messages:
-                continue
-            send, receive = message
-            for half, where in ((send, source), (receive, rank)):
-                expected.add((half, where))
-                if half not in position:
-                    problem = f"needs {need} from rank {source}, but rank {where} has no {half}"
-                    raise _error(schedule, rank, action, problem)
-            if position[send] < position[need]:
-                raise _error(schedule, source, send, f"comes before {need}, whose result it sends")
-            if position[receive] > position[action]:
-                raise _error(schedule, rank, receive, f"comes after {action}, which needs it")
+        if not action.computes:
+            continue
+        for need in schedule.needs(action):
+            if schedule.home[need.stage] == rank:
+                if position[need] > position[action]:
+                    raise _error(schedule, rank, action, f"comes before {need}, whose result it needs")
+            elif has_messages:
+                expected.update(_check_message(schedule, position, need, action))
     for rank, action in schedule:
         if not action.computes and (action, rank) not in expected:
             raise _error(schedule, rank, action, "no computation needs this message")
 
 
+def _check_message(
+    schedule: Schedule, position: dict[Action, int], need: Action, user: Action
+) -> list[tuple[Action, int]]:
+    """Check the message from a result to its user on another rank; return its ends with their ranks."""
+    message = message_of(schedule, need)
+    assert message is not None
+    send, receive = message
+    source = schedule.home[need.stage]
+    rank = schedule.home[user.stage]
+    ends = [(send, source), (receive, rank)]
+    for end, where in ends:
+        if end not in position:
+            problem = f"needs {need} from rank {source}, but rank {where} has no {end}"
+            raise _error(schedule, rank, user, problem)
+    if position[send] < position[need]:
+        raise _error(schedule, source, send, f"comes before {need}, whose result it sends")
+    if position[receive] > position[user]:
+        raise _error(schedule, rank, receive, f"comes after {user}, which needs it")
+    return ends
+
+
 def _check_blocking_sends(schedule: Schedule) -> None:
     """Run the lists with sends that block until they are received (MPI's Ssend); refuse a deadlock."""
     left = [deque(actions) for actions in schedule.ranks]
-    progress = True
-    while progress:
-        progress = False
-        for row in left:
-            while row and not row[0].kind.startswith("RECV"):
-                if not row[0].computes:  # a send and its receive are done together
-                    peer = left[schedule.home[row[0].other_end.stage]]
-                    if not peer or peer[0] != row[0].other_end:
-                        break
-                    peer.popleft()
-                row.popleft()  # what a computation needs comes before it in the lists: the checks above have seen that
-                progress = True
-    waiting = ", ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
+    # The ranks that may have something to do are first all, then those whose message is through.
+    ready = deque(range(len(left)))
+    while ready:
+        row = left[ready.popleft()]
+        while row:
+            if not row[0].computes:
+                # A send and its receive are done together, by the rank that comes to its end last.
+                other_end = row[0].other_end
+                peer = schedule.home[other_end.stage]
+                if not left[peer] or left[peer][0] != other_end:
+                    break
+                left[peer].popleft()
+                ready.append(peer)
+            # What a computation needs comes before it in the lists, as the checks above have seen.
+            row.popleft()
+    waiting = ", ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(left) if row)
     if waiting:
-        raise UsageError(f"schedule {schedule.name} deadlocks if sends block until they are received: {waiting}")
+        problem = "deadlocks if sends block until they are received"
+        raise UsageError(f"schedule {schedule.name} {problem}: {waiting}")

@@ -1,6 +1,6 @@
 """A pipeline of stages that the user wrote, on the axes of a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,12 +8,17 @@ import numpy as np
 
 from minipar.autograd import Tensor
 from minipar.backend import Array, from_host, xp
+from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
-from minipar.nn.module import Module, Owner, Parameter, Part
+from minipar.nn.module import Module, Owner, Parameter, Part, owners_of
+from minipar.nn.optim_guards import check_gradients
+from minipar.parallel.grad_norm import clip_grad_norm
+from minipar.parallel.guards import check_alike, check_names_over, check_parted
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
+from minipar.parallel.state import gather_state, local_part
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -23,16 +28,21 @@ Stage = Module | Callable[[DeviceMesh], Module]
 class PipelineModule(Module, Owner):
     """The user's stages over mesh.pp; `model(x, y)` runs forward and backward of all microbatches.
 
-    `stages` are Modules, or callables (such as classes) that make one from the mesh, on the ranks that hold it. A
-    stage's `forward` takes the result of the previous stage. The last stage defines `loss_sum(x, y)` instead. If there
-    are more stages than the schedule has, consecutive stages share a rank. UsageError if they do not divide evenly.
+    `stages` are Modules, or callables (such as classes) that make one from the mesh, on the ranks
+    that hold it. A stage's `forward` takes the result of the previous stage. The last stage defines
+    `loss_sum(x, y)` instead. If there are more stages than the schedule has, consecutive stages
+    share a rank. UsageError if they do not divide evenly, and for a batch of fewer samples than
+    microbatches.
 
-    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut into microbatches
-    along dim 0. The call returns the mean loss over the targets of all replicas, the same on every rank, and leaves
-    this replica's share of that mean's gradient in the parameters. ZeroOptimizer sums the shares over mesh.dp.
+    Every rank of a replica calls `model(x, y)` with the same batch, (B, ...) arrays, which is cut
+    into microbatches along dim 0. The call returns the mean loss over the targets of all replicas,
+    the same on every rank, and leaves this replica's share of that mean's gradient in the
+    parameters. ZeroOptimizer sums the shares over mesh.dp. Between the call and the optimizer's
+    step, `clip_grad_norm` gives the norm and clips.
 
-    Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes before each
-    activation holds its shape. Three float64 values are all-reduced per step over dp, and one over pp.
+    Sends each activation, and its gradient back, once per microbatch and cut. A header of 64 bytes
+    before each activation holds its shape. Three float64 values are all-reduced per step over dp,
+    and one over pp.
     """
 
     def __init__(
@@ -44,16 +54,26 @@ class PipelineModule(Module, Owner):
         what = f"stages/(stages of {schedule} on pp = {pp.size})"
         check_divides(what, len(stages), order.stages, "each stage of the schedule has as many")
         per_stage = len(stages) // order.stages
-        self.mesh, self.num_microbatches, self.count = mesh, num_microbatches, len(stages)
-        own = [s for s, rank in order.home.items() if rank == pp.rank]
-        runs = {s: [self._part(stages[i], i) for i in range(s * per_stage, (s + 1) * per_stage)] for s in own}
+        self.mesh = mesh
+        self.num_microbatches = num_microbatches
+        self.count = len(stages)
+        parts: dict[int, Part] = {}  # this rank's of the user's stages, by number
+        runs: dict[int, list[Part]] = {}  # the same by stage of the schedule
+        for s, rank in order.home.items():
+            if rank == pp.rank:
+                runs[s] = []
+                for i in range(s * per_stage, (s + 1) * per_stage):
+                    parts[i] = self._part(stages[i], i)
+                    runs[s].append(parts[i])
         place(self)
-        for p in self.parameters():
-            update(p, pp=pp.rank)
-            if not isinstance(placement_of(p).tp, Shard):
-                update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
-            if mesh.dp.size > 1:
-                p.owner = self
+        check_names_over(pp, self.parameters())
+        for i, part in parts.items():
+            for p in part.parameters:
+                update(p, pp=pp.rank, unit=i, units=len(stages))
+                if not isinstance(placement_of(p).tp, Shard):
+                    update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
+                p.owners.append(self)
+        self._batch_checked = False
         if self.loss_module is not None:
             runs[order.stages - 1].pop()  # its loss_sum is called instead of its forward
         held = {s: PipelineStage(run) for s, run in runs.items()}
@@ -66,9 +86,87 @@ class PipelineModule(Module, Owner):
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError for a plain optimizer: the replicas would drift apart."""
-        why = f"the gradients of a PipelineModule are not summed over its {self.mesh.dp.size} data-parallel replicas"
-        remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...) instead of AdamW(model.parameters(), ...)"
-        raise ValueError(f"{why}: write {remedy}")
+        if self.mesh.dp.size == 1:
+            return
+        replicas = f"its {self.mesh.dp.size} data-parallel replicas"
+        remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...)"
+        raise ValueError(
+            f"the gradients of a PipelineModule are not summed over {replicas}: "
+            f"write {remedy} instead of AdamW(model.parameters(), ...)"
+        )
+
+    def check_sum(self, group: Communicator) -> None:
+        """Raise ValueError if gradients would be summed over other ranks than those of mesh.dp."""
+        if group.ranks != self.mesh.dp.ranks:
+            replicas = self.mesh.dp.ranks
+            remedy = "ZeroOptimizer(model.parameters(), AdamW, mesh.dp, ...)"
+            raise ValueError(
+                f"ZeroOptimizer over {group.axis}, ranks {group.ranks}: the replicas of this "
+                f"PipelineModule are those of mesh.dp, ranks {replicas}; write {remedy}"
+            )
+
+    def sum_gradients(self) -> Sequence[Parameter]:
+        """Return the parameters that have gradients: no replica has a share of them."""
+        self.check(self.parameters())
+        check_gradients(self.parameters(), "clip_grad_norm()")
+        for p in self.parameters():
+            p.fold_tied_gradients()
+        return [p for p in self.parameters() if p.grad is not None]
+
+    def clip_grad_norm(self, max_norm: float | None) -> float:
+        """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`.
+
+        Call it between `model(x, y)` and `optimizer.step()`. With ZeroOptimizer it sums the gradients over dp, which
+        the step then need not do. Sends float64 values besides: over dp and tp one, over pp two per stage.
+        """
+        owner = owners_of(self.parameters())[-1]  # a ZeroOptimizer, if there is one, or this module
+        return clip_grad_norm(owner.sum_gradients(), max_norm, self.mesh.dp, self.mesh.tp, self.mesh.pp)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Collect the parameters of all stages, whole, on rank 0 of the mesh; the other ranks get {}. Collective.
+
+        ValueError if the replicas have parted.
+        """
+        check_parted(self.mesh.dp, [(placement_of(p).name, p.data) for p in self.parameters()])
+        return gather_state(self, self.parameters(), self.mesh.world)
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Copy this rank's part of a whole `state`, in any layout, into its parameters.
+
+        Every rank gives all of it. UsageError, on every rank, with all differences of names and
+        shapes that one rank sees; then nothing changes. Collective.
+        """
+        self.mesh.world.agree("; ".join(self._differences(state)))
+        for p in self.parameters():
+            placement = placement_of(p)
+            whole = from_host(np.ascontiguousarray(state[placement.name], dtype=p.dtype))
+            p.data[...] = local_part(placement.tp, whole, range(p.size)).reshape(p.shape)
+
+    def _differences(self, state: Mapping[str, np.ndarray]) -> list[str]:
+        """Return what is missing, unexpected or of another shape in this rank's stages."""
+        shapes = {placement_of(p).name: placement_of(p).shape for p in self.parameters()}
+        own = {name.partition(".")[0] for name in shapes}
+        others = {f"stage{i}" for i in range(self.count)} - own
+        problems = [f"missing {name}" for name in shapes if name not in state]
+        for name, array in state.items():
+            if name in shapes and tuple(array.shape) != shapes[name]:
+                problems.append(f"{name} has shape {tuple(array.shape)}, expected {shapes[name]}")
+            elif name not in shapes and name.partition(".")[0] not in others:
+                problems.append(f"unexpected {name}")
+        return problems
+
+    def _check_batch(self, x: Array, y: Array) -> None:
+        """Raise ValueError, in the first call, if the ranks of a replica were given different batches."""
+        if not self._batch_checked:
+            for comm in (self.mesh.tp, self.mesh.pp):
+                replica = f"the ranks of {comm.axis} compute one replica together"
+                check_alike(
+                    comm,
+                    [("x", np.asarray(x)), ("y", np.asarray(y))],
+                    f"{replica}, but were given different batches",
+                    "cut the global batch by mesh.dp.rank alone",
+                )
+            self._batch_checked = True
 
     @property
     def loss_module(self) -> Module | None:
@@ -76,10 +174,13 @@ class PipelineModule(Module, Owner):
         return getattr(self, f"stage{self.count - 1}", None)
 
     def forward(self, x: Array, y: Array) -> Tensor:
-        m, dp = self.num_microbatches, self.mesh.dp
+        m = self.num_microbatches
+        dp = self.mesh.dp
+        self._check_batch(x, y)
         if len(x) < m:
             raise UsageError(f"{len(x)} samples are fewer than {m} microbatches")
-        inputs, targets = (np.array_split(array, m) for array in (x, y))
+        inputs = np.array_split(x, m)
+        targets = np.array_split(y, m)
         totals = np.zeros(2)  # summed loss, count of targets
         scale = 0.0
         if self.loss_module is not None:
@@ -96,7 +197,8 @@ class PipelineModule(Module, Owner):
         self.executor.run(lambda i: from_host(inputs[i]), loss, scale, lambda action: nullcontext())
         mean = np.zeros(1)
         if self.loss_module is not None:
-            mean[0] = float(dp.all_reduce(totals[:1].copy(), algorithm="ordered")[0]) * scale
+            loss_sum = dp.all_reduce(totals[:1].copy(), algorithm="ordered")
+            mean[0] = float(loss_sum[0]) * scale
         return Tensor(self.mesh.pp.all_reduce(mean, algorithm="ordered")[0])
 
 
@@ -104,9 +206,12 @@ class _HeadedExecutor(PipelineExecutor):
     """A PipelineExecutor that does not know the activations' shapes; a header announces each one."""
 
     def _send(self, key: Key, array: Array, peer: int, tag: int) -> None:
-        if key[1] == "F":
+        _, direction, _ = key
+        if direction == "F":
             header = np.zeros(HEADER, np.int64)
-            header[: 2 + array.ndim] = DTYPES.index(str(array.dtype)), array.ndim, *array.shape
+            header[0] = DTYPES.index(str(array.dtype))
+            header[1] = array.ndim
+            header[2 : 2 + array.ndim] = array.shape
             self._sent.append(self.comm.isend(header, peer, tag))
         super()._send(key, array, peer, tag)
 
@@ -114,13 +219,15 @@ class _HeadedExecutor(PipelineExecutor):
         stage, direction, m = key
         if direction == "B":  # a gradient has its activation's shape and dtype
             _, activation = self.stages[stage].alive[m]
-            return self.comm.irecv(xp.empty(activation.shape, dtype=activation.dtype), peer, tag).wait
+            gradient = xp.empty(activation.shape, dtype=activation.dtype)
+            return self.comm.irecv(gradient, peer, tag).wait
         header = np.empty(HEADER, np.int64)
         message = self.comm.irecv(header, peer, tag)
 
         def announced() -> Any:
             message.wait()
             kind, ndim, *dims = header.tolist()
-            return self.comm.irecv(xp.empty(dims[:ndim], dtype=DTYPES[kind]), peer, tag).wait()
+            activation = xp.empty(dims[:ndim], dtype=DTYPES[kind])
+            return self.comm.irecv(activation, peer, tag).wait()
 
         return announced

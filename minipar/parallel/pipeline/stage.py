@@ -1,7 +1,8 @@
-"""Pipeline stages: consecutive parts of a model (embedding, blocks, head), cut by cost, and run by one rank's list."""
+"""Pipeline stages: consecutive parts of a model, cut by cost, and run by one rank's list."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,30 +19,43 @@ from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
 from minipar.parallel.placement import place, update
 
-# Tags of the token embedding's messages, which two stages need, and the first of the schedule's.
-TIED_GRADIENT, TIED_WEIGHT, FIRST_TAG = 0, 1, 2
-Key = tuple[int, str, int]  # of a result: the stage that uses it, direction (F or B), microbatch
+# The tags of the token embedding's messages, which two stages need, and the schedule's first tag.
+TIED_GRADIENT = 0
+TIED_WEIGHT = 1
+FIRST_TAG = 2
+
+Key = tuple[int, str, int]  # a result's: the stage that uses it, direction (F or B), microbatch
+Tokens = Callable[[int], Array]
+Loss = Callable[[int, Tensor], Tensor]
 Around = Callable[[Action], AbstractContextManager[None]]
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of parts of each stage such that the largest stage's cost is as small as possible.
+    """Return the number of parts of each stage such that the largest stage's cost is smallest.
 
-    The embedding belongs to the first stage and the head to the last. UsageError if there are fewer blocks than stages.
+    The embedding belongs to the first stage and the head to the last. UsageError if there are fewer
+    blocks than stages.
     """
     blocks = len(costs) - 2
     if blocks < stages:
-        raise UsageError(f"layers {blocks} are fewer than the pipeline's {stages} stages: each has at least one")
+        least = f"the pipeline's {stages} stages: each has at least one"
+        raise UsageError(f"layers {blocks} are fewer than {least}")
     load = [*costs[1:-1]]
     load[0] += costs[0]
     load[-1] += costs[-1]
-    # best[n]: (the largest stage's load, the blocks of each stage) of the best cut of n blocks into the stages so far.
+    # best[n] is the best cut of the first n blocks into the stages so far: the largest stage's load,
+    # and the blocks of each stage.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for s in range(1, stages + 1):
-        before, best = best, {}
-        for n in range(s, blocks + 1):
-            largest, k = min((max(before[k][0], sum(load[k:n])), k) for k in before if k < n)
-            best[n] = largest, [*before[k][1], n - k]
+    for _ in range(stages):
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for n in range(1, blocks + 1):
+            for k, (largest, counts) in best.items():
+                if k >= n:
+                    break
+                cost = max(largest, sum(load[k:n]))
+                if n not in longer or cost < longer[n][0]:
+                    longer[n] = (cost, [*counts, n - k])
+        best = longer
     counts = best[blocks][1]
     counts[0] += 1
     counts[-1] += 1
@@ -49,26 +63,31 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def cut(model: LanguageModel, counts: Sequence[int]) -> list[list[Part]]:
-    """Cut the model's parts into stages of these lengths. UsageError if they do not add up to the model."""
+    """Cut the model's parts into stages of these lengths.
+
+    UsageError if they do not add up to the model.
+    """
     if sum(counts) != len(model.parts) or min(counts) < 1:
-        raise UsageError(f"stages of {list(counts)} parts do not cut the model's {len(model.parts)} parts")
+        whole = f"the model's {len(model.parts)} parts"
+        raise UsageError(f"stages of {list(counts)} parts do not cut {whole}")
     parts = iter(model.parts)
     return [list(islice(parts, count)) for count in counts]
 
 
 class PipelineStage:
-    """A stage on the rank that holds it, with the activations of the microbatches whose backward is still to come."""
+    """A stage on the rank that holds it, with the activations that a backward still needs."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.alive: dict[int, tuple[Any, Tensor]] = {}  # input and output of microbatches whose backward is not done
+        # The input and output of each microbatch whose backward is still to come.
+        self.alive: dict[int, tuple[Any, Tensor]] = {}
         self._deferred: dict[int, DeferredGradients] = {}
 
     def forward(self, microbatch: int, x: Any, finish: Callable[[Tensor], Tensor] | None = None) -> Array:
         """Run the stage's parts and return the result's array.
 
-        x is the tokens on the first stage, and on the others a Tensor (B, T, h) whose gradient `backward` returns.
-        `finish` computes the loss from the last stage's result.
+        x is the tokens on the first stage, and on the others a Tensor (B, T, h) whose gradient
+        `backward` returns. `finish` computes the loss from the last stage's result.
         """
         y = x
         for part in self.parts:
@@ -97,11 +116,13 @@ class PipelineStage:
 class PipelineExecutor:
     """The runner of a schedule on the ranks of `comm`; `stages` are this rank's.
 
-    A receive is posted when the list comes to it and waited for when its result is used. Sends are waited for at the
-    end of the step. Ranks therefore cannot block each other, whatever the order of the messages.
+    A receive is posted when the list comes to it and waited for when its result is used. Sends are
+    waited for at the end of the step. Ranks therefore cannot block each other, whatever the order of
+    the messages. A pair's F and B run one after the other. F's result travels while B runs.
 
-    `shape` and `dtype` are those of the activations between stages. Each microbatch sends B T h elements forward over
-    each cut between ranks, and as many backward. `peak_alive` is the most activations that this rank has held.
+    `shape` and `dtype` are those of the activations between stages. Each microbatch sends B T h
+    elements forward over each cut between ranks, and as many backward. `peak_alive` is the most
+    activations that this rank has held.
     """
 
     def __init__(
@@ -113,57 +134,59 @@ class PipelineExecutor:
         dtype: Any,
     ) -> None:
         if FIRST_TAG + 2 * schedule.stages * schedule.microbatches > USER_TAGS:
-            messages = f"2*stages*microbatches = 2*{schedule.stages}*{schedule.microbatches} messages in a step"
+            sizes = f"2*{schedule.stages}*{schedule.microbatches}"
+            messages = f"2*stages*microbatches = {sizes} messages in a step"
             more = f"are more than the {USER_TAGS - FIRST_TAG} tags there are"
             raise UsageError(f"schedule {schedule.name}: {messages} {more}")
-        self.schedule, self.comm, self.stages = schedule, comm, stages
-        lowered = lower(schedule).ranks[comm.rank]
-        # A pair's halves run one after the other, and the result of its F is sent in between: it travels while B runs.
-        early = {Action(a.stage, "SEND_F", a.microbatch) for a in lowered if a.pair}.intersection(lowered)
-        self.actions: list[Action] = []
-        for half in (half for action in lowered if action not in early for half in action.halves):
-            send = Action(half.stage, f"SEND_{half.kind}", half.microbatch)
-            self.actions += [half, send] if send in early else [half]
-        self.shape, self.dtype = shape, dtype
+        self.schedule = schedule
+        self.comm = comm
+        self.stages = stages
+        self.actions = lower(schedule.unpaired()).ranks[comm.rank]
+        self.shape = shape
+        self.dtype = dtype
         self.peak_alive = 0
-        self._results: dict[Key, Any] = {}  # not used yet: an array, or a function that waits for it
+        # The results that are not used yet: an array each, or a function that waits for it.
+        self._results: dict[Key, Any] = {}
         self._sent: list[Work] = []
 
-    def run(
-        self, tokens: Callable[[int], Array], loss: Callable[[int, Tensor], Tensor], scale: float, around: Around
-    ) -> None:
+    def run(self, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
         """Run one step: every action of this rank's list, each computation inside `around(action)`.
 
-        tokens(m) returns the first stage's input, and loss(m, logits) the loss of the last stage's output, whose
-        gradients are multiplied by `scale`.
+        tokens(m) returns the first stage's input, and loss(m, logits) the loss of the last stage's
+        output, whose gradients are multiplied by `scale`.
         """
         for action in self.actions:
             if action.computes:
                 self._compute(action, tokens, loss, scale, around)
-                self.peak_alive = max(self.peak_alive, sum(len(stage.alive) for stage in self.stages.values()))
+                alive = sum(len(stage.alive) for stage in self.stages.values())
+                self.peak_alive = max(self.peak_alive, alive)
             else:
                 self._message(action)
         for message in self._sent:
             message.wait()
         self._sent = []
 
-    def _compute(self, action: Action, tokens: Any, loss: Any, scale: float, around: Any) -> None:
+    def _compute(self, action: Action, tokens: Tokens, loss: Loss, scale: float, around: Around) -> None:
         """Run one computation; the other arguments are those of `run`."""
         s, m = action.stage, action.microbatch
-        stage, is_last = self.stages[s], s == self.schedule.stages - 1
+        stage = self.stages[s]
+        is_last = s == self.schedule.stages - 1
         if action.kind == "F":
             x = tokens(m) if s == 0 else Tensor(self._take(s, "F", m), requires_grad=True)
             with around(action):
-                y = stage.forward(m, x, (lambda logits: loss(m, logits)) if is_last else None)
-            key, result = ((s, "B", m), xp.full_like(y, scale)) if is_last else ((s + 1, "F", m), y)
-            self._results[key] = result
+                y = stage.forward(m, x, partial(loss, m) if is_last else None)
+            if is_last:
+                self._results[s, "B", m] = xp.full_like(y, scale)
+            else:
+                self._results[s + 1, "F", m] = y
         elif action.kind == "W":
             with around(action):
                 stage.backward_weight(m)
         else:
+            backward = stage.backward if action.kind == "B" else stage.backward_input
             gradient = self._take(s, "B", m)
             with around(action):
-                dx = stage.backward(m, gradient) if action.kind == "B" else stage.backward_input(m, gradient)
+                dx = backward(m, gradient)
             if s > 0:
                 self._results[s - 1, "B", m] = dx
 
@@ -174,16 +197,19 @@ class PipelineExecutor:
 
     def _message(self, action: Action) -> None:
         """Post a send or a receive."""
+        other_end = action.other_end
+        peer = self.schedule.home[other_end.stage]
         verb, direction = action.kind.split("_")
-        peer = self.schedule.home[action.other_end.stage]
-        receiver = action.stage if verb == "RECV" else action.other_end.stage
-        # One tag for each message of a step: the receiving stage, the direction, the microbatch.
-        tag = FIRST_TAG + (receiver * 2 + (direction == "B")) * self.schedule.microbatches + action.microbatch
-        key = receiver, direction, action.microbatch
+        receiver = action.stage if verb == "RECV" else other_end.stage
+        key = (receiver, direction, action.microbatch)
+        # Each message of a step has its own tag, by receiving stage, direction and microbatch.
+        way = 2 * receiver if direction == "F" else 2 * receiver + 1
+        tag = FIRST_TAG + way * self.schedule.microbatches + action.microbatch
         if verb == "RECV":
             self._results[key] = self._receive(key, peer, tag)
         else:
-            self._sent = [message for message in self._sent if not message.test()]  # frees what has been delivered
+            # The test frees what has been delivered.
+            self._sent = [message for message in self._sent if not message.test()]
             self._send(key, xp.ascontiguousarray(self._results.pop(key)), peer, tag)
 
     def _receive(self, key: Key, peer: int, tag: int) -> Callable[[], Any]:
@@ -195,45 +221,67 @@ class PipelineExecutor:
 
 
 def part_groups(model: LanguageModel) -> list[list[Parameter]]:
-    """Group the parameters by part, each in the first part that uses it; a tied head's group is the last norm."""
-    first = {p: i for i, part in reversed([*enumerate(model.parts)]) for p in part.parameters}
-    return [[p for p in part.parameters if first[p] == i] for i, part in enumerate(model.parts)]
+    """Group the parameters by part, each in the first part that uses it.
+
+    A tied head's group is the last norm.
+    """
+    seen: set[Parameter] = set()
+    groups = []
+    for part in model.parts:
+        group = [p for p in part.parameters if p not in seen]
+        groups.append(group)
+        seen.update(group)
+    return groups
 
 
 class PipelineParallel:
     """This rank's share of a model on the ranks of `comm`.
 
-    `stages` are this rank's, by number, and `groups` their parameters, by part, which data parallelism sends together.
+    `stages` are this rank's, by number, and `groups` their parameters, by part, which data
+    parallelism sends together.
 
-    The token embedding belongs to the first stage. If the head is tied and on another rank, that rank (`borrower`, else
-    None) keeps a copy of the values. The head's gradient is sent to the first stage, where the two gradients are added
-    as on one device, and the updated weight is sent back: V h elements each way per step. NB: Megatron-LM all-reduces
-    the two copies' gradients (Narayanan et al. 2021), so both ranks need the optimizer.
+    The token embedding belongs to the first stage. If the head is tied and on another rank, that
+    rank (`borrower`, else None) keeps a copy of the values. The head's gradient is sent to the first
+    stage, where the two gradients are added as on one device, and the updated weight is sent back:
+    V h elements each way per step. NB: Megatron-LM all-reduces the two copies' gradients (Narayanan
+    et al. 2021), so both ranks need the optimizer.
     """
 
     def __init__(self, model: LanguageModel, comm: Communicator, schedule: Schedule, length: int) -> None:
         if len(schedule.ranks) != comm.size:
-            raise UsageError(f"schedule {schedule.name} is for {len(schedule.ranks)} ranks, but pp = {comm.size}")
-        self.model, self.comm = model, comm
-        runs = cut(model, balanced_cuts(model.config.part_flops(length), schedule.stages))
-        self.stages = {s: PipelineStage(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
-        homes = {part.name: schedule.home[s] for s, run in enumerate(runs) for part in run}
-        self.first, self.last = schedule.home[0], schedule.home[schedule.stages - 1]
+            ranks = f"{len(schedule.ranks)} ranks"
+            raise UsageError(f"schedule {schedule.name} is for {ranks}, but pp = {comm.size}")
+        self.model = model
+        self.comm = comm
+        counts = balanced_cuts(model.config.part_flops(length), schedule.stages)
+        self.stages: dict[int, PipelineStage] = {}
+        homes: list[int] = []  # the rank of each part
+        for s, parts in enumerate(cut(model, counts)):
+            homes += [schedule.home[s]] * len(parts)
+            if schedule.home[s] == comm.rank:
+                self.stages[s] = PipelineStage(parts)
+        self.first = homes[0]
+        self.last = homes[-1]
         place(model)
         self.groups: list[list[Parameter]] = []
-        for i, (part, group) in enumerate(zip(model.parts, part_groups(model), strict=True)):
+        for i, group in enumerate(part_groups(model)):
             for p in group:
-                update(p, pp=homes[part.name], unit=i, units=len(model.parts))
-            if homes[part.name] == comm.rank:
+                update(p, pp=homes[i], unit=i, units=len(model.parts))
+            if homes[i] == comm.rank:
                 self.groups.append(group)
-        self.borrower = self.last if model.head_weight is not None and self.first != self.last else None
+        is_lent = model.head_weight is not None and self.first != self.last
+        self.borrower = self.last if is_lent else None
         if comm.rank == self.borrower:
             model.token_embedding.materialize()
             hold("buffers", model.token_embedding.data)
 
     def fetch_tied_gradient(self) -> None:
-        """Send the head's gradient of the token embedding from the last stage to the first, after all backwards."""
-        weight, leaf = self.model.token_embedding, self.model.head_weight
+        """Send the head's gradient of the token embedding from the last stage to the first.
+
+        It is complete after all backwards.
+        """
+        weight = self.model.token_embedding
+        leaf = self.model.head_weight
         if leaf is None or self.borrower is None:
             return
         if self.comm.rank == self.borrower:
@@ -243,7 +291,10 @@ class PipelineParallel:
             leaf.grad = self.comm.irecv(gradient, self.borrower, TIED_GRADIENT).wait()
 
     def send_tied_weight(self, whole: Callable[[Parameter], Array]) -> None:
-        """Send the updated token embedding from the first stage to the last. whole(p) returns all values of p."""
+        """Send the updated token embedding from the first stage to the last.
+
+        whole(p) returns all values of p.
+        """
         weight = self.model.token_embedding
         if self.borrower is not None and self.comm.rank == self.first:
             self.comm.isend(whole(weight), self.borrower, TIED_WEIGHT).wait()

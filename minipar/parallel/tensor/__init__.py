@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: one layer on several ranks. Read mappings.py, then layers.py, then plan.py."""
+"""Tensor and sequence parallelism: one layer on several ranks. Read mappings.py, layers.py, plan.py."""

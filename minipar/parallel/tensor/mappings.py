@@ -1,18 +1,23 @@
-"""The communication of tensor and sequence parallelism: four mappings between what ranks share and what each rank has.
+"""The communication of tensor and sequence parallelism: four mappings of activations.
 
-The ranks of a TensorGroup compute one layer together. An activation inside the layer differs from rank to rank; outside
-it is the same on every rank, or each rank has its tokens. A mapping is an operation that takes an activation
-across this border, and its backward is the adjoint of its forward: of a copy the sum, of a gather the sum's part.
+The ranks of a TensorGroup compute one layer together. Outside the layer all ranks have the same
+activation or, with sequence parallelism, each rank has its own tokens of it. Inside the layer each
+rank computes with its own part of the weights, so results and gradients differ from rank to rank. A
+mapping takes an activation into the layer or out of it. The backward of a mapping is the adjoint of
+its forward: the adjoint of a copy is a sum over the ranks, and the adjoint of a gather is this
+rank's part of such a sum.
 
-    mapping          forward          backward         elements sent per rank    in Megatron-LM
-    copy_to          nothing          all-reduce       2n(t-1)/t, backward       f, copy_to_tensor_model_parallel_region
-    reduce_from      all-reduce       nothing          2n(t-1)/t, forward        g, reduce_from_...
-    all_gather       all-gather       reduce-scatter   n(t-1)/t each way         gather_from_sequence_parallel_region
-    reduce_scatter   reduce-scatter   all-gather       n(t-1)/t each way         reduce_scatter_to_sequence_...
+    mapping         forward         backward        elements sent per rank  in Megatron-LM
+    copy_to         nothing         all-reduce      2n(t-1)/t, backward     copy_to_tensor_model_parallel_region
+    reduce_from     all-reduce      nothing         2n(t-1)/t, forward      reduce_from_tensor_model_parallel_region
+    all_gather      all-gather      reduce-scatter  n(t-1)/t each way       gather_from_sequence_parallel_region
+    reduce_scatter  reduce-scatter  all-gather      n(t-1)/t each way       reduce_scatter_to_sequence_parallel_region
 
-t is the number of ranks and n = B T h the elements of a whole activation. A column-parallel layer begins with copy_to
-and a row-parallel layer ends with reduce_from; with sequence parallelism, with all_gather and reduce_scatter, which
-send the same bytes. Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (2205.05198), 4.2.
+Here t is the number of ranks, and n = B T h is the number of elements of a whole activation. A
+column-parallel layer begins with copy_to, and a row-parallel layer ends with reduce_from. With
+sequence parallelism the column-parallel layer begins with all_gather, and the row-parallel layer
+ends with reduce_scatter; both pairs send the same bytes. Shoeybi et al. 2019 (arXiv 1909.08053),
+section 3, call the first pair f and g; the second is from Korthikanti et al. 2022 (2205.05198), 4.2.
 """
 
 from collections.abc import Callable
@@ -24,24 +29,33 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.placement import Shard
 
-# A gather adds nothing, so all its algorithms give the same bits; each reduction is paired with one of them.
+# The algorithm of a gather, by that of the sums. A gather adds nothing, so each gives the same bits.
 GATHER = {"ring": "ring", "ordered": "pairwise"}
 
 
 class TensorGroup:
-    """The ranks that share each layer: their communicator and the algorithm ("ring" or "ordered") of their sums.
+    """The ranks that share each layer: their communicator, and the algorithm of their sums.
 
-    Sums travel in `reduce_dtype`, by default in float32 at least; what is gathered in `dtype`, the activations' own.
+    The algorithm `reduction` is "ring" or "ordered". Sums travel in `reduce_dtype`, by default in
+    float32 at least. Gathered activations travel in `dtype`, by default in their own.
     """
 
     def __init__(
         self, comm: Communicator, reduction: str = "ring", dtype: Any = None, reduce_dtype: Any = None
     ) -> None:
-        self.comm, self.reduction, self.dtype, self.reduce_dtype = comm, reduction, dtype, reduce_dtype
-        self.rank, self.size = comm.rank, comm.size
+        self.comm = comm
+        self.reduction = reduction
+        self.dtype = dtype
+        self.reduce_dtype = reduce_dtype
+        self.rank = comm.rank
+        self.size = comm.size  # the number of ranks
 
     def shard(self, dim: int, size: int, groups: int = 1) -> Shard:
-        """Return the placement of a parameter that is split along `dim`, whose whole length is `size`."""
+        """Return the placement of a parameter that is split along `dim`.
+
+        The length of the whole `dim` is `size`. Each of its `groups` equal stretches is split by
+        itself.
+        """
         return Shard(self.rank, self.size, dim, size, groups)
 
     def sum_dtype(self, x: Array) -> Any:
@@ -59,14 +73,20 @@ class TensorGroup:
         return lambda: work.wait().astype(x.dtype, copy=False)
 
     def part(self, x: Array, dim: int) -> Array:
-        """Return this rank's part of x along `dim`, as a view. The number of ranks must divide the dim."""
-        size = x.shape[dim] // self.size
-        return x[(slice(None),) * dim + (slice(self.rank * size, (self.rank + 1) * size),)]
+        """Return this rank's part of x along `dim`, as a view.
+
+        The number of ranks must divide the length of `dim`.
+        """
+        size = x.shape[dim] // self.size  # of one rank's part
+        own = slice(self.rank * size, (self.rank + 1) * size)
+        return x[(slice(None),) * dim + (own,)]
 
     def gather(self, x: Array, dim: int) -> Array:
-        """Join all ranks' parts, which have one shape, along `dim`."""
-        parts = self.comm.all_gather(xp.ascontiguousarray(x, dtype=self.dtype), algorithm=GATHER[self.reduction])
-        return xp.concatenate(list(parts.reshape(self.size, *x.shape)), axis=dim).astype(x.dtype, copy=False)
+        """Join the parts of all ranks along `dim`. All parts have the shape of x."""
+        gathered = self.comm.all_gather(xp.ascontiguousarray(x, dtype=self.dtype), algorithm=GATHER[self.reduction])
+        parts = gathered.reshape(self.size, *x.shape)
+        whole = xp.concatenate(list(parts), axis=dim)
+        return whole.astype(x.dtype, copy=False)
 
     def sum_part(self, x: Array, dim: int) -> Array:
         """Return this rank's part, along `dim`, of the sum of x over the ranks."""
@@ -74,30 +94,39 @@ class TensorGroup:
 
     def start_sum_part(self, x: Array, dim: int) -> Callable[[], Array]:
         """Start `sum_part` and return the function that waits for its result."""
-        parts = xp.stack(xp.split(x, self.size, axis=dim), dtype=self.sum_dtype(x))  # (t, ...): contiguous parts
+        # The ranks' parts come one after the other in memory: (t, ...).
+        parts = xp.stack(xp.split(x, self.size, axis=dim), dtype=self.sum_dtype(x))
         work = self.comm.reduce_scatter(parts, algorithm=self.reduction, async_op=True)
         return lambda: work.wait().reshape(parts.shape[1:]).astype(x.dtype, copy=False)
 
 
 def _same(x: Array) -> Array:
+    """Return x itself, in the direction of a mapping that needs no messages."""
     return x
 
 
 def copy_to(x: Tensor, group: TensorGroup) -> Tensor:
-    """Pass on x, which each rank will use differently, so that its gradient is the sum of the ranks'."""
+    """Return x, which each rank then uses differently. Backward sums the ranks' gradients of x."""
     return mapping(x, _same, group.sum)
 
 
 def reduce_from(x: Tensor, group: TensorGroup) -> Tensor:
-    """Sum the ranks' partial results; every rank gets the sum, and passes its whole gradient back."""
+    """Sum the ranks' partial results. Backward gives every rank's term the gradient of the sum."""
     return mapping(x, group.sum, _same)
 
 
 def all_gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Join the ranks' parts along `dim`; each rank will use the whole differently, so backward sums as in `copy_to`."""
+    """Join the ranks' parts along `dim`.
+
+    Each rank then uses the whole differently. Backward sums the ranks' gradients of the whole, and
+    keeps this rank's part of the sum.
+    """
     return mapping(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
 
 
 def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Sum the ranks' partial results and keep this rank's part along `dim`."""
+    """Sum the ranks' partial results and keep this rank's part of the sum along `dim`.
+
+    Backward joins the gradients of all parts, so that each term has the whole gradient.
+    """
     return mapping(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))

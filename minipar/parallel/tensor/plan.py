@@ -1,85 +1,150 @@
-"""The plan of tensor parallelism: tables of the parameters to split and the layers to replace, and what applies them.
+"""The plan of tensor parallelism: a table of the layers that are split, and what applies it.
 
-A transformer layer is two pairs of products. The first product of a pair is split by columns, the second by rows. The
-operation between them (the heads' attention, the MLP's GELU or SwiGLU) works on a rank's own columns, so the only
-communication of forward is one sum at the end of each pair (Shoeybi et al. 2019, section 3).
+A transformer layer is two pairs of products. The first product of a pair is split by columns, the
+second by rows. The operation between them (the heads' attention, the MLP's GELU or SwiGLU) works on
+a rank's own columns, so the only communication of forward is one sum at the end of each pair
+(Shoeybi et al. 2019, section 3). With sequence parallelism a pair begins with an all-gather, and
+its sum is a reduce-scatter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
+from minipar.nn import llama
 from minipar.nn.layers import Dropout, MaskSlice
-from minipar.nn.module import Owner, Parameter
-from minipar.nn.transformer import LanguageModel, TransformerConfig
-from minipar.parallel.placement import Partial, Replicate, place, placement_of, update
-from minipar.parallel.tensor import layers
+from minipar.nn.module import Module, Owner, Parameter, Updating
+from minipar.nn.moe import MoE
+from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
+from minipar.parallel import placement
+from minipar.parallel.guards import check_same_start, check_split
+from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
+from minipar.parallel.tensor import layers, vocabulary
+from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
 
-# (dim, groups) of the parameters that are split, by the end of their names. GPT-2's matrices are (in, out), Llama's and
-# Mixtral's (out, in). c_attn holds the columns of q, k and v next to each other. Each of the three is split, so that a
-# rank gets whole heads.
+
+@dataclass(frozen=True)
+class Split:
+    """How a layer is split, and which class replaces the serial one.
+
+    The weight is split along `dim`; it is whole if `dim` is None. Each of the `groups` equal
+    stretches of `dim` is split by itself. A layer that `crosses` calls the border's `enter` or
+    `leave`. If it does not, the block that holds it calls them, for several layers together.
+    """
+
+    dim: int | None
+    groups: int
+    layer: Callable[..., Module]
+    crosses: bool = True
+
+
+# The keys are the last parts of the layers' names. GPT-2's matrices are (in, out), Llama's and
+# Mixtral's are (out, in). The bias of a column layer is split as its columns are, and the bias of a
+# row layer is whole. c_attn holds the columns of q, of k and of v next to each other. Each of the
+# three is split by itself, so that a rank gets whole heads.
 PLAN = {
-    "wte.weight": (0, 1),  # vocabulary
-    "c_attn.weight": (1, 3),  # columns
-    "c_attn.bias": (0, 3),
-    "c_fc.weight": (1, 1),
-    "c_fc.bias": (0, 1),
-    "c_proj.weight": (0, 1),  # rows
-    **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (0, 1)),  # vocabulary
-    **{f"{name}.weight": (0, 1) for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")},
-    **dict.fromkeys(("o_proj.weight", "down_proj.weight", "w2.weight"), (1, 1)),  # rows
+    # GPT-2
+    "wte": Split(0, 1, VocabEmbedding),
+    "wpe": Split(None, 1, layers.PositionEmbedding),
+    "c_attn": Split(1, 3, ColumnLinear),
+    "c_fc": Split(1, 1, ColumnLinear),
+    "c_proj": Split(0, 1, RowLinear),
+    # Llama
+    "embed_tokens": Split(0, 1, VocabEmbedding),
+    "q_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "k_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "v_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "o_proj": Split(1, 1, RowLinear),
+    "gate_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "up_proj": Split(0, 1, ColumnLinear, crosses=False),
+    "down_proj": Split(1, 1, RowLinear),
+    "lm_head": Split(0, 1, ColumnLinear),  # The model gives its weight to `project` (fill_seams).
+    # Mixtral, in each expert
+    "w1": Split(0, 1, ColumnLinear, crosses=False),
+    "w3": Split(0, 1, ColumnLinear, crosses=False),
+    "w2": Split(1, 1, RowLinear, crosses=False),
 }
-ROUTER = "gate.weight"  # whole; but its gradient comes from this rank's part of the experts' results
-# The layers that communicate, by what they replace. Several layers of Llama take a norm's result into the part where
-# ranks differ. The norm copies or gathers it once for all of them, so the column layers stay serial ones.
-LAYERS: dict[str, Any] = {
-    **dict.fromkeys(("wte", "embed_tokens"), layers.VocabParallelEmbedding),
-    "wpe": layers.SequenceEmbedding,
-    **dict.fromkeys(("c_attn", "c_fc"), layers.ColumnParallelLinear),
-    **dict.fromkeys(("c_proj", "o_proj", "down_proj"), layers.RowParallelLinear),
-    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), layers.EnteringNorm),
-}
+# The name of Mixtral's router. It is whole on every rank, but its gradient comes from this rank's
+# part of the experts' results, so the gradients of all ranks must be summed.
+ROUTER = "gate"
+
+
+def tensor_placement(name: str, shape: Sequence[int], rank: int, ranks: int, sequence: bool) -> TensorPlacement:
+    """Return what tensor parallelism does to the serial model's parameter of this name and shape.
+
+    A rank has a part of a Shard. It has the whole of a Partial or a Replicate. The ranks' gradients
+    of a Partial are terms of a sum, those of a Replicate are equal.
+    """
+    layer, kind = name.split(".")[-2:]  # such as c_attn and weight
+    split = PLAN.get(layer)
+    if split is not None:
+        dim = split.dim
+        if kind == "bias":
+            dim = 0 if split.layer is ColumnLinear else None
+        if dim is not None:
+            return Shard(rank, ranks, dim, shape[dim], split.groups)
+    if sequence or layer == ROUTER:
+        return Partial(rank, ranks)
+    return Replicate(rank, ranks)
 
 
 class TensorParallel(Owner):
-    """The group over which `tensor_parallel` has split a model, and the sum of its Partial gradients.
+    """The group over which a model is split, and the sum of the model's Partial gradients.
 
-    It owns the Partial parameters, so that an optimizer's step sums their gradients first. A data-parallel wrapper that
-    is applied to the model afterwards calls `sum_partial` before it reduces a bucket instead.
+    A step sums these gradients one time. Data parallelism does so if it was given
+    `before_reduce=tensor.sum_partial`. Otherwise the optimizer that holds the parameters does so
+    when it steps.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
         self.partial: list[Parameter] = []
+        self.is_summed = False  # whether this step has summed them
 
-    def before_step(self) -> None:
-        """Sum the Partial gradients over the ranks."""
-        self.sum_partial(self.partial)
+    def before_step(self, optimizer: Updating, parameters: Sequence[Parameter]) -> None:
+        """Sum the Partial gradients over the ranks, unless data parallelism has done so before."""
+        if not self.is_summed:
+            self.sum_partial(self.partial)
+
+    def after_step(self) -> None:
+        self.is_summed = False
+
+    def forget_gradients(self) -> None:
+        self.is_summed = False
 
     def sum_partial(self, parameters: Sequence[Parameter]) -> None:
         """Sum the gradients of the Partial parameters among these over the ranks, each in place.
 
-        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers only its own tokens, and a
-        router's always only its own columns of the experts. Sends one all-reduce over tp of these parameters' elements.
+        With sequence parallelism a rank's gradient of a LayerNorm or a row bias covers only its own
+        tokens, and a router's gradient always covers only its own columns of the experts. Sends one
+        all-reduce over tp of these gradients' elements.
         """
-        gradients = [p.grad for p in parameters if isinstance(placement_of(p).tp, Partial) and p.grad is not None]
-        if gradients:
-            total = self.group.sum(xp.concatenate([gradient.reshape(-1) for gradient in gradients]))
-            stop = 0
-            for gradient in gradients:
-                start, stop = stop, stop + gradient.size
-                gradient[...] = total[start:stop].reshape(gradient.shape)
+        self.is_summed = True
+        gradients = []
+        for p in parameters:
+            if isinstance(placement_of(p).tp, Partial) and p.grad is not None:
+                gradients.append(p.grad)
+        if not gradients:
+            return
+        total = self.group.sum(xp.concatenate([gradient.reshape(-1) for gradient in gradients]))
+        offset = 0
+        for gradient in gradients:
+            summed = total[offset : offset + gradient.size]
+            gradient[...] = summed.reshape(gradient.shape)
+            offset += gradient.size
 
 
 def check_shape(model: TransformerConfig, tp: int, tokens: int | None = None) -> None:
-    """Raise UsageError if tp does not divide the heads, the MLP's columns, or the tokens of a sequence if given."""
-    check_divides("heads/tp", model.n_head, tp, "each tensor-parallel rank has whole heads")
-    check_divides("kv-heads/tp", model.n_kv_head, tp, "each tensor-parallel rank has whole heads of k and v")
-    check_divides("ffn/tp", model.n_inner, tp, "each tensor-parallel rank has whole columns")
+    """Raise UsageError if tp does not divide heads, the MLP's columns, or a sequence's tokens."""
+    reason = "each tensor-parallel rank has whole"
+    check_divides("heads/tp", model.n_head, tp, f"{reason} heads")
+    check_divides("kv-heads/tp", model.n_kv_head, tp, f"{reason} heads of k and v")
+    check_divides("ffn/tp", model.n_inner, tp, f"{reason} columns")
     if tokens is not None:
         check_divides("tokens/tp", tokens, tp, "--sequence-parallel splits seq-len/cp evenly")
 
@@ -89,41 +154,65 @@ def tensor_parallel(
 ) -> TensorParallel:
     """Split `model` over `comm` by the plan, in place.
 
-    Parameters keep their names and become this rank's part of their values. UsageError if tp does not divide the heads.
+    Parameters keep their names and become this rank's part of their values. UsageError if tp does
+    not divide the heads, or if the ranks' models have different values; sends a checksum of each
+    parameter as control data. Sums travel in `reduce_dtype` (default: float32 at least).
 
-    Sums travel in `reduce_dtype` (default: float32 at least).
-    Sends per layer and microbatch 8 B T h (t-1)/t elements per rank: 4 all-reduces, or with `sequence` 4 all-gathers
-    and 4 reduce-scatters. Embedding and head add 2 B T h (t-1)/t each; the loss all-reduces B T and 2 B T elements.
+    A rank sends 8 B T h (t-1)/t elements per layer and microbatch: 2 all-reduces in forward and 2
+    in backward or, with `sequence`, 2 all-gathers and 2 reduce-scatters in each. The embedding and
+    the head add 2 B T h (t-1)/t each. The loss all-reduces B T and then 2 B T elements.
     """
+    check_split(model, "tensor_parallel", comm)
     check_shape(model.config, comm.size)
-    place(model)
+    placement.place(model)
+    check_same_start(comm, model)
     group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
-        name = ".".join(name.split(".")[-2:])
-        if name in PLAN:
-            dim, groups = PLAN[name]
-            layers.split(p, group.shard(dim, p.shape[dim], groups))
-        elif sequence or name == ROUTER:
-            update(p, tp=Partial(comm.rank, comm.size))
-            p.owner = tensor
-            tensor.partial.append(p)
+        own = tensor_placement(name, p.shape, comm.rank, comm.size, sequence)
+        if isinstance(own, Shard):
+            layers.split(p, own)
         else:
-            update(p, tp=Replicate(comm.rank, comm.size))
+            placement.update(p, tp=own)
+        if isinstance(own, Partial):
+            p.owners.append(tensor)
+            tensor.partial.append(p)
+    border = Border(group, sequence)
+    replace_layers(model, border)
+    fill_seams(model, border)
+    return tensor
+
+
+def replace_layers(model: LanguageModel, border: Border) -> None:
+    """Replace the serial layers of the plan by parallel ones, which hold the same Parameters."""
+    inside = layers.Inside(border.group)
+    for name, layer in list(model.named_modules()):
+        split = PLAN.get(name.split(".")[-1])
+        if split is not None:
+            own_border = border if split.crosses else inside
+            model.set_submodule(name, split.layer(layer, own_border))
+
+
+def fill_seams(model: LanguageModel, border: Border) -> None:
+    """Give the model's seams what tensor parallelism does there; transformer.py lists them."""
+    group = border.group
     size = model.config.vocab_size
-    model.project = partial(layers.vocab_parallel_head, vocab_size=size, group=group, sequence=sequence)
-    model.criterion = partial(layers.vocab_parallel_cross_entropy_sum, group=group)
-    modules: dict[str, Any] = dict(model.named_modules())
-    for name, module in modules.items():
-        parent, _, attribute = name.rpartition(".")
-        if attribute in LAYERS:
-            setattr(modules[parent], attribute, LAYERS[attribute].from_serial(module, group, sequence))
-        elif isinstance(module, Dropout) and (sequence or attribute == "attn_dropout"):
-            # Of (B, heads, T, T) or (B, T, h). With context parallelism the T are a rank's, so this cut comes last.
-            module.mask_slices.append(MaskSlice(1, group.size, partial(group.part, dim=0)))
-        elif hasattr(module, "experts"):  # sums the ranks' results after each token's k, which are k times as many
-            module.leave = partial(layers.leave, group=group, sequence=sequence)
-        elif hasattr(module, "kv_heads"):
+    model.project = partial(vocabulary.vocab_parallel_head, vocab_size=size, border=border)
+    loss = vocabulary.vocab_parallel_cross_entropy_sum
+    model.criterion = partial(loss, group=group, vocab_size=size)
+    for name, module in model.named_modules():
+        if isinstance(module, llama.Attention | llama.MLP | MoE):
+            module.enter = border.enter
+        if isinstance(module, MoE):
+            # The experts themselves do not leave. The results of a token's k experts are added up
+            # on each rank first, and then the ranks' results are summed.
+            module.leave = border.leave
+        if isinstance(module, SelfAttention):
             module.heads //= group.size
             module.kv_heads //= group.size
-    return tensor
+        if isinstance(module, Dropout) and (border.sequence or name.endswith("attn_dropout")):
+            # A mask of attention is (B, heads, T, T), and a rank has some of the heads. Any other
+            # mask is (B, T, h), and with sequence parallelism a rank has some of the tokens. The T
+            # are what context parallelism leaves to this rank, so this slice comes after its slice.
+            part = partial(group.part, dim=0)
+            module.mask_slices.append(MaskSlice(1, group.size, part))

@@ -13,7 +13,8 @@ from minipar.comm import run_local
 from minipar.errors import CommunicationError, UsageError
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.schedules import load_csv, make, save_csv
+from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
+from minipar.parallel.pipeline.schedules import make
 
 SOME = [
     *[(name, p, m, None) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zbv")
@@ -183,6 +184,23 @@ def test_lowering_adds_each_message_once_and_nothing_else(case):
     check(whole)  # the rendezvous too
     if cuts:
         assert lower(whole) is whole
+
+
+def test_a_pairs_halves_follow_one_another_on_one_core():
+    paired = schedule(*WITH_A_PAIR)
+    assert paired.unpaired().ranks == schedule("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1").ranks
+    assert paired.unpaired().name == paired.name
+
+
+def test_a_pairs_forward_is_sent_between_its_halves():
+    """After the pair if it stays a pair, before B if its halves are single actions."""
+    rows = ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", "2F0 2B0 2F1 2B1"]
+    paired = schedule(*rows)
+    after = [str(action) for action in lower(paired).ranks[1]]
+    between = [str(action) for action in lower(paired.unpaired()).ranks[1]]
+    pair = after.index("(1F1;1B0)OVERLAP_F_B")
+    assert after[pair + 1 : pair + 3] == ["1SEND_F1", "1SEND_B0"]
+    assert between.index("1F1") + 1 == between.index("1SEND_F1") < between.index("1B0")
 
 
 def test_a_schedule_that_has_messages_is_left_as_it_is():
@@ -473,3 +491,26 @@ def test_actions_read_as_they_are_written():
     pair = Action(0, "OVERLAP_F_B", 5, (Action(0, "F", 5), Action(7, "B", 1)))
     assert str(pair) == "(0F5;7B1)OVERLAP_F_B" and parse_action(" (0F5;7B1)OVERLAP_F_B ") == pair
     assert pair.computes and pair.halves == pair.pair
+
+
+def test_the_work_of_the_checks_is_linear_in_the_ranks(monkeypatch):
+    """One microbatch comes back over all ranks: a rank is looked at when a result or a message is there for it."""
+    needs, other_end = Schedule.needs, Action.other_end.fget
+    looks = Counter()
+
+    def count_needs(self, action):
+        looks["needs"] += 1
+        return needs(self, action)
+
+    def count_ends(self):
+        looks["ends"] += 1
+        return other_end(self)
+
+    monkeypatch.setattr(Schedule, "needs", count_needs)
+    monkeypatch.setattr(Action, "other_end", property(count_ends))
+    counts = []
+    for ranks in (50, 200):
+        looks.clear()
+        check(schedule(*(f"{rank}F0 {rank}B0" for rank in range(ranks))))
+        counts.append(Counter(looks))
+    assert all(counts[1][name] <= 4.2 * counts[0][name] for name in ("needs", "ends")), counts

@@ -18,7 +18,8 @@ from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.parallel.pipeline.actions import Action, Schedule, parse_action, simulate
 from minipar.parallel.pipeline.check import check, lower
-from minipar.parallel.pipeline.schedules import load_csv, make, save_csv
+from minipar.parallel.pipeline.schedule_file import load_csv, save_csv
+from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import PipelineStage
 
 # Schedule, ranks, microbatches, layers, stages per rank: fewer microbatches than ranks, more, as many, not a multiple;

@@ -7,7 +7,7 @@ from training import SGD
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import AdamW, Linear, Module
 from minipar.parallel.pipeline.module import PipelineModule
-from minipar.parallel.zero import ZeroOptimizer
+from minipar.parallel.zero_optimizer import ZeroOptimizer
 
 DRAW = np.random.Generator(np.random.Philox(15)).standard_normal
 X, Y = DRAW((8, 4)), DRAW((8, 2))

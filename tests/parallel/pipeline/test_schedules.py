@@ -4,6 +4,7 @@ memory as the papers say, exactly.
 Times are whole numbers or Fractions, so every `==` below is between rationals.
 """
 
+import re
 from fractions import Fraction
 from functools import cache
 
@@ -44,6 +45,26 @@ def idle(line):
 def ahead(actions):
     """Forwards before the first backward: the warm-up, and the forward that begins the steady state."""
     return [action.kind == "F" for action in actions].index(False)
+
+
+def examples(text):
+    """A docstring's sizes and, for each rank, its example's actions: rows of ranks, or steps with a column per rank."""
+    p, m = (int(re.search(rf"\b{letter} = (\d+)", text)[1]) for letter in "pm")
+    rows = [row.split() for row in re.findall(r"^ +rank \d+   (.*)$", text, re.MULTILINE)]
+    steps = [line.split("|") for line in re.findall(r"^ +\d +(\|.*)$", text, re.MULTILINE)]
+    rows += [[cell for step in steps for cell in step[1 + r].split()] for r in range(p if steps else 0)]
+    # B takes two cells.
+    return p, m, [[cell for cell, before in zip(row, [None, *row], strict=False) if cell != before] for row in rows]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_example_in_each_docstring_is_its_output(name):
+    p, m, rows = examples(SCHEDULES[name].__doc__)
+    schedule = made(name, p, m)
+    output = [[str(action).removesuffix("OVERLAP_F_B") for action in actions] for actions in schedule.ranks]
+    if schedule.stages == p:
+        output = [[cell.removeprefix(str(r)) for cell in row] for r, row in enumerate(output)]
+    assert rows == output
 
 
 @pytest.mark.parametrize("name, v", CASES)
@@ -263,6 +284,9 @@ def test_interleaving_needs_whole_groups_of_microbatches(p, m):
 def test_unknown_names_and_sizes_are_refused():
     with pytest.raises(UsageError, match=f"schedule 2f2b: choose from {', '.join(SCHEDULES)}"):
         make("2f2b", 2, 2)
+    for name in ("pipedream", "pipedream-2bw"):
+        with pytest.raises(UsageError, match=f"schedule {name} is asynchronous"):
+            make(name, 2, 2)
     for name in SCHEDULES:
         for p, m, v in ((0, 4, None), (-2, 4, None), (2, 0, None), (2, -1, None), (2, 4, 0), (2, 4, -3)):
             with pytest.raises(UsageError, match=f"{name}: pp = {p}, microbatches = {m}.* = {v}: each is at least 1"):

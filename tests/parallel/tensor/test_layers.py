@@ -9,11 +9,12 @@ from training import joined
 
 from minipar.autograd import Function, Tensor, gelu, linear
 from minipar.comm import run_local
-from minipar.nn import Parameter
+from minipar.nn import Linear, Parameter
 from minipar.parallel.placement import Partial, Placement, Replicate, Shard
-from minipar.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, column_linear, enter, leave
+from minipar.parallel.tensor.layers import Border, ColumnLinear, Inside, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
+from minipar.parallel.tensor.user_layers import ColumnParallelLinear
 
 SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(41))
@@ -46,15 +47,15 @@ def named(first, second):
     }
 
 
-def parallel_pair(comm, sequence, reduction="ring", column=ColumnParallelLinear, row=RowParallelLinear, summed=True):
+def parallel_pair(comm, sequence, reduction="ring", column=ColumnLinear, row=RowLinear, summed=True):
     """A rank's outputs and gradients, made whole where they are parts."""
     group = TensorGroup(comm, reduction)
     first, second = linear_of(W1, B1), linear_of(W2, B2)
     for parameter, dim in ((first.weight, 1), (first.bias, 0), (second.weight, 0)):
         split_along(parameter, group, dim)
     second.bias.placement = Placement("bias", second.bias.shape, Partial() if sequence else Replicate())
-    first = column.from_serial(first, group, sequence)
-    second = row.from_serial(second, group, sequence)
+    border = Border(group, sequence)
+    first, second = column(first, border), row(second, border)
     own = (lambda a: np.ascontiguousarray(group.part(a, 1))) if sequence else (lambda a: a)
     whole = (lambda a: group.gather(a, 1)) if sequence else (lambda a: a)
     x = Tensor(own(X), requires_grad=True)
@@ -92,21 +93,21 @@ def test_a_column_layer_alone_gives_this_ranks_columns(size, sequence):
         group = TensorGroup(comm)
         weight, bias = Shard(comm.rank, size, dim=1, size=48).part(W1), Shard(comm.rank, size, dim=0, size=48).part(B1)
         own = np.ascontiguousarray(group.part(X, 1)) if sequence else X
-        y = ColumnParallelLinear.from_serial(linear_of(weight, bias), group, sequence)(Tensor(own, requires_grad=True))
-        return y.data
+        layer = ColumnLinear(linear_of(weight, bias), Border(group, sequence))
+        return layer(Tensor(own, requires_grad=True)).data
 
     whole = np.concatenate(run_local(size, rank), axis=-1)
     assert close(whole, X @ W1 + B1, 1e-14)
 
 
-class BiasOnEveryRank(RowParallelLinear):
+class BiasOnEveryRank(RowLinear):
     """The exercise's first mistake: the sum counts the bias t times."""
 
     def forward(self, x):
-        return leave(linear(x, self.weight, self.bias), self.group, self.sequence)
+        return self.border.leave(linear(x, self.weight, self.bias))
 
 
-class ForgetsTheSumInBackward(ColumnParallelLinear):
+class ForgetsTheSumInBackward(ColumnLinear):
     """The second: every output is right, and x's gradient is this rank's share of it."""
 
     def forward(self, x):
@@ -143,9 +144,9 @@ class GatherWithoutSum(Function):
         return self.group.part(grad, 1), None
 
 
-class GathersWithoutSumming(ColumnParallelLinear):
+class GathersWithoutSumming(ColumnLinear):
     def forward(self, x):
-        return linear(GatherWithoutSum.apply(x, self.group), self.weight, self.bias)
+        return linear(GatherWithoutSum.apply(x, self.border.group), self.weight, self.bias)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -162,14 +163,15 @@ def test_the_fused_column_product_is_enter_and_linear(size, sequence, transposed
 
     def rank(comm, fused, bias):
         group = TensorGroup(comm)
+        border = Border(group, sequence)
         random = np.random.Generator(np.random.Philox(50 + comm.rank))
         w = Tensor(random.standard_normal((5, H) if transposed else (H, 5)), requires_grad=True)
         b = Tensor(random.standard_normal(5), requires_grad=True) if bias else None
         x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
         if fused:
-            y = column_linear(x, w, b, group, sequence, transposed)
+            y = border.enter_linear(x, w, b, transposed)
         else:
-            y = linear(enter(x, group, sequence), w, b, transposed)
+            y = linear(border.enter(x), w, b, transposed)
         y.backward(outputs * (comm.rank + 1))
         leaves = [x, w, b] if bias else [x, w]
         return [y.data.tobytes(), *(leaf.grad.tobytes() for leaf in leaves)], comm.traffic.counts
@@ -193,10 +195,24 @@ def test_the_weights_gradient_overlaps_the_inputs_sum():
         w = Parameter(W1.copy())
         w.register_post_accumulate_grad_hook(lambda leaf: events.append("weight"))
         # x is made by an operation: a gradient that goes on, as in a model, waits as late as it can.
-        column_linear(x * 1.0, w, None, Watched(comm), False).backward(np.ones((B, T, 48)))
+        Border(Watched(comm)).enter_linear(x * 1.0, w, None, False).backward(np.ones((B, T, 48)))
 
     run_local(1, rank)
     assert events == ["sum starts", "weight", "sum ends"]
+
+
+def test_layers_inside_of_the_border_send_nothing():
+    """Their blocks enter and leave once for several of them, so each computes with its own rank's part alone."""
+
+    def rank(comm):
+        inside = Inside(TensorGroup(comm))
+        x = Tensor(X, requires_grad=True)
+        y = RowLinear(linear_of(W2, B2), inside)(ColumnLinear(linear_of(W1, B1), inside)(x))
+        y.backward(G)
+        assert close(y.data, (X @ W1 + B1) @ W2 + B2) and close(x.grad, G @ W2.T @ W1.T)
+        return comm.traffic.bytes()
+
+    assert run_local(2, rank) == [0, 0]
 
 
 def test_the_comparisons_here_can_fail():
@@ -209,3 +225,28 @@ def test_the_comparisons_here_can_fail():
 
     y = Off.apply(Tensor(X)).data
     assert not close(y, X) and close(X.copy(), X)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_and_bias_are_split_group_by_group(size, groups, transposed):
+    """A rank's columns are those of its part of each group, of the weight and of the bias alike."""
+    whole = Linear(H, 36, name="up", dtype="float64", transposed=transposed)
+    whole.bias.data[...] = B1[:36]
+    y = whole(X)
+    gradient = RANDOM.standard_normal(y.shape)
+    y.backward(gradient)
+
+    def rank(comm):
+        columns = Shard(comm.rank, size, 2, 36, groups)
+        layer = ColumnParallelLinear(H, 36, comm, name="up", groups=groups, dtype="float64", transposed=transposed)
+        layer.bias.data[...] = layer.bias.placement.tp.part(whole.bias.data)
+        part = layer(X)
+        assert close(part.data, columns.part(y.data))
+        part.backward(columns.part(gradient))
+        for own, serial in ((layer.weight, whole.weight), (layer.bias, whole.bias)):
+            assert close(joined(comm, own, own.data), serial.data)
+            assert close(joined(comm, own, own.grad), serial.grad)
+
+    run_local(size, rank)

@@ -5,6 +5,7 @@ from planning import layout
 from tensor_cases import ROWS
 from training import joined
 
+from chapters.support.whole_runs import relative_difference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
@@ -14,7 +15,6 @@ from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.plan.layout import MINIPAR, PRECISIONS
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import layer_activations
-from minipar.train.verify import relative_difference
 
 LENGTH = 8
 

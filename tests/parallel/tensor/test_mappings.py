@@ -10,7 +10,7 @@ import pytest
 
 from minipar.autograd import Function, Tensor
 from minipar.comm import run_local, wire_bytes
-from minipar.parallel.tensor.layers import enter, leave
+from minipar.parallel.tensor.layers import Border
 from minipar.parallel.tensor.mappings import TensorGroup, all_gather, copy_to, reduce_from, reduce_scatter
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -207,13 +207,13 @@ def test_whole_arrays_may_have_any_size(name, size, reduction, whole):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_enter_and_leave_are_these_mappings(size, reduction):
-    """enter and leave are the mappings that the layers use, with and without sequence parallelism."""
+    """A border's enter and leave are what the layers use, with and without sequence parallelism."""
     part, whole = (2, 4, 3), (2, 4 * size, 3)
     pairs = [
-        (lambda x, group, dim: enter(x, group, True), all_gather, part, whole),
-        (lambda x, group, dim: enter(x, group, False), lambda x, group, dim: copy_to(x, group), whole, whole),
-        (lambda x, group, dim: leave(x, group, True), reduce_scatter, whole, part),
-        (lambda x, group, dim: leave(x, group, False), lambda x, group, dim: reduce_from(x, group), whole, whole),
+        (lambda x, group, dim: Border(group, True).enter(x), all_gather, part, whole),
+        (lambda x, group, dim: Border(group).enter(x), lambda x, group, dim: copy_to(x, group), whole, whole),
+        (lambda x, group, dim: Border(group, True).leave(x), reduce_scatter, whole, part),
+        (lambda x, group, dim: Border(group).leave(x), lambda x, group, dim: reduce_from(x, group), whole, whole),
     ]
     random = np.random.Generator(np.random.Philox(6))
     for one, two, given, returned in pairs:

@@ -4,12 +4,12 @@ import pytest
 from tensor_cases import ROWS
 from training import joined
 
+from chapters.support.whole_runs import relative_difference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import Mixtral, MixtralConfig
 from minipar.parallel.placement import Partial
 from minipar.parallel.tensor.plan import tensor_parallel
-from minipar.train.verify import relative_difference
 
 LENGTH = 8
 CONFIG = MixtralConfig(13, 32, 40, 2, 8, 4, LENGTH, num_local_experts=5, num_experts_per_tok=2)

@@ -28,6 +28,7 @@ from tensor_cases import (
 )
 from training import bits, on_each_rank, reports
 
+from chapters.support.whole_runs import bound, relative_difference
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig, LlamaConfig
@@ -37,7 +38,7 @@ from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.tensor.plan import check_shape, tensor_parallel
 from minipar.train.data import Tokens
-from minipar.train.verify import bound, relative_difference, train_on_one_device
+from minipar.train.one_device import train_on_one_device
 
 # ---- one forward and backward ----------------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ def test_shapes_that_do_not_divide_are_refused_with_the_equation():
     check_shape(shape, 3)
     check_shape(shape, 3, 9)
     check_shape(llama, 4)
-    with pytest.raises(UsageError, match=r"heads/tp = 6/4 is not a whole number"):
+    with pytest.raises(UsageError, match=r"^heads/tp = 6/4 is not a whole number"):
         check_shape(shape, 4)
     with pytest.raises(UsageError, match=r"kv-heads/tp = 4/6 is not a whole number: .* whole heads of k and v"):
         check_shape(llama, 6)
@@ -260,8 +261,10 @@ def test_the_obvious_script_trains_what_one_device_trains(sequence, wrap):
         mesh = DeviceMesh(comm, tp=tp)
         model = GPT(GPTConfig(13, 8, 16, 2, 4), dtype="float64")
         if tp > 1:
-            tensor_parallel(model, mesh.tp, sequence=sequence)
-        wrapper = model if wrap is None else wrap(model, mesh.dp)
+            tensor = tensor_parallel(model, mesh.tp, sequence=sequence)
+        wrapper = model
+        if wrap is not None:
+            wrapper = wrap(model, mesh.dp, before_reduce=tensor.sum_partial if tp > 1 else None)
         parameters = wrapper.parameters()
         optimizer = AdamW(parameters, lr=1e-2, eps=1e-5)
         own = rows[mesh.dp.rank :: mesh.dp.size]

@@ -9,14 +9,10 @@ from minipar.autograd import Tensor, cross_entropy_sum, embedding, linear
 from minipar.comm import run_local, wire_bytes
 from minipar.nn import Embedding, Parameter
 from minipar.parallel.placement import Partial, Placement
-from minipar.parallel.tensor.layers import (
-    SequenceEmbedding,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy_sum,
-    vocab_parallel_head,
-)
+from minipar.parallel.tensor.layers import Border, PositionEmbedding, VocabEmbedding
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
+from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum, vocab_parallel_head
 
 SIZES = [1, 2, 3, 4, 8]
 RANDOM = np.random.Generator(np.random.Philox(43))
@@ -51,7 +47,7 @@ def test_a_split_embedding_is_the_serial_one_bit_for_bit(size, sequence, vocab):
         weight = table_part.weight
         weight.data = table.copy()
         split_along(weight, group, 0)
-        y = VocabParallelEmbedding.from_serial(table_part, group, sequence)(tokens)
+        y = VocabEmbedding(table_part, Border(group, sequence))(tokens)
         y.backward(np.ascontiguousarray(group.part(G, 1)) if sequence else G)
         part = group.part(expected.data, 1) if sequence else expected.data
         assert np.array_equal(y.data, part)
@@ -70,9 +66,9 @@ def test_positions_are_looked_up_for_this_ranks_tokens_only(size):
     def rank(comm):
         group, serial = TensorGroup(comm), Embedding(T, H, name="wpe", dtype="float64")
         weight = serial.weight = Parameter(table.copy())
-        whole = SequenceEmbedding.from_serial(serial, group, False)(np.arange(T))
+        whole = PositionEmbedding(serial, Border(group))(np.arange(T))
         assert np.array_equal(whole.data, table)
-        y = SequenceEmbedding.from_serial(serial, group, True)(np.arange(T))
+        y = PositionEmbedding(serial, Border(group, sequence=True))(np.arange(T))
         assert np.array_equal(y.data, group.part(table, 0))
         y.backward(np.ones(y.shape))
         weight.placement = Placement("weight", weight.shape, Partial())
@@ -92,7 +88,7 @@ def head_and_loss(comm, vocab, sequence, reduction="ring", make_group=TensorGrou
     weight = Parameter(np.random.Generator(np.random.Philox(2)).standard_normal((vocab, H)))
     split_along(weight, group, 0)
     x = Tensor(np.ascontiguousarray(group.part(X, 1)) if sequence else X, requires_grad=True)
-    logits = vocab_parallel_head(x, weight, vocab, group, sequence)
+    logits = vocab_parallel_head(x, weight, vocab, Border(group, sequence))
     comm.traffic.reset()
     loss = vocab_parallel_cross_entropy_sum(logits, targets, group)
     sent = {key: tuple(count) for key, count in comm.traffic.counts.items() if count[0]}

@@ -1,0 +1,92 @@
+"""Which parameters of a model travel together: groups by size, or by what runs at one time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minipar.backend import xp
+from minipar.comm.communicator import Communicator
+from minipar.nn.module import Module, Parameter, Part
+from minipar.parallel.guards import check_groups
+from minipar.parallel.placement import Placement, place, placement_of, update
+
+# PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication
+# starts early.
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters for one bucket, and the ranks that hold them and sum their gradients."""
+
+    parameters: Sequence[Parameter]
+    comm: Communicator
+    unit: int  # the number of their unit, by which the gradient's norm is summed
+
+
+def groups_over(comm: Communicator, units: Sequence[Sequence[Parameter]]) -> list[Group]:
+    """Make a group of each unit, summed over `comm`."""
+    return [Group(unit, comm, number) for number, unit in enumerate(units)]
+
+
+def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
+    """Group parameters into buckets of `bucket_bytes` or more, filled from the last one on."""
+    groups: list[list[Parameter]] = []
+    held = 0
+    for p in reversed(parameters):
+        if held == 0:
+            groups.insert(0, [])
+        groups[0].insert(0, p)
+        held += p.size * p.dtype.itemsize
+        if held >= (bucket_bytes if len(groups) > 1 else first_bucket_bytes):
+            held = 0
+    return groups
+
+
+def parts_of(model: Module) -> list[Part]:
+    """Return the model's parts in the order in which they run; without any it is one."""
+    return getattr(model, "parts", None) or [Part("model", model.forward, model.parameters(), is_last=True)]
+
+
+def by_unit(model: Module) -> list[list[Parameter]]:
+    """Group the model's parameters by what runs at one time, which FSDP gathers at a time.
+
+    GPT: one group for each block, and one, the first, for the embedding and the head, which share
+    the token embedding.
+    """
+    groups: list[list[Parameter]] = []
+    for part in parts_of(model):
+        shared = [group for group in groups if not set(part.parameters).isdisjoint(group)]
+        if shared:
+            shared[0] += [p for p in part.parameters if p not in set(shared[0])]
+        else:
+            groups.append(list(part.parameters))
+    return groups
+
+
+def number_units(groups: Sequence[Group]) -> None:
+    """Record the unit of each parameter, unless a pipeline has, for all its ranks."""
+    for group in groups:
+        for i, p in enumerate(group.parameters):
+            if p.placement is None:
+                p.placement = Placement(str(i), p.shape)  # one that is in no model
+            if placement_of(p).units == 0:
+                update(p, unit=group.unit, units=groups[-1].unit + 1)
+
+
+def prepare(
+    model: Module, comm: Communicator, groups: Sequence[Group], before_reduce: object, dtype: Any, replicas: int = 1
+) -> Any:
+    """Place the parameters in their units; return the gradients' dtype, float32 at least.
+
+    UsageError or ValueError for groups that cannot be summed together (guards.py).
+    """
+    check_groups(comm, [(group.parameters, group.comm) for group in groups], before_reduce, replicas)
+    place(model)
+    number_units(groups)
+    dtype = dtype or xp.promote_types(groups[0].parameters[0].dtype, "float32")
+    for p in model.parameters():
+        for leaf in (p, *p.ties):
+            leaf.grad_dtype = dtype
+    return dtype

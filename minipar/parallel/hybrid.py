@@ -1,0 +1,149 @@
+"""Communicators for gradients: one sums on two levels of ranks, one sums in another dtype.
+
+A strategy sums the gradients of a bucket by one call of the bucket's GradientComm, which is one of:
+
+- a Communicator, which sums over all its ranks;
+- a HybridComm, which sums within a replica of the shards, then over the replicas (hybrid sharding);
+- a CastingComm around one of these, which sends and sums values in another dtype, such as bfloat16.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from minipar.backend import Array, xp
+from minipar.comm.communicator import Communicator
+from minipar.comm.work import Work
+from minipar.memory import hold
+from minipar.nn.module import Parameter
+
+
+class Reduction(Protocol):
+    """An operation that has started: a Work, or one of the classes below that wrap a Work."""
+
+    def wait(self) -> Any:
+        """Wait until the result is there."""
+
+
+class GradientComm(Protocol):
+    """The collectives that a bucket calls. A Communicator has them, and so have the classes below."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Any:
+        """Sum x over the ranks, in place."""
+
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+        """Sum x over the ranks, and write this rank's chunk of the sum into `out`."""
+
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+        """Gather the chunks of all ranks into `out`."""
+
+
+class HybridComm:
+    """The ranks of one replica of the shards, whose reduce-scatter sums over all replicas.
+
+    The d ranks are q replicas of s = d/q neighbouring ranks each. `inside` has the s ranks of this
+    replica; `across` has the q ranks, one of each replica, that hold the same chunk. A
+    reduce-scatter of n bytes runs inside; then an all-reduce of this rank's chunk, n/s bytes, runs
+    across and sends 2 (n/s)(q-1)/q bytes more. NB: PyTorch's HYBRID_SHARD.
+    """
+
+    def __init__(self, comm: Communicator, replicas: int) -> None:
+        self.inside, self.across = comm.levels(replicas)
+        self.rank = self.inside.rank
+        self.size = self.inside.size
+
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Any:
+        """Sum x over the ranks of this replica alone: the other replicas hold the same chunks."""
+        return self.inside.all_reduce(x, algorithm=algorithm, async_op=async_op)
+
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+        """Reduce-scatter x inside, then all-reduce `out` across. `async_op` must be True: this does not wait."""
+        first = self.inside.reduce_scatter(x, out=out, algorithm=algorithm, async_op=True)
+        return _TwoSums(first, self.across, out, algorithm)
+
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+        """Gather the chunks of this replica into `out`."""
+        return self.inside.all_gather(chunk, out=out, algorithm=algorithm, async_op=async_op)
+
+
+class _TwoSums:
+    """A reduce-scatter, followed by an all-reduce of its result. The end of the first starts the second."""
+
+    def __init__(self, first: Work, across: Communicator, chunk: Array, algorithm: str) -> None:
+        self.first = first
+        self.second: Work | None = None  # None until the first one has ended
+        self.start = partial(across.all_reduce, chunk, algorithm=algorithm, async_op=True)
+        first.then(self._start_second)
+
+    def _start_second(self) -> None:
+        self.second = self.start()
+
+    def wait(self) -> Any:
+        self.first.wait()
+        assert self.second is not None, "the end of the first sum starts the second one"
+        return self.second.wait()
+
+
+class CastingComm:
+    """The ranks of `comm`, over which gradients travel and are summed in `dtype`."""
+
+    def __init__(self, comm: GradientComm, dtype: Any) -> None:
+        self.comm = comm
+        self.dtype = dtype
+        self.rank = comm.rank
+        self.size = comm.size
+
+    def all_reduce(self, x: Array, *, algorithm: str, async_op: bool = False) -> Any:
+        """Sum x over the ranks, in place. `async_op` must be True: this does not wait."""
+        wire = x.astype(self.dtype)
+        hold("gradients", wire)  # this copy of all gradients lives until they are summed
+        work = self.comm.all_reduce(wire, algorithm=algorithm, async_op=True)
+        return _CastBack(work, wire, x)
+
+    def reduce_scatter(self, x: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+        """Write this rank's chunk of the sum into `out`. `async_op` must be True: this does not wait."""
+        wire = x.astype(self.dtype)
+        chunk = xp.empty(out.shape, dtype=self.dtype)
+        hold("buffers", wire, chunk)
+        work = self.comm.reduce_scatter(wire, out=chunk, algorithm=algorithm, async_op=True)
+        return _CastBack(work, chunk, out)
+
+    def all_gather(self, chunk: Array, *, out: Array, algorithm: str, async_op: bool = False) -> Any:
+        """Gather parameters, which keep their dtype."""
+        return self.comm.all_gather(chunk, out=out, algorithm=algorithm, async_op=async_op)
+
+
+class _CastBack:
+    """A sum in another dtype. `wait` casts its result, `wire`, back into `place`."""
+
+    def __init__(self, work: Reduction, wire: Array, place: Array) -> None:
+        self.work = work
+        self.wire = wire
+        self.place = place
+
+    def wait(self) -> Any:
+        self.work.wait()
+        self.place[...] = self.wire
+        return self.place
+
+
+def in_dtype(comm: GradientComm, dtype: Any, own: Any) -> GradientComm:
+    """Return a communicator that sums gradients, which have dtype `own`, in `dtype`. None means `own`."""
+    if dtype is None or xp.dtype(dtype) == xp.dtype(own):
+        return comm
+    return CastingComm(comm, dtype)
+
+
+def over_shards(comm: Communicator, replicas: int) -> Communicator | HybridComm:
+    """Return the ranks that keep one chunk of a bucket each: all of `comm`, or those of this replica."""
+    return comm if replicas == 1 else HybridComm(comm, replicas)
+
+
+def replicas_of_shards(
+    comm: Communicator | HybridComm, shards: Sequence[Parameter]
+) -> list[tuple[Communicator, Sequence[Parameter]]]:
+    """Return the ranks that hold the same shards, and these shards. Without replicas the list is empty."""
+    return [(comm.across, shards)] if isinstance(comm, HybridComm) else []

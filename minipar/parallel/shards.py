@@ -1,0 +1,136 @@
+"""This rank's chunks of buckets, and which buckets a part of the model needs.
+
+A chunk holds shards of parameters. The optimizer updates these shards.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minipar.autograd import Tensor, mapping
+from minipar.backend import Array
+from minipar.memory import allocate
+from minipar.nn.module import Parameter, Part
+from minipar.parallel.buckets import Bucket
+from minipar.parallel.hybrid import Reduction
+from minipar.parallel.placement import ParameterShard, bucket_slice
+
+
+class Chunk:
+    """This rank's part of a bucket: its flat `data` and `gradient`, and a shard for each parameter in it."""
+
+    def __init__(self, bucket: Bucket, data: Array, gradient: Array) -> None:
+        self.data = data
+        self.gradient = gradient  # the first sum of a step over the ranks
+        self.shards: list[Parameter] = []
+        self.later_sums: list[Array] = []  # the other sums of the step, which `accept_sums` adds to `gradient`
+        start = 0
+        for p in bucket.parameters:
+            elements = bucket_slice(p).own  # those of p that lie in this chunk
+            if elements:
+                self.add_shard(p, elements, start)
+                start += len(elements)
+
+    def add_shard(self, whole: Parameter, elements: range, start: int) -> None:
+        """Make a shard of these elements of `whole`. The first one is element `start` of the chunk."""
+        stop = start + len(elements)
+        shard = ParameterShard(whole, self.data[start:stop], elements)
+        shard.grad_buffer = self.gradient[start:stop]
+        self.shards.append(shard)
+
+    def room_for_sum(self) -> Array:
+        """Return the array for the next sum: `gradient`, or a new array if `gradient` holds a sum already."""
+        if all(shard.grad is None for shard in self.shards):
+            return self.gradient
+        self.later_sums.append(allocate("buffers", self.gradient.size, self.gradient.dtype))
+        return self.later_sums[-1]
+
+    def accept_sums(self) -> None:
+        """Add up the sums, which have arrived, and make them the gradients of the shards."""
+        for gradient in self.later_sums:
+            self.gradient += gradient
+        self.later_sums = []
+        for shard in self.shards:
+            shard.grad = shard.grad_buffer
+
+
+def all_shards(buckets: Sequence[Bucket], chunks: Iterable[Chunk]) -> list[Parameter]:
+    """Return the shards of these chunks. A rank without elements has one empty shard.
+
+    An optimizer finds the guard of its strategy through the parameters that it holds, so it needs
+    one on each rank.
+    """
+    chunks = list(chunks)
+    if not any(chunk.shards for chunk in chunks):
+        # The first chunk is that of the last bucket: buckets are in the order of backward.
+        chunks[0].add_shard(buckets[-1].parameters[0], range(0), 0)
+    return [shard for chunk in chunks for shard in chunk.shards]
+
+
+@dataclass(frozen=True)
+class UnitPass:
+    """A part of the model, and the buckets that it needs in forward and backward.
+
+    At ZeRO stage 3 the buckets are units (fsdp.py).
+    """
+
+    part: Part
+    reads: Sequence[Any]  # the buckets whose parameters the part reads
+    previous: Sequence[Any]  # those that the part before it reads in its backward, which runs next
+    following: Sequence[Any]  # those that the part after it reads in its forward, which runs next
+    completes: Sequence[Any]  # those that get their last gradient from this part's backward
+
+
+def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> list[UnitPass]:
+    """Return what each part needs. A run is a list of parts that follow one another on this rank.
+
+    A parameter that is in no bucket is left out: the head of a pipeline's last rank may read the
+    embedding, which is in a bucket of the first rank.
+    """
+    bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+    passes: list[UnitPass] = []
+    seen: set[Bucket] = set()
+    for run in runs:
+        reads: list[list[Bucket]] = []
+        for part in run:
+            of_parameters = [bucket_of[p] for p in part.parameters if p in bucket_of]
+            reads.append(list(dict.fromkeys(of_parameters)))  # without repetition
+        for i, part in enumerate(run):
+            previous = reads[i - 1] if i > 0 and run[i - 1].reads_in_backward else []
+            following = reads[i + 1] if i + 1 < len(run) else []
+            # Backward runs the parts in reverse: the first part that reads a bucket completes it.
+            completes = [bucket for bucket in reads[i] if bucket not in seen]
+            passes.append(UnitPass(part, reads[i], previous, following, completes))
+            seen.update(reads[i])
+    return passes
+
+
+def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Reduction], sends: bool) -> None:
+    """Make the array in which backward writes a bucket's whole gradient, unless there is one.
+
+    `sends` says whether this backward sends gradients. If it does, this function first waits for
+    all reduce-scatters under way (`works`) but the last, so that their whole gradients are freed.
+    If it does not (`no_sync`), the array stays until the last microbatch.
+    """
+    if bucket.gradient is not None:
+        return
+    if sends:
+        for work in works[:-1]:
+            work.wait()
+    kind = "buffers" if sends else "gradients"  # the kind of memory in minipar/memory.py's account
+    bucket.set_gradient(allocate(kind, bucket.size, dtype))
+
+
+def at_backward(x: Any, call: Callable[[], None]) -> Any:
+    """Return x through an identity; backward calls `call()` when it comes to the identity.
+
+    A value without a gradient, such as tokens, is returned as it is, and `call()` does not happen.
+    """
+    if not (isinstance(x, Tensor) and x.requires_grad):
+        return x
+
+    def backward(grad: Array) -> Array:
+        call()
+        return grad
+
+    return mapping(x, lambda array: array, backward)

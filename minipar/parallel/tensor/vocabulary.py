@@ -1,0 +1,84 @@
+"""The head and the loss of a vocabulary that ranks share: the logits are never gathered."""
+
+from typing import Any
+
+from minipar.autograd import IGNORE_INDEX, Tensor, check_targets
+from minipar.autograd.fused import CrossEntropyFunction
+from minipar.backend import Array, xp
+from minipar.comm.communicator import Communicator
+from minipar.parallel.tensor.layers import Border
+from minipar.parallel.tensor.mappings import TensorGroup
+
+
+def vocab_parallel_head(x: Tensor, weight: Tensor, vocab_size: int, border: Border) -> Tensor:
+    """Compute the logits of this rank's part of the vocabulary: (B, T, h), (V/t, h) -> (B, T, V/t).
+
+    Rows of zeros pad the weight to a multiple of t rows. Their logits are set to -inf, so that
+    their probabilities are 0. Sends what `enter` sends.
+    """
+    rows = weight.shape[0]
+    logits = border.enter_linear(x, weight, None, transposed=True)
+    first_padding = vocab_size - border.group.rank * rows  # this rank's rows from here on are padding
+    if first_padding >= rows:
+        return logits
+    mask = xp.zeros(rows, dtype=logits.dtype)
+    mask[max(0, first_padding) :] = -xp.inf
+    return logits + mask
+
+
+class _VocabParallelCrossEntropy(CrossEntropyFunction):
+    """The cross entropy of a split vocabulary.
+
+    Its forward leaves what the backward of the serial operation reads: `shape`, `counted`, `one_hot`,
+    `targets`, `rows` and `probabilities`. There are N = B T rows.
+    """
+
+    def forward(  # type: ignore[override]
+        self, logits: Array, targets: Array, group: TensorGroup
+    ) -> Array:
+        columns = logits.shape[-1]  # V/t
+        self.shape = logits.shape
+        logits = logits.reshape(-1, columns)  # (N, V/t)
+        targets = targets.reshape(-1)
+        local = targets - group.rank * columns
+        self.counted = targets != IGNORE_INDEX
+        # A row's one-hot vector is 1 at its target's column, if this rank has that column.
+        self.one_hot = self.counted & (local >= 0) & (local < columns)
+        self.targets = xp.where(self.one_hot, local, 0)
+        self.rows = xp.arange(targets.size)
+        own_top = logits.max(axis=-1)
+        top = group.comm.all_reduce(own_top, op="max", algorithm=group.reduction)  # (N,)
+        p = logits - top[:, None]
+        # The ranks add up two values per row: the sum of this rank's exponentials, and the logit of
+        # the target. One rank has that logit, and the others add 0.
+        sums = xp.empty((2, targets.size), dtype=p.dtype)
+        sums[1] = xp.where(self.one_hot, p[self.rows, self.targets], 0)
+        xp.exp(p, out=p)
+        sums[0] = p.sum(axis=-1)
+        group.comm.all_reduce(sums, algorithm=group.reduction)
+        p /= sums[0][:, None]
+        self.probabilities = p
+        losses = xp.log(sums[0]) - sums[1]
+        return xp.where(self.counted, losses, 0).sum()
+
+    def backward(self, grad: Array) -> Any:
+        return *super().backward(grad), None
+
+
+def vocab_parallel_cross_entropy_sum(
+    logits: Tensor, targets: Array, group: Communicator | TensorGroup, vocab_size: int | None = None
+) -> Tensor:
+    """Compute `autograd.cross_entropy_sum` from this rank's columns of the logits, (B, T, V/t).
+
+    Every rank gets the same loss: log sum exp(logits) - logits[target] over the whole vocabulary.
+    With N = B T, forward all-reduces N maxima, and then 2N sums: those of the exponentials and the
+    targets' logits. Gathered logits would be N V elements. Backward sends nothing. UsageError for a
+    target that is not below `vocab_size` (default: all ranks' columns), or for targets of another
+    shape than (B, T) or flat.
+    """
+    if not isinstance(group, TensorGroup):
+        group = TensorGroup(group)
+    if vocab_size is None:
+        vocab_size = group.size * logits.shape[-1]
+    check_targets(targets, logits.shape[:-1], vocab_size)
+    return _VocabParallelCrossEntropy.apply(logits, targets, group)

@@ -1,0 +1,9 @@
+"""The start of a job and what it leaves behind, where MPI cannot report it. Nothing in comm needs it to be understood.
+
+interrupt    Ctrl-C while a program starts ends it with one line; first_import installs it
+launchers    which launcher started this process, and whether it belongs to mpi4py's library
+mpirun       what a rank says to MPICH's mpirun, over the connection that MPI uses later
+start        the ranks meet, the shared memory of each host is checked once, MPI starts
+watch        a rank that ends meanwhile is named
+report       a file in the temporary directory, which all users share
+"""

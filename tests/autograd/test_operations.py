@@ -1,0 +1,197 @@
+"""Claims about the operations that a PyTorch user expects: values, gradients, ties, dims, texts, their list."""
+
+import pydoc
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import minipar as mp
+from chapters.support.gradcheck import gradcheck
+from minipar.autograd import Tensor, concatenate, softmax
+
+ROOT = Path(__file__).parents[2]
+RANDOM = np.random.Generator(np.random.Philox(31))
+
+
+def normal(*shape):
+    return RANDOM.standard_normal(shape)
+
+
+def leaf(values, dtype="float64"):
+    return Tensor(np.array(values, dtype), requires_grad=True)
+
+
+def distinct(*shape):
+    """Values that differ by at least 1: no step of a difference quotient changes which one is the largest."""
+    return RANDOM.permutation(int(np.prod(shape))).reshape(shape).astype(float)
+
+
+GRADIENTS = {
+    "relu": (lambda a: a.relu(), [distinct(3, 4) - 5.5]),
+    "softmax": (lambda a: a.softmax(), [normal(3, 4)]),
+    "softmax over the first dim": (lambda a: a.softmax(0), [normal(3, 4)]),
+    "softmax over a middle dim": (lambda a: softmax(a, -2), [normal(2, 3, 4)]),
+    "softmax of broadcast scores": (lambda a, b: (a + b).softmax(-1), [normal(2, 3, 1), normal(4)]),
+    "max": (lambda a: a.max(), [distinct(3, 4)]),
+    "max over a dim": (lambda a: a.max(1), [distinct(2, 3, 4)]),
+    "max over negative dims": (lambda a: a.max((-1, 0)), [distinct(2, 3, 4)]),
+    "max, keepdims": (lambda a: a - a.max(-1, keepdims=True), [distinct(2, 3)]),
+    "max of broadcast values": (lambda a, b: (a + b).max(0), [distinct(3, 1), 20 * distinct(4)]),
+    "max, two equal values": (lambda a: a.max(-1), [np.array([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])]),
+    "swapaxes": (lambda a: a.swapaxes(0, 2) * np.arange(24.0).reshape(4, 3, 2), [normal(2, 3, 4)]),
+    "swapaxes, negative": (lambda a: a.swapaxes(-1, 0) @ np.ones((2, 5)), [normal(2, 3, 4)]),
+    "transpose of two dims": (lambda a: a.transpose(1, 2) @ np.ones((3, 2)), [normal(2, 3, 4)]),
+    "transpose of two dims, negative": (lambda a: a.transpose(-1, -2) @ np.ones((3, 2)), [normal(2, 3, 4)]),
+    "transpose of a matrix": (lambda a: a.transpose(0, 1) @ np.ones((2, 3)), [normal(2, 3)]),
+    "transpose of all dims": (lambda a: a.transpose() @ np.ones((2, 3)), [normal(2, 3)]),
+    "concatenate": (lambda a, b: concatenate([a, b]) * np.arange(5.0)[:, None], [normal(2, 3), normal(3, 3)]),
+    "concatenate, dim 1": (lambda a, b: concatenate([a, b, a], 1) ** 2.0, [normal(2, 3), normal(2, 1)]),
+    "concatenate, dim -1": (lambda a, b: concatenate((a, b), dim=-1).exp(), [normal(2, 1, 3), normal(2, 1, 2)]),
+    "concatenate with a constant": (lambda a: concatenate([np.ones((1, 2)), a]) ** 2.0, [normal(3, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_backward_is_the_adjoint_of_forward(name):
+    function, inputs = GRADIENTS[name]
+    gradcheck(function, inputs)
+
+
+def test_values_are_numpys():
+    x = normal(2, 3, 4)
+    powers = np.exp(x)
+    for dim in (0, 1, 2, -1, -3):
+        np.testing.assert_allclose(Tensor(x).softmax(dim).data, powers / powers.sum(dim, keepdims=True), rtol=1e-13)
+    for dim in (None, 0, -1, (0, 2)):
+        for keepdims in (False, True):
+            assert np.array_equal(Tensor(x).max(dim, keepdims).data, x.max(dim, keepdims=keepdims))
+    assert np.array_equal(Tensor(x).relu().data, np.maximum(x, 0))
+    assert np.array_equal(Tensor(x).swapaxes(0, -1).data, x.swapaxes(0, -1))
+    assert np.array_equal(concatenate([Tensor(x), x], dim=1).data, np.concatenate([x, x], axis=1))
+
+
+def test_equal_maxima_share_the_gradient_evenly():
+    x = leaf([[5, 5, 5, 1], [0, 2, 2, -1]])
+    x.max(-1).backward(np.array([6.0, 8.0]))
+    assert x.grad.tolist() == [[2, 2, 2, 0], [0, 4, 4, 0]]
+    whole = leaf([7, 7, 7, 7])
+    whole.max().backward()
+    assert whole.grad.tolist() == [0.25] * 4
+
+
+def test_relu_has_no_slope_at_zero_and_keeps_nan():
+    x = leaf([-1, 0, 2, np.nan])
+    x.relu().backward(np.ones(4))
+    assert x.grad[:3].tolist() == [0, 0, 1] and np.isnan(x.relu().data[3])
+
+
+def test_softmax_of_huge_values_does_not_overflow():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = softmax(Tensor(np.array([1000.0, 0.0, -np.inf])))
+    assert y.data.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_operations_keep_the_dtype(dtype):
+    x = leaf(normal(2, 3), dtype)
+    for y in (x.relu(), x.softmax(), x.max(0), x.swapaxes(0, 1), x.transpose(0, 1), concatenate([x, x])):
+        y.sum().backward()
+        assert y.dtype == dtype and x.grad.dtype == dtype
+
+
+# ---- transpose, which has NumPy's and torch's form -------------------------------------------------------------------
+
+
+def test_two_dims_are_swapped_as_in_torch():
+    x = normal(2, 3, 4)
+    assert np.array_equal(Tensor(x).transpose(1, 2).data, x.swapaxes(1, 2))
+    assert np.array_equal(Tensor(x[0]).transpose(0, 1).data, x[0].T)  # NumPy's would leave it
+    assert np.array_equal(Tensor(x).transpose(2, 0, 1).data, x.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("dims", [(0,), (0, 3), (0, 1, 1), (0, 1, 3), (0, 1, 2, 3), (-4, 0)])
+def test_a_transpose_of_other_dims_is_refused(dims):
+    with pytest.raises(ValueError, match=r"transpose\(.*\) of shape \(2, 3, 4\): name two dims .* or all 3 once"):
+        Tensor(normal(2, 3, 4)).transpose(*dims)
+
+
+# ---- numbers and texts -----------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_one_element_is_a_number_as_in_torch():
+    loss = (leaf([1.5, 2.5]) * 1.0).sum()
+    assert float(loss) == loss.item() == 4.0
+    assert f"{loss:.3f}" == "4.000" and f"{loss:>8.1f}" == "     4.0" and f"{loss}" == "4.0"
+    assert float(leaf([3.0])) == 3.0 and np.array([loss, loss], dtype=float).tolist() == [4.0, 4.0]
+
+
+def test_a_tensor_of_more_elements_is_no_number():
+    for call in (float, Tensor.item):
+        with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) has 2 elements, .* reduce it, as with \.mean"):
+            call(leaf([1, 2]))
+        with pytest.raises(ValueError, match=r"a tensor of shape \(0, 3\) has 0 elements"):
+            call(Tensor(np.zeros((0, 3))))
+    with pytest.raises(TypeError):
+        f"{leaf([1, 2]):.3f}"
+
+
+def test_tensors_and_parameters_are_shown_in_one_short_line():
+    shown = {
+        repr(Tensor(np.array(2.5))): "Tensor(2.5, float64)",
+        repr(leaf([[1, 2]], "float32")): "Tensor([[1.0, 2.0]], float32, requires_grad=True)",
+        repr(Tensor(np.zeros((300, 70)))): "Tensor(shape (300, 70), float64)",
+        repr(mp.Linear(30, 70, name="x").weight): "Parameter(shape (30, 70), float32, requires_grad=True)",
+        f"{[Tensor(np.zeros((3, 7)))]}": "[Tensor(shape (3, 7), float64)]",
+        f"{Tensor(np.zeros((3, 7)))}": "Tensor(shape (3, 7), float64)",
+    }
+    assert list(shown) == list(shown.values())
+
+
+# ---- the list of operations ------------------------------------------------------------------------------------------
+
+NO_OPERATIONS = {  # of a Tensor's names
+    "accumulate", "backward", "data", "detach", "dtype", "grad", "grad_buffer", "grad_dtype", "hooks", "item", "ndim",
+    "node", "register_post_accumulate_grad_hook", "requires_grad", "shape", "size",
+}  # fmt: skip
+OPERATORS = {"__add__": "x + y", "__sub__": "x - y", "__mul__": "x * y", "__truediv__": "x / y", "__pow__": "x ** 2"}
+OPERATORS |= {"__matmul__": "x @ y", "__neg__": "-x", "__getitem__": "x[index]"}
+REVERSED = {"__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rmatmul__"}
+FOR_PYTHON = {"__init__", "__repr__", "__float__", "__format__", "__array_ufunc__", "__module__", "__doc__"}
+FOR_PYTHON |= {"__slots__", "__weakref__", "__firstlineno__", "__static_attributes__", "__annotations__"}
+
+
+def operations():
+    """The operations of the class, in the form in which they are listed."""
+    names = set(vars(Tensor)) - NO_OPERATIONS - REVERSED - FOR_PYTHON
+    return {OPERATORS[name] if name.startswith("__") else f"x.{name}" for name in names}
+
+
+def test_the_documented_list_of_operations_is_complete():
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = {re.sub(r"\(.*\)$", "", word) for row in rows for word in re.findall(r"`(.*?)`", row)}
+    functions = {word.removeprefix("mp.") for word in listed if word.startswith("mp.")}
+    assert {word for word in listed if not word.startswith("mp.")} == operations()
+    assert [name for name in functions if not callable(getattr(mp, name))] == []
+    assert {
+        "relu",
+        "softmax",
+        "concatenate",
+        "gelu",
+        "cross_entropy_sum",
+        "causal_attention",
+        "checkpoint",
+    } == functions
+
+
+def test_help_lists_the_operations():
+    text = pydoc.render_doc(Tensor, renderer=pydoc.plaintext)
+    summary = " ".join(text[: text.index("Methods defined here")].split())
+    for operation in operations():
+        assert operation.removeprefix("x.") in summary, operation
+        if operation.startswith("x."):
+            assert getattr(Tensor, operation.removeprefix("x.")).__doc__, operation

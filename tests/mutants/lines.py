@@ -1,0 +1,112 @@
+"""The map from a line of the code to the tests that execute it, measured when it is needed and kept in out/mutants.
+
+The map has one file for each file of tests. It is measured again when the file of tests changes, or a file that those
+tests execute.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import coverage
+from mutants.judge import WITHOUT_PLUGINS
+from mutants.record_lines import FOLDER
+from mutation import ROOT, environment
+
+KEPT = ROOT / "out" / "mutants"
+ONE_AT_A_TIME = threading.Lock()  # mutants are judged at the same time, and may need the same file's lines
+PYTEST = [sys.executable, *"-m pytest -q --tb=short -p no:cacheprovider -p mutants.record_lines".split()]
+
+
+@dataclass(frozen=True)
+class MeasuredTest:
+    """A test's name, how many seconds it takes, and the lines that it executes, as a set of bits for each file."""
+
+    name: str
+    seconds: float
+    lines: dict[str, int]
+
+    def executes(self, file: str, numbers: Sequence[int]) -> bool:
+        """Say whether the test executes one of these lines."""
+        bits = self.lines.get(file, 0)
+        return any(bits >> number & 1 for number in numbers)
+
+
+@cache
+def digest(file: str) -> str:
+    """Return the digest of a file below the root; the empty string for none."""
+    path = ROOT / file
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def files_of_tests() -> list[str]:
+    """Return the files of tests that `make test` runs."""
+    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
+    return [file for file in files if not file.startswith("tests/reference/")]
+
+
+def tests_that_execute(files: Sequence[str]) -> list[MeasuredTest]:
+    """Return all tests of these files with their lines, the quickest first. Measure what is not known."""
+    with ONE_AT_A_TIME:
+        tests = [test for file in files for test in tests_of(file)]
+    return sorted(tests, key=lambda test: test.seconds)
+
+
+@cache
+def tests_of(file: str) -> list[MeasuredTest]:
+    """Return the tests of a file with their lines."""
+    kept = KEPT / (file.replace("/", ".") + ".json")
+    if not is_true_still(kept):
+        print(f"measuring the lines that {file} executes", flush=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(measured(file)), encoding="utf-8")
+    found = json.loads(kept.read_text(encoding="utf-8"))["tests"]
+    tests = []
+    for name, (seconds, lines) in found.items():
+        tests.append(MeasuredTest(name, seconds, {path: int(bits, 16) for path, bits in lines.items()}))
+    return tests
+
+
+def is_true_still(kept: Path) -> bool:
+    """Say whether what was measured is of the files as they are."""
+    if not kept.exists():
+        return False
+    digests = json.loads(kept.read_text(encoding="utf-8"))["digests"]
+    return all(digest(file) == old for file, old in digests.items())
+
+
+def measured(file: str) -> dict:
+    """Run a file of tests under coverage.py; return each test's seconds and lines, and the digests of all files."""
+    with tempfile.TemporaryDirectory(prefix="minipar-lines-") as folder:
+        variables = environment(ROOT) | WITHOUT_PLUGINS | {FOLDER: folder}
+        done = subprocess.run([*PYTEST, file], cwd=ROOT, env=variables, capture_output=True, text=True)
+        if done.returncode not in (0, 5):  # 5: it has no test that `make test` runs
+            print(f"{file} fails while it is measured:\n{done.stdout[-2000:]}", file=sys.stderr)
+        seconds = json.loads((Path(folder) / "seconds.json").read_text(encoding="utf-8"))
+        lines = lines_of_tests(Path(folder))
+    tests = {name: (seconds[name], lines.get(name, {})) for name in seconds}
+    executed = {path for of_test in lines.values() for path in of_test}
+    return {"digests": {path: digest(path) for path in sorted({file, *executed})}, "tests": tests}
+
+
+def lines_of_tests(folder: Path) -> dict[str, dict[str, str]]:
+    """Read what coverage.py has left in a folder: for each test and file the executed lines, as hexadecimal bits."""
+    found = coverage.Coverage(data_file=str(folder / "all"), config_file=False)
+    found.combine([str(path) for path in folder.glob(".coverage*")])
+    data = found.get_data()
+    lines: dict[str, dict[str, int]] = {}
+    for path in data.measured_files():
+        file = os.path.relpath(path, ROOT)
+        for number, names in data.contexts_by_lineno(path).items():
+            for name in names:
+                of_test = lines.setdefault(name, {})
+                of_test[file] = of_test.get(file, 0) | 1 << number
+    return {name: {file: f"{bits:x}" for file, bits in of_test.items()} for name, of_test in lines.items()}

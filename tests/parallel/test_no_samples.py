@@ -1,0 +1,126 @@
+"""Claims about a rank that holds no samples: it counts as zero in the loss and the gradient of all strategies."""
+
+import numpy as np
+import pytest
+from training import MLP, backward, gradient_of, gradient_on_one_device, joined, small_gpt, text
+
+import minipar as mp
+from minipar.comm import run_local
+from minipar.nn.layers import DropoutKeys, dropping
+
+LLAMA = mp.LlamaConfig(17, 16, 20, 2, 4, 2, 8)
+MIXTRAL = mp.MixtralConfig(17, 16, 20, 2, 4, 2, 8, num_local_experts=4, num_experts_per_tok=2)
+
+
+def mixtral(capacity_factor=None):
+    model = mp.Mixtral(MIXTRAL, dtype="float64")
+    for name, module in model.named_modules():
+        if name.endswith("block_sparse_moe"):
+            module.capacity_factor = capacity_factor
+    return model
+
+
+MODELS = {
+    "GPT": lambda: small_gpt(layers=1),
+    "GPT, attention in blocks": lambda: small_gpt(layers=1, attention="blockwise"),
+    "GPT, recomputed": lambda: small_gpt(layers=2, recompute=True),
+    "Llama": lambda: mp.Llama(LLAMA, dtype="float64"),
+    "Llama, attention in blocks": lambda: mp.Llama(LLAMA, dtype="float64", attention="blockwise"),
+    "Mixtral": mixtral,
+    "Mixtral with a capacity": lambda: mixtral(1.5),
+}
+
+
+def share(rank, ranks):
+    """Ranks take turns at two samples: of three and more, the others have none."""
+    x, y = text(range(2))
+    return x[rank::ranks], y[rank::ranks]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_without_samples_counts_as_zero(name, stage):
+    def rank(world):
+        ddp = mp.shard(MODELS[name](), world, stage, "ordered")
+        loss = ddp.loss(*share(world.rank, world.size))
+        loss.backward()
+        return loss.item(), gradient_of(ddp)
+
+    losses = []
+
+    def serial(model):
+        for r in range(2):  # sample by sample, as the ranks that have some
+            losses.append(backward(model, *share(r, 2), scale=1 / 16))
+
+    expected = gradient_on_one_device(MODELS[name](), [serial])
+    for loss, gradient in run_local(3, rank):
+        assert loss == pytest.approx(sum(losses) / 16, rel=1e-13)
+        for parameter, array in expected.items():
+            np.testing.assert_allclose(gradient[parameter], array, rtol=1e-11, atol=1e-16, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["GPT", "Mixtral"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_with_no_samples_anywhere_changes_nothing(name, stage):
+    def rank(world):
+        ddp = mp.shard(MODELS[name](), world, stage)
+        loss = ddp.loss(*(array[:0] for array in share(0, 1)))
+        loss.backward()
+        return loss.item(), ddp.clip_grad_norm(1.0)
+
+    assert run_local(2, rank) == [(0.0, 0.0)] * 2
+
+
+def test_dropout_draws_no_mask_for_no_samples():
+    x, y = share(2, 3)
+    model = small_gpt(layers=1, dropout=0.5)
+    with dropping(DropoutKeys(1, 2, [])):
+        assert model.loss(x, y).item() == 0.0
+        model.loss(x, y).backward()
+    assert [p for p in model.parameters() if p.grad.any()] == []
+
+
+AXES = [(name, axis) for name in ("GPT", "Llama", "Mixtral") for axis in ("tp", "cp")] + [("Mixtral", "ep")]
+
+
+@pytest.mark.parametrize(("name", "axis"), AXES)
+def test_replicas_of_other_axes_may_be_without_samples(name, axis):
+    def rank(world):
+        mesh = mp.DeviceMesh(world, **{axis: 2})
+        model = mp.GPT(mp.GPTConfig(17, 8, 12, 1, 2), dtype="float64") if name == "GPT" else MODELS[name]()
+        mine = text(range(1)) if mesh.dp.rank == 0 else share(2, 3)
+        groups = before_reduce = None
+        if axis == "ep":
+            groups = mp.expert_parallel(model, mesh.ep, mesh.edp).groups(mesh.dp_cp)
+        elif axis == "cp":
+            context = mp.context_parallel(model, mesh.cp)
+            mine = tuple(context.part(array) for array in mine)
+        else:
+            before_reduce = mp.tensor_parallel(model, mesh.tp).sum_partial
+        ddp = mp.DistributedDataParallel(model, mesh.dp_cp, groups=groups, before_reduce=before_reduce)
+        loss = ddp.loss(*mine)
+        loss.backward()
+        name_of_first, first = next(iter(model.named_parameters()))
+        return loss.item(), np.linalg.norm(joined(mesh.tp, first, first.grad))
+
+    model = mp.GPT(mp.GPTConfig(17, 8, 12, 1, 2), dtype="float64") if name == "GPT" else MODELS[name]()
+    loss = model.loss(*text(range(1)))
+    loss.backward()
+    first = model.parameters()[0]
+    first.fold_tied_gradients()
+    for each in run_local(4, rank):
+        np.testing.assert_allclose(each, (loss.item(), np.linalg.norm(first.grad)), rtol=1e-11)
+
+
+def test_readmes_batches_on_more_ranks_than_samples():
+    """16 samples over 20 ranks, as `world.rank::world.size` deals them."""
+
+    def rank(world):
+        ddp = mp.fully_shard(MLP(), world)
+        x = np.arange(48.0).reshape(16, 3)[world.rank :: world.size]
+        loss = ddp.loss(x, x[:, :1])
+        loss.backward()
+        with mp.no_grad():
+            return ddp.loss(x, x[:, :1]).item() == loss.item()
+
+    assert run_local(20, rank) == [True] * 20

@@ -1,0 +1,231 @@
+"""A picture as text: one line for each element that is drawn, with its place, size, looks and words.
+
+`PYTHONPATH=tests python -m picture_text` writes tests/visualize/recorded again: look at the difference, and at the
+pictures, before it is committed.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import Collection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from picture_cases import bench_rows, chrome, rows
+
+from minipar.comm import DeviceMesh, run_local, save_chrome_trace, start_trace
+from minipar.parallel.pipeline.actions import Durations, simulate
+from minipar.parallel.pipeline.schedules import make
+from visualize import comparison, measurements, mesh, plan, schedule, timeline
+
+RECORDED = Path(__file__).parent / "visualize" / "recorded"
+LOOKS = (
+    "linestyle",
+    "linewidth",
+    "marker",
+    "markersize",
+    "drawstyle",
+    "hatch",
+    "fillstyle",
+    "fontsize",
+    "rotation",
+    "ha",
+)
+MOST = 8  # values that are written out; of more, the first, the last and a digest
+
+
+# ---- elements as text ------------------------------------------------------------------------------------------------
+
+
+def values_text(values) -> str:
+    """Write values with four digits, so that the last bits of a sum do not count."""
+    array = np.asarray(values, dtype=float).round(6)
+    words = [f"{value:.4g}" for value in array.reshape(-1) + 0.0]
+    if len(words) <= MOST:
+        return f"[{' '.join(words)}]"
+    digest = hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
+    return f"{array.shape}[{words[0]} {words[1]} .. {words[-1]}] {digest}"
+
+
+def looks(artist: Artist) -> str:
+    """Write the properties of an element that its kind has."""
+    words = []
+    for name in ("color", "facecolor", "edgecolor"):
+        get = getattr(artist, f"get_{name}", None)
+        if get is not None:
+            found = get()
+            several = isinstance(found, np.ndarray) and found.ndim == 2
+            words.append(f"{name} {values_text(found) if several else to_hex(found, keep_alpha=True)}")
+    for name in (
+        "linestyle",
+        "linewidth",
+        "marker",
+        "markersize",
+        "drawstyle",
+        "hatch",
+        "fillstyle",
+        "fontsize",
+        "rotation",
+        "ha",
+    ):
+        get = getattr(artist, f"get_{name}", None)
+        if get is not None:
+            words.append(f"{name} {get()}")
+    return ", ".join([*words, f"zorder {artist.get_zorder()}", f"label {artist.get_label()}"])
+
+
+def place(artist: Artist) -> str:
+    """Write where an element is, in the coordinates in which it is drawn."""
+    if isinstance(artist, Line2D):
+        return values_text(artist.get_xydata())
+    if isinstance(artist, Text):
+        arrow = getattr(artist, "arrow_patch", None)
+        ends = values_text([*artist.xy, *artist.xyann]) if arrow is not None else values_text(artist.get_position())
+        return f"{ends} {artist.get_text()!r}"
+    if isinstance(artist, Collection):
+        paths = [path.vertices for path in artist.get_paths()]
+        return values_text(np.concatenate(paths)) if paths else values_text(artist.get_offsets())
+    if isinstance(artist, AxesImage):
+        return f"{values_text(artist.get_extent())} {values_text(artist.get_array())}"
+    if isinstance(artist, Legend):
+        return repr([text.get_text() for text in artist.get_texts()])
+    if isinstance(artist, Patch):
+        path = artist.get_patch_transform().transform_path(artist.get_path())
+        return values_text(path.vertices)
+    return ""
+
+
+def elements(axes: Axes) -> list[str]:
+    """Write the elements of one panel."""
+    found = [f"panel {values_text(axes.get_position().bounds)} {axes.get_title(loc='left')!r}"]
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        ticks = [label.get_text() for label in axis.get_ticklabels()]
+        limits = values_text(axis.get_view_interval())
+        found.append(f"  {name} {axis.get_scale()} {limits} {axis.get_label_text()!r} {ticks} {axis.get_visible()}")
+    spines = [side for side, spine in axes.spines.items() if spine.get_visible()]
+    found.append(f"  frame {spines}")
+    for child in axes.get_children():
+        if place(child) and child.get_visible() and child not in (axes.patch, *axes.spines.values()):
+            found.append(f"  {type(child).__name__} {place(child)} {looks(child)}")
+    return found
+
+
+def as_text(figure: Figure) -> str:
+    """Write all that a picture shows."""
+    FigureCanvasAgg(figure).draw()
+    found = [f"picture {values_text(figure.get_size_inches())}"]
+    for child in (*figure.texts, *figure.legends, *figure.patches):
+        found.append(f"{type(child).__name__} {place(child)} {looks(child)}")
+    return "\n".join([*found, *(line for axes in figure.axes for line in elements(axes))]) + "\n"
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def trace(ranks, steps, **sizes):
+    """A trace made by hand, on a mesh of these sizes."""
+    data = chrome(ranks, steps)
+    data["otherData"]["mesh"] = sizes
+    return timeline.parse_trace(data)
+
+
+def traffic(steps, **sizes):
+    """The traffic of a ring on each axis and of a message to the next stage."""
+
+    def program(comm, path):
+        places = DeviceMesh(comm, **sizes)
+        start_trace(comm)
+        for _ in range(steps):
+            for axis, n in {"tp": 1000, "cp": 203, "dp": 501, "pp": 37}.items():
+                getattr(places, axis).all_reduce(np.ones(n), algorithm="ring")
+            if places.pp.rank + 1 < places.pp.size:
+                places.pp.isend(np.ones(70), places.pp.rank + 1).wait()
+            if places.pp.rank > 0:
+                places.pp.irecv(np.empty(70), places.pp.rank - 1).wait()
+            with comm.tracer.region("optimizer"):
+                pass
+        save_chrome_trace(path, comm, places)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/trace.json"
+        run_local(int(np.prod(list(sizes.values()))), program, path, clock="model")
+        return mesh.mesh_traffic(timeline.read_trace(path))
+
+
+def moments(count):
+    """A ledger: activations grow and go, a buffer comes and goes, and the optimizer's state stays."""
+    forward = [("forward", (4096, 4096, 8192, 2048 * i, 0)) for i in range(3)]
+    backward = [("backward", (4096, 4096, 8192, 5000, 1024)), ("backward", (4096, 4096, 8192, 3000, 0))]
+    return [*forward, *backward, ("optimizer", (4096, 4096, 8192, 0, 0))] * count
+
+
+def search():
+    """What the planner writes, as far as it is drawn."""
+    plans = []
+    for dp, tp, seconds in ((4, 1, 1.0), (2, 2, 1.1), (1, 4, 1.5)):
+        times = {name: seconds / (2 + i) / 2 for i, name in enumerate(plan.TIME)}
+        held = {name: (1 + i) * 2e9 for i, name in enumerate(plan.MEMORY)}
+        sizes = {"dp": dp, "tp": tp, "pp": 1, "zero_stage": 1, "mfu": 0.5 / seconds}
+        plans.append(sizes | {"seconds": times | {"total": seconds}, "memory_bytes": held})
+    meshes = [each | {"seconds": each["seconds"]["total"], "memory_bytes": 50e9 + each["tp"] * 1e9} for each in plans]
+    meshes.append({"dp": 2, "tp": 1, "pp": 2, "seconds": 1.9, "memory_bytes": 45e9})
+    about = {"model": {"name": "m"}, "gpus": 4, "gpu": {"name": "g", "memory": 60e9}, "global_batch": 8, "seq_len": 16}
+    return about | {"plans": plans, "meshes": meshes, "assumptions": {"memory_used": 0.92}}
+
+
+def layouts():
+    """Rows of `bench layouts --machine`."""
+    row = {"dp": 1, "tp": 1, "pp": 1, "zero_stage": 0, "schedule": None, "sequence_parallel": False}
+    row |= {"recompute": "none", "microbatches": 1, "seconds": 0.5, "seconds_min": 0.4, "seconds_max": 0.7}
+    row |= {"predicted_seconds": 0.55, "peak_bytes": 4_000_000, "predicted_bytes": 3_000_000}
+    return [row, row | {"dp": 4, "pp": 2, "zero_stage": 3, "schedule": "1f1b", "seconds": 0.6, "peak_bytes": 2_000_000}]
+
+
+def schedules():
+    """Two simulated schedules, one with messages that take time."""
+    times = Durations(Fraction(1), Fraction(2), Fraction(1, 2), Fraction(1, 4))
+    return {"zb-h1": simulate(make("zb-h1", 3, 4), times), "interleaved-1f1b": simulate(make("interleaved-1f1b", 2, 4))}
+
+
+RATIOS = {step: {f"p{i}": None if step < i else 2.0 ** (i - 3) for i in range(6)} for step in range(4)}
+LOSSES = [5 - 4 * i / (i + 50) + 0.1 * (i % 3) for i in range(300)]
+TWO = {"one": rows(LOSSES[:20]), "two": rows([2 * loss for loss in LOSSES[:20]])}
+TABLE = [{"op": "all_reduce", "bytes": 700, "expected": 600}, {"op": "broadcast", "bytes": 90}]
+# One or more of each kind, small and of fixed values.
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "timeline": lambda: timeline.plot_timeline(trace(4, 3, pp=2, dp=2, tp=1), arrows=True),
+    "timeline_of_steps": lambda: timeline.plot_timeline(trace(2, 6, pp=1, dp=2, tp=1), slice(1, 5)),
+    "mesh_cube": lambda: mesh.plot_mesh(traffic(2, pp=2, dp=2, tp=2)),
+    "mesh_of_stages": lambda: mesh.plot_mesh(traffic(1, pp=3, dp=3)),
+    "mesh_of_context": lambda: mesh.plot_mesh(traffic(1, pp=2, dp=2, cp=2, tp=2)),
+    "mesh_of_one_axis": lambda: mesh.plot_mesh(traffic(1, dp=5)),
+    "mesh_of_two": lambda: mesh.plot_mesh(traffic(3, pp=2)),
+    "loss": lambda: measurements.plot_loss({"": rows(LOSSES)}, 1.5, "entropy"),
+    "losses": lambda: measurements.plot_loss(TWO),
+    "bytes": lambda: measurements.plot_bytes(TABLE),
+    "bench": lambda: measurements.plot_bench(bench_rows()),
+    "memory": lambda: measurements.plot_ledger({"a": moments(1), "b": moments(2)}),
+    "plan": lambda: plan.plot_plan(search()),
+    "layouts": lambda: plan.plot_agreement(layouts()),
+    "comparison": lambda: comparison.plot_comparison(RATIOS),
+    "schedule": lambda: schedule.plot_schedule(simulate(make("1f1b", 3, 5))),
+    "schedules": lambda: schedule.plot_schedules(schedules()),
+    "schedule_in_seconds": lambda: schedule.plot_schedule(schedules()["zb-h1"], seconds=True),
+}
+
+
+if __name__ == "__main__":
+    RECORDED.mkdir(exist_ok=True)
+    for title, draw in PICTURES.items():
+        (RECORDED / f"{title}.txt").write_text(as_text(draw()), encoding="utf-8")
