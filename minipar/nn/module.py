@@ -46,10 +46,6 @@ class Owner:
     def check_sum(self, group: Any) -> None:
         """Raise ValueError if an optimizer must not sum these gradients over this group."""
 
-    def sum_gradients(self) -> "Sequence[Parameter]":
-        """Sum the gradients over the ranks, once in a step, and return what this rank's optimizer updates."""
-        raise TypeError(f"{type(self).__name__} does not define sum_gradients")
-
 
 class Parameter(Tensor):
     """A leaf that is trained. `data` is its values, or a placeholder until `materialize` or `move_to` calls `make`.

@@ -32,7 +32,9 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.nn.layers import Dropout, MaskSlice
-from minipar.parallel.guards import check_split
+from minipar.nn.moe import MoE
+from minipar.nn.transformer import SelfAttention
+from minipar.parallel.guards import check_split, note_split
 from minipar.parallel.token_order import ContextParallel, check_choice, visible
 from minipar.parallel.ulysses import UlyssesAttention
 
@@ -308,11 +310,12 @@ def context_parallel(
     check_choice("method", method, METHODS)
     check_split(model, "context_parallel", comm)
     context = ContextParallel(comm, order)
+    modules: list[Any] = [module for _, module in model.named_modules()]
+    if context.size > 1 and method != "ulysses":
+        check_no_dropout(modules, method)
+    note_split(model, "context_parallel", comm)
     if context.size == 1:
         return context
-    modules: list[Any] = [module for _, module in model.named_modules()]
-    if method != "ulysses":
-        check_no_dropout(modules, method)
     c = context.size
     limit = model.config.n_positions
 
@@ -347,9 +350,9 @@ def context_parallel(
             # The masks are (B, T, h). Context parallelism cuts the tokens before sequence
             # parallelism does, so this slice is the first.
             module.mask_slices.insert(0, MaskSlice(1, c, own))
-        elif hasattr(module, "kv_heads"):
+        elif isinstance(module, SelfAttention):
             module.attention = attention_of(module.attention)
-        elif hasattr(module, "experts"):
+        elif isinstance(module, MoE):
             # A layer of experts is balanced by the tokens of all ranks.
             module.sum_loads = partial(comm.all_reduce, algorithm="ordered")
     return context

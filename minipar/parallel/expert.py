@@ -30,7 +30,7 @@ from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Owner, Parameter
 from minipar.nn.moe import MoE, moe_layers
 from minipar.parallel.groups import Group, by_unit, groups_over
-from minipar.parallel.guards import check_communicator, check_split
+from minipar.parallel.guards import check_communicator, check_split, note_split
 from minipar.parallel.placement import place, update
 
 
@@ -121,13 +121,15 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     check_communicator(replicas)
     check_split(model, "expert_parallel", comm)
     owner = ExpertParallel(model, comm, replicas)
-    if comm.size == 1:
-        return owner
-    if not moe_layers(model):
+    if comm.size > 1 and not moe_layers(model):
         raise UsageError(f"expert_parallel: {type(model).__name__} has no experts to share out; give an mp.Mixtral")
-    place(model)
     for moe in moe_layers(model):
         check_divides("experts/ep", len(moe.experts), comm.size, "each rank holds whole experts")
+    note_split(model, "expert_parallel", comm)
+    if comm.size == 1:
+        return owner
+    place(model)
+    for moe in moe_layers(model):
         count = len(moe.experts) // comm.size
         moe.experts = moe.experts[comm.rank * count : (comm.rank + 1) * count]
         moe.run_experts = partial(owner.run, moe)

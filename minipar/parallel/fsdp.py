@@ -133,7 +133,8 @@ class FullyShardedDataParallel:
                 needs.part.run = partial(self.run, needs, needs.part.run)
             else:  # the whole model is one unit
                 model.loss_sum = partial(self.run_whole, needs, model.loss_sum)  # type: ignore[method-assign]
-                model.forward = partial(self.run_whole, needs, model.forward)  # type: ignore[method-assign]
+                for _, module in model.named_modules():  # a script may call a module inside the model by itself
+                    module.forward = partial(self.run_whole, needs, module.forward)  # type: ignore[method-assign]
 
     # ---- gathering and freeing: before and after a part's forward and backward
 
@@ -146,13 +147,13 @@ class FullyShardedDataParallel:
             self.post_forward(needs)
         return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the part
 
-    def run_whole(self, needs: UnitPass, function: Callable[..., Any], *inputs: Any) -> Any:
+    def run_whole(self, needs: UnitPass, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a function of a model that is one unit. Calls inside this call neither gather nor free."""
         if self.is_inside:
-            return function(*inputs)
+            return function(*inputs, **options)
 
         def forward(_: None) -> Any:
-            return function(*inputs)
+            return function(*inputs, **options)
 
         self.is_inside = True
         try:

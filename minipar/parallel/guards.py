@@ -93,7 +93,7 @@ def check_trainable(model: Module) -> None:
 
 
 def check_split(model: Any, strategy: str, comm: Communicator) -> None:
-    """Raise UsageError unless `strategy` may split this model over `comm`, and note on the model that it does.
+    """Raise UsageError unless `strategy` may split this model over `comm`.
 
     It comes before the wrapper, once, and tensor parallelism shares no two ranks with another
     strategy.
@@ -111,6 +111,10 @@ def check_split(model: Any, strategy: str, comm: Communicator) -> None:
             why = f"{other} has split this model over ranks {list(ranks)} already"
             remedy = "give each its own axis, such as mesh.tp and mesh.cp of mp.DeviceMesh(comm, tp=2, cp=2)"
             raise UsageError(f"{strategy} over ranks {list(comm.ranks)}: {why}; {remedy}")
+
+
+def note_split(model: Module, strategy: str, comm: Communicator) -> None:
+    """Note on the model that `strategy` splits it over `comm`, once nothing is left to refuse."""
     model.split_over = (*model.split_over, (strategy, tuple(comm.ranks)))
 
 

@@ -124,8 +124,11 @@ def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Reduction], se
 def at_backward(x: Any, call: Callable[[], None]) -> Any:
     """Return x through an identity; backward calls `call()` when it comes to the identity.
 
-    A value without a gradient, such as tokens, is returned as it is, and `call()` does not happen.
+    x may be a tuple or a list. A value without a gradient, such as tokens, is returned as it is,
+    and `call()` does not happen.
     """
+    if isinstance(x, tuple | list):
+        return type(x)([at_backward(item, call) for item in x])
     if not (isinstance(x, Tensor) and x.requires_grad):
         return x
 

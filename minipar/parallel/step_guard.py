@@ -173,16 +173,16 @@ class Guard(Owner):
             remedy = "run the backward pass of the last microbatch outside `no_sync`"
             remedy += " (after scaled_backward: call wrapper.synchronize())"
             raise RuntimeError(f"optimizer.step() before the gradients were summed over the ranks: {remedy}")
-        own = self.given.intersection(parameters)
+        own = [p for p in parameters if p in self.given]
         for p in own:
             reference = self.optimizers.get(p)
             if reference is not None and reference() not in (None, optimizer):
                 why = f"another optimizer has updated {p.describe()} already, and each would change it in every step"
                 raise RuntimeError(f"optimizer.step(): {why}: make one optimizer of wrapper.parameters()")
-        if not own.isdisjoint(self.updated):
+        if not self.updated.isdisjoint(own):
             remedy = "call zero_grad() and backward() between two steps"
             raise RuntimeError(f"optimizer.step() twice with the gradients of one backward(): {remedy}")
-        self.updated |= own
+        self.updated.update(own)
         self.optimizers |= {p: weakref.ref(optimizer) for p in own}
 
     def after_step(self) -> None:
@@ -310,10 +310,6 @@ class OptimizerGuard(Owner):
     def after_update(self) -> None:
         """Note that the gradients are used up."""
         self.state = "stepped"
-
-    def sum_gradients(self) -> list[Parameter]:
-        """Sum the gradients over the ranks, and return this rank's shards."""
-        return self.optimizer.sum_gradients()
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError: another optimizer would update the parameters a second time."""

@@ -23,7 +23,7 @@ from minipar.memory import allocate
 from minipar.nn.module import Module, Parameter, Part
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare
+from minipar.parallel.groups import Group, by_unit, groups_over, prepare
 from minipar.parallel.guards import check_wrapping, refuse_late_state
 from minipar.parallel.hybrid import Reduction, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
@@ -194,7 +194,7 @@ class ZeroStage2(ZeroStage1):
             gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype,
         )  # fmt: skip
         if runs is None:
-            runs = [parts_of(model)]
+            runs = [getattr(model, "parts", [])]  # without parts, `reduce` makes the room
         # `run` wraps each part, so that backward makes room for gradients before it enters the part.
         for unit_pass in unit_passes(runs, self.buckets):
             part = unit_pass.part

@@ -106,6 +106,24 @@ def test_a_model_is_split_once_by_each_strategy(strategy, size):
     run_local(size, rank)
 
 
+def test_a_strategy_that_was_refused_has_split_nothing():
+    """The remedy may follow in the same program, on the same model."""
+
+    def rank(comm):
+        mesh, model = DeviceMesh(comm, ep=2), GPT(SHAPE, dropout=0.1)
+        with pytest.raises(UsageError, match="expert_parallel: GPT has no experts"):
+            expert_parallel(model, mesh.ep, mesh.edp)
+        with pytest.raises(UsageError, match="dropout = 0.1"):
+            context_parallel(model, comm, method="ring")
+        context_parallel(model, comm, method="ulysses")
+        odd = GPT(GPTConfig(vocab_size=11, n_positions=8, n_embd=12, n_layer=1, n_head=3))
+        for _ in range(2):
+            with pytest.raises(UsageError, match="heads/tp = 3/2"):
+                tensor_parallel(odd, comm)
+
+    run_local(2, rank)
+
+
 def test_experts_are_shared_out_once():
     def rank(comm):
         mesh, model = DeviceMesh(comm, ep=2), Mixtral(EXPERTS)

@@ -19,6 +19,7 @@ from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
 from minipar.parallel.state import gather_state, local_part
+from minipar.parallel.step_guard import OptimizerGuard
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -105,8 +106,8 @@ class PipelineModule(Module, Owner):
                 f"PipelineModule are those of mesh.dp, ranks {replicas}; write {remedy}"
             )
 
-    def sum_gradients(self) -> Sequence[Parameter]:
-        """Return the parameters that have gradients: no replica has a share of them."""
+    def own_gradients(self) -> list[Parameter]:
+        """Return the parameters that have gradients. ValueError if a replica has a share of them."""
         self.check(self.parameters())
         check_gradients(self.parameters(), "clip_grad_norm()")
         for p in self.parameters():
@@ -114,18 +115,20 @@ class PipelineModule(Module, Owner):
         return [p for p in self.parameters() if p.grad is not None]
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
-        """Return the 2-norm of the whole gradient, the same on every rank; scale gradients down to `max_norm`.
+        """Return the 2-norm of the whole gradient, the same on every rank; scale it down to `max_norm`.
 
-        Call it between `model(x, y)` and `optimizer.step()`. With ZeroOptimizer it sums the gradients over dp, which
-        the step then need not do. Sends float64 values besides: over dp and tp one, over pp two per stage.
+        Call it between `model(x, y)` and `optimizer.step()`. With ZeroOptimizer it sums the
+        gradients over dp, which the step then need not do. Sends float64 values besides: over dp
+        and tp one, over pp two per stage.
         """
-        owner = owners_of(self.parameters())[-1]  # a ZeroOptimizer, if there is one, or this module
-        return clip_grad_norm(owner.sum_gradients(), max_norm, self.mesh.dp, self.mesh.tp, self.mesh.pp)
+        summing = [owner for owner in owners_of(self.parameters()) if isinstance(owner, OptimizerGuard)]
+        summed = summing[0].optimizer.sum_gradients() if summing else self.own_gradients()
+        return clip_grad_norm(summed, max_norm, self.mesh.dp, self.mesh.tp, self.mesh.pp)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Collect the parameters of all stages, whole, on rank 0 of the mesh; the other ranks get {}. Collective.
+        """Collect the parameters of all stages, whole, on rank 0 of the mesh; the other ranks get {}.
 
-        ValueError if the replicas have parted.
+        All ranks call it. ValueError if the replicas have parted.
         """
         check_parted(self.mesh.dp, [(placement_of(p).name, p.data) for p in self.parameters()])
         return gather_state(self, self.parameters(), self.mesh.world)

@@ -21,7 +21,7 @@ from minipar.nn.module import Module, Owner, Parameter, Updating
 from minipar.nn.moe import MoE
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
-from minipar.parallel.guards import check_same_start, check_split
+from minipar.parallel.guards import check_same_start, check_split, note_split
 from minipar.parallel.placement import Partial, Replicate, Shard, TensorPlacement, placement_of
 from minipar.parallel.tensor import layers, vocabulary
 from minipar.parallel.tensor.layers import Border, ColumnLinear, RowLinear, VocabEmbedding
@@ -166,6 +166,7 @@ def tensor_parallel(
     check_shape(model.config, comm.size)
     placement.place(model)
     check_same_start(comm, model)
+    note_split(model, "tensor_parallel", comm)
     group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
     tensor = TensorParallel(group)
     for name, p in model.named_parameters():
