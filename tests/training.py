@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from minipar import backend
 from minipar.autograd import Tensor, gelu, linear
 from minipar.backend import xp
 from minipar.comm import DeviceMesh, run_local, serial
-from minipar.nn import GPT, GPTConfig, Optimizer, Parameter
+from minipar.nn import GPT, GPTConfig
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -118,26 +117,6 @@ def run_until(tokens: Tokens, config: TrainConfig, save_to=None, stop: int | Non
         return trainer.state_dict(), reports(results)
 
     return run_local(ranks_of(config), rank)[0]
-
-
-class SGD(Optimizer):
-    """A user's own optimizer, with the rule of torch.optim.SGD: p -= lr v with v = momentum v + g + weight_decay p."""
-
-    def __init__(
-        self, parameters: Iterable[Parameter], lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(parameters)
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.velocity: list[Any] = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
-
-    def update(self, i: int, parameter: Parameter, gradient: Any) -> None:
-        if self.weight_decay and parameter.decays:
-            gradient = gradient + self.weight_decay * parameter.data
-        if self.momentum:
-            self.velocity[i] *= self.momentum
-            self.velocity[i] += gradient
-            gradient = self.velocity[i]
-        parameter.data -= xp.multiply(gradient, self.lr)
 
 
 # ---- models under a wrapper ------------------------------------------------------------------------------------------

@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "llama": ["Llama", "LlamaConfig"],
         "module": ["Module", "Owner", "Parameter", "Part", "placeholder"],
         "moe": ["Mixtral", "MixtralConfig", "MoE"],
-        "optim": ["AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
+        "optim": ["SGD", "AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
     },
 )

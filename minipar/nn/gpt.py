@@ -5,14 +5,12 @@ embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary. trans
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from minipar.autograd import Tensor, gelu
 from minipar.backend import Array
-from minipar.nn.layers import Dropout, LayerNorm, Linear
+from minipar.nn.layers import Dropout, Embedding, Init, LayerNorm, Linear
 from minipar.nn.module import Module
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 
@@ -44,6 +42,11 @@ class GPTConfig(TransformerConfig):
         return GPT(self, **options)
 
 
+def norm_of(model: "GPT") -> LayerNorm:
+    """Make a LayerNorm over the hidden dim."""
+    return LayerNorm(model.config.n_embd, model.config.layer_norm_epsilon, model.dtype, deferred=True)
+
+
 class Attention(SelfAttention):
     """Multi-head causal self-attention: (B, T, h) -> (B, T, h)."""
 
@@ -51,10 +54,10 @@ class Attention(SelfAttention):
         h = model.config.n_embd
         self.heads = self.kv_heads = model.config.n_head
         self.attention = model.attention
-        self.c_attn = model.make_linear(h, 3 * h, name=f"{name}.c_attn")
-        self.c_proj = model.make_projection(h, h, name=f"{name}.c_proj")
-        self.attn_dropout = model.make_dropout(f"{name}.attn_dropout")
-        self.resid_dropout = model.make_dropout(f"{name}.resid_dropout")
+        self.c_attn = Linear(h, 3 * h, name=f"{name}.c_attn", **model.init)
+        self.c_proj = Linear(h, h, name=f"{name}.c_proj", **model.residual_init)
+        self.attn_dropout = Dropout(f"{name}.attn_dropout", model.dropout)
+        self.resid_dropout = Dropout(f"{name}.resid_dropout", model.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
@@ -68,9 +71,9 @@ class MLP(Module):
 
     def __init__(self, model: "GPT", name: str) -> None:
         h = model.config.n_embd
-        self.c_fc = model.make_linear(h, 4 * h, name=f"{name}.c_fc")
-        self.c_proj = model.make_projection(4 * h, h, name=f"{name}.c_proj")
-        self.dropout = model.make_dropout(f"{name}.dropout")
+        self.c_fc = Linear(h, 4 * h, name=f"{name}.c_fc", **model.init)
+        self.c_proj = Linear(4 * h, h, name=f"{name}.c_proj", **model.residual_init)
+        self.dropout = Dropout(f"{name}.dropout", model.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))  # (B, T, 4h) inside
@@ -80,9 +83,9 @@ class Block(Module):
     """One Transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, model: "GPT", name: str) -> None:
-        self.ln_1 = model.make_norm()
+        self.ln_1 = norm_of(model)
         self.attn = Attention(model, f"{name}.attn")
-        self.ln_2 = model.make_norm()
+        self.ln_2 = norm_of(model)
         self.mlp = MLP(model, f"{name}.mlp")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,24 +97,27 @@ class GPT(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
     `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention probabilities, after
-    attention and after the MLP. It acts only inside `dropping`. `options` are LanguageModel's. Matrices start from
-    N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). The residual stream adds 2 n_layer outputs:
-    their projections start smaller by the square root of that. ValueError for a sequence longer than `n_positions`.
+    attention and after the MLP. It acts only inside `dropping`. The other arguments are
+    LanguageModel's. Matrices start from N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). The
+    residual stream adds 2 n_layer outputs: their projections start smaller by the square root of that. ValueError for
+    a sequence longer than `n_positions`.
     """
 
     config_type = GPTConfig
 
-    def __init__(self, config: GPTConfig, *args: Any, dropout: float = 0.0, **options: Any) -> None:
-        super().__init__(config, *args, **options)
+    def __init__(
+        self, config: GPTConfig, seed: int = 0, dtype: str = "float32", recompute: bool = False,
+        deferred: bool = False, attention: str = "auto", *, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(config, seed, dtype, recompute, deferred, attention)
         small = config.initializer_range / math.sqrt(2 * config.n_layer)
-        self.make_projection: Callable[..., Linear] = partial(self.make_linear, std=small)
-        self.make_norm = partial(LayerNorm, config.n_embd, config.layer_norm_epsilon, self.dtype, deferred=True)
-        self.make_dropout = partial(Dropout, p=dropout)
-        self.wte = self.make_embedding(config.vocab_size, name="wte")
-        self.wpe = self.make_embedding(config.n_positions, name="wpe")
-        self.drop = self.make_dropout("drop")
+        self.residual_init: Init = {**self.init, "std": small}
+        self.dropout = dropout
+        self.wte = Embedding(config.vocab_size, config.n_embd, name="wte", **self.init)
+        self.wpe = Embedding(config.n_positions, config.n_embd, name="wpe", **self.init)
+        self.drop = Dropout("drop", dropout)
         self.h = [Block(self, f"h.{i}") for i in range(config.n_layer)]
-        self.ln_f = self.make_norm()
+        self.ln_f = norm_of(self)
         self.assemble([self.wte.weight, self.wpe.weight], {f"h.{i}": b for i, b in enumerate(self.h)}, self.ln_f)
 
     token_embedding = property(lambda self: self.wte.weight)

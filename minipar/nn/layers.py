@@ -10,8 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -32,19 +31,33 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
     return generator(seed, name).standard_normal(shape) * std
 
 
-def drawn(
-    name: str, shape: tuple[int, ...], seed: int = 0, dtype: str = "float32", std: float = 0.02, deferred: bool = False
-) -> Parameter:
+class Init(TypedDict):
+    """How the layers of a model draw their weights: the keyword arguments that they share."""
+
+    seed: int
+    dtype: str
+    std: float
+    deferred: bool
+
+
+def drawn(name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, deferred: bool) -> Parameter:
     """Make a parameter of values from N(0, std^2), drawn by name; with `deferred`, later."""
-    draw = partial(normal, seed, name, shape, std)
-    parameter = Parameter(placeholder(shape, dtype), lambda: from_host(draw().astype(dtype)), deferred)
-    parameter.drawn_by = seed, name
+
+    def make() -> Array:
+        return from_host(normal(seed, name, shape, std).astype(dtype))
+
+    parameter = Parameter(placeholder(shape, dtype), make, deferred)
+    parameter.drawn_by = (seed, name)
     return parameter
 
 
-def constant(value: float, size: int, dtype: Any = "float32", deferred: bool = False) -> Parameter:
-    """Make a parameter whose elements are all `value`."""
-    return Parameter(placeholder((size,), dtype), lambda: xp.full(size, value, dtype=dtype), deferred)
+def constant(value: float, size: int, dtype: str, deferred: bool) -> Parameter:
+    """Make a parameter whose elements are all `value`; with `deferred`, later."""
+
+    def make() -> Array:
+        return xp.full(size, value, dtype=dtype)
+
+    return Parameter(placeholder((size,), dtype), make, deferred)
 
 
 def as_tensor(x: Any, dtype: Any) -> Tensor:
@@ -56,15 +69,17 @@ class Linear(Module):
     """x @ weight + bias: (..., in) -> (..., out). x may be a Tensor or an array, which is converted to weight's dtype.
 
     NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D). If `transposed` it is (out, in), as in
-    torch.nn.Linear and Llama's checkpoints. `options` are seed, dtype, std and deferred, those of `drawn`.
+    torch.nn.Linear and Llama's checkpoints. It is drawn from N(0, std^2) by `name` and `seed`; the bias starts as 0.
     """
 
     def __init__(
-        self, n_in: int, n_out: int, *, name: str, bias: bool = True, transposed: bool = False, **options: Any
-    ) -> None:
+        self, n_in: int, n_out: int, *, name: str, bias: bool = True, transposed: bool = False,
+        seed: int = 0, dtype: str = "float32", std: float = 0.02, deferred: bool = False,
+    ) -> None:  # fmt: skip
+        shape = (n_out, n_in) if transposed else (n_in, n_out)
         self.transposed = transposed
-        self.weight = drawn(f"{name}.weight", (n_out, n_in) if transposed else (n_in, n_out), **options)
-        self.bias = constant(0, n_out, self.weight.dtype, options.get("deferred", False)) if bias else None
+        self.weight = drawn(f"{name}.weight", shape, seed, dtype, std, deferred)
+        self.bias = constant(0, n_out, dtype, deferred) if bias else None
 
     def forward(self, x: Tensor | Array) -> Tensor:
         x = as_tensor(x, self.weight.dtype)
@@ -73,14 +88,18 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim). `options` are those of `drawn`.
+    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim). It is drawn as Linear's.
 
     UsageError for an index that is not in 0..count-1.
     """
 
-    def __init__(self, count: int, dim: int, *, name: str, **options: Any) -> None:
-        self.name, self.count = name, count
-        self.weight = drawn(f"{name}.weight", (count, dim), **options)
+    def __init__(
+        self, count: int, dim: int, *, name: str,
+        seed: int = 0, dtype: str = "float32", std: float = 0.02, deferred: bool = False,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.count = count
+        self.weight = drawn(f"{name}.weight", (count, dim), seed, dtype, std, deferred)
 
     def forward(self, index: Array) -> Tensor:
         return embedding(self.weight, self.checked(index))
@@ -96,7 +115,8 @@ class LayerNorm(Module):
     """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size). x is a Tensor or an array."""
 
     def __init__(self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False) -> None:
-        self.weight, self.bias = constant(1, size, dtype, deferred), constant(0, size, dtype, deferred)
+        self.weight = constant(1, size, dtype, deferred)
+        self.bias = constant(0, size, dtype, deferred)
         self.eps = eps
 
     def forward(self, x: Tensor | Array) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from minipar.autograd import Tensor, rotary, swiglu
 from minipar.backend import Array
-from minipar.nn.layers import RMSNorm
+from minipar.nn.layers import Embedding, Init, Linear, RMSNorm
 from minipar.nn.module import Module
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig, identity
 
@@ -63,6 +63,16 @@ class LlamaConfig(TransformerConfig):
         return Llama(self, **options)
 
 
+def projection(n_in: int, n_out: int, name: str, init: Init) -> Linear:
+    """Make a Linear as Llama has it: without a bias, and with a weight (out, in)."""
+    return Linear(n_in, n_out, name=name, bias=False, transposed=True, **init)
+
+
+def norm_of(model: "Llama") -> RMSNorm:
+    """Make an RMSNorm over the hidden dim."""
+    return RMSNorm(model.config.n_embd, model.config.rms_norm_eps, model.dtype, deferred=True)
+
+
 class Attention(SelfAttention):
     """Causal self-attention with grouped heads and rotary positions: (B, T, h) -> (B, T, h)."""
 
@@ -73,10 +83,10 @@ class Attention(SelfAttention):
         self.attention, self.positions = model.attention, lambda length: model.positions(length)
         self.enter: Callable[[Tensor], Tensor] = identity
         self.rotary = partial(rotary, size=config.head_size, theta=config.rope_theta)
-        self.q_proj = model.make_linear(h, h, name=f"{name}.q_proj")
-        self.k_proj = model.make_linear(h, kv, name=f"{name}.k_proj")
-        self.v_proj = model.make_linear(h, kv, name=f"{name}.v_proj")
-        self.o_proj = model.make_linear(h, h, name=f"{name}.o_proj")
+        self.q_proj = projection(h, h, f"{name}.q_proj", model.init)
+        self.k_proj = projection(h, kv, f"{name}.k_proj", model.init)
+        self.v_proj = projection(h, kv, f"{name}.v_proj", model.init)
+        self.o_proj = projection(h, h, f"{name}.o_proj", model.init)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # three layers read it
@@ -91,9 +101,9 @@ class MLP(Module):
     def __init__(self, model: "Llama", name: str) -> None:
         h, f = model.config.n_embd, model.config.n_inner
         self.enter: Callable[[Tensor], Tensor] = identity
-        self.gate_proj = model.make_linear(h, f, name=f"{name}.gate_proj")
-        self.up_proj = model.make_linear(h, f, name=f"{name}.up_proj")
-        self.down_proj = model.make_linear(f, h, name=f"{name}.down_proj")
+        self.gate_proj = projection(h, f, f"{name}.gate_proj", model.init)
+        self.up_proj = projection(h, f, f"{name}.up_proj", model.init)
+        self.down_proj = projection(f, h, f"{name}.down_proj", model.init)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # two layers read it
@@ -106,8 +116,8 @@ class Block(Module):
     def __init__(self, model: "Llama", name: str) -> None:
         self.self_attn = Attention(model, f"{name}.self_attn")
         self.mlp = MLP(model, f"{name}.mlp")
-        self.input_layernorm = model.make_norm()
-        self.post_attention_layernorm = model.make_norm()
+        self.input_layernorm = norm_of(model)
+        self.post_attention_layernorm = norm_of(model)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
@@ -117,24 +127,26 @@ class Block(Module):
 class Llama(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    `options` are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging Face's code.
+    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging
+    Face's code.
     """
 
     config_type = LlamaConfig
     block: type[Block] = Block
 
-    def __init__(self, config: LlamaConfig, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
-        self.make_linear = partial(self.make_linear, bias=False, transposed=True)
-        self.make_norm = partial(RMSNorm, config.n_embd, config.rms_norm_eps, self.dtype, deferred=True)
+    def __init__(
+        self, config: LlamaConfig, seed: int = 0, dtype: str = "float32", recompute: bool = False,
+        deferred: bool = False, attention: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(config, seed, dtype, recompute, deferred, attention)
         names = [f"model.layers.{i}" for i in range(config.n_layer)]
         model: Any = Module()  # Hugging Face's name of all but the head
-        model.embed_tokens = self.make_embedding(config.vocab_size, name="model.embed_tokens")
+        model.embed_tokens = Embedding(config.vocab_size, config.n_embd, name="model.embed_tokens", **self.init)
         model.layers = [self.block(self, name) for name in names]
-        model.norm = self.make_norm()
+        model.norm = norm_of(self)
         self.model: Any = model
         if not config.tie_word_embeddings:
-            self.lm_head = self.make_linear(config.n_embd, config.vocab_size, name="lm_head")
+            self.lm_head = projection(config.n_embd, config.vocab_size, "lm_head", self.init)
         self.assemble([self.token_embedding], dict(zip(names, model.layers, strict=True)), model.norm)
 
     token_embedding = property(lambda self: self.model.embed_tokens.weight)

@@ -15,7 +15,7 @@ import numpy as np
 
 from minipar.autograd import Tensor, concatenate, embedding, operation, swiglu
 from minipar.backend import Array, from_host, to_host, xp
-from minipar.nn.llama import Attention, Block, Llama, LlamaConfig
+from minipar.nn.llama import Attention, Block, Llama, LlamaConfig, norm_of, projection
 from minipar.nn.module import Module
 from minipar.nn.transformer import identity
 
@@ -64,9 +64,9 @@ class Expert(Module):
 
     def __init__(self, model: "Mixtral", name: str) -> None:
         h, f = model.config.n_embd, model.config.n_inner
-        self.w1 = model.make_linear(h, f, name=f"{name}.w1")
-        self.w2 = model.make_linear(f, h, name=f"{name}.w2")
-        self.w3 = model.make_linear(h, f, name=f"{name}.w3")
+        self.w1 = projection(h, f, f"{name}.w1", model.init)
+        self.w2 = projection(f, h, f"{name}.w2", model.init)
+        self.w3 = projection(h, f, f"{name}.w3", model.init)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(swiglu(self.w1(x), self.w3(x)))
@@ -95,6 +95,58 @@ def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
     return probabilities, gradient
 
 
+def count_loads(indices: Array, samples: int, experts: int) -> np.ndarray:
+    """Count the assignments of each of B samples to each of E experts: indices (N, k) -> (B, E)."""
+    loads = np.zeros((samples, experts), np.int64)
+    if samples:
+        for load, chosen in zip(loads, np.split(to_host(indices), samples), strict=True):
+            load += np.bincount(chosen.reshape(-1), minlength=experts)
+    return loads
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that experts multiply, which are sorted by expert, and where each token finds its results."""
+
+    tokens: Array  # (M,): the token in each row
+    counts: np.ndarray  # (E,): the rows of each expert
+    places: Array  # (N, k): the row of each assignment
+    is_kept: Array  # (N, k): 0 where an expert's capacity leaves no row for it, else 1
+
+
+def rows_by_expert(indices: Array, experts: int) -> Rows:
+    """Give each assignment a row, sorted by expert and then by token. `indices` (N, k) are the tokens' experts."""
+    chosen = indices.reshape(-1)  # (N k,)
+    order = xp.argsort(chosen, kind="stable")  # the assignment in each row
+    counts = to_host(xp.bincount(chosen, minlength=experts))
+    places = xp.argsort(order).reshape(indices.shape)
+    return Rows(tokens=order // indices.shape[1], counts=counts, places=places, is_kept=xp.ones_like(indices))
+
+
+def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
+    """Give each expert `capacity` rows.
+
+    They are for the tokens in their order whose first choice the expert is, then for those whose second choice it is,
+    and so on. Rows that are left over hold token 0, and nobody reads their results.
+    """
+    n, k = indices.shape
+    chosen = indices.T.reshape(-1)  # (k N,): all first choices, then all second choices
+    order = xp.argsort(chosen, kind="stable")  # by expert, then by choice, then by token
+    expert = chosen[order]
+    number = xp.arange(n * k) - xp.searchsorted(expert, expert)  # counts each expert's assignments from 0
+    fits = number < capacity
+    kept = order[fits]
+    row = (expert * capacity + number)[fits]
+    tokens = xp.zeros(experts * capacity, dtype=int)
+    tokens[row] = kept % n
+    places = xp.zeros(n * k, dtype=int)
+    places[kept] = row
+    is_kept = xp.zeros(n * k, dtype=int)
+    is_kept[kept] = 1
+    counts = np.full(experts, capacity)
+    return Rows(tokens=tokens, counts=counts, places=places.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T)
+
+
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
@@ -110,7 +162,7 @@ class MoE(Module):
     def __init__(self, model: "Mixtral", name: str) -> None:
         count = model.config.num_local_experts
         self.top_k = model.config.num_experts_per_tok
-        self.gate = model.make_linear(model.config.n_embd, count, name=f"{name}.gate")
+        self.gate = projection(model.config.n_embd, count, f"{name}.gate", model.init)
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
         self.enter: Callable[[Tensor], Tensor] = identity
         self.leave: Callable[[Tensor], Tensor] = identity
@@ -134,11 +186,7 @@ class MoE(Module):
         probabilities = powers / powers.sum(-1, keepdims=True)
         scores = probabilities.data + from_host(self.bias)
         indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
-        loads = np.zeros((samples, len(self.load)), np.int64)  # (B, E)
-        by_sample = np.split(to_host(indices), samples) if samples else []
-        for load, experts in zip(loads, by_sample, strict=True):
-            load += np.bincount(experts.reshape(-1), minlength=len(load))
-        probabilities = balanced(probabilities, self, loads)
+        probabilities = balanced(probabilities, self, count_loads(indices, samples, len(self.load)))
         chosen = probabilities[xp.arange(len(indices))[:, None], indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
 
@@ -149,26 +197,17 @@ class MoE(Module):
     def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
         """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h).
 
-        With a capacity C each expert gets C rows: of the tokens in their order whose first choice it is, then of those
-        whose second choice it is, and so on. What is beyond C counts as zero; the weights of a token's other experts
-        stay, as in the Switch Transformer. Rows that are not used hold token 0, and nobody reads their results.
+        What is beyond an expert's capacity counts as zero; the weights of a token's other experts stay, as in the
+        Switch Transformer.
         """
-        (n, k), experts = indices.shape, len(self.load)
+        n, k = indices.shape
         if self.capacity_factor is None:
-            order = xp.argsort(indices.reshape(-1), kind="stable")  # of (token, slot): by expert and then by token
-            counts = to_host(xp.bincount(indices.reshape(-1), minlength=experts))
-            rows, places = order // k, xp.argsort(order).reshape(n, k)  # (N k,), (N, k)
+            rows = rows_by_expert(indices, len(self.load))
         else:
-            order = xp.argsort(indices.T.reshape(-1), kind="stable")  # of (slot, token): by expert, slot and token
-            expert, room = indices.T.reshape(-1)[order], self.capacity(n)
-            place = xp.arange(n * k) - xp.searchsorted(expert, expert)  # among the expert's
-            kept, place = order[place < room], (expert * room + place)[place < room]
-            rows, places, is_kept = (xp.zeros(size, dtype=int) for size in (experts * room, n * k, n * k))
-            rows[place], places[kept], is_kept[kept] = kept % n, place, 1
-            counts, places = np.full(experts, room), places.reshape(k, n).T  # (E,), (N, k)
-            weights = weights * is_kept.reshape(k, n).T.astype(weights.dtype)
-        results = self.run_experts(embedding(x, rows), counts)  # (N k or E C, h), one product per expert
-        by_token = embedding(results, places)  # (N, k, h)
+            rows = rows_within_capacity(indices, len(self.load), self.capacity(n))
+            weights = weights * rows.is_kept.astype(weights.dtype)
+        results = self.run_experts(embedding(x, rows.tokens), rows.counts)  # (M, h), one product per expert
+        by_token = embedding(results, rows.places)  # (N, k, h)
         return (by_token * weights.reshape(n, k, 1)).sum(1)
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:
@@ -193,12 +232,12 @@ class MixtralBlock(Block):
     def __init__(self, model: "Mixtral", name: str) -> None:
         self.self_attn = Attention(model, f"{name}.self_attn")
         self.block_sparse_moe = MoE(model, f"{name}.block_sparse_moe")
-        self.input_layernorm = model.make_norm()
-        self.post_attention_layernorm = model.make_norm()
+        self.input_layernorm = norm_of(model)
+        self.post_attention_layernorm = norm_of(model)
 
 
 class Mixtral(Llama):
-    """The language model: tokens (B, T) -> logits (B, T, V). `options` are Llama's."""
+    """The language model: tokens (B, T) -> logits (B, T, V). The arguments are Llama's."""
 
     config_type = MixtralConfig
     block = MixtralBlock

@@ -1,4 +1,4 @@
-"""AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
+"""SGD, AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
 
 An element's new value depends on that element's history alone, so any sharding of the parameters gives the same bits.
 """
@@ -12,6 +12,7 @@ import numpy as np
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.lone_steps import count_step
 from minipar.memory import hold
+from minipar.nn.masters import MasterWeights
 from minipar.nn.module import Parameter, owners_of, zero_grad
 from minipar.nn.optim_guards import (
     check_gradients,
@@ -84,6 +85,33 @@ class Optimizer:
         zero_grad(self.parameters)
 
 
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, as torch.optim.SGD: p -= lr v, where v = momentum v + g + wd p.
+
+    wd is `weight_decay`, which is 0 below two dims. Parameters in 2 bytes have no masters here.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(parameters)
+        self.lr = lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.velocity = [xp.zeros_like(p.data) for p in self.parameters] if momentum else []
+
+    def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
+        gradient = gradient.astype(parameter.dtype, copy=False)
+        if self.weight_decay and parameter.decays:
+            gradient = gradient + self.weight_decay * parameter.data
+        if self.momentum:
+            v = self.velocity[i]
+            v *= self.momentum
+            v += gradient
+            gradient = v
+        parameter.data -= self.lr * gradient
+
+
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
@@ -103,24 +131,29 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(parameters)
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        # Float32 copies of parameters in 2 bytes: they are updated, and then rounded.
-        self.masters: list[Any] = [p.data.astype("float32") if p.dtype.itemsize == 2 else None for p in self.parameters]
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.master_weights = MasterWeights(self.parameters)
+        self.masters = self.master_weights.copies
         self.exp_avg = [xp.zeros_like(value) for value in self.values()]
         self.exp_avg_sq = [xp.zeros_like(value) for value in self.values()]
         hold("optimizer", *self.masters, *self.exp_avg, *self.exp_avg_sq)
 
     def values(self) -> list[Array]:
         """Return what is updated: each parameter's master, or its data."""
-        return [p.data if m is None else m for p, m in zip(self.parameters, self.masters, strict=True)]
+        return [self.master_weights.value(i) for i in range(len(self.parameters))]
 
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
         check_sizes(parameter, self.exp_avg[i])
-        m, v, (beta1, beta2) = self.exp_avg[i], self.exp_avg_sq[i], self.betas
-        value = parameter.data if self.masters[i] is None else self.masters[i]
+        if self.steps == 1:
+            self.master_weights.follow(i)
+        value = self.master_weights.value(i)
         gradient = gradient.astype(value.dtype, copy=False)
-        if self.steps == 1 and value is not parameter.data and (value.astype(parameter.dtype) != parameter.data).any():
-            value[...] = parameter.data  # a state that was loaded after the optimizer was made
+        beta1, beta2 = self.betas
+        m = self.exp_avg[i]
+        v = self.exp_avg_sq[i]
         step_size = self.lr / (1 - beta1**self.steps)
         root_correction = math.sqrt(1 - beta2**self.steps)
         m += (1 - beta1) * (gradient - m)
@@ -129,13 +162,14 @@ class AdamW(Optimizer):
         if parameter.decays:
             value *= 1 - self.lr * self.weight_decay
         value -= step_size * (m / (xp.sqrt(v) / root_correction + self.eps))
-        if value is not parameter.data:
-            parameter.data[...] = value
+        self.master_weights.round(i)
 
     def moments(self, i: int) -> dict[str, Array]:
         """Return what this optimizer keeps of parameter i, by torch's names; a master for a parameter in 2 bytes."""
         kept = {"exp_avg": self.exp_avg[i], "exp_avg_sq": self.exp_avg_sq[i]}
-        return kept if self.masters[i] is None else {**kept, "master": self.masters[i]}
+        if self.masters[i] is not None:
+            kept["master"] = self.masters[i]
+        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state on the host, in torch's format: `state` by parameter and `param_groups`.

@@ -20,7 +20,7 @@ from minipar.autograd import Tensor, causal_attention, checkpoint, cross_entropy
 from minipar.backend import Array, xp
 from minipar.errors import check_memory
 from minipar.nn.guards import array_of, check_config, check_size, check_tokens, float_dtype
-from minipar.nn.layers import Embedding, Linear
+from minipar.nn.layers import Init
 from minipar.nn.module import Module, Parameter, Part
 
 
@@ -108,10 +108,8 @@ class LanguageModel(Module):
         if not deferred:
             config.check_memory(xp.dtype(dtype).itemsize)
         self.config, self.dtype, self.recompute, self.deferred = config, dtype, recompute, deferred
-        # Of these the layers are made: all have their parameters deferred.
-        options: dict[str, Any] = {"seed": seed, "dtype": dtype, "std": config.initializer_range, "deferred": True}
-        self.make_linear: Callable[..., Linear] = partial(Linear, **options)
-        self.make_embedding: Callable[..., Embedding] = partial(Embedding, dim=config.n_embd, **options)
+        # All layers are made with deferred parameters; `assemble` computes their values.
+        self.init: Init = {"seed": seed, "dtype": dtype, "std": config.initializer_range, "deferred": True}
         self.attention: Callable[..., Tensor] = partial(causal_attention, method=attention)
         self.positions: Callable[[int], Array] = lambda length: xp.arange(length)  # of the tokens that a rank holds
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)  # (B, T, h), (V, h)

@@ -6,7 +6,7 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/gpt.py",
         "nn/test_epsilon.py nn/test_gpt.py nn/test_dropout.py",
-        ("gpt: layer_norm_epsilon is ignored", "config.layer_norm_epsilon, self.dtype", "1e-5, self.dtype"),
+        ("gpt: layer_norm_epsilon is ignored", "model.config.layer_norm_epsilon, model.dtype", "1e-5, model.dtype"),
         (
             "gpt: residual projections start as large as the rest",
             "config.initializer_range / math.sqrt(2 * config.n_layer)",
@@ -40,7 +40,7 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/llama.py",
         "nn/test_llama.py reference/test_llama.py",
-        ("llama: rms_norm_eps is ignored", "config.rms_norm_eps, self.dtype", "1e-6, self.dtype"),
+        ("llama: rms_norm_eps is ignored", "model.config.rms_norm_eps, model.dtype", "1e-6, model.dtype"),
         ("llama: rope_theta is ignored", "theta=config.rope_theta", "theta=10000.0"),
         (
             "llama: the gate and the product change places",
@@ -85,19 +85,15 @@ MUTANTS = [
         ),
         (
             "capacity: second choices come with their tokens",
-            "xp.argsort(indices.T.reshape(-1)",
-            "xp.argsort(indices.reshape(-1)",
+            "chosen = indices.T.reshape(-1)",
+            "chosen = indices.reshape(-1)",
         ),
         (
             "capacity: what is dropped gets another token's result",
-            "weights = weights * is_kept",
-            "weights = weights + 0 * is_kept",
+            "weights = weights * rows.is_kept",
+            "weights = weights + 0 * rows.is_kept",
         ),
-        (
-            "capacity: one row too many",
-            "order[place < room], (expert * room + place)[place < room]",
-            "order[place <= room], (expert * room + place)[place <= room]",
-        ),
+        ("capacity: one row too many", "fits = number < capacity", "fits = number <= capacity"),
         ("capacity: nothing counts as dropped", "load - layer.capacity(len(g))", "load - len(g)"),
     ),
     *mistakes(

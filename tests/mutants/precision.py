@@ -25,13 +25,14 @@ MUTANTS = [
         ),
     ),
     *mistakes(
-        "minipar/nn/optim.py",
+        "minipar/nn/masters.py",
         TESTS,
         ("2 bytes: no masters", "if p.dtype.itemsize == 2 else None", "if False else None"),
         (
             "2 bytes: masters are rounded, too",
-            "            parameter.data[...] = value",
-            "            parameter.data[...] = value\n            value[...] = parameter.data",
+            "            self.parameters[i].data[...] = self.copies[i]",
+            "            self.parameters[i].data[...] = self.copies[i]\n"
+            "            self.copies[i][...] = self.parameters[i].data",
         ),
     ),
     *mistakes(

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from training import MLP, SGD, small_gpt
+from training import MLP, small_gpt
 
 from minipar import nn
 from minipar.errors import UsageError
-from minipar.nn import AdamW, Linear, Module, Parameter, clip_grad_norm
-from minipar.nn.layers import drawn
+from minipar.nn import SGD, AdamW, Linear, Module, Parameter, clip_grad_norm
 from minipar.parallel.placement import place
 
 WRONG = {
@@ -102,7 +101,7 @@ def test_layers_of_other_names_or_seeds_are_fine(see, options):
 def test_layers_of_one_name_and_other_shapes_are_refused():
     class Shapes(Module):
         def __init__(self):
-            self.one, self.two = drawn("fc", (4, 4)), drawn("fc", (4, 8))
+            self.one, self.two = Linear(4, 4, name="fc", bias=False), Linear(4, 8, name="fc", bias=False)
 
     with pytest.raises(UsageError, match=r"of shapes \(4, 4\) and \(4, 8\)"):
         place(Shapes())

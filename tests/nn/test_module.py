@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from training import SGD
 
 from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, cross_entropy_sum, gelu
-from minipar.nn import GPT, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
+from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
 
 RANDOM = np.random.Generator(np.random.Philox(12))
 X = RANDOM.standard_normal((6, 8))

@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from training import SGD
 
-from minipar.nn import AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
+from minipar.nn import SGD, AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
 from minipar.nn.module import Owner, owners_of
 from minipar.nn.optim import BLOCK, squared_norm
 

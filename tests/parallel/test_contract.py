@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from training import MLP, SGD, bits, gradient_of, gradient_on_one_device, small_gpt, text
+from training import MLP, bits, gradient_of, gradient_on_one_device, small_gpt, text
 
 import minipar.nn as nn
 from minipar.comm import run_local
-from minipar.nn import AdamW, Parameter
+from minipar.nn import SGD, AdamW, Parameter
 from minipar.parallel.parallelize import fully_shard, shard
 
 STAGES = [0, 1, 2, 3]

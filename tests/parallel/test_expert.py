@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from combinations import TEXT, VOCAB, differences, run_steps
 from routing import ep_bytes
-from training import SGD, Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
+from training import Proxy, bits, config_for, on_each_rank, ranks_of, trainer_for, verdicts
 
 from chapters.support.whole_runs import bound, relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
-from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
+from minipar.nn import SGD, AdamW, Mixtral, MixtralConfig, MoE
 from minipar.parallel.expert import expert_parallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.memory import FLOAT64, model_state

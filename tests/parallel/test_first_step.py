@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from training import MLP, SGD
+from training import MLP
 
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import AdamW, Linear
+from minipar.nn import SGD, AdamW, Linear
 from minipar.parallel.parallelize import shard
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.zero_optimizer import ZeroOptimizer

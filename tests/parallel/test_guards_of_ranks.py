@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from training import MLP, SGD
+from training import MLP
 
 import minipar as mp
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import Linear, Module
+from minipar.nn import SGD, Linear, Module
 from minipar.parallel.parallelize import shard
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.zero_optimizer import ZeroOptimizer

@@ -5,12 +5,12 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from training import MLP, SGD, Proxy, bits
+from training import MLP, Proxy, bits
 
 import minipar as mp
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import AdamW, Linear, Module
+from minipar.nn import SGD, AdamW, Linear, Module
 from minipar.parallel.parallelize import shard
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.tensor.plan import tensor_parallel

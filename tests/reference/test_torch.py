@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from training import SGD
 
 from minipar.autograd import (
     Tensor,
@@ -18,7 +17,7 @@ from minipar.autograd import (
 )
 from minipar.autograd import attention as attention_module
 from minipar.autograd.attention import attend
-from minipar.nn import AdamW, Parameter, clip_grad_norm
+from minipar.nn import SGD, AdamW, Parameter, clip_grad_norm
 
 RANDOM = np.random.Generator(np.random.Philox(10))
 F = torch.nn.functional

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import strict_array
-from training import SGD, config_for, on_each_rank, using
+from training import config_for, on_each_rank, using
 
 import minipar
 from minipar import backend
 from minipar.comm import serial
-from minipar.nn import GPT, AdamW, GPTConfig, clip_grad_norm
+from minipar.nn import GPT, SGD, AdamW, GPTConfig, clip_grad_norm
 from minipar.train.data import load_tokens
 
 CONFIG = GPTConfig(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2)

@@ -1,7 +1,5 @@
 """Parallel layers for a user's own model: made from sizes, and without sequence parallelism."""
 
-from typing import Any
-
 from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn.layers import Embedding, Linear
@@ -12,18 +10,21 @@ EQUAL = "each tensor-parallel rank has as many"
 
 
 class ColumnParallelLinear(ColumnLinear):
-    """A ColumnLinear for a user's own model. `options` are Linear's.
+    """A ColumnLinear for a user's own model. The arguments after `name` are Linear's.
 
     `groups` equal stretches of columns are split one by one, as q, k and v. UsageError if t does
     not divide a stretch.
     """
 
     def __init__(
-        self, n_in: int, n_out: int, comm: Communicator, *, name: str, groups: int = 1, **options: Any
-    ) -> None:
+        self, n_in: int, n_out: int, comm: Communicator, *, name: str, groups: int = 1,
+        bias: bool = True, transposed: bool = False, seed: int = 0, dtype: str = "float32", std: float = 0.02,
+    ) -> None:  # fmt: skip
         group = TensorGroup(comm)
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * group.size, EQUAL)
-        layer = Linear(n_in, n_out, name=name, deferred=True, **options)
+        layer = Linear(
+            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std, deferred=True
+        )
         split(layer.weight, group.shard(0 if layer.transposed else 1, n_out, groups))
         if layer.bias is not None:
             split(layer.bias, group.shard(0, n_out, groups))
@@ -33,26 +34,34 @@ class ColumnParallelLinear(ColumnLinear):
 
 
 class RowParallelLinear(RowLinear):
-    """A RowLinear for a user's own model. `options` are Linear's.
+    """A RowLinear for a user's own model. The arguments after `name` are Linear's.
 
     UsageError if t does not divide n_in.
     """
 
-    def __init__(self, n_in: int, n_out: int, comm: Communicator, *, name: str, **options: Any) -> None:
+    def __init__(
+        self, n_in: int, n_out: int, comm: Communicator, *, name: str,
+        bias: bool = True, transposed: bool = False, seed: int = 0, dtype: str = "float32", std: float = 0.02,
+    ) -> None:  # fmt: skip
         group = TensorGroup(comm)
         check_divides(f"{name}: n_in/tp", n_in, group.size, EQUAL)
-        layer = Linear(n_in, n_out, name=name, deferred=True, **options)
+        layer = Linear(
+            n_in, n_out, name=name, bias=bias, transposed=transposed, seed=seed, dtype=dtype, std=std, deferred=True
+        )
         split(layer.weight, group.shard(1 if layer.transposed else 0, n_in))
         super().__init__(layer, Border(group))
         self.materialize()
 
 
 class VocabParallelEmbedding(VocabEmbedding):
-    """A VocabEmbedding for a user's own model. `options` are Embedding's."""
+    """A VocabEmbedding for a user's own model. The arguments after `name` are Embedding's."""
 
-    def __init__(self, count: int, dim: int, comm: Communicator, *, name: str, **options: Any) -> None:
+    def __init__(
+        self, count: int, dim: int, comm: Communicator, *, name: str,
+        seed: int = 0, dtype: str = "float32", std: float = 0.02,
+    ) -> None:  # fmt: skip
         group = TensorGroup(comm)
-        layer = Embedding(count, dim, name=name, deferred=True, **options)
+        layer = Embedding(count, dim, name=name, seed=seed, dtype=dtype, std=std, deferred=True)
         split(layer.weight, group.shard(0, count))
         super().__init__(layer, Border(group))
         self.materialize()

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from training import SGD
 
 from minipar.comm import DeviceMesh, run_local
-from minipar.nn import AdamW, Linear, Module
+from minipar.nn import SGD, AdamW, Linear, Module
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 

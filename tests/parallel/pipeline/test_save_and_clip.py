@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from training import SGD, bits
+from training import bits
 
 import minipar as mp
 from minipar.comm import DeviceMesh, run_local
 from minipar.errors import UsageError
-from minipar.nn import AdamW, LayerNorm, Module
+from minipar.nn import SGD, AdamW, LayerNorm, Module
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.zero_optimizer import ZeroOptimizer
 
