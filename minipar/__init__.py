@@ -9,40 +9,5 @@ import lazy_loader
 
 __version__ = "0.2.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "autograd": [
-            "Tensor",
-            "causal_attention",
-            "checkpoint",
-            "concatenate",
-            "cross_entropy_sum",
-            "gelu",
-            "no_grad",
-            "relu",
-            "softmax",
-        ],
-        "comm.communicator": ["Communicator"],
-        "comm.launch": ["launch"],
-        "comm.mesh": ["DeviceMesh"],
-        "errors": ["CommunicationError", "UsageError"],
-        "nn.gpt": ["GPT", "GPTConfig"],
-        "nn.layers": ["Embedding", "LayerNorm", "Linear", "RMSNorm"],
-        "nn.llama": ["Llama", "LlamaConfig"],
-        "nn.module": ["Module", "Parameter"],
-        "nn.moe": ["Mixtral", "MixtralConfig"],
-        "nn.optim": ["AdamW"],
-        "parallel.context": ["context_parallel"],
-        "parallel.ddp": ["DistributedDataParallel"],
-        "parallel.expert": ["expert_parallel"],
-        "parallel.fsdp": ["FullyShardedDataParallel"],
-        "parallel.pipeline.module": ["PipelineModule"],
-        "parallel.parallelize": ["fully_shard", "shard"],
-        "parallel.placement": ["placements"],
-        "parallel.tensor.plan": ["tensor_parallel"],
-        "parallel.tensor.user_layers": ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"],
-        "parallel.tensor.vocabulary": ["vocab_parallel_cross_entropy_sum"],
-        "parallel.zero_optimizer": ["ZeroOptimizer"],
-    },
-)
+# The names are in __init__.pyi, which editors and type checkers read, too. Each is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

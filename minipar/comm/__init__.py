@@ -12,18 +12,5 @@ Around it: mesh (a communicator for each axis), traffic (counts and closed forms
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "algorithms": ["chunk_bounds"],
-        "clock": ["CpuClock", "ModelClock", "Network", "Tracer", "WallClock"],
-        "communicator": ["ALGORITHMS", "Communicator"],
-        "launch": ["main", "world"],
-        "mesh": ["DeviceMesh"],
-        "threads": ["run_local", "serial"],
-        "trace": ["save_chrome_trace", "start_trace"],
-        "traffic": ["Traffic", "messages", "wire_bytes"],
-        "transport": ["Transport"],
-        "work": ["Work"],
-    },
-)
+# The names are in __init__.pyi, which editors and type checkers read, too. Each is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,14 +2,5 @@
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "gpt": ["GPT", "GPTConfig"],
-        "layers": ["Dropout", "DropoutKeys", "Embedding", "LayerNorm", "Linear", "MaskSlice", "RMSNorm", "dropping"],
-        "llama": ["Llama", "LlamaConfig"],
-        "module": ["Module", "Owner", "Parameter", "Part", "placeholder"],
-        "moe": ["Mixtral", "MixtralConfig", "MoE"],
-        "optim": ["SGD", "AdamW", "Optimizer", "clip_grad_norm", "learning_rate", "squared_norm"],
-    },
-)
+# The names are in __init__.pyi, which editors and type checkers read, too. Each is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

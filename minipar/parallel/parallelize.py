@@ -5,7 +5,7 @@ NB: torchtitan has such a function for each kind of model, for example `parallel
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
@@ -22,7 +22,7 @@ from minipar.parallel.pipeline.stage import PipelineParallel, part_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
-DataParallel = DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel  # ZeroStage2 is a ZeroStage1
+DataParallel: TypeAlias = DistributedDataParallel | ZeroStage1 | FullyShardedDataParallel  # ZeroStage2 is a ZeroStage1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from minipar.parallel.step_guard import OptimizerGuard
 
 HEADER = 8  # int64 values ahead of each activation: dtype, number of dims, dims
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-Stage = Module | Callable[[DeviceMesh], Module]
+Stage: TypeAlias = Module | Callable[[DeviceMesh], Module]
 
 
 class PipelineModule(Module, Owner):

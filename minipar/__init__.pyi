@@ -1,0 +1,45 @@
+"""The public names; lazy_loader reads this file, and so do editors and type checkers."""
+
+from .autograd import Tensor as Tensor
+from .autograd import causal_attention as causal_attention
+from .autograd import checkpoint as checkpoint
+from .autograd import concatenate as concatenate
+from .autograd import cross_entropy_sum as cross_entropy_sum
+from .autograd import gelu as gelu
+from .autograd import no_grad as no_grad
+from .autograd import relu as relu
+from .autograd import softmax as softmax
+from .comm.communicator import Communicator as Communicator
+from .comm.launch import launch as launch
+from .comm.mesh import DeviceMesh as DeviceMesh
+from .errors import CommunicationError as CommunicationError
+from .errors import UsageError as UsageError
+from .nn.gpt import GPT as GPT
+from .nn.gpt import GPTConfig as GPTConfig
+from .nn.layers import Embedding as Embedding
+from .nn.layers import LayerNorm as LayerNorm
+from .nn.layers import Linear as Linear
+from .nn.layers import RMSNorm as RMSNorm
+from .nn.llama import Llama as Llama
+from .nn.llama import LlamaConfig as LlamaConfig
+from .nn.module import Module as Module
+from .nn.module import Parameter as Parameter
+from .nn.moe import Mixtral as Mixtral
+from .nn.moe import MixtralConfig as MixtralConfig
+from .nn.optim import AdamW as AdamW
+from .parallel.context import context_parallel as context_parallel
+from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
+from .parallel.expert import expert_parallel as expert_parallel
+from .parallel.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
+from .parallel.parallelize import fully_shard as fully_shard
+from .parallel.parallelize import shard as shard
+from .parallel.pipeline.module import PipelineModule as PipelineModule
+from .parallel.placement import placements as placements
+from .parallel.tensor.plan import tensor_parallel as tensor_parallel
+from .parallel.tensor.user_layers import ColumnParallelLinear as ColumnParallelLinear
+from .parallel.tensor.user_layers import RowParallelLinear as RowParallelLinear
+from .parallel.tensor.user_layers import VocabParallelEmbedding as VocabParallelEmbedding
+from .parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum as vocab_parallel_cross_entropy_sum
+from .parallel.zero_optimizer import ZeroOptimizer as ZeroOptimizer
+
+__version__: str

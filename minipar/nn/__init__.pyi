@@ -1,0 +1,28 @@
+"""The public names; lazy_loader reads this file, and so do editors and type checkers."""
+
+from .gpt import GPT as GPT
+from .gpt import GPTConfig as GPTConfig
+from .layers import Dropout as Dropout
+from .layers import DropoutKeys as DropoutKeys
+from .layers import Embedding as Embedding
+from .layers import LayerNorm as LayerNorm
+from .layers import Linear as Linear
+from .layers import MaskSlice as MaskSlice
+from .layers import RMSNorm as RMSNorm
+from .layers import dropping as dropping
+from .llama import Llama as Llama
+from .llama import LlamaConfig as LlamaConfig
+from .module import Module as Module
+from .module import Owner as Owner
+from .module import Parameter as Parameter
+from .module import Part as Part
+from .module import placeholder as placeholder
+from .moe import Mixtral as Mixtral
+from .moe import MixtralConfig as MixtralConfig
+from .moe import MoE as MoE
+from .optim import SGD as SGD
+from .optim import AdamW as AdamW
+from .optim import Optimizer as Optimizer
+from .optim import clip_grad_norm as clip_grad_norm
+from .optim import learning_rate as learning_rate
+from .optim import squared_norm as squared_norm
