@@ -32,7 +32,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
 
 
 class Init(TypedDict):
-    """How the layers of a model draw their weights: the keyword arguments that they share."""
+    """The keyword arguments that all layers of a model share: the way in which they draw their weights."""
 
     seed: int
     dtype: str
@@ -150,7 +150,7 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class MaskSlice:
-    """Which part of a dropout mask a rank applies.
+    """The part of a dropout mask that a rank applies.
 
     The whole mask is `count` times as long along `dim` of (B, ...), and `part(indices)` selects this rank's indices.
     """

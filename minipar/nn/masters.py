@@ -8,7 +8,7 @@ from minipar.nn.module import Parameter
 
 
 class MasterWeights:
-    """What an optimizer updates in the place of its parameters in 2 bytes, which are too coarse for small updates.
+    """The float32 copies that an optimizer updates: parameters in 2 bytes are too coarse for small updates.
 
     `copies` has a float32 array for each parameter in 2 bytes, and None for each other one.
     """

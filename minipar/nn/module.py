@@ -18,7 +18,7 @@ def placeholder(shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 class Updating(Protocol):
-    """What an Owner sees of an optimizer: its learning rate, and the number of steps it has taken."""
+    """An optimizer as an Owner sees it: its learning rate, and the number of steps that it has taken."""
 
     lr: float
     steps: int
@@ -247,6 +247,6 @@ class Part:
 
     name: str
     run: Callable[[Any], Tensor]  # takes the output of the part before
-    parameters: list[Parameter]  # those that it reads
+    parameters: list[Parameter]  # the part reads these
     reads_in_backward: bool = True  # False if backward needs no parameter's values, as for a lookup in the embedding
     is_last: bool = False  # True for the head, whose backward follows its forward at once

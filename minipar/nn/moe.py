@@ -24,7 +24,7 @@ from minipar.nn.transformer import identity
 class MixtralConfig(LlamaConfig):
     """The shape of a Mixtral, under the names of Hugging Face's config.json. Defaults are Mixtral 8x7B."""
 
-    intermediate_size: int = 14336  # of each expert
+    intermediate_size: int = 14336  # each expert's inner size
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5

@@ -23,7 +23,7 @@ from minipar.nn.moe import MixtralConfig
 from minipar.nn.transformer import LanguageModel, TransformerConfig
 
 CONFIGS: dict[str, Any] = {"gpt2": GPTConfig, "llama": LlamaConfig, "mixtral": MixtralConfig}  # by model_type
-PREFIX = "transformer."  # of the names in GPT2LMHeadModel's files; GPT2Model's files have none
+PREFIX = "transformer."  # begins each name in GPT2LMHeadModel's files; GPT2Model's files have none
 HEAD = "lm_head.weight"  # the token embedding once more, in some files
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not parameters, in files of old versions
 _NUMBERED = {"layer": re.compile(r"(?:h|model\.layers)\.(\d+)\."), "expert": re.compile(r".*\.experts\.(\d+)\.")}

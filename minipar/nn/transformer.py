@@ -35,7 +35,7 @@ class TransformerConfig:
     n_head: Any
     n_kv_head: Any  # heads of keys and of values
     n_inner: Any  # the MLP's inner size
-    num_local_experts: Any  # of a Mixtral
+    num_local_experts: Any  # only a Mixtral has experts
     tie_word_embeddings: Any  # whether the head is the token embedding
     layer_matrices: Any  # elements of a layer's matrices
     parameters: Any  # elements of all parameters
@@ -111,7 +111,7 @@ class LanguageModel(Module):
         # All layers are made with deferred parameters; `assemble` computes their values.
         self.init: Init = {"seed": seed, "dtype": dtype, "std": config.initializer_range, "deferred": True}
         self.attention: Callable[..., Tensor] = partial(causal_attention, method=attention)
-        self.positions: Callable[[int], Array] = lambda length: xp.arange(length)  # of the tokens that a rank holds
+        self.positions: Callable[[int], Array] = lambda length: xp.arange(length)  # where a rank's tokens are
         self.project: Callable[[Tensor, Tensor], Tensor] = partial(linear, transposed=True)  # (B, T, h), (V, h)
         self.criterion: Callable[[Tensor, Array], Tensor] = cross_entropy_sum
 

@@ -93,7 +93,7 @@ class ExpertParallel(Owner):
         ranks, h = self.comm.size, xs.shape[1]
         arriving = (counts if moe.capacity_factor else self.comm.all_to_all(counts)).reshape(ranks, -1)  # (P, E/P)
         leaves, arrives = h * counts.reshape(ranks, -1).sum(axis=1), h * arriving.sum(axis=1)  # elements, by rank
-        expert = np.repeat(np.tile(np.arange(arriving.shape[1]), ranks), arriving.reshape(-1))  # of each row
+        expert = np.repeat(np.tile(np.arange(arriving.shape[1]), ranks), arriving.reshape(-1))  # each row's expert
         order = from_host(np.argsort(expert, kind="stable"))  # by expert, then source rank, then token
 
         def exchange(x: Array, sends: Any, receives: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Which parameters of a model travel together: groups by size, or by what runs at one time."""
+"""Groups of parameters that travel together: by size, or by what runs at one time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -23,8 +23,8 @@ class StepLayout:
     samples: int  # in one microbatch of one replica
     microbatches: int
     itemsize: int  # bytes of an element
-    gradient_itemsize: int | None = None  # of a gradient; None: as itemsize
-    reduce_itemsize: int | None = None  # of what dp and tp sum; None: as itemsize
+    gradient_itemsize: int | None = None  # bytes of a gradient's element; None: as itemsize
+    reduce_itemsize: int | None = None  # bytes of an element that dp and tp sum; None: as itemsize
     dp: int = 1
     cp: int = 1
     ep: int = 1
@@ -69,7 +69,7 @@ class StepLayout:
 
     @property
     def syncs(self) -> int:
-        """How often gradients are reduced in a step."""
+        """The number of times that gradients are reduced in a step."""
         return self.microbatches if self.sync_every_microbatch else 1
 
     @property

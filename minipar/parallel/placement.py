@@ -104,7 +104,7 @@ def along(dim: int, start: int, stop: int) -> tuple[slice, ...]:
 class BucketSlice:
     """A parameter's `size` elements inside a bucket, whose chunk r belongs to dp rank r."""
 
-    offset: int  # of the parameter's first element in the bucket
+    offset: int  # where the parameter's first element is in the bucket
     size: int
     bucket_size: int
     rank: int

@@ -26,7 +26,7 @@ class Chunk:
         self.later_sums: list[Array] = []  # the other sums of the step, which `accept_sums` adds to `gradient`
         start = 0
         for p in bucket.parameters:
-            elements = bucket_slice(p).own  # those of p that lie in this chunk
+            elements = bucket_slice(p).own  # the elements of p that lie in this chunk
             if elements:
                 self.add_shard(p, elements, start)
                 start += len(elements)
@@ -76,9 +76,9 @@ class UnitPass:
 
     part: Part
     reads: Sequence[Any]  # the buckets whose parameters the part reads
-    previous: Sequence[Any]  # those that the part before it reads in its backward, which runs next
-    following: Sequence[Any]  # those that the part after it reads in its forward, which runs next
-    completes: Sequence[Any]  # those that get their last gradient from this part's backward
+    previous: Sequence[Any]  # the part before reads these in its backward, which runs next
+    following: Sequence[Any]  # the part after reads these in its forward, which runs next
+    completes: Sequence[Any]  # this part's backward gives these their last gradient
 
 
 def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> list[UnitPass]:

@@ -21,7 +21,7 @@ from minipar.parallel.placement import Shard, TensorPlacement, elements_of, plac
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a parameter a tensor-parallel rank holds: a Shard without its size."""
+    """The part of a parameter that a tensor-parallel rank holds: a Shard without its size."""
 
     dim: int
     groups: int

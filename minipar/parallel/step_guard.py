@@ -30,7 +30,7 @@ class Held(Protocol):
 
 
 class DataParallel(Protocol):
-    """What a Guard asks of the strategy that it guards."""
+    """The strategy that a Guard guards, as the guard sees it."""
 
     model: Module
     comm: Communicator
@@ -65,12 +65,12 @@ class Guard(Owner):
         self.sharded = not self.given <= set(held)
         self.leaves = [leaf for p in held for leaf in (p, *p.ties)]
         self.values = {p: p.data for p in held}  # as the strategy has left them
-        self.state = "none"  # of the gradients: none, local (not summed over the ranks yet), summed, stepped
+        self.state = "none"  # gradients are none, local (not summed over the ranks yet), summed, stepped
         self.is_scaled = False  # inside a backward pass of a loss that was divided by the global count
         self.start_is_compared = False
         self.step_is_compared = False
         self.optimizers: dict[Parameter, weakref.ref[Updating]] = {}  # the last one that has updated each parameter
-        self.updated: set[Parameter] = set()  # those that an optimizer has updated since gradients were summed
+        self.updated: set[Parameter] = set()  # since gradients were summed, an optimizer has updated these
         for p in dict.fromkeys((*held, *given)):
             p.owners.append(self)
         for leaf in self.leaves:
@@ -259,7 +259,7 @@ def check_settings(comm: Communicator, optimizers: Sequence[Updating]) -> None:
 
 
 class SummingOptimizer(Protocol):
-    """What an OptimizerGuard asks of a ZeroOptimizer."""
+    """A ZeroOptimizer, as an OptimizerGuard sees it."""
 
     parameters: list[Parameter]
     shards: list[Parameter]
@@ -274,7 +274,7 @@ class OptimizerGuard(Owner):
 
     def __init__(self, optimizer: SummingOptimizer) -> None:
         self.optimizer = optimizer
-        self.state = "none"  # of the gradients: none, local, summed over the ranks, stepped
+        self.state = "none"  # gradients are none, local, summed over the ranks, stepped
         self.step_is_compared = False
         for p in optimizer.parameters:
             p.owners.append(self)

@@ -15,7 +15,7 @@ _exit = os._exit
 
 
 def refuse_exit_0(rank: int) -> None:
-    """From now on, let `os._exit(0)` in this process end the job with code 1 and a line that names this rank."""
+    """Let `os._exit(0)` in this process end the job with code 1 and a line that names this rank."""
     os._exit = partial(end_process, rank, os.getpid())
 
 

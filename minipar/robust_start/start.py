@@ -19,7 +19,7 @@ from minipar.robust_start.watch import host_of_each_rank, ranks_and_those_here, 
 SHARED = Path("/dev/shm")
 MEMORY = "mpich_shm_"  # how the names of MPICH's files in it begin
 TOPOLOGY = "/tmp/hydra_hwloc_xmlfile_"  # how the name of the file begins in which mpirun describes the processors
-BYTES_OF_RANK = 1_065_000  # of shared memory, at most, measured with MPICH 5 on 1 to 32 ranks
+BYTES_OF_RANK = 1_065_000  # a rank takes at most so much shared memory, measured with MPICH 5 on 1 to 32 ranks
 
 
 def start_mpi(timeout: float) -> None:

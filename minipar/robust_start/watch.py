@@ -12,9 +12,9 @@ import psutil
 
 from minipar.robust_start import mpirun
 
-PROXY_NUMBER = r"--proxy-id (\d+)"  # that of a host, in the command that starts or reaches its ranks
+PROXY_NUMBER = r"--proxy-id (\d+)"  # names a host in the command that starts or reaches its ranks
 WATCH_SECONDS = 1.0  # between two looks at the other ranks
-TURN_SECONDS = 8.0  # that a rank has to end the job before the next one does
+TURN_SECONDS = 8.0  # a rank has so long to end the job before the next one does
 LEAST_TIMEOUT = 20.0  # seconds: MPI takes some to start where many ranks share few cores
 
 

@@ -52,7 +52,7 @@ def lower(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True)
 class Report:
-    """What each rank of a schedule that passed holds and sends."""
+    """The most that each rank of a correct schedule holds, and what it sends."""
 
     peak_activations: list[int]  # the most forwards, of one stage each, without their backward
     peak_weight_gradients: list[int]  # the most I without their W

@@ -77,7 +77,7 @@ class TensorGroup:
 
         The number of ranks must divide the length of `dim`.
         """
-        size = x.shape[dim] // self.size  # of one rank's part
+        size = x.shape[dim] // self.size  # one rank's part has as many
         own = slice(self.rank * size, (self.rank + 1) * size)
         return x[(slice(None),) * dim + (own,)]
 

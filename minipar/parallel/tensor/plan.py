@@ -30,7 +30,7 @@ from minipar.parallel.tensor.mappings import TensorGroup
 
 @dataclass(frozen=True)
 class Split:
-    """How a layer is split, and which class replaces the serial one.
+    """The way in which a layer is split, and the class that replaces the serial one.
 
     The weight is split along `dim`; it is whole if `dim` is None. Each of the `groups` equal
     stretches of `dim` is split by itself. A layer that `crosses` calls the border's `enter` or

@@ -29,7 +29,7 @@ class ColumnParallelLinear(ColumnLinear):
         if layer.bias is not None:
             split(layer.bias, group.shard(0, n_out, groups))
         super().__init__(layer, Border(group))
-        self.group = group  # that of `vocab_parallel_cross_entropy_sum`, if this layer is a head
+        self.group = group  # `vocab_parallel_cross_entropy_sum` takes it, if this layer is a head
         self.materialize()
 
 
