@@ -19,7 +19,7 @@ from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, Group, by_size, groups_over, prepare
 from minipar.parallel.guards import check_wrapping, refuse_late_state
-from minipar.parallel.hybrid import Reduction, in_dtype
+from minipar.parallel.hybrid import Pending, in_dtype
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.state import gather_state
 from minipar.parallel.step_guard import Guard
@@ -65,7 +65,7 @@ class DistributedDataParallel:
     `gradient_dtype` (float32 at least). Each rank sends 2 Psi (d-1)/d elements in `reduce_dtype` per step.
     """
 
-    adds_up = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
+    accumulates_sums = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
@@ -91,7 +91,7 @@ class DistributedDataParallel:
             bucket.set_gradient(allocate("gradients", bucket.size, dtype))
         self.guard = Guard(self)  # refuses calls that are out of order
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
-        self.works: list[Reduction] = []  # the all-reduces under way
+        self.works: list[Pending] = []  # the all-reduces under way
 
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)

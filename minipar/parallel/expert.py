@@ -19,7 +19,6 @@ gradients, which nobody saw, because AdamW divides a gradient by its size.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -89,15 +88,27 @@ class ExpertParallel(Owner):
         raise ValueError(f"experts are summed over other ranks than all else: {remedy}")
 
     def run(self, moe: MoE, xs: Tensor, counts: np.ndarray) -> Tensor:
-        """Run all E experts on this rank's rows xs (M, h), sorted by expert, counts[e] for e: (M, h). Collective."""
-        ranks, h = self.comm.size, xs.shape[1]
-        arriving = (counts if moe.capacity_factor else self.comm.all_to_all(counts)).reshape(ranks, -1)  # (P, E/P)
-        leaves, arrives = h * counts.reshape(ranks, -1).sum(axis=1), h * arriving.sum(axis=1)  # elements, by rank
-        expert = np.repeat(np.tile(np.arange(arriving.shape[1]), ranks), arriving.reshape(-1))  # each row's expert
-        order = from_host(np.argsort(expert, kind="stable"))  # by expert, then source rank, then token
+        """Run all E experts on this rank's rows: xs (M, h) -> (M, h). All ranks call it.
 
-        def exchange(x: Array, sends: Any, receives: Any) -> Array:
-            return self.comm.all_to_all(xp.ascontiguousarray(x), counts=(sends, receives)).reshape(-1, h)
+        The rows are sorted by expert, and counts[e] of them are for expert e.
+        """
+        ranks = self.comm.size
+        h = xs.shape[1]
+        leaving = counts.reshape(ranks, -1)  # (P, E/P): this rank's rows for the experts of each rank
+        if moe.capacity_factor is None:
+            arriving = self.comm.all_to_all(counts).reshape(ranks, -1)  # (P, E/P): each rank's rows
+        else:
+            arriving = leaving  # all experts have equally many rows
+        # A message has the rows of one source rank, by expert. `order` sorts all rows by expert.
+        experts = np.tile(np.arange(arriving.shape[1]), ranks)
+        expert_of_row = np.repeat(experts, arriving.reshape(-1))
+        order = from_host(np.argsort(expert_of_row, kind="stable"))
+        leaves = (h * leaving.sum(axis=1)).tolist()  # (P,): elements for each rank
+        arrives = (h * arriving.sum(axis=1)).tolist()  # (P,): elements from each rank
+
+        def exchange(x: Array, sends: Sequence[int], receives: Sequence[int]) -> Array:
+            x = xp.ascontiguousarray(x)
+            return self.comm.all_to_all(x, counts=(sends, receives)).reshape(-1, h)
 
         def dispatch(x: Array) -> Array:
             return exchange(x, leaves, arrives)[order]
@@ -108,7 +119,8 @@ class ExpertParallel(Owner):
             return exchange(rows, arrives, leaves)
 
         here = mapping(xs, dispatch, combine)
-        return mapping(MoE.run_experts(moe, here, arriving.sum(axis=0)), combine, dispatch)
+        results = MoE.run_experts(moe, here, arriving.sum(axis=0))
+        return mapping(results, combine, dispatch)
 
 
 def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -> ExpertParallel:

@@ -23,7 +23,7 @@ from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare
 from minipar.parallel.guards import check_wrapping, checksum, refuse_late_state
-from minipar.parallel.hybrid import GradientComm, Reduction, in_dtype, over_shards, replicas_of_shards
+from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.shards import Chunk, UnitPass, all_shards, allocate_gradient, at_backward, unit_passes
 from minipar.parallel.state import gather_state
@@ -39,7 +39,7 @@ class Unit(Bucket):
 
     def __init__(self, group: Group, comm: GradientComm, replica: int, gradient_dtype: Any) -> None:
         super().__init__(group, comm, replica)
-        self.gathering: tuple[Array, Reduction] | None = None  # the whole array and its gather; None if freed
+        self.gathering: tuple[Array, Pending] | None = None  # the whole array and its gather; None if freed
         self.dtype = self.parameters[0].dtype
         whole = allocate("buffers", self.size, self.dtype)
         for p, view in self.views(whole):
@@ -60,7 +60,7 @@ class Unit(Bucket):
         if self.gathering is None:
             self.gathering = self.gather()
 
-    def gather(self) -> tuple[Array, Reduction]:
+    def gather(self) -> tuple[Array, Pending]:
         """Start an all-gather of the parameters; return the array that it fills, and the operation."""
         whole = allocate("buffers", self.size, self.dtype)
         return whole, self.comm.all_gather(self.chunk.data, out=whole, algorithm="pairwise", async_op=True)
@@ -96,7 +96,7 @@ class FullyShardedDataParallel:
     hold all shards: the formulas hold with d/q for d, and HybridComm sends some more (hybrid.py).
     """
 
-    adds_up = True  # tells the guard that a step may add up the sums of several backward passes
+    accumulates_sums = True  # tells the guard that a step may add up the sums of several backward passes
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
@@ -125,7 +125,7 @@ class FullyShardedDataParallel:
         self.shards = all_shards(self.buckets, self.chunks.values())
         self.guard = Guard(self, holds_values=False)  # between passes the model's parameters have no values
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
-        self.works: list[Reduction] = []  # the reduce-scatters under way
+        self.works: list[Pending] = []  # the reduce-scatters under way
         self.is_inside = False  # True while `run_whole` runs a function of the model
         has_parts = runs is not None or hasattr(model, "parts")
         for needs in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):

@@ -18,7 +18,7 @@ from minipar.memory import hold
 from minipar.nn.module import Parameter
 
 
-class Reduction(Protocol):
+class Pending(Protocol):
     """An operation that has started: a Work, or one of the classes below that wrap a Work."""
 
     def wait(self) -> Any:
@@ -119,7 +119,7 @@ class CastingComm:
 class _CastBack:
     """A sum in another dtype. `wait` casts its result, `wire`, back into `place`."""
 
-    def __init__(self, work: Reduction, wire: Array, place: Array) -> None:
+    def __init__(self, work: Pending, wire: Array, place: Array) -> None:
         self.work = work
         self.wire = wire
         self.place = place
@@ -130,9 +130,9 @@ class _CastBack:
         return self.place
 
 
-def in_dtype(comm: GradientComm, dtype: Any, own: Any) -> GradientComm:
-    """Return a communicator that sums gradients, which have dtype `own`, in `dtype`. None means `own`."""
-    if dtype is None or xp.dtype(dtype) == xp.dtype(own):
+def in_dtype(comm: GradientComm, dtype: Any, gradient_dtype: Any) -> GradientComm:
+    """Return a communicator that sums gradients in `dtype`; None means their own, `gradient_dtype`."""
+    if dtype is None or xp.dtype(dtype) == xp.dtype(gradient_dtype):
         return comm
     return CastingComm(comm, dtype)
 

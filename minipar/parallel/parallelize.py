@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
+from minipar.errors import UsageError
 from minipar.nn.module import Module, Parameter, Part
 from minipar.nn.transformer import LanguageModel
 from minipar.parallel.context import ContextParallel, context_parallel
@@ -57,10 +58,15 @@ def parallelize(
 ) -> Parallelized:
     """Apply context, tensor, expert, pipeline and data parallelism to a model, in place.
 
-    `reduction` is the algorithm of all sums over ranks. pp > 1 needs a `schedule`, and the `length`
-    in tokens of the sequences. With `parts_as_units`, the gradient's norm is summed part by part:
-    a device that is compared with a pipeline then sums in the same order as the pipeline.
+    `reduction` is the algorithm of all sums over ranks.
+
+    pp > 1 needs a `schedule`, or UsageError, and the `length` in tokens of the sequences.
+    With `parts_as_units`, the gradient's norm is summed part by part: a device that is compared
+    with a pipeline then sums in the same order as the pipeline.
     """
+    if mesh.pp.size > 1 and schedule is None:
+        raise UsageError(f"pp = {mesh.pp.size}, but schedule is None: give the order of the pipeline's actions")
+
     # Context parallelism: each rank of cp gets a part of every sequence. Attention also needs the
     # keys and values of the other parts, which ranks send to one another.
     context = context_parallel(model, mesh.cp, context_method, context_order, reduction, reduce_dtype)

@@ -12,7 +12,7 @@ from minipar.backend import Array
 from minipar.memory import allocate
 from minipar.nn.module import Parameter, Part
 from minipar.parallel.buckets import Bucket
-from minipar.parallel.hybrid import Reduction
+from minipar.parallel.hybrid import Pending
 from minipar.parallel.placement import ParameterShard, bucket_slice
 
 
@@ -105,7 +105,7 @@ def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> li
     return passes
 
 
-def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Reduction], sends: bool) -> None:
+def allocate_gradient(bucket: Bucket, dtype: Any, works: Sequence[Pending], sends: bool) -> None:
     """Make the array in which backward writes a bucket's whole gradient, unless there is one.
 
     `sends` says whether this backward sends gradients. If it does, this function first waits for

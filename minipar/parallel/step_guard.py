@@ -34,7 +34,7 @@ class DataParallel(Protocol):
 
     model: Module
     comm: Communicator
-    adds_up: bool  # the sums of several passes over the ranks may be added up in one step
+    accumulates_sums: bool  # the sums of several passes over the ranks may be added up in one step
 
     @property
     def buckets(self) -> Sequence[Held]:
@@ -106,7 +106,7 @@ class Guard(Owner):
         """Note that a pass with the global scale begins. RuntimeError if it would add to gradients that are used up."""
         if self.state == "stepped" and self.has_gradients():
             raise RuntimeError(FORGOTTEN)
-        if self.state == "summed" and not self.strategy.adds_up and self.has_gradients():
+        if self.state == "summed" and not self.strategy.accumulates_sums and self.has_gradients():
             why = "backward() would add to gradients that were summed over the ranks already, and sum them again"
             remedy = "run all microbatches of a step but the last inside `with wrapper.no_sync():`"
             raise RuntimeError(f"{why}: {remedy}, and call optimizer.zero_grad() before the next step")

@@ -25,7 +25,7 @@ from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, prepare
 from minipar.parallel.guards import check_wrapping, refuse_late_state
-from minipar.parallel.hybrid import Reduction, in_dtype, over_shards, replicas_of_shards
+from minipar.parallel.hybrid import Pending, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.shards import Chunk, all_shards, allocate_gradient, at_backward, unit_passes
 from minipar.parallel.state import gather_state
@@ -42,7 +42,7 @@ class ZeroStage1:
     hold one replica of the shards (hybrid.py), and d/q takes the place of d in these terms.
     """
 
-    adds_up = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
+    accumulates_sums = False  # the guard refuses a second pass with a sum: it would sum the first pass's sum again
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
@@ -78,7 +78,7 @@ class ZeroStage1:
         self.shards = all_shards(self.buckets, self.chunks.values())
         self.guard = Guard(self)  # refuses calls that are out of order
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
-        self.works: list[Reduction] = []  # the reduce-scatters under way
+        self.works: list[Pending] = []  # the reduce-scatters under way
 
     def make_chunk(self, bucket: Bucket, values: Array) -> Chunk:
         """Make this rank's chunk, whose gradient is a part of the bucket's flat array.
@@ -180,7 +180,7 @@ class ZeroStage2(ZeroStage1):
     run. Sends as much as stage 1.
     """
 
-    adds_up = True  # several passes may each sum their gradients: the chunk adds these sums up
+    accumulates_sums = True  # several passes may each sum their gradients: the chunk adds these sums up
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,

@@ -36,11 +36,15 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/expert.py",
         "parallel/test_expert.py",
-        ("expert: rows in the order of their source", 'np.argsort(expert, kind="stable")', "np.arange(len(expert))"),
+        (
+            "expert: rows in the order of their source",
+            'np.argsort(expert_of_row, kind="stable")',
+            "np.arange(len(expert_of_row))",
+        ),
         (
             "expert: an expert's rows in any order",
-            'np.argsort(expert, kind="stable")',
-            "np.argsort(expert[::-1])[::-1]",
+            'np.argsort(expert_of_row, kind="stable")',
+            "np.argsort(expert_of_row[::-1])[::-1]",
         ),
         ("expert: rows leave the sum to dp", "p.owners.append(owner)", "pass"),
         ("expert: every rank keeps the first experts", "comm.rank * count : (comm.rank + 1) * count", ": count"),
@@ -63,7 +67,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/expert.py",
         "train/test_balance.py",
-        ("expert: a capacity's counts travel too", "(counts if moe.capacity_factor else", "(counts if False else"),
+        ("expert: a capacity's counts travel too", "if moe.capacity_factor is None:", "if True:"),
     ),
     *mistakes(
         "minipar/parallel/traffic.py",

@@ -9,7 +9,7 @@ from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Linear, Mixtral, MixtralConfig, Module
 from minipar.parallel.context import context_parallel
 from minipar.parallel.expert import expert_parallel
-from minipar.parallel.parallelize import shard
+from minipar.parallel.parallelize import parallelize, shard
 from minipar.parallel.pipeline.module import PipelineModule
 from minipar.parallel.tensor.plan import tensor_parallel
 from minipar.parallel.tensor.user_layers import ColumnParallelLinear, RowParallelLinear
@@ -293,3 +293,11 @@ def test_the_comparison_of_tp_is_control_data_alone():
 
     for everything, control in run_local(2, rank):
         assert everything == control > 0
+
+
+def test_a_pipeline_without_a_schedule_is_refused():
+    def rank(comm):
+        with pytest.raises(UsageError, match="pp = 2, but schedule is None"):
+            parallelize(GPT(SHAPE), DeviceMesh(comm, pp=2))
+
+    run_local(2, rank)
