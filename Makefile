@@ -137,10 +137,10 @@ FILES ?=
 mutants: $(if $(RANDOM),,mutants-listed) $(if $(MUTANTS),,mutants-random)
 
 mutants-listed: $(VENV)/.test
-	PYTHONPATH=tests $(BIN)/python -m mutants.run "$(MUTANTS)"
+	PYTHONPATH=tests:tests/helpers $(BIN)/python -m mutants.run "$(MUTANTS)"
 
 mutants-random: $(VENV)/.test
-	PYTHONPATH=tests $(BIN)/python -m mutants.drawn --seed $(SEED) --count $(or $(RANDOM),300) --files "$(FILES)"
+	PYTHONPATH=tests:tests/helpers $(BIN)/python -m mutants.drawn --seed $(SEED) --count $(or $(RANDOM),300) --files "$(FILES)"
 
 # make exercises PYTEST="-k e03" grades one exercise.
 exercises: $(VENV)/.test

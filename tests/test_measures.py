@@ -1,8 +1,9 @@
 """Claims about density: lines of code say little at once, classes are shallow, and attributes are written out.
 
 The goals are for minipar without plan and bench. The tables below hold what misses a goal today, with a limit that
-keeps it from getting worse. When code gets better, `python tests/measures.py` prints the new values: lower the limit,
-and delete the row when the goal is reached. A new package or class has no row, so it meets the goals from the start.
+keeps it from getting worse. When code gets better, `python tests/helpers/measures.py` prints the new values: lower the
+limit, and delete the row when the goal is reached. A new package or class has no row, so it meets the goals from the
+start.
 """
 
 import pytest

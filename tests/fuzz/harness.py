@@ -51,7 +51,7 @@ class Worker:
         if self.process is None:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
             environment |= {
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]),
                 "MINIPAR_FUZZ_SECONDS": str(self.seconds),
                 "OPENBLAS_NUM_THREADS": "1",
             }

@@ -1,6 +1,6 @@
 """Mutants drawn at random: operators change the code anywhere, and the tests that execute the line must notice.
 
-    PYTHONPATH=tests python -m mutants.drawn --seed 7 --count 300 --jobs 2
+    PYTHONPATH=tests:tests/helpers python -m mutants.drawn --seed 7 --count 300 --jobs 2
 
 One line for each mutant, then the share that is caught of each package, the survivors with their difference, and those
 that equivalent.txt judges equivalent. These run too, drawn or not: a mutant is equivalent only if it is listed and no

@@ -1,6 +1,6 @@
 """`make mutants`: run every mutant against the tests of its package, two at a time, and say which of them survive.
 
-    PYTHONPATH=tests python -m mutants.run "regex of names" --jobs 2
+    PYTHONPATH=tests:tests/helpers python -m mutants.run "regex of names" --jobs 2
 
 One line for each mutant, then the survivors. The exit code is 1 if fewer than ENOUGH are caught, if docs/proofs.md does
 not explain a survivor, if it explains one that is caught, or if a test that has caught one fails without it too.

@@ -24,7 +24,7 @@ from minipar.train.data import Batches, Tokens
 VOCAB, LENGTH, HIDDEN, BATCH, SAVED = 65, 8, 20, 8, 3  # ranks share the vocabulary unequally
 SHAPE = f"--layers 2 --hidden {HIDDEN} --heads 4 --vocab-size {VOCAB}"
 CHECKPOINT = f"step-{SAVED:08d}"
-# A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/tensor_cases.py.
+# A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/helpers/tensor_cases.py.
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "clip": 0.25}
 TEXT = Tokens(np.random.Generator(np.random.Philox(43)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
 LAYOUTS = {

@@ -32,7 +32,7 @@ from minipar.train.data import Batches, Tokens
 from minipar.train.trainer import Trainer
 
 VOCAB, LENGTH, HIDDEN, HEADS, BATCH, STEPS = 64, 8, 32, 4, 8, 3
-# A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/tensor_cases.py.
+# A keys' bias has no gradient but rounding, which AdamW divides by eps: see tests/helpers/tensor_cases.py.
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "clip": 0.25}
 TEXT = Tokens(np.random.Generator(np.random.Philox(41)).integers(0, VOCAB, 500).astype(np.uint8), "random text", VOCAB)
 DEADLINE = 400  # seconds, for all cases together

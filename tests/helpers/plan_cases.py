@@ -1,7 +1,7 @@
 """Questions to the planner, and its answers as text.
 
-`PYTHONPATH=tests python -m plan_cases` writes tests/plan/recorded/answers again: look at the difference before it is
-committed.
+`PYTHONPATH=tests/helpers python -m plan_cases` writes tests/plan/recorded/answers again: look at the difference before
+it is committed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 
 from minipar.plan.__main__ import main
 
-RECORDED = Path(__file__).parent / "plan" / "recorded" / "answers"
+RECORDED = Path(__file__).parents[1] / "plan" / "recorded" / "answers"
 QUESTIONS = {
     "gpt2": "--model gpt2 --gpus 8 --gpu a100 --global-batch 16 --seq-len 1024 --top 3",
     "large": "--model llama-3-70b --gpus 64 --gpu h100 --global-batch 128 --seq-len 8192 --top 2 --tp 8",

@@ -1,7 +1,7 @@
 """Short trainings, and all that they print and measure as text.
 
-`PYTHONPATH=tests python -m run_cases` writes tests/train/recorded/runs.txt again: look at the difference before it is
-committed.
+`PYTHONPATH=tests/helpers python -m run_cases` writes tests/train/recorded/runs.txt again: look at the difference before
+it is committed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from minipar.comm import run_local
 from minipar.train.__main__ import run_job
 from minipar.train.config import parse
 
-RECORDED = Path(__file__).parent / "train" / "recorded" / "runs.txt"
+RECORDED = Path(__file__).parents[1] / "train" / "recorded" / "runs.txt"
 TEXT = b"It was a bright cold day in April, and the clocks were striking thirteen. " * 40
 TINY = "--layers 2 --hidden 16 --heads 2 --seq-len 8 --global-batch 8 --dtype float64 --data text --metrics metrics"
 RUNS = {

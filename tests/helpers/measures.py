@@ -1,6 +1,6 @@
 """How dense a package's code is, how deep its classes are, and where it computes names of attributes.
 
-`python tests/measures.py` prints today's values as rows for the tables of tests/test_measures.py.
+`python tests/helpers/measures.py` prints today's values as rows for the tables of tests/test_measures.py.
 """
 
 import ast
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OUTSIDE = ("plan", "bench")  # tools around the library, which nothing in it needs
 LONG = 100  # columns
 # What ends a line, indents it or is left out.

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LISTS = ROOT / "tests" / "promises"
 OF_DOCUMENTS = LISTS / "documents.txt"
 MISSING = "MISSING"

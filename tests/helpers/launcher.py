@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DUMP_BEFORE_DEADLINE = 1.0  # seconds
 # Open MPI starts no ranks for root, and no more of them than cores, without these.
 OPEN_MPI = {
@@ -223,7 +223,7 @@ def _start(
     dump_at = str(time.monotonic() + timeout - DUMP_BEFORE_DEADLINE)  # a rank may start seconds after mpirun
     mpirun = [*before, str(Path(python).parent / "mpirun"), *options, "-n", str(n)]
     command = [*mpirun, python, __file__, folder, dump_at, *argv]
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | OPEN_MPI | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (env or {})
     return subprocess.Popen(
         command,

@@ -1,7 +1,7 @@
 """A picture as text: one line for each element that is drawn, with its place, size, looks and words.
 
-`PYTHONPATH=tests python -m picture_text` writes tests/visualize/recorded again: look at the difference, and at the
-pictures, before it is committed.
+`PYTHONPATH=tests/helpers python -m picture_text` writes tests/visualize/recorded again: look at the difference, and at
+the pictures, before it is committed.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
 from visualize import comparison, measurements, mesh, plan, schedule, timeline
 
-RECORDED = Path(__file__).parent / "visualize" / "recorded"
+RECORDED = Path(__file__).parents[1] / "visualize" / "recorded"
 LOOKS = (
     "linestyle",
     "linewidth",

@@ -1,6 +1,7 @@
 """Every flag of every command as text: its type, default and choices.
 
-`PYTHONPATH=tests python -m command_flags` writes tests/flags.txt again: look at the difference before it is committed.
+`PYTHONPATH=tests/helpers python -m command_flags` writes tests/flags.txt again: look at the difference before it is
+committed.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from minipar.train.config import TrainConfig, flags, parse
 from visualize import __main__ as visualize
 from visualize import differences
 
-RECORDED = Path(__file__).parent / "flags.txt"
+RECORDED = Path(__file__).parents[1] / "flags.txt"
 COMMANDS: dict[str, Callable[[], object]] = {
     "train": lambda: parse(["--help"]),
     "plan": lambda: plan.main(["--help"]),

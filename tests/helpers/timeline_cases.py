@@ -1,7 +1,7 @@
 """A program that uses every collective on the model clock, and its trace as text.
 
-`PYTHONPATH=tests python -m timeline_cases` writes tests/comm/recorded again: look at the difference before it is
-committed.
+`PYTHONPATH=tests/helpers python -m timeline_cases` writes tests/comm/recorded again: look at the difference before it
+is committed.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 from minipar.comm import DeviceMesh, Network, run_local, save_chrome_trace, start_trace
 from minipar.comm.communicator import ALGORITHMS
 
-RECORDED = Path(__file__).parent / "comm" / "recorded"
+RECORDED = Path(__file__).parents[1] / "comm" / "recorded"
 NETWORK = Network(1e-5, 1e-9, Network(4e-5, 5e-9), 4)  # hosts of four ranks
 
 

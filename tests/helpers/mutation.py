@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Not copied: what starts with a dot, and these. Compiled files are copied: an unchanged module need not be compiled.
 LEFT_OUT = ("out", "*.egg-info", "*.ipynb", "*.png", "*.gif")
 
@@ -44,4 +44,5 @@ def copied_tree(folder: Path) -> Path:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return the environment of a process that shall import the copy: its path comes before the installed one."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "tests")])}
+    paths = [folder, folder / "tests", folder / "tests" / "helpers"]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
