@@ -206,10 +206,10 @@ class GradientCheck:
 
 def compute(device: OneDevice, step: int, loads: bool, factor: float = 1.0) -> Quantities:
     """Compute a step's loss and gradients on one device, with `factor` times its loss scale."""
-    scale = device.loss_scale
-    device.loss_scale *= factor
+    scale = device.scaler.scale
+    device.scaler.scale *= factor
     loss = device.compute_gradient(step)
-    device.loss_scale = scale
+    device.scaler.scale = scale
     counts = [[*moe.load, moe.dropped] for moe in device.moes] if loads else []
     return quantities(loss, device.state_dict(gradients=True), np.array(counts))
 
