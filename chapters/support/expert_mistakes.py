@@ -14,9 +14,10 @@ import numpy as np
 
 from minipar.comm import Communicator, DeviceMesh, run_local
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.train.config import TrainConfig, parse, resolve, shape_of
+from minipar.train.config import parse, resolve, shape_of
 from minipar.train.data import Tokens
 from minipar.train.recording import Recorder
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 from visualize.differences import compare

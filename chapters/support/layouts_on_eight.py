@@ -21,10 +21,11 @@ from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_loca
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.checkpoint import check_checkpoint, find_checkpoint
-from minipar.train.config import TrainConfig, parse, resolve
+from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.from_config import step_layout
 from minipar.train.recording import Recorder
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 
 AXES = ("tp", "dp", "pp")

@@ -5,7 +5,7 @@ import numpy as np
 from minipar.comm.mesh import DeviceMesh
 from minipar.nn.moe import moe_layers
 from minipar.nn.transformer import LanguageModel
-from minipar.train.config import ModelConfig
+from minipar.train.settings import ModelConfig
 
 
 class RouterBalance:

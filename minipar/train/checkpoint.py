@@ -44,7 +44,7 @@ from minipar.nn.pretrained import check_header
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import Piece, join, local_part, owned_pieces
-from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
+from minipar.train.config import check
 from minipar.train.data import Tokens
 from minipar.train.manifest import (
     FORMAT,
@@ -57,6 +57,7 @@ from minipar.train.manifest import (
     parse,
     shape_of,
 )  # fmt: skip
+from minipar.train.settings import SIZES, RunConfig, TrainConfig, flags, with_values
 
 MANIFEST = "manifest.json"
 KEPT = 2  # checkpoints in the directory; older ones are removed
@@ -64,8 +65,8 @@ STEP = re.compile(r"step-(\d{8,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
-# What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
-MUST_AGREE = [flag for _, field, flag, _ in flags(TrainConfig()) if "size" in field.metadata]
+# What a resumed run cannot change: the model's shape, the order of the data, and AdamW's betas.
+MUST_AGREE = list(SIZES)
 MUST_AGREE += "--seq-len --dtype --global-batch --order --seed --betas".split()
 # What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()

@@ -12,7 +12,7 @@ import numpy as np
 
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
-from minipar.train.config import TrainConfig
+from minipar.train.settings import TrainConfig
 
 STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
 SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; later ones are checked when drawn

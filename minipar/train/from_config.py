@@ -16,7 +16,8 @@ from minipar.parallel.memory import STAGES, check_limit, precision_of
 from minipar.parallel.parallelize import Parallelized, parallelize
 from minipar.parallel.pipeline.stage import PipelineExecutor
 from minipar.train.checkpoint import Checkpoint
-from minipar.train.config import TrainConfig, schedule_of, shape_of
+from minipar.train.config import schedule_of, shape_of
+from minipar.train.settings import TrainConfig
 
 
 def make_model(config: TrainConfig, checkpoint: Checkpoint | None = None) -> LanguageModel:

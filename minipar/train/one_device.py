@@ -12,8 +12,8 @@ from minipar.memory import hold
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.train.checkpoint import Checkpoint
-from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 
 

@@ -13,7 +13,7 @@ from minipar.errors import UsageError
 from minipar.nn.module import Parameter
 from minipar.parallel.placement import placement_of
 from minipar.train.checkpoint import Checkpoint
-from minipar.train.config import RunConfig
+from minipar.train.settings import RunConfig
 
 LOSS_SCALE = 2.0**16  # at the start
 GOOD_STEPS = 2000  # from one doubling to the next

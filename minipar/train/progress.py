@@ -24,7 +24,7 @@ from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.pretrained import read_json, save_pretrained
 from minipar.nn.transformer import LanguageModel
 from minipar.train.checkpoint import agreeing, prepare_directory
-from minipar.train.config import TrainConfig, flags
+from minipar.train.settings import TrainConfig, flags
 from minipar.train.trainer import StepResult
 
 LINES = 10  # of progress per run, about

@@ -21,7 +21,6 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.state import gather_state
 from minipar.train.balance import RouterBalance
 from minipar.train.checkpoint import Checkpoint, restore_optimizer, run_flags, save
-from minipar.train.config import TrainConfig
 from minipar.train.data import Batches, Tokens
 from minipar.train.from_config import (
     apply_strategies,
@@ -33,6 +32,7 @@ from minipar.train.from_config import (
 from minipar.train.phases import model_clock, phase, start_step
 from minipar.train.pipeline_pass import run_schedule
 from minipar.train.precision import LossScaler, is_finite, refuse_divergence
+from minipar.train.settings import TrainConfig
 
 
 @dataclass(frozen=True)

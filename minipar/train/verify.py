@@ -25,9 +25,9 @@ from minipar.nn import optim
 from minipar.parallel.placement import Shard, placement_of
 from minipar.parallel.state import gather_state
 from minipar.train.checkpoint import repeatable
-from minipar.train.config import TrainConfig
 from minipar.train.one_device import OneDevice
 from minipar.train.rounding import GradientCheck, described, quantities, same_bits
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 
 

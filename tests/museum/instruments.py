@@ -29,10 +29,11 @@ from minipar.parallel.traffic import predicted_traffic
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
 from minipar.train.checkpoint import prepare_directory
-from minipar.train.config import TrainConfig, schedule_of
+from minipar.train.config import schedule_of
 from minipar.train.data import Tokens
 from minipar.train.from_config import step_layout
 from minipar.train.recording import Recorder
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 

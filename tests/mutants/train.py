@@ -207,9 +207,11 @@ MUTANTS = [
     *mistakes(
         "minipar/train/config.py",
         "train/test_config.py train/test_unseen_by_verify.py",
-        ("flags: an open end of an interval is in it", 'interval[-1] == "]")', 'interval[-1] in "])")'),
+        ("flags: an open end of an interval is in it", 'interval[-1] == "]"', 'interval[-1] in "])"'),
         ("flags: --dp need not divide the batch", "if batch % (dp * m):", "if batch % m:"),
-        ("flags: KB is 1024 bytes", '"KB": 10**3', '"KB": 2**10'),
+    ),
+    *mistakes(
+        "minipar/train/flags.py", "train/test_config.py", ("flags: KB is 1024 bytes", '"KB": 10**3', '"KB": 2**10')
     ),
     *mistakes(
         "minipar/train/from_config.py",
