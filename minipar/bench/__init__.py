@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from minipar.cli import write_json, write_out
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, write_json, write_out
+from minipar.errors import UsageError
 from minipar.plan.report import table
 
 

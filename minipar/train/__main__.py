@@ -16,7 +16,8 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import save_chrome_trace, start_trace
-from minipar.errors import UsageError, printable, writing
+from minipar.cli import say, writing
+from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train import progress
@@ -27,7 +28,7 @@ from minipar.train.data import Evaluation, Tokens, hold_out, load_tokens
 from minipar.train.evaluate import validation_loss
 from minipar.train.lock import saving_alone
 from minipar.train.precision import DIVERGED, is_finite
-from minipar.train.progress import Metrics, Progress, say
+from minipar.train.progress import Metrics, Progress
 from minipar.train.recording import Recorder
 from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import Verifier

@@ -37,8 +37,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
 from minipar.backend import Array, from_host, to_host
+from minipar.cli import writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, writing
+from minipar.errors import UsageError
 from minipar.nn.optim import AdamW
 from minipar.nn.pretrained import check_header
 from minipar.nn.transformer import TransformerConfig

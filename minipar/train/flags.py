@@ -6,7 +6,7 @@ Rules about the values are in config.py, because a configuration can also be mad
 import argparse
 import math
 
-from minipar.errors import UsageParser
+from minipar.cli import UsageParser
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.train.settings import CHOICES, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
 

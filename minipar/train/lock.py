@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from minipar.cli import writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, printable, writing
+from minipar.errors import UsageError, printable
 from minipar.train.checkpoint import agreeing, refuse_checkpoint
 
 LOCK = "minipar.lock"

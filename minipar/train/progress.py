@@ -18,8 +18,9 @@ from typing import Self, TextIO
 
 import numpy as np
 
+from minipar.cli import discard, open_to_append, say, writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, discard, printable, writing
+from minipar.errors import UsageError, printable
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.pretrained import read_json, save_pretrained
 from minipar.nn.transformer import LanguageModel
@@ -34,18 +35,6 @@ EXPORT_FILES = ("model.safetensors", "config.json")  # those of `save_pretrained
 def progress_stream(config: TrainConfig, rank: int = 0) -> TextIO | None:
     """Return where rank 0 prints: standard error if `--metrics -` takes standard output, which then holds only JSON."""
     return None if rank > 0 else sys.stderr if config.run.metrics == "-" else sys.stdout
-
-
-def say(text: str, out: TextIO | None) -> None:
-    """Print at once, on the rank that has a stream. If nobody reads it any more, training goes on without a word."""
-    if out is None:
-        return
-    try:
-        print(text, file=out, flush=True)
-    except OSError as error:
-        discard(out)
-        if not isinstance(error, BrokenPipeError):
-            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -142,13 +131,6 @@ def prepare_outputs(config: TrainConfig, first_step: int = 0) -> None:
             tempfile.TemporaryFile(dir=run.export).close()
     if run.save is not None:
         prepare_directory(run.save, first_step)
-
-
-def open_to_append(path: str) -> TextIO:
-    """Open a file to append to. OSError at once for a pipe that nobody reads, which a plain `open` would wait for."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
-    os.set_blocking(file, True)
-    return open(file, "a", encoding="utf-8")
 
 
 def check_export(directory: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.errors import writing
+from minipar.cli import writing
 from minipar.record import Record
 from minipar.train.trainer import StepResult, Trainer
 
