@@ -80,7 +80,10 @@ class UsageParser(argparse.ArgumentParser):
 
 @contextmanager
 def writing(what: str, *files: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError about `what`. A block that fails leaves none of `files`."""
+    """Turn an OSError inside the block into a UsageError about `what`.
+
+    A block that fails leaves none of `files`.
+    """
     try:
         yield
     except BaseException as error:  # also Ctrl-C
@@ -94,7 +97,10 @@ def writing(what: str, *files: Path) -> Iterator[None]:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write the value of --json; "-" is standard output, which then gets nothing else. UsageError if not possible."""
+    """Write the value of --json; "-" is standard output, which then gets nothing else.
+
+    UsageError if not possible.
+    """
     text = json.dumps(value, indent=1) + "\n"
     if path == "-":
         write_out(text)
@@ -118,7 +124,10 @@ def discard(file: TextIO) -> None:
 
 
 def say(text: str, out: TextIO | None) -> None:
-    """Print at once, on the rank that has a stream. If nobody reads it any more, training goes on without a word."""
+    """Print at once, on the rank that has a stream.
+
+    If nobody reads it any more, training goes on without a word.
+    """
     if out is None:
         return
     try:
@@ -130,7 +139,10 @@ def say(text: str, out: TextIO | None) -> None:
 
 
 def open_to_append(path: str) -> TextIO:
-    """Open a file to append to. OSError at once for a pipe that nobody reads, which a plain `open` would wait for."""
+    """Open a file to append to.
+
+    OSError at once for a pipe that nobody reads, which a plain `open` would wait for.
+    """
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     os.set_blocking(file, True)
     return open(file, "a", encoding="utf-8")

@@ -5,7 +5,10 @@ from decimal import Decimal
 
 
 class UsageError(ValueError):
-    """A mistake in the user's input. Every rank raises it, one rank prints one line, and the job exits with code 2."""
+    """A mistake in the user's input.
+
+    Every rank raises it, one rank prints one line, and the job exits with code 2.
+    """
 
 
 class CommunicationError(RuntimeError):
@@ -13,7 +16,10 @@ class CommunicationError(RuntimeError):
 
 
 def error_line(error: UsageError | MemoryError) -> str:
-    """Format an error as one line. Control characters, such as terminal escapes in a path, are shown escaped."""
+    """Format an error as one line.
+
+    Control characters, such as terminal escapes in a path, are shown escaped.
+    """
     return f"minipar: error: {printable(' '.join(str(error).split())) or 'out of memory'}"
 
 

@@ -85,7 +85,10 @@ def run_job(config: TrainConfig, comm: Communicator) -> int:
 
 
 def export(trainer: Trainer, directory: str) -> None:
-    """Write the model as a directory, on rank 0. UsageError if a value is too large for `--export-dtype`."""
+    """Write the model as a directory, on rank 0.
+
+    UsageError if a value is too large for `--export-dtype`.
+    """
     run = trainer.config.run
     comm = trainer.mesh.world
     dtype = np.dtype(run.export_dtype or run.dtype)
@@ -100,7 +103,10 @@ def export(trainer: Trainer, directory: str) -> None:
 
 @contextmanager
 def noting_signals(saving: bool) -> Iterator[list[int]]:
-    """Note the first SIGTERM or SIGINT in the list if a checkpoint can be saved. The second one ends the process."""
+    """Note the first SIGTERM or SIGINT in the list if a checkpoint can be saved.
+
+    The second one ends the process.
+    """
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -163,7 +169,10 @@ def opening(trainer: Trainer) -> str:
 
 
 def evaluate(trainer: Trainer, evaluation: Evaluation | None, result: StepResult) -> float | None:
-    """Return the validation loss if it is due after this step. Collective; UsageError if it is not finite."""
+    """Return the validation loss if it is due after this step.
+
+    Collective; UsageError if it is not finite.
+    """
     config = trainer.config
     done = result.step + 1
     if evaluation is None or not is_due(done, config.optimizer.steps, config.data.eval_every):
@@ -175,12 +184,16 @@ def evaluate(trainer: Trainer, evaluation: Evaluation | None, result: StepResult
 
 
 def save_if_due(trainer: Trainer, directory: str, result: StepResult, signals: list[int], report: Progress) -> None:
-    """Save a checkpoint if it is due after this step. SystemExit if a rank has a signal, after saving. Collective."""
+    """Save a checkpoint if it is due after this step.
+
+    SystemExit if a rank has a signal, after saving. Collective.
+    """
     done = result.step + 1
     last = trainer.config.optimizer.steps
     noted = b"".join(trainer.mesh.world.all_gather_bytes(bytes(signals)))
     stop = max(noted, default=0)  # the same on every rank
-    # A step that was skipped may be the first of a training that diverges: the last good checkpoint stays.
+    # A step that was skipped may be the first of a training that diverges: the last good checkpoint
+    # stays.
     is_good = done == last or is_finite(result.loss, result.grad_norm)
     if stop or (is_good and is_due(done, last, trainer.config.run.save_every)):
         check_finite(trainer)
@@ -208,7 +221,10 @@ def is_due(done: int, last: int, every: int | None) -> bool:
 def prepare(
     config: TrainConfig, checkpoint: Checkpoint | None, comm: Communicator
 ) -> tuple[TrainConfig, Tokens, Evaluation | None]:
-    """Fill in what files and the number of ranks decide, and check all of it. One rank's UsageError is every rank's."""
+    """Fill in what files and the number of ranks decide, and check all of it.
+
+    One rank's UsageError is every rank's.
+    """
     with agreeing(comm, "minipar.train"):
         if config.model.init_from is not None:
             config = with_shape(config, load_config(config.model.init_from))

@@ -38,8 +38,8 @@ class RouterBalance:
     def finish_step(self) -> int | None:
         """Move each router's biases towards the mean load; return how much experts dropped.
 
-        The result is None without `--capacity-factor`. Sends L (E + 1) integers over dp x cp and pp.
-        The rule is algorithm 1 of arXiv 2408.15664.
+        The result is None without `--capacity-factor`. Sends L (E + 1) integers over dp x cp and
+        pp. The rule is algorithm 1 of arXiv 2408.15664.
         """
         if not self.counts_loads:
             return None

@@ -38,7 +38,10 @@ from minipar.train.settings import (
 
 
 def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
-    """Return the command line as a checked TrainConfig. UsageError; SystemExit(0) after `--help`, printed by rank 0."""
+    """Return the command line as a checked TrainConfig.
+
+    UsageError; SystemExit(0) after `--help`, printed by rank 0.
+    """
     written = vars(make_parser(prints=rank == 0).parse_args(argv))
     given: dict[str, Any] = {}
     for section, field, _, _ in flags(TrainConfig()):
@@ -53,7 +56,10 @@ def parse(argv: Sequence[str], rank: int = 0) -> TrainConfig:
 
 
 def check(config: TrainConfig) -> None:
-    """Check what can be known before the number of ranks and the model of a checkpoint or directory. UsageError."""
+    """Check what can be known before the number of ranks and the model of a checkpoint or directory.
+
+    UsageError.
+    """
     changed = {flag for _, field, flag, value in flags(config) if value != field.default}
     for section, field, flag, value in flags(config):
         check_value(flag, value)
@@ -92,7 +98,10 @@ def inside(value: float, interval: str) -> bool:
 
 
 def check_need(flag: str, value: Any, changed: set[str]) -> None:
-    """Raise UsageError if the flag that this one needs has its default. `changed` are those that have not."""
+    """Raise UsageError if the flag that this one needs has its default.
+
+    `changed` are those that have not.
+    """
     other = NEEDS[flag].split()[0]
     if other in changed:
         return
@@ -198,7 +207,10 @@ def check_model_flags(config: TrainConfig) -> None:
 
 
 def replicas_of(config: TrainConfig, world_size: int) -> int:
-    """Return dp. UsageError if the mesh does not have `world_size` ranks, or if shards have no replicas."""
+    """Return dp.
+
+    UsageError if the mesh does not have `world_size` ranks, or if shards have no replicas.
+    """
     mesh = config.mesh
     replicas = mesh.zero_replicas
     dp = mesh_shape(world_size, "mpirun", mesh.dp, mesh.tp, mesh.pp, mesh.cp)["dp"]
@@ -233,7 +245,10 @@ def check_batch(config: TrainConfig, dp: int) -> None:
 
 
 def _precision(config: TrainConfig) -> dict[str, str]:
-    """Return the dtypes of gradients in 2-byte training that were not given. UsageError for what it does not have."""
+    """Return the dtypes of gradients in 2-byte training that were not given.
+
+    UsageError for what it does not have.
+    """
     run = config.run
     given = {"--gradients": run.gradients, "--reduce-dtype": run.reduce_dtype}
     for flag, value in given.items():
@@ -247,7 +262,10 @@ def _precision(config: TrainConfig) -> dict[str, str]:
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
-    """Return the schedule that `--schedule` names, checked, for the mesh and the number of microbatches. UsageError."""
+    """Return the schedule that `--schedule` names, checked, for the mesh and the number of microbatches.
+
+    UsageError.
+    """
     name, pp, microbatches = config.mesh.schedule or "1f1b", config.mesh.pp, config.data.microbatches
     if not name.endswith(".csv"):
         schedule = make(name, pp, microbatches, config.mesh.virtual_stages)

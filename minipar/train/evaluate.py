@@ -13,13 +13,13 @@ DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # significa
 
 
 def validation_loss(trainer: Trainer, evaluation: Evaluation) -> float:
-    """Return the mean loss in nats per token of the evaluation's samples, the same in every layout. Collective.
+    """Return the mean loss in nats per token of the evaluation's samples, the same in every layout.
 
-    Each sample is a batch of its own, so its loss has the same bits on whichever rank it is computed, and losses
-    are added in the order of the samples. Only tensor parallelism adds in another order, within its products of
-    matrices. The loss is therefore rounded to DIGITS; two losses beside a rounding boundary can still differ, by
-    one in the last digit. Sends what forward sends with B = 1, for each sample, and the losses (8 bytes per sample)
-    over dp and pp.
+    Collective. Each sample is a batch of its own, so its loss has the same bits on whichever rank
+    it is computed, and losses are added in the order of the samples. Only tensor parallelism adds
+    in another order, within its products of matrices. The loss is therefore rounded to DIGITS; two
+    losses beside a rounding boundary can still differ, by one in the last digit. Sends what forward
+    sends with B = 1, for each sample, and the losses (8 bytes per sample) over dp and pp.
     """
     dp = trainer.mesh.dp
     count = len(evaluation.starts)
@@ -27,7 +27,8 @@ def validation_loss(trainer: Trainer, evaluation: Evaluation) -> float:
     rounds = -(-count // dp.size)
     losses = np.zeros(rounds * dp.size)
     with no_grad():  # outside of `dropping`, so dropout is off
-        # Every rank computes the same number of samples, because ZeRO stage 3 gathers parameters in each.
+        # Every rank computes the same number of samples, because ZeRO stage 3 gathers parameters in
+        # each.
         for sample in range(dp.rank, len(losses), dp.size):
             start = evaluation.starts[min(sample, count - 1)]
             window = evaluation.tokens.read(start + np.arange(length + 1))

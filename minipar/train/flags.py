@@ -1,6 +1,7 @@
 """The command line of `python -m minipar.train`: one argument for each field of the settings.
 
-Rules about the values are in config.py, because a configuration can also be made without a command line.
+Rules about the values are in config.py, because a configuration can also be made without a command
+line.
 """
 
 import argparse

@@ -104,7 +104,10 @@ def samples_per_microbatch(config: TrainConfig) -> int:
 
 
 def step_layout(config: TrainConfig, shape: TransformerConfig | None = None) -> StepLayout:
-    """Return the layout of a resolved configuration. `shape` is the model's, if the flags do not say all of it."""
+    """Return the layout of a resolved configuration.
+
+    `shape` is the model's, if the flags do not say all of it.
+    """
     mesh = config.mesh
     run = config.run
     sizes = config.model

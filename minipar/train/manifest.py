@@ -1,9 +1,10 @@
 """The manifest of a checkpoint: what each of its values can be, and which of them must agree.
 
-A manifest may come from anybody, and its checksum shows damage, not intent. So all of it is checked before it decides
-what is read, allocated or trained: first each value by itself, as the table MANIFEST says, then the values together.
-What is too large is found by what it would need: layers need parameters, parameters need pieces, and pieces need bytes.
-All functions here raise ValueError with the place and the value.
+A manifest may come from anybody, and its checksum shows damage, not intent. So all of it is checked
+before it decides what is read, allocated or trained: first each value by itself, as the table
+MANIFEST says, then the values together. What is too large is found by what it would need: layers
+need parameters, parameters need pieces, and pieces need bytes. All functions here raise ValueError
+with the place and the value.
 """
 
 import hashlib
@@ -193,7 +194,8 @@ def _order(piece: Piece) -> tuple[int, int]:
 def check_run(manifest: dict[str, Any], shape: TransformerConfig, periods: Sequence[dict[str, Any]]) -> None:
     """Check that counts, loss scale, biases and flags are those of one run of this model.
 
-    `periods` are the flags of each period of the history, with the default of each flag that is not there.
+    `periods` are the flags of each period of the history, with the default of each flag that is not
+    there.
     """
     step = manifest["step"]
     scale, good_steps = manifest.get("loss_scale", (1, 0))

@@ -27,9 +27,9 @@ def run_schedule(
     """Compute the gradient of a replica's microbatches, times `gradient`; return their summed loss.
 
     batches[m] has the inputs and targets of microbatch m. Only the ranks of the first and of the
-    last stage need them. keys[m] draws its dropout masks. The backward of the last microbatch starts
-    the sum of the gradients over the replicas. Sends what the schedule sends, the gradient of a tied
-    embedding, the gradients, and the loss (8 bytes) over pp.
+    last stage need them. keys[m] draws its dropout masks. The backward of the last microbatch
+    starts the sum of the gradients over the replicas. Sends what the schedule sends, the gradient
+    of a tied embedding, the gradients, and the loss (8 bytes) over pp.
     """
     losses = np.zeros(1)
     on_device: list[tuple[Array, Array]] = []

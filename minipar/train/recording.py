@@ -10,8 +10,9 @@ from minipar.train.trainer import StepResult, Trainer
 
 
 class Recorder:
-    """The record of every further step of a trainer, for `minipar.compare`. All methods are collective.
+    """The record of every further step of a trainer, for `minipar.compare`.
 
+    All methods are collective.
     Rank 0 is sent all gradients and parameters, and writes.
     """
 

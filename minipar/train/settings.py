@@ -1,6 +1,7 @@
 """The settings of a training run: frozen dataclasses, whose fields are the command line's flags.
 
-A new flag is a field here, an argument in flags.py and, if it has limits, an entry in a table below.
+A new flag is a field here, an argument in flags.py and, if it has limits, an entry in a table
+below.
 """
 
 import dataclasses

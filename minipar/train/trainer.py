@@ -1,7 +1,8 @@
 """The training loop: the same program on one device and on any mesh. `Trainer.step` is one step.
 
-The global batch is cut into one share for each data-parallel replica, and each share into microbatches.
-`--record` and `--verify` hang functions of theirs in `after_backward` and `after_step`.
+The global batch is cut into one share for each data-parallel replica, and each share into
+microbatches. `--record` and `--verify` hang functions of theirs in `after_backward` and
+`after_step`.
 """
 
 import time
@@ -51,7 +52,8 @@ class StepResult:
 class Trainer:
     """The training of `config` on a mesh of config.mesh's sizes, from step 0 or from a checkpoint of any layout.
 
-    A step sends what parallel/traffic.py says. UsageError if the model state does not fit `--memory-limit`.
+    A step sends what parallel/traffic.py says. UsageError if the model state does not fit
+    `--memory-limit`.
     """
 
     def __init__(
@@ -130,7 +132,10 @@ class Trainer:
         return result
 
     def compute_gradient(self, step: int) -> float:
-        """Compute the gradient of the global batch's mean loss, not clipped yet; return that loss. Collective."""
+        """Compute the gradient of the global batch's mean loss, not clipped yet; return that loss.
+
+        Collective.
+        """
         start_step()
         self.ddp.zero_grad()
         self.balance.start_step(self.scaler.scale)
@@ -168,7 +173,8 @@ class Trainer:
         assert self.pipeline is not None and self.executor is not None
         batches = []
         keys = []
-        # All batches are read before the first action; between two actions, the other ranks would wait for it.
+        # All batches are read before the first action; between two actions, the other ranks would
+        # wait for it.
         for m in range(self.config.data.microbatches):
             samples = self.samples(self.mesh.dp.rank, m)
             keys.append(self._dropout_keys(step, samples))
@@ -191,8 +197,9 @@ class Trainer:
     def update(self, step: int, loss: float, grad_norm: float) -> int | None:
         """Update the parameters, unless the step is skipped, and the routers' biases; return how much experts dropped.
 
-        A step whose loss or norm is not finite is skipped with `--skip-nonfinite` and in fp16. Else UsageError
-        names the first rank and parameter. Sends what the strategy's optimizer step and the balance of experts send.
+        A step whose loss or norm is not finite is skipped with `--skip-nonfinite` and in fp16. Else
+        UsageError names the first rank and parameter. Sends what the strategy's optimizer step and
+        the balance of experts send.
         """
         flags = self.config.optimizer
         self.optimizer.lr = learning_rate(
@@ -218,7 +225,10 @@ class Trainer:
         return {name: state[name] for name in self.shapes if name in state}  # rank 0 lists its own experts first
 
     def save(self, directory: str | Path, step: int) -> None:
-        """Write a checkpoint after `step` optimizer steps. Collective; see `minipar.train.checkpoint.save`."""
+        """Write a checkpoint after `step` optimizer steps.
+
+        Collective; see `minipar.train.checkpoint.save`.
+        """
         history = [] if self.checkpoint is None else self.checkpoint.history
         header = {
             "dtype": self.config.run.dtype,
@@ -233,6 +243,9 @@ class Trainer:
         save(self.mesh.world, directory, step, self.optimizer, header)
 
     def _clip_grad_norm(self, max_norm: float | None) -> float:
-        """Scale the gradients down to the norm `max_norm`, and return the norm before. Collective."""
+        """Scale the gradients down to the norm `max_norm`, and return the norm before.
+
+        Collective.
+        """
         mesh = self.mesh
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)

@@ -1,14 +1,15 @@
 """The check of `--verify`: after each step, one device computes that step from the same state, and both are compared.
 
-One device on rank 0 starts with the state of the ranks: parameters, AdamW's means, loss scale, biases of routers. Of
-each step it computes loss and gradients; rounding.py says how far the ranks' may differ. Then it takes the gradients
-of the ranks. Their norm and the update that AdamW makes of them are computed again. AdamW changes each element by that
-element's history alone, so the new state must have the same bits in every layout and dtype. Therefore the next step
-starts from one and the same state again, no difference is ever amplified, and no mistake is forgiven because a former
+One device on rank 0 starts with the state of the ranks: parameters, AdamW's means, loss scale,
+biases of routers. Of each step it computes loss and gradients; rounding.py says how far the ranks'
+may differ. Then it takes the gradients of the ranks. Their norm and the update that AdamW makes of
+them are computed again. AdamW changes each element by that element's history alone, so the new
+state must have the same bits in every layout and dtype. Therefore the next step starts from one and
+the same state again, no difference is ever amplified, and no mistake is forgiven because a former
 one was.
 
-Where bits are promised (`--reduction ordered` without tp, cp and ep), gradients have the same bits too, and the run is
-the uninterrupted training of one device, resumed or not.
+Where bits are promised (`--reduction ordered` without tp, cp and ep), gradients have the same bits
+too, and the run is the uninterrupted training of one device, resumed or not.
 """
 
 import hashlib
@@ -46,7 +47,10 @@ def is_exact(config: TrainConfig) -> bool:
 
 
 def verify(trainer: Trainer) -> Verdict:
-    """Train the steps that are left, check each of them, and return the verdict, the same on every rank. Collective."""
+    """Train the steps that are left, check each of them, and return the verdict, the same on every rank.
+
+    Collective.
+    """
     verifier = Verifier(trainer)
     for result in trainer.train():
         verifier.check(result)
@@ -56,8 +60,9 @@ def verify(trainer: Trainer) -> Verdict:
 class Verifier:
     """The check of one training; make it before the first step. Each method is collective.
 
-    Rank 0 is sent the state and the gradients after each step, and computes alone while the other ranks wait. Neither
-    a trace, nor the accounts of bytes and memory, nor the seconds of a step contain any of this.
+    Rank 0 is sent the state and the gradients after each step, and computes alone while the other
+    ranks wait. Neither a trace, nor the accounts of bytes and memory, nor the seconds of a step
+    contain any of this.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -160,7 +165,8 @@ class Verifier:
             return ""
         if norm != result.grad_norm:
             self.gradients.rounded += 1
-        # Either sum of n squares rounds n times, by 2^-53 of itself or less each time, and the root halves both errors.
+        # Either sum of n squares rounds n times, by 2^-53 of itself or less each time, and the root
+        # halves both errors.
         limit = 0.0 if self.gradients.exact else self.device.size * 2.0**-53
         both_finite = math.isfinite(norm) and math.isfinite(result.grad_norm)
         if both_finite and abs(norm - result.grad_norm) <= limit * norm:
@@ -211,8 +217,9 @@ class Verifier:
 class Float32Twin:
     """The same layout in float32, and one device in float32: for a run in 2 bytes in which no bits are promised.
 
-    Roundings of activations to 2 bytes differ between layouts, by more than a mistake of 0.1 % would. So the ranks
-    compute each gradient a second time in float32, from the same parameters, and so does the one device.
+    Roundings of activations to 2 bytes differ between layouts, by more than a mistake of 0.1 %
+    would. So the ranks compute each gradient a second time in float32, from the same parameters,
+    and so does the one device.
     """
 
     def __init__(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
@@ -225,7 +232,10 @@ class Float32Twin:
         self.take_parameters(trainer, state)
 
     def problem(self, step: int) -> str:
-        """Compute a step's gradients, and return on rank 0 how the ranks' differ from one device's. Collective."""
+        """Compute a step's gradients, and return on rank 0 how the ranks' differ from one device's.
+
+        Collective.
+        """
         loss = self.ranks.compute_gradient(step)
         gradients = self.ranks.state_dict(gradients=True)
         if not gradients:
@@ -234,8 +244,9 @@ class Float32Twin:
         return f"computed in float32: {problem}" if problem else ""
 
     def take_parameters(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
-        """Take the parameters of the run: each rank its own, and one device those of `state`. Collective.
+        """Take the parameters of the run: each rank its own, and one device those of `state`.
 
+        Collective.
         Sends what the strategy sends after an optimizer step.
         """
         ranks = self.ranks
@@ -281,8 +292,9 @@ def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
 def same_on_all_ranks(trainer: Trainer) -> bool:
     """Return True on every rank if ranks that hold the same arrays hold the same bits.
 
-    Such are parameters and state of the optimizer on the replicas of dp, of each shard on the replicas of shards, what
-    every tensor-parallel rank holds whole, and on all ranks the biases of routers, loss scale and counts.
+    Such are parameters and state of the optimizer on the replicas of dp, of each shard on the
+    replicas of shards, what every tensor-parallel rank holds whole, and on all ranks the biases of
+    routers, loss scale and counts.
     """
     optimizer = trainer.optimizer
     scaler = trainer.scaler
