@@ -59,7 +59,8 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import BucketSlice, Partial, Placements
 from minipar.parallel.state import owned_pieces
 from minipar.parallel.traffic import predicted_traffic, tp_bytes
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.from_config import step_layout
+from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 from visualize.differences import as_text, compare
 

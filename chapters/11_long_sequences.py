@@ -54,7 +54,8 @@ from minipar.parallel.traffic import predicted_traffic
 from minipar.parallel.ulysses import UlyssesAttention
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.from_config import step_layout
+from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
 comm = world()

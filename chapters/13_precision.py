@@ -56,7 +56,9 @@ from minipar.parallel.memory import elements_placed, model_state, precision_of
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import LOSS_SCALE, Trainer, step_layout
+from minipar.train.from_config import step_layout
+from minipar.train.precision import LOSS_SCALE, LossScaler
+from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
 
 comm = world()
@@ -409,11 +411,11 @@ assert [next_scale(8.0, 0, False), next_scale(8.0, 1999, True), next_scale(8.0, 
 
 # %%
 if rank == 0:
-    show_source(Trainer._is_good)
+    show_source(LossScaler.update)
 for stage in (0, 2, 3):
     trainer = trainer_for(f"--zero-stage {stage} --dtype fp16 --global-batch {P}", train.OverflowingTrainer)
     steps_taken = [(result.skipped, trainer.optimizer.steps) for result in trainer.train()]
-    assert steps_taken == [(0, 1), (1, 1), (1, 2)] and trainer.loss_scale == LOSS_SCALE / 2
+    assert steps_taken == [(0, 1), (1, 1), (1, 2)] and trainer.scaler.scale == LOSS_SCALE / 2
 say(f"an overflow on rank {P - 1} in the second step: every rank skipped it, and the scale is 2^15 everywhere")
 
 # %% [markdown]

@@ -9,8 +9,9 @@ import numpy as np
 
 from minipar.autograd import no_grad
 from minipar.backend import from_host, to_host
+from minipar.cli import UsageParser, report, write_out
 from minipar.comm.threads import serial
-from minipar.errors import UsageError, UsageParser, printable, report, write_out
+from minipar.errors import UsageError, printable
 from minipar.nn.layers import generator
 from minipar.nn.pretrained import load_pretrained
 from minipar.train.checkpoint import check_checkpoint, continued, find_checkpoint

@@ -17,6 +17,7 @@ from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
+from minipar.train.recording import Recorder
 from visualize.causes import part_of
 from visualize.differences import compare, main
 from visualize.step_comparison import StepComparison
@@ -40,7 +41,7 @@ def record(directory, flags, dtype="float64"):
 
     def rank(comm):
         trainer = trainer_for(config, TEXT, comm)
-        trainer.start_record(str(directory))
+        Recorder(trainer, str(directory))
         return list(trainer.train())
 
     return run_local(config.mesh.dp * config.mesh.tp * config.mesh.pp, rank)[0]
@@ -323,7 +324,7 @@ def test_a_record_needs_a_new_directory(tmp_path):
 def test_a_record_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     config = config_for(f"{MODEL} --dp 1")
     trainer = trainer_for(config, TEXT)
-    trainer.start_record(str(tmp_path / "r"))
+    Recorder(trainer, str(tmp_path / "r"))
     trainer.step(0)
 
     def fill_the_disk(path, **arrays):

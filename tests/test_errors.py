@@ -10,17 +10,8 @@ from decimal import Decimal
 import pytest
 from launcher import ROOT
 
-from minipar.errors import (
-    UsageError,
-    UsageParser,
-    check_divides,
-    check_memory,
-    error_line,
-    printable,
-    report,
-    write_json,
-    writing,
-)
+from minipar.cli import UsageParser, report, write_json, writing
+from minipar.errors import UsageError, check_divides, check_memory, error_line, printable
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -97,7 +88,8 @@ def test_a_failed_output_is_one_error_and_no_second_one(place, line):
     """The flush at the end of the program does not fail again."""
     code = (
         "import sys, time\n"
-        "from minipar.errors import UsageError, write_out\n"
+        "from minipar.cli import write_out\n"
+        "from minipar.errors import UsageError\n"
         "time.sleep(0.5)\n"
         "try:\n"
         "    write_out('x')\n"

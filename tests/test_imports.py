@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "minipar.hints": set(),
     "minipar.pictures": set(),
-    "minipar.errors": {"hints"},
+    "minipar.errors": set(),
+    "minipar.cli": {"errors", "hints"},
     "minipar.__main__": {"errors", "hints", "pictures"},
     "minipar.backend": {"errors"},
     "minipar.memory": {"backend"},
@@ -29,11 +30,23 @@ ALLOWED = {
     "minipar.parallel": {"errors", "backend", "memory", "autograd", "nn", "comm"},
     "minipar.record": set(),
     "minipar.compare": {"pictures"},
-    "minipar.train": {"errors", "backend", "memory", "autograd", "nn", "comm", "parallel", "record", "robust_start"},
-    "minipar.generate": {"errors", "backend", "autograd", "nn", "comm", "train"},
-    "minipar.plan": {"errors", "hints", "nn", "parallel"},
+    "minipar.train": {
+        "errors",
+        "cli",
+        "backend",
+        "memory",
+        "autograd",
+        "nn",
+        "comm",
+        "parallel",
+        "record",
+        "robust_start",
+    },
+    "minipar.generate": {"errors", "cli", "backend", "autograd", "nn", "comm", "train"},
+    "minipar.plan": {"errors", "cli", "hints", "nn", "parallel"},
     "minipar.bench": {
         "errors",
+        "cli",
         "backend",
         "memory",
         "autograd",
@@ -44,7 +57,7 @@ ALLOWED = {
         "plan",
         "robust_start",
     },  # fmt: skip
-    "visualize": {"errors", "parallel", "record"},
+    "visualize": {"errors", "cli", "parallel", "record"},
 }
 
 # Packages from outside, and the packages that may name them.

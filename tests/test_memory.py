@@ -14,7 +14,7 @@ from minipar.comm import run_local
 from minipar.memory import KINDS, MemoryLedger, enter, hold, is_recording
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
 from minipar.train.data import load_tokens
-from minipar.train.trainer import step_layout
+from minipar.train.from_config import step_layout
 
 STAGES = [0, 1, 2, 3]
 
@@ -215,7 +215,8 @@ from minipar.comm import DeviceMesh, main
 from minipar.memory import MemoryLedger
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.from_config import step_layout
+from minipar.train.trainer import Trainer
 
 def run(comm):
     tokens = load_tokens(None, vocab_size=256, seq_len=64)

@@ -13,7 +13,8 @@ from typing import Any
 
 from matplotlib import rc_context
 
-from minipar.errors import UsageError, UsageParser, printable, write_json, write_out
+from minipar.cli import UsageParser, write_json, write_out
+from minipar.errors import UsageError, printable
 from minipar.parallel.pipeline.actions import Durations, Schedule, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedule_file import load_csv, save_csv

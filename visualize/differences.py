@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from minipar.errors import UsageError, UsageParser, printable, report, write_json, write_out
+from minipar.cli import UsageParser, report, write_json, write_out
+from minipar.errors import UsageError, printable
 
 from .causes import CAUSES
 from .records import Run, read_run, read_step

@@ -14,7 +14,8 @@ from minipar.bench.pipeline import random_tokens
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network
 from minipar.plan.cluster import AlphaBeta, Cluster, fetch_seconds, gather_seconds, model_clock_cluster
 from minipar.plan.step_time import StepTime, step_time
-from minipar.train.config import DataConfig, ModelConfig, TrainConfig, parse, resolve
+from minipar.train.config import parse, resolve
+from minipar.train.settings import DataConfig, ModelConfig, TrainConfig
 from minipar.train.trainer import Trainer
 
 SPEED = 1e10  # operations per second of a modelled device

@@ -14,8 +14,10 @@ import numpy as np
 
 from minipar.comm import Communicator, DeviceMesh, run_local
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.train.config import TrainConfig, parse, resolve, shape_of
+from minipar.train.config import parse, resolve, shape_of
 from minipar.train.data import Tokens
+from minipar.train.recording import Recorder
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 from visualize.differences import compare
@@ -102,10 +104,11 @@ def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) ->
     """Train on one of the four ranks and record the first step. Return losses, norms, and whether one device agrees."""
     config, tokens = configuration(steps), text()
     trainer = kind(config, DeviceMesh(comm, dp=2, tp=2, ep=2), tokens)
-    trainer.start_record(record)
+    recorder = Recorder(trainer, record)
     results, verifier = [], Verifier(trainer)
     for result in trainer.train():
-        trainer.recording = False
+        if not results:
+            recorder.stop()
         verifier.check(result)
         results.append(result)
     copies = b"".join(p.data.tobytes() for name, p in trainer.model.named_parameters() if "gate" in name)

@@ -21,9 +21,12 @@ from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_loca
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.checkpoint import check_checkpoint, find_checkpoint
-from minipar.train.config import TrainConfig, parse, resolve
+from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
-from minipar.train.trainer import StepResult, Trainer, step_layout
+from minipar.train.from_config import step_layout
+from minipar.train.recording import Recorder
+from minipar.train.settings import TrainConfig
+from minipar.train.trainer import StepResult, Trainer
 
 AXES = ("tp", "dp", "pp")
 STEPS, SAVED_AFTER = 5, 3
@@ -143,7 +146,7 @@ def record(comm: Communicator, kind: type[Trainer], directory: str) -> list[floa
     """Record 50 steps of dp 2 x tp 4 without clipping, as `--record` does; return the losses. Rank 0 writes."""
     flags = "--dp 2 --tp 4 --sequence-parallel --layers 2 --global-batch 16 --clip-grad 0 --dropout 0 --eps 1e-8"
     trainer = trainer_on(comm, flags, 50, kind)
-    trainer.start_record(directory)
+    Recorder(trainer, directory)
     return [result.loss for result in trainer.train()]
 
 

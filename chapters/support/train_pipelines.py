@@ -17,9 +17,10 @@ from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.pipeline.actions import Durations, Timeline
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts
-from minipar.train.config import TrainConfig, parse, resolve
+from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.one_device import train_on_one_device
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verdict, Verifier
 from visualize import parse_trace

@@ -34,11 +34,11 @@ class OverflowingTrainer(Trainer):
     """A trainer in which the last rank's own gradient overflows in the second step, before it is summed."""
 
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        scale, world = self.loss_scale, self.mesh.world
-        self.loss_scale = np.inf if step == 1 and world.rank == world.size - 1 else scale
+        scale, world = self.scaler.scale, self.mesh.world
+        self.scaler.scale = np.inf if step == 1 and world.rank == world.size - 1 else scale
         with np.errstate(invalid="ignore"):
             loss = super().backward_microbatch(step, replica, microbatch)
-        self.loss_scale = scale
+        self.scaler.scale = scale
         return loss
 
 
@@ -70,7 +70,7 @@ def train_precision(flags: str, masters: bool = True, ranks: int = 1, run: str =
 def first_gradient(dtype: str, loss_scale: float = 1.0, samples: int = 16) -> np.ndarray:
     """Return the gradient of all parameters in the first step, (Psi,) in float32, with the scale taken out again."""
     trainer = _trainer(f"--dtype {dtype} --global-batch {samples} --steps 1 --skip-nonfinite")
-    trainer.loss_scale = loss_scale
+    trainer.scaler.scale = loss_scale
     with np.errstate(over="ignore", invalid="ignore"):
         trainer.step(0)
     return np.concatenate([p.grad.astype("float32").reshape(-1) for p in trainer.ddp.parameters()])

@@ -18,20 +18,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from minipar.cli import write_json, write_out
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, write_json, write_out
+from minipar.errors import UsageError
 from minipar.plan.report import table
-from minipar.train.config import ModelConfig
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add --layers, --hidden, --heads, --seq-len and --vocab-size as far as `defaults` has them by these names."""
-    words = {field.name: field.metadata["help"].partition(";")[0] for field in fields(ModelConfig)}
+    words = {
+        "layers": "Transformer layers",
+        "hidden": "hidden size: elements per token between layers",
+        "heads": "attention heads",
+        "seq_len": "tokens per sample",
+        "vocab_size": "vocabulary: token ids are 0 to V-1",
+    }
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=default, help=f"{words[name]} ({default})")

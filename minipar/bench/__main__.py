@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import minipar.robust_start.first_import  # noqa: F401 before the others, which take a second
 from minipar.bench import collectives, context, layouts, machine, pipeline, step
+from minipar.cli import UsageParser
 from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
-from minipar.errors import UsageParser
 
 # The function that adds a benchmark's flags, and the one that every rank runs: its docstring's first line is the help.
 SUBCOMMANDS = {

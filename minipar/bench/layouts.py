@@ -36,7 +36,8 @@ from minipar.plan.model import LLAMA, ModelShape
 from minipar.plan.rank_bytes import Memory, memory
 from minipar.plan.step_time import StepTime, step_time
 from minipar.train import config as configurations
-from minipar.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig, check, parse, resolve, schedule_of
+from minipar.train.config import check, parse, resolve, schedule_of
+from minipar.train.settings import DataConfig, ModelConfig, RunConfig, TrainConfig
 from minipar.train.trainer import Trainer
 
 # As `python -m minipar.train` takes them.

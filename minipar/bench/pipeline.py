@@ -21,8 +21,9 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import start_trace
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Schedule, Slot, Time, Timeline, parse_action, simulate
-from minipar.train.config import DataConfig, MeshConfig, ModelConfig, TrainConfig, check, resolve, schedule_of
+from minipar.train.config import check, resolve, schedule_of
 from minipar.train.data import Tokens
+from minipar.train.settings import DataConfig, MeshConfig, ModelConfig, TrainConfig
 from minipar.train.trainer import Trainer
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")

@@ -27,7 +27,8 @@ from minipar.nn.optim import AdamW
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.parallelize import DataParallel, shard
-from minipar.train.config import DTYPES, dtype_name
+from minipar.train.flags import dtype_name
+from minipar.train.settings import DTYPES
 
 WARMUP = 2
 ZERO_STAGES = ((0, False), (1, False), (2, False), (3, True), (3, False))  # and whether stage 3 prefetches parameters

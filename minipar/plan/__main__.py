@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from minipar.errors import UsageError, UsageParser, error_line, printable, write_json, write_out
+from minipar.cli import UsageParser, write_json, write_out
+from minipar.errors import UsageError, error_line, printable
 from minipar.parallel.context import METHODS
 from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.token_order import ORDERS

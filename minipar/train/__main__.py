@@ -16,16 +16,21 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.launch import main
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import save_chrome_trace, start_trace
-from minipar.errors import UsageError, printable, writing
+from minipar.cli import say, writing
+from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train import progress
 from minipar.train.checkpoint import Checkpoint, agreeing, check_checkpoint, continued, find_checkpoint
-from minipar.train.config import TrainConfig, parse, resolve, with_shape
+from minipar.train.config import parse, resolve, with_shape
+from minipar.train.settings import TrainConfig
 from minipar.train.data import Evaluation, Tokens, hold_out, load_tokens
+from minipar.train.evaluate import validation_loss
 from minipar.train.lock import saving_alone
-from minipar.train.progress import Metrics, Progress, say
-from minipar.train.trainer import DIVERGED, Trainer
+from minipar.train.precision import DIVERGED, is_finite
+from minipar.train.progress import Metrics, Progress
+from minipar.train.recording import Recorder
+from minipar.train.trainer import StepResult, Trainer
 from minipar.train.verify import Verifier
 
 
@@ -44,37 +49,33 @@ def run_job(config: TrainConfig, comm: Communicator) -> int:
     if checkpoint is not None:
         config = continued(config, checkpoint)
     config, tokens, evaluation = prepare(config, checkpoint, comm)
+    run = config.run
     first_step = 0 if checkpoint is None else checkpoint.step
     with agreeing(comm, "minipar.train"):
         if comm.rank == 0:
             progress.prepare_outputs(config, first_step)
-        metrics = Metrics(config.run.metrics if comm.rank == 0 else None, first_step)
-    mesh = DeviceMesh(comm, **{axis: getattr(config.mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")})
+        metrics = Metrics(run.metrics if comm.rank == 0 else None, first_step)
+    flags = config.mesh
+    mesh = DeviceMesh(comm, dp=flags.dp, tp=flags.tp, pp=flags.pp, cp=flags.cp, ep=flags.ep)
     ledger = MemoryLedger()
     out = progress.progress_stream(config, comm.rank)
-    with ledger.recording() if config.run.memory is not None else nullcontext():
+    with ledger.recording() if run.memory is not None else nullcontext():
         with agreeing(comm, "--init-from"):
             trainer = Trainer(config, mesh, tokens, checkpoint)
-        if config.run.record is not None:
+        if run.record is not None:
             with agreeing(comm, "--record"):
-                trainer.start_record(config.run.record)
-        verifier = Verifier(trainer) if config.run.verify else None
+                Recorder(trainer, run.record)
+        verifier = Verifier(trainer) if run.verify else None
         report = Progress(config.optimizer.steps, out, done=first_step)
-        with noting_signals(config.run.save is not None) as signals, report:
+        with noting_signals(run.save is not None) as signals, report:
             train(trainer, evaluation, metrics, signals, report, verifier)
-    if config.run.memory is not None:
-        progress.save_ledgers(config.run.memory, ledger, comm)
+    if run.memory is not None:
+        progress.save_ledgers(run.memory, ledger, comm)
     check_finite(trainer)
-    if config.run.export is not None:
-        dtype = np.dtype(config.run.export_dtype or config.run.dtype)
-        state = {name: values.astype(dtype, copy=False) for name, values in trainer.state_dict().items()}
-        with agreeing(comm, "--export"):
-            for name, values in state.items():
-                if not np.isfinite(values).all():
-                    raise UsageError(f"--export: {name} has values that are too large for {dtype}")
-            if comm.rank == 0:
-                progress.write_export(trainer.model, config.run.export, state)
-    if files := progress.written(config):
+    if run.export is not None:
+        export(trainer, run.export)
+    files = progress.written(config)
+    if files:
         say(f"minipar: wrote {files}", out)
     if verifier is None:
         return 0
@@ -83,9 +84,29 @@ def run_job(config: TrainConfig, comm: Communicator) -> int:
     return 0 if verdict.passed else 1
 
 
+def export(trainer: Trainer, directory: str) -> None:
+    """Write the model as a directory, on rank 0.
+
+    UsageError if a value is too large for `--export-dtype`.
+    """
+    run = trainer.config.run
+    comm = trainer.mesh.world
+    dtype = np.dtype(run.export_dtype or run.dtype)
+    state = {name: values.astype(dtype, copy=False) for name, values in trainer.state_dict().items()}
+    with agreeing(comm, "--export"):
+        for name, values in state.items():
+            if not np.isfinite(values).all():
+                raise UsageError(f"--export: {name} has values that are too large for {dtype}")
+        if comm.rank == 0:
+            progress.write_export(trainer.model, directory, state)
+
+
 @contextmanager
 def noting_signals(saving: bool) -> Iterator[list[int]]:
-    """Note the first SIGTERM or SIGINT in the list if a checkpoint can be saved. The second one ends the process."""
+    """Note the first SIGTERM or SIGINT in the list if a checkpoint can be saved.
+
+    The second one ends the process.
+    """
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -110,44 +131,77 @@ def train(
     verifier: Verifier | None = None,
 ) -> None:
     """Train, verify, report, save and trace. UsageError, unsaved, if a loss is not finite."""
-    config, comm, tokens = trainer.config, trainer.mesh.world, trainer.batches.tokens
-    out = report.stream
-    lines = [progress.describe(config, comm.size, trainer.size, len(tokens.ids), tokens.name), *progress.notes(config)]
-    if trainer.checkpoint is not None:
-        rest = "" if trainer.first_step < config.optimizer.steps else "; this is the last step: give more --steps"
-        place = printable(str(trainer.checkpoint.directory))
-        lines.append(f"minipar: resumed after step {trainer.first_step} from {place}{rest}")
-    say("\n".join(lines), out)
-    if config.run.trace is not None:
+    run = trainer.config.run
+    comm = trainer.mesh.world
+    say(opening(trainer), report.stream)
+    if run.trace is not None:
         start_trace(comm)
-    np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the check below says it once
+    np.seterr(over="ignore", invalid="ignore")  # every rank would warn; the trainer says it once
     for result in trainer.train():
-        done, last = result.step + 1, config.optimizer.steps
         if verifier is not None and not verifier.check(result):
-            say(f"minipar: note: verify: FAILED: {verifier.failure}; training continues", out)
-        validation = None
-        if evaluation is not None and is_due(done, last, config.data.eval_every):
-            validation = trainer.validation_loss(evaluation)
-        if validation is not None and not math.isfinite(validation):
-            raise UsageError(DIVERGED.format(f"validation loss {validation} in step {done}", config.optimizer.lr))
+            say(f"minipar: note: verify: FAILED: {verifier.failure}; training continues", report.stream)
+        validation = evaluate(trainer, evaluation, result)
         metrics.write(result, validation)
         report(result, validation)
-        if config.run.save is not None:
-            stop = max(b"".join(comm.all_gather_bytes(bytes(signals))), default=0)  # the same on every rank
-            # A step that was skipped may be the first of a training that diverges: the last good checkpoint stays.
-            good = done == last or (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
-            if stop or (good and is_due(done, last, config.run.save_every)):
-                check_finite(trainer)
-                trainer.save(config.run.save, done)
-            if stop:
-                place, name = printable(config.run.save), signal.Signals(stop).name
-                say(f"minipar: {name}: saved step {done} in {place}; --resume it", out)
-                raise SystemExit(128 + stop)
+        if run.save is not None:
+            save_if_due(trainer, run.save, result, signals, report)
     with agreeing(comm, "--metrics"):
         metrics.close()
-    if config.run.trace is not None:
-        with writing(f"--trace {config.run.trace}", Path(config.run.trace)):
-            save_chrome_trace(config.run.trace, comm, trainer.mesh)
+    if run.trace is not None:
+        with writing(f"--trace {run.trace}", Path(run.trace)):
+            save_chrome_trace(run.trace, comm, trainer.mesh)
+
+
+def opening(trainer: Trainer) -> str:
+    """Return the lines that are printed before the first step."""
+    config = trainer.config
+    tokens = trainer.batches.tokens
+    ranks = trainer.mesh.world.size
+    lines = [progress.describe(config, ranks, trainer.size, len(tokens.ids), tokens.name)]
+    lines += progress.notes(config)
+    if trainer.checkpoint is not None:
+        place = printable(str(trainer.checkpoint.directory))
+        line = f"minipar: resumed after step {trainer.first_step} from {place}"
+        if trainer.first_step >= config.optimizer.steps:
+            line += "; this is the last step: give more --steps"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def evaluate(trainer: Trainer, evaluation: Evaluation | None, result: StepResult) -> float | None:
+    """Return the validation loss if it is due after this step.
+
+    Collective; UsageError if it is not finite.
+    """
+    config = trainer.config
+    done = result.step + 1
+    if evaluation is None or not is_due(done, config.optimizer.steps, config.data.eval_every):
+        return None
+    loss = validation_loss(trainer, evaluation)
+    if not math.isfinite(loss):
+        raise UsageError(DIVERGED.format(f"validation loss {loss} in step {done}", config.optimizer.lr))
+    return loss
+
+
+def save_if_due(trainer: Trainer, directory: str, result: StepResult, signals: list[int], report: Progress) -> None:
+    """Save a checkpoint if it is due after this step.
+
+    SystemExit if a rank has a signal, after saving. Collective.
+    """
+    done = result.step + 1
+    last = trainer.config.optimizer.steps
+    noted = b"".join(trainer.mesh.world.all_gather_bytes(bytes(signals)))
+    stop = max(noted, default=0)  # the same on every rank
+    # A step that was skipped may be the first of a training that diverges: the last good checkpoint
+    # stays.
+    is_good = done == last or is_finite(result.loss, result.grad_norm)
+    if stop or (is_good and is_due(done, last, trainer.config.run.save_every)):
+        check_finite(trainer)
+        trainer.save(directory, done)
+    if stop:
+        name = signal.Signals(stop).name
+        say(f"minipar: {name}: saved step {done} in {printable(directory)}; --resume it", report.stream)
+        raise SystemExit(128 + stop)
 
 
 def check_finite(trainer: Trainer) -> None:
@@ -167,10 +221,13 @@ def is_due(done: int, last: int, every: int | None) -> bool:
 def prepare(
     config: TrainConfig, checkpoint: Checkpoint | None, comm: Communicator
 ) -> tuple[TrainConfig, Tokens, Evaluation | None]:
-    """Fill in what files and the number of ranks decide, and check all of it. One rank's UsageError is every rank's."""
+    """Fill in what files and the number of ranks decide, and check all of it.
+
+    One rank's UsageError is every rank's.
+    """
     with agreeing(comm, "minipar.train"):
-        if (directory := config.model.init_from) is not None:
-            config = with_shape(config, load_config(directory))
+        if config.model.init_from is not None:
+            config = with_shape(config, load_config(config.model.init_from))
         config = resolve(config, comm.size)
         backend.use_device(config.run.device, comm.rank)
         try:

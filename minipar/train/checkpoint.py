@@ -5,20 +5,23 @@
         rank-00000.safetensors       tensors "parameter/NAME", "exp_avg/NAME", "exp_avg_sq/NAME", each 1-D
         rank-00001.safetensors       ...
 
-A piece is the elements start:stop, in row-major order, of one tensor-parallel rank's part of a parameter, or of the
-whole parameter if it is not split. Each rank writes the elements that its optimizer owns, in every ZeRO stage. Nothing
-is written twice, and no parameter is sent. A run that resumes joins each parameter from its pieces and takes its own
-part, in whatever layout. Several hosts must share DIR's file system. NB: PyTorch's distributed checkpoints have the
-same form: a `.metadata` file lists which chunk of which tensor is in which rank's file.
+A piece is the elements start:stop, in row-major order, of one tensor-parallel rank's part of a
+parameter, or of the whole parameter if it is not split. Each rank writes the elements that its
+optimizer owns, in every ZeRO stage. Nothing is written twice, and no parameter is sent. A run that
+resumes joins each parameter from its pieces and takes its own part, in whatever layout. Several
+hosts must share DIR's file system. NB: PyTorch's distributed checkpoints have the same form: a
+`.metadata` file lists which chunk of which tensor is in which rank's file.
 
-The state is the parameters, AdamW's two means and its step count. No random state is needed: samples and dropout masks
-are counter-based random values (Philox) keyed by (seed, step, sample, name).
+The state is the parameters, AdamW's two means and its step count. No random state is needed:
+samples and dropout masks are counter-based random values (Philox) keyed by (seed, step, sample,
+name).
 
-A run may be killed at any moment. Files are written into step-N.partial and synced, the manifest last. Then the
-directory is renamed to step-N, which a file system does completely or not at all. `Checkpoint` needs no communicator.
+A run may be killed at any moment. Files are written into step-N.partial and synced, the manifest
+last. Then the directory is renamed to step-N, which a file system does completely or not at all.
+`Checkpoint` needs no communicator.
 
-To resume, `find_checkpoint` reads the manifest, `continued` takes the run's flags from it, and `check_checkpoint`
-checks every file.
+To resume, `find_checkpoint` reads the manifest, `continued` takes the run's flags from it, and
+`check_checkpoint` checks every file.
 """
 
 import hashlib
@@ -37,14 +40,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
 from minipar.backend import Array, from_host, to_host
+from minipar.cli import writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, writing
+from minipar.errors import UsageError
 from minipar.nn.optim import AdamW
 from minipar.nn.pretrained import check_header
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.placement import elements_of, placement_of
 from minipar.parallel.state import Piece, join, local_part, owned_pieces
-from minipar.train.config import RunConfig, TrainConfig, check, flags, with_values
+from minipar.train.config import check
 from minipar.train.data import Tokens
 from minipar.train.manifest import (
     FORMAT,
@@ -57,6 +61,7 @@ from minipar.train.manifest import (
     parse,
     shape_of,
 )  # fmt: skip
+from minipar.train.settings import SIZES, RunConfig, TrainConfig, flags, with_values
 
 MANIFEST = "manifest.json"
 KEPT = 2  # checkpoints in the directory; older ones are removed
@@ -64,10 +69,11 @@ STEP = re.compile(r"step-(\d{8,})")
 PARTIAL = re.compile(STEP.pattern + r"\.partial")
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
-# What a resumed run cannot change: the parameters, the samples, and what the optimizer's means are means of.
-MUST_AGREE = [flag for _, field, flag, _ in flags(TrainConfig()) if "size" in field.metadata]
+# What a resumed run cannot change: the model's shape, the order of the data, and AdamW's betas.
+MUST_AGREE = list(SIZES)
 MUST_AGREE += "--seq-len --dtype --global-batch --order --seed --betas".split()
-# What an update depends on besides: `--verify` starts from step 0, so it needs the same values from there on.
+# What an update depends on besides: `--verify` starts from step 0, so it needs the same values from
+# there on.
 UPDATE = "--lr --lr-schedule --warmup-steps --eps --weight-decay --dropout --clip-grad".split()
 UPDATE += "--aux-loss --router-bias --capacity-factor --gradients --reduce-dtype --skip-nonfinite".split()
 # What a resumed run takes from its checkpoint unless the flag is given. Layout and device are free.
@@ -78,7 +84,10 @@ SUMS = "--dp --cp --ep --microbatches --tp --reduction --sync-every-microbatch -
 
 @contextmanager
 def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
-    """Turn a file error inside the block on any rank into a UsageError on every rank. Collective."""
+    """Turn a file error inside the block on any rank into a UsageError on every rank.
+
+    Collective.
+    """
     message = None
     try:
         yield
@@ -104,8 +113,8 @@ def reading(path: Path) -> Iterator[None]:
 class Checkpoint:
     """A checkpoint to read: `directory`, and `text`, the bytes of its manifest.
 
-    UsageError if the manifest is damaged, not minipar's, or not one that `save` writes (see manifest.py).
-    Call `check_file` for each of `files` before the first `array`.
+    UsageError if the manifest is damaged, not minipar's, or not one that `save` writes (see
+    manifest.py). Call `check_file` for each of `files` before the first `array`.
     """
 
     def __init__(self, directory: str | Path, text: bytes) -> None:
@@ -170,7 +179,10 @@ def restore_optimizer(checkpoint: Checkpoint, optimizer: AdamW) -> None:
 
 
 def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
-    """Write a checkpoint like `_write`. If that fails, as on a full disk, no half-written one is left."""
+    """Write a checkpoint like `_write`.
+
+    If that fails, as on a full disk, no half-written one is left.
+    """
     try:
         _write(comm, directory, step, optimizer, header)
     except UsageError:  # on every rank, when none writes any more
@@ -181,9 +193,10 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
 
 
 def _write(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
-    """Write DIR/step-N after `step` optimizer steps. Collective; UsageError on every rank if one of them cannot.
+    """Write DIR/step-N after `step` optimizer steps.
 
-    `comm` is all ranks of the mesh, `header` the manifest's entries about the run. Only lists of pieces are sent.
+    Collective; UsageError on every rank if one of them cannot. `comm` is all ranks of the mesh,
+    `header` the manifest's entries about the run. Only lists of pieces are sent.
     """
     root, flag = Path(directory), f"--save {directory}"
     complete, partial = root / f"step-{step:08d}", root / f"step-{step:08d}.partial"
@@ -233,7 +246,10 @@ def _sync(path: Path) -> None:
 
 
 def checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """List (step, directory) of the checkpoints in `root`, oldest first. UsageError if one is a link or a file."""
+    """List (step, directory) of the checkpoints in `root`, oldest first.
+
+    UsageError if one is a link or a file.
+    """
     complete = [entry for entry in os.scandir(root) if STEP.fullmatch(entry.name)]
     for entry in complete:
         if not entry.is_dir(follow_symlinks=False):
@@ -261,9 +277,10 @@ def refuse_checkpoint(directory: str) -> None:
 
 
 def prepare_directory(directory: str, first_step: int) -> None:
-    """Clean up in `--save DIR`, on rank 0. UsageError if it cannot be written or has a checkpoint of a later step.
+    """Clean up in `--save DIR`, on rank 0.
 
-    The job has DIR's lock (see lock.py), so that what is half written there is of a job that has ended.
+    UsageError if it cannot be written or has a checkpoint of a later step. The job has DIR's lock
+    (see lock.py), so that what is half written there is of a job that has ended.
     """
     root = Path(directory)
     with writing(f"--save {directory}"):
@@ -301,7 +318,10 @@ def _find(run: RunConfig, name: str) -> Path | None:
 
 
 def find_checkpoint(config: TrainConfig, comm: Communicator, name: str = "--resume") -> Checkpoint | None:
-    """Read on rank 0, for all ranks, the manifest of the checkpoint to resume, if any. Errors call the flag `name`."""
+    """Read on rank 0, for all ranks, the manifest of the checkpoint to resume, if any.
+
+    Errors call the flag `name`.
+    """
     if config.run.resume is None:
         return None
     place, text = b"", b""
@@ -321,7 +341,10 @@ def _read_manifest(path: Path) -> bytes:
 
 
 def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """Return `config` with the checkpoint's value of each of TAKEN that was not given. UsageError if they disagree."""
+    """Return `config` with the checkpoint's value of each of TAKEN that was not given.
+
+    UsageError if they disagree.
+    """
     saved = checkpoint.flags[-1]
     values: dict[str, Any] = {"model.init_from": None}  # with `auto`: only a run that starts reads it
     for section, field, flag, _ in flags(config):
@@ -335,7 +358,10 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
-    """Raise UsageError if a file is damaged or contradicts this run. Collective; each rank reads some of the files."""
+    """Raise UsageError if a file is damaged or contradicts this run.
+
+    Collective; each rank reads some of the files.
+    """
     saved, current = checkpoint.flags[-1], run_flags(config)
     _compare(checkpoint.path, MUST_AGREE, saved, current, "; these cannot change in a resumed run")
     if tokens is not None and checkpoint.manifest["data"] != tokens.fingerprint().hex():
@@ -359,7 +385,8 @@ def _compare(path: Path, names: Sequence[str], saved: dict[str, Any], current: d
 def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
     """Return whether every step so far added its values in this layout's order, which one device repeats to the bit."""
     current, periods = run_flags(config), [] if checkpoint is None else checkpoint.flags
-    # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the norm.
+    # The norm is summed bucket by bucket, and a pipeline has other buckets. Clipping depends on the
+    # norm.
     same_norm = (not config.optimizer.clip_grad or (then["--pp"] == 1) == (config.mesh.pp == 1) for then in periods)
     return all(same_norm) and all(then[name] == current[name] for then in periods for name in SUMS)
 
@@ -367,7 +394,8 @@ def same_sums(checkpoint: Checkpoint | None, config: TrainConfig) -> bool:
 def repeatable(checkpoint: Checkpoint, config: TrainConfig) -> bool:
     """Return whether one device that starts at step 0 with this run's flags has the checkpoint's bits on its way.
 
-    So it is if every run so far had the same order of sums and the same flags that an update depends on.
+    So it is if every run so far had the same order of sums and the same flags that an update
+    depends on.
     """
     names = [*UPDATE, "--init-from"]
     if config.optimizer.lr_schedule == "cosine":

@@ -12,7 +12,7 @@ import numpy as np
 
 from minipar.errors import UsageError
 from minipar.nn.layers import generator
-from minipar.train.config import TrainConfig
+from minipar.train.settings import TrainConfig
 
 STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
 SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; later ones are checked when drawn
@@ -33,7 +33,10 @@ class Tokens:
     file: mmap.mmap | None = None
 
     def read(self, positions: np.ndarray | slice) -> np.ndarray:
-        """Return the tokens at these positions, int64. UsageError if the file is shorter than when it was mapped."""
+        """Return the tokens at these positions, int64.
+
+        UsageError if the file is shorter than when it was mapped.
+        """
         if self.file is not None and self.file.size() < len(self.file):  # reading what it has lost would be a SIGBUS
             raise UsageError(f"{self.name} was cut from {len(self.file):,} to {self.file.size():,} bytes while in use")
         return self.ids[positions].astype(np.int64)
@@ -41,8 +44,8 @@ class Tokens:
     def fingerprint(self) -> bytes:
         """Return 16 bytes that tell different texts of two ranks apart (another Python, a stale copy of a file).
 
-        Of a text of more than STDLIB_BYTES only the length and 64 evenly spaced pieces of 1 KiB count, the first and
-        the last among them: it takes milliseconds.
+        Of a text of more than STDLIB_BYTES only the length and 64 evenly spaced pieces of 1 KiB
+        count, the first and the last among them: it takes milliseconds.
         """
         digest = hashlib.blake2b(f"{len(self.ids)} {self.ids.dtype}".encode(), digest_size=16)
         if self.ids.nbytes <= STDLIB_BYTES:
@@ -64,8 +67,9 @@ class Tokens:
 def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = "--data") -> Tokens:
     """Load the tokens of a text file (its bytes), a nanoGPT .bin (uint16) or, without a path, the standard library.
 
-    Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len` tokens and its targets,
-    or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens. Errors call the path what `flag` says.
+    Raises UsageError for a file that cannot be read, is too short for one sample of `seq_len`
+    tokens and its targets, or holds a token id >= `vocab_size` among its first SCAN_LIMIT tokens.
+    Errors call the path what `flag` says.
     """
     if path is None:
         file, name, ids = None, "the standard library's source", _standard_library()
@@ -130,7 +134,10 @@ class Batches:
         self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # of samples (B, T): context parallelism's tokens
 
     def positions(self, step: int) -> np.ndarray:
-        """Return the text position of every input token of the step, (B, T) int64. Its target is the next one."""
+        """Return the text position of every input token of the step, (B, T) int64.
+
+        Its target is the next one.
+        """
         n, offsets = len(self.tokens.ids), np.arange(self.seq_len)  # offsets: (T,)
         if self.order == "sequential":
             first = (step * self.global_batch + np.arange(self.global_batch)) * self.seq_len  # (B,)
@@ -144,7 +151,8 @@ class Batches:
     def batch(self, step: int, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of the given samples (0 <= i < B) of a step: (len(samples), T) int64, or a `part`.
 
-        Raises UsageError for a token outside the vocabulary in any sample of the step, so that every rank raises it.
+        Raises UsageError for a token outside the vocabulary in any sample of the step, so that
+        every rank raises it.
         """
         positions = self.positions(step)  # (B, T)
         chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)

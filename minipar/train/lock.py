@@ -1,7 +1,8 @@
 """The lock of a `--save` directory: one job at a time reads its newest checkpoint, saves there, and cleans up.
 
-The operating system holds the lock while the process of rank 0 lives, and takes it back however that process ends. The
-file DIR/minipar.lock is what is locked, and says by whom. A job that was killed leaves the file, which locks nothing.
+The operating system holds the lock while the process of rank 0 lives, and takes it back however
+that process ends. The file DIR/minipar.lock is what is locked, and says by whom. A job that was
+killed leaves the file, which locks nothing.
 """
 
 import fcntl
@@ -13,8 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from minipar.cli import writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, printable, writing
+from minipar.errors import UsageError, printable
 from minipar.train.checkpoint import agreeing, refuse_checkpoint
 
 LOCK = "minipar.lock"
@@ -23,9 +25,10 @@ LONGEST_HOLDER = 200  # characters that are read of what the file says
 
 @contextmanager
 def saving_alone(comm: Communicator, directory: str | None) -> Iterator[None]:
-    """Keep all other jobs out of `--save DIR` inside the block. Collective; UsageError on every rank if one is there.
+    """Keep all other jobs out of `--save DIR` inside the block.
 
-    DIR is made if it is missing, and removed if it is still empty at the end: a job that is refused leaves nothing.
+    Collective; UsageError on every rank if one is there. DIR is made if it is missing, and removed
+    if it is still empty at the end: a job that is refused leaves nothing.
     """
     with ExitStack() as until_the_end:
         with agreeing(comm, f"--save {directory}"):
@@ -52,7 +55,10 @@ def _made(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(directory: Path, flag: str) -> Iterator[None]:
-    """Hold the lock of a directory inside the block. UsageError, which names the holder, if another process has it."""
+    """Hold the lock of a directory inside the block.
+
+    UsageError, which names the holder, if another process has it.
+    """
     path = directory / LOCK
     with _lock(path, flag) as file:  # to close the file is to release the lock
         file.truncate(0)
@@ -66,7 +72,10 @@ def _locked(directory: Path, flag: str) -> Iterator[None]:
 
 
 def _lock(path: Path, flag: str) -> TextIO:
-    """Open a file, which is made if it is missing, and lock it. UsageError if it is locked, without waiting."""
+    """Open a file, which is made if it is missing, and lock it.
+
+    UsageError if it is locked, without waiting.
+    """
     while True:
         # A link is not followed, and a pipe is refused without waiting for its other end.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)

@@ -1,9 +1,10 @@
 """The manifest of a checkpoint: what each of its values can be, and which of them must agree.
 
-A manifest may come from anybody, and its checksum shows damage, not intent. So all of it is checked before it decides
-what is read, allocated or trained: first each value by itself, as the table MANIFEST says, then the values together.
-What is too large is found by what it would need: layers need parameters, parameters need pieces, and pieces need bytes.
-All functions here raise ValueError with the place and the value.
+A manifest may come from anybody, and its checksum shows damage, not intent. So all of it is checked
+before it decides what is read, allocated or trained: first each value by itself, as the table
+MANIFEST says, then the values together. What is too large is found by what it would need: layers
+need parameters, parameters need pieces, and pieces need bytes. All functions here raise ValueError
+with the place and the value.
 """
 
 import hashlib
@@ -19,8 +20,9 @@ from typing import Any
 from minipar.nn.pretrained import CONFIGS
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.state import Piece
-from minipar.train.config import DTYPES, TrainConfig, byte_count, flags, inside
+from minipar.train.config import inside
 from minipar.train.schema import Kind, ListOf, MapOf, Nullable, Number, OneOf, Record, Row, Text, Truth, Whole, refuse
+from minipar.train.settings import CHOICES, DTYPES, INTERVALS, TrainConfig, flags, sizes_of
 
 FORMAT, VERSION = "minipar checkpoint", 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
@@ -33,6 +35,7 @@ LARGEST_SIZE = 2**31 - 1  # of a dim
 class FlagValue:
     """A value that a flag of `minipar.train` can have."""
 
+    flag: str
     field: Field[Any]
 
     def check(self, value: Any, place: str) -> None:
@@ -44,19 +47,27 @@ class FlagValue:
             return
         for each in values:
             self.kind().check(each, place)
-            within = self.field.metadata["within"]
+            within = INTERVALS.get(self.flag)
             if within is not None and not inside(each, within):
                 refuse(value, place, f"a value inside {within}")
 
     def kind(self) -> Kind:
-        choices, kind = self.field.metadata.get("choices"), self.field.metadata["kind"]
-        if choices is not None:
-            return OneOf(choices)
-        kinds: dict[Any, Kind] = {bool: Truth(), int: Whole(0, 2**64), byte_count: Whole(1), float: Number()}
-        return kinds.get(kind, Text())
+        if self.flag in CHOICES:
+            return OneOf(CHOICES[self.flag])
+        if self.flag == "--memory-limit":
+            return Whole(1)
+        return KINDS_OF_TYPE.get(self.field.type, Text())
 
 
-FLAGS = Record({}, optional={flag: FlagValue(field) for _, field, flag, _ in flags(TrainConfig())})
+KINDS_OF_TYPE: dict[Any, Kind] = {
+    bool: Truth(),
+    int: Whole(0, 2**64),
+    int | None: Whole(0, 2**64),
+    float: Number(),
+    float | None: Number(),
+    tuple[float, float]: Number(),
+}
+FLAGS = Record({}, optional={flag: FlagValue(flag, field) for _, field, flag, _ in flags(TrainConfig())})
 CUT = Record({"dim": Whole(), "groups": Whole(1), "rank": Whole(), "ranks": Whole(1)}, closed=True)
 PIECE = Record({"name": Text(), "start": Whole(), "stop": Whole(1), "cut": Nullable(CUT)})
 FILE = Record({"name": Text(), "bytes": Whole(1), "sha256": Text("[0-9a-f]{64}"), "pieces": ListOf(PIECE)})
@@ -183,7 +194,8 @@ def _order(piece: Piece) -> tuple[int, int]:
 def check_run(manifest: dict[str, Any], shape: TransformerConfig, periods: Sequence[dict[str, Any]]) -> None:
     """Check that counts, loss scale, biases and flags are those of one run of this model.
 
-    `periods` are the flags of each period of the history, with the default of each flag that is not there.
+    `periods` are the flags of each period of the history, with the default of each flag that is not
+    there.
     """
     step = manifest["step"]
     scale, good_steps = manifest.get("loss_scale", (1, 0))
@@ -212,7 +224,6 @@ def check_run(manifest: dict[str, Any], shape: TransformerConfig, periods: Seque
 def flags_of(manifest: dict[str, Any], shape: TransformerConfig) -> dict[str, Any]:
     """Return the flags whose values the manifest has a second time: the dtype and the model's sizes."""
     own = {"--dtype": manifest["dtype"]}
-    for _, field, flag, _ in flags(TrainConfig()):
-        if "size" in field.metadata and shape.model_type in field.metadata["of"][0]:
-            own[flag] = getattr(shape, field.metadata["size"])
+    for flag, size in sizes_of(shape.model_type).items():
+        own[flag] = getattr(shape, size)
     return own

@@ -12,16 +12,17 @@ from minipar.memory import hold
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.train.checkpoint import Checkpoint
-from minipar.train.config import TrainConfig
 from minipar.train.data import Tokens
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 
 
 class OneDevice(Trainer):
     """A trainer that computes all replicas and microbatches one after another on one device, with the same sums.
 
-    It adds the replicas' gradients in rank order, as the `ordered` all-reduce does, to the bit. That needs two more
-    arrays of all gradients (three with `--sync-every-microbatch`, and one more for the groups of `--zero-replicas`).
+    It adds the replicas' gradients in rank order, as the `ordered` all-reduce does, to the bit.
+    That needs two more arrays of all gradients (three with `--sync-every-microbatch`, and one more
+    for the groups of `--zero-replicas`).
     """
 
     def __init__(self, config: TrainConfig, tokens: Tokens, checkpoint: Checkpoint | None = None) -> None:
@@ -45,7 +46,8 @@ class OneDevice(Trainer):
         with self.ddp.no_sync():
             for each in passes:
                 sum_of_pass: Array = None
-                # Hybrid sharding sums first within groups of `shards` replicas, then over the groups.
+                # Hybrid sharding sums first within groups of `shards` replicas, then over the
+                # groups.
                 for first in self.replicas[:: self.shards]:
                     sum_of_group: Array = None
                     for replica in self.replicas[first : first + self.shards]:

@@ -18,13 +18,14 @@ from typing import Self, TextIO
 
 import numpy as np
 
+from minipar.cli import discard, open_to_append, say, writing
 from minipar.comm.communicator import Communicator
-from minipar.errors import UsageError, discard, printable, writing
+from minipar.errors import UsageError, printable
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn.pretrained import read_json, save_pretrained
 from minipar.nn.transformer import LanguageModel
 from minipar.train.checkpoint import agreeing, prepare_directory
-from minipar.train.config import TrainConfig, flags
+from minipar.train.settings import TrainConfig, flags
 from minipar.train.trainer import StepResult
 
 LINES = 10  # of progress per run, about
@@ -36,23 +37,11 @@ def progress_stream(config: TrainConfig, rank: int = 0) -> TextIO | None:
     return None if rank > 0 else sys.stderr if config.run.metrics == "-" else sys.stdout
 
 
-def say(text: str, out: TextIO | None) -> None:
-    """Print at once, on the rank that has a stream. If nobody reads it any more, training goes on without a word."""
-    if out is None:
-        return
-    try:
-        print(text, file=out, flush=True)
-    except OSError as error:
-        discard(out)
-        if not isinstance(error, BrokenPipeError):
-            print(f"minipar: note: progress cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-
-
 class Progress:
     """About ten lines in a run, one for each evaluation, and no silence of ten seconds; nothing on all ranks but 0.
 
-    Inside a `with` block a thread speaks when one step, or what follows it, takes longer than that. It has ended after
-    the block, however the block ends.
+    Inside a `with` block a thread speaks when one step, or what follows it, takes longer than that.
+    It has ended after the block, however the block ends.
     """
 
     silence = 10.0  # seconds
@@ -121,7 +110,10 @@ class Progress:
 
 
 def prepare_outputs(config: TrainConfig, first_step: int = 0) -> None:
-    """Prove before hours of training that all output can be written, and make directories for it. UsageError."""
+    """Prove before hours of training that all output can be written, and make directories for it.
+
+    UsageError.
+    """
     run = config.run
     files = {"--metrics": run.metrics if run.metrics != "-" else None, "--trace": run.trace, "--memory": run.memory}
     outputs = [(flag, path) for flag, path in files.items() if path is not None]
@@ -144,17 +136,11 @@ def prepare_outputs(config: TrainConfig, first_step: int = 0) -> None:
         prepare_directory(run.save, first_step)
 
 
-def open_to_append(path: str) -> TextIO:
-    """Open a file to append to. OSError at once for a pipe that nobody reads, which a plain `open` would wait for."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
-    os.set_blocking(file, True)
-    return open(file, "a", encoding="utf-8")
-
-
 def check_export(directory: str) -> None:
     """Raise UsageError if `--export` would mix with, or replace, what no export wrote.
 
-    An export's config.json has no token ids. Those that transformers writes name its version; OpenAI's have token ids.
+    An export's config.json has no token ids. Those that transformers writes name its version;
+    OpenAI's have token ids.
     """
     names = set(os.listdir(directory)) - {f"{name}.partial" for name in EXPORT_FILES}
     content = read_json(Path(directory, "config.json")) if "config.json" in names else {}
@@ -166,7 +152,10 @@ def check_export(directory: str) -> None:
 
 
 def write_export(model: LanguageModel, directory: str, state: dict[str, np.ndarray]) -> None:
-    """Write the model as a directory. UsageError if the disk is full; then no half-written file is left."""
+    """Write the model as a directory.
+
+    UsageError if the disk is full; then no half-written file is left.
+    """
     with writing(f"--export {directory}", *(Path(directory, f"{name}.partial") for name in EXPORT_FILES)):
         save_pretrained(model, directory, state)
 
@@ -174,7 +163,8 @@ def write_export(model: LanguageModel, directory: str, state: dict[str, np.ndarr
 class Metrics:
     """The file of `--metrics`: one JSON line per step, flushed at once so that a running job can be watched.
 
-    "-" is standard output. A resumed run appends to its file, less the lines of steps from `first_step` on.
+    "-" is standard output. A resumed run appends to its file, less the lines of steps from
+    `first_step` on.
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
@@ -188,8 +178,9 @@ class Metrics:
                     self.file.truncate(self.length)
 
     def write(self, result: StepResult, validation: float | None = None) -> None:
-        """Append a line. If the disk is full, training continues without metrics, and `close` raises the error.
+        """Append a line.
 
+        If the disk is full, training continues without metrics, and `close` raises the error.
         The file then ends with its last whole line.
         """
         if self.file is None:
@@ -211,7 +202,10 @@ class Metrics:
                 say(f"minipar: note: {printable(self.error)}; training continues without it", sys.stdout)
 
     def close(self) -> None:
-        """Close the file. UsageError if a line could not be written, or if the file is not at its path any more."""
+        """Close the file.
+
+        UsageError if a line could not be written, or if the file is not at its path any more.
+        """
         if self.file is not None and self.file is not sys.stdout:
             own, there = os.fstat(self.file.fileno()), Path(str(self.path))
             if not self.error and not (there.exists() and os.path.samestat(own, there.stat())):
@@ -236,7 +230,8 @@ def _length_before(path: str, step: int) -> int:
 def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
     """Write all ranks' ledgers to `path`. Collective; rank 0 writes.
 
-    {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each kind]], ...]}, ...]}
+    {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each
+    kind]], ...]}, ...]}
     """
     account = {"rank": comm.rank, "peak": ledger.peak, "peak_parts": ledger.peak_parts, "moments": ledger.moments}
     gathered = comm.gather_bytes(json.dumps(account).encode())

@@ -1,13 +1,15 @@
-"""The loss and the gradient of one step, computed twice: by the ranks and by one device. What rounding explains.
+"""The loss and the gradient of one step, computed twice: by the ranks and by one device.
 
-Both start from the same parameters, so no training lies between them that could amplify a difference. Each operation
-between a parameter and the loss, and back, rounds its result by at most eps/2 of its size, in either direction. A
-hundred such errors add up to about sqrt(100) eps/2 = 5 eps of a gradient's norm; 16 are allowed (ROUNDINGS), in any
-dtype and after any number of steps. (Small layouts differ by up to 3 eps, sums over 2,048 tokens by 20.) A gradient
-that is zero but for rounding, as that of a router with one expert for each token, has no size of its own: one eps of
-the norm of all gradients is allowed besides.
+What rounding explains. Both start from the same parameters, so no training lies between them that
+could amplify a difference. Each operation between a parameter and the loss, and back, rounds its
+result by at most eps/2 of its size, in either direction. A hundred such errors add up to about
+sqrt(100) eps/2 = 5 eps of a gradient's norm; 16 are allowed (ROUNDINGS), in any dtype and after any
+number of steps. (Small layouts differ by up to 3 eps, sums over 2,048 tokens by 20.) A gradient
+that is zero but for rounding, as that of a router with one expert for each token, has no size of
+its own: one eps of the norm of all gradients is allowed besides.
 
-A difference beyond that is held against what one device itself does (a multiple of the largest of up to MOVES samples):
+A difference beyond that is held against what one device itself does (a multiple of the largest of
+up to MOVES samples):
 
 - In float32 and float64 all parameters are moved by up to two roundings, at random, and the gradient is computed
   again. That shows a gradient that is ill-conditioned: where activations are large, or where two experts are equally
@@ -15,7 +17,8 @@ A difference beyond that is held against what one device itself does (a multiple
 - In 2 bytes 16 eps are 12 % of a gradient, and would hide much. There the rounding itself is measured, and nothing is
   allowed without it: one device computes the gradient in 2 bytes and in float32, from the same parameters.
 
-Loads of experts are counts, so they are equal, or differ by tokens whose experts such a sample changes as well.
+Loads of experts are counts, so they are equal, or differ by tokens whose experts such a sample
+changes as well.
 """
 
 from collections.abc import Sequence
@@ -28,8 +31,9 @@ from minipar.train.one_device import OneDevice
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 ROUNDINGS = 16
 MOVES = 32
-# How many times the largest sample is allowed. Independent moves of the h elements of a row average out in a product,
-# by sqrt(h), and rounding errors of the product do not: 16 where parameters are moved.
+# How many times the largest sample is allowed. Independent moves of the h elements of a row average
+# out in a product, by sqrt(h), and rounding errors of the product do not: 16 where parameters are
+# moved.
 MOVED, MEASURED, LOADS = 16, 4, 2
 
 Quantities = dict[str, np.ndarray]  # "loss", "gradient of NAME" for each parameter, and perhaps "loads"
@@ -61,8 +65,9 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 class GradientCheck:
     """The comparison of each step's loss and gradient with those that `device` computes from the same parameters.
 
-    `exact` demands the same bits. `loads` says whether the loads of experts are compared too. `sharper` is a device in
-    float32 with the same parameters, if `device` computes in 2 bytes: it measures the rounding.
+    `exact` demands the same bits. `loads` says whether the loads of experts are compared too.
+    `sharper` is a device in float32 with the same parameters, if `device` computes in 2 bytes: it
+    measures the rounding.
 
     largest     the largest difference so far, relative to a gradient's norm plus 1/16 of that of all gradients
     place       the gradient, and the step, in which it was
@@ -80,8 +85,8 @@ class GradientCheck:
     def problem(self, step: int, ranks: Quantities) -> str:
         """Return how the ranks' loss and gradients differ from one device's by more than rounding; "" if they do not.
 
-        A step that overflows on the ranks must overflow on one device too, and the other way round, but for a loss
-        scale that is larger or smaller by as much as roundings explain.
+        A step that overflows on the ranks must overflow on one device too, and the other way round,
+        but for a loss scale that is larger or smaller by as much as roundings explain.
         """
         device = compute(self.device, step, self.loads)
         if ranks.keys() != device.keys():
@@ -206,10 +211,10 @@ class GradientCheck:
 
 def compute(device: OneDevice, step: int, loads: bool, factor: float = 1.0) -> Quantities:
     """Compute a step's loss and gradients on one device, with `factor` times its loss scale."""
-    scale = device.loss_scale
-    device.loss_scale *= factor
+    scale = device.scaler.scale
+    device.scaler.scale *= factor
     loss = device.compute_gradient(step)
-    device.loss_scale = scale
+    device.scaler.scale = scale
     counts = [[*moe.load, moe.dropped] for moe in device.moes] if loads else []
     return quantities(loss, device.state_dict(gradients=True), np.array(counts))
 

@@ -1,5 +1,6 @@
-"""Kinds of JSON values, from which a table says what a file may hold. `kind.check(value, place)` raises ValueError.
+"""Kinds of JSON values, from which a table says what a file may hold.
 
+`kind.check(value, place)` raises ValueError.
 `place` is where the value is in the file, such as `files[0].pieces[3].stop`, for the error.
 A value is not converted, so that True is no number and 1.0 is no whole number.
 """
@@ -142,7 +143,10 @@ class MapOf:
 
 @dataclass(frozen=True)
 class Record:
-    """An object with these keys, of one kind each. It can lack the optional ones. `closed`: it has no other keys."""
+    """An object with these keys, of one kind each. It can lack the optional ones.
+
+    `closed`: it has no other keys.
+    """
 
     keys: dict[str, Kind]
     optional: dict[str, Kind] = field(default_factory=dict)

@@ -1,14 +1,15 @@
 """The check of `--verify`: after each step, one device computes that step from the same state, and both are compared.
 
-One device on rank 0 starts with the state of the ranks: parameters, AdamW's means, loss scale, biases of routers. Of
-each step it computes loss and gradients; rounding.py says how far the ranks' may differ. Then it takes the gradients
-of the ranks. Their norm and the update that AdamW makes of them are computed again. AdamW changes each element by that
-element's history alone, so the new state must have the same bits in every layout and dtype. Therefore the next step
-starts from one and the same state again, no difference is ever amplified, and no mistake is forgiven because a former
+One device on rank 0 starts with the state of the ranks: parameters, AdamW's means, loss scale,
+biases of routers. Of each step it computes loss and gradients; rounding.py says how far the ranks'
+may differ. Then it takes the gradients of the ranks. Their norm and the update that AdamW makes of
+them are computed again. AdamW changes each element by that element's history alone, so the new
+state must have the same bits in every layout and dtype. Therefore the next step starts from one and
+the same state again, no difference is ever amplified, and no mistake is forgiven because a former
 one was.
 
-Where bits are promised (`--reduction ordered` without tp, cp and ep), gradients have the same bits too, and the run is
-the uninterrupted training of one device, resumed or not.
+Where bits are promised (`--reduction ordered` without tp, cp and ep), gradients have the same bits
+too, and the run is the uninterrupted training of one device, resumed or not.
 """
 
 import hashlib
@@ -25,9 +26,9 @@ from minipar.nn import optim
 from minipar.parallel.placement import Shard, placement_of
 from minipar.parallel.state import gather_state
 from minipar.train.checkpoint import repeatable
-from minipar.train.config import TrainConfig
 from minipar.train.one_device import OneDevice
 from minipar.train.rounding import GradientCheck, described, quantities, same_bits
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 
 
@@ -46,7 +47,10 @@ def is_exact(config: TrainConfig) -> bool:
 
 
 def verify(trainer: Trainer) -> Verdict:
-    """Train the steps that are left, check each of them, and return the verdict, the same on every rank. Collective."""
+    """Train the steps that are left, check each of them, and return the verdict, the same on every rank.
+
+    Collective.
+    """
     verifier = Verifier(trainer)
     for result in trainer.train():
         verifier.check(result)
@@ -56,8 +60,9 @@ def verify(trainer: Trainer) -> Verdict:
 class Verifier:
     """The check of one training; make it before the first step. Each method is collective.
 
-    Rank 0 is sent the state and the gradients after each step, and computes alone while the other ranks wait. Neither
-    a trace, nor the accounts of bytes and memory, nor the seconds of a step contain any of this.
+    Rank 0 is sent the state and the gradients after each step, and computes alone while the other
+    ranks wait. Neither a trace, nor the accounts of bytes and memory, nor the seconds of a step
+    contain any of this.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -66,7 +71,8 @@ class Verifier:
         config, tokens, checkpoint = trainer.config, trainer.batches.tokens, trainer.checkpoint
         exact = is_exact(config)
         self.from_start = checkpoint is None or (exact and repeatable(checkpoint, config))
-        trainer.gathering = True
+        self.ranks_gradients: dict[str, np.ndarray] = {}  # of the last step, on rank 0
+        trainer.after_backward.append(self._collect_gradients)
         with unseen(self.comm):
             state, problem = whole_state(trainer), ""
             self.twin: Float32Twin | None = None
@@ -77,7 +83,7 @@ class Verifier:
                 for step in range(trainer.first_step if self.from_start else 0):
                     self.device.step(step)
                 sharper = None if self.twin is None else self.twin.gradients.device
-                loads = self.device.counts_loads
+                loads = self.device.balance.counts_loads
                 self.gradients = GradientCheck(self.device, exact=exact, loads=loads, sharper=sharper)
                 problem = self._different_state(state)
             self._share(problem, trainer.first_step - 1)
@@ -115,6 +121,10 @@ class Verifier:
         text = json.dumps(astuple(verdict)).encode()
         return Verdict(*json.loads(self.comm.all_gather_bytes(text)[0]))
 
+    def _collect_gradients(self) -> None:
+        """Collect the ranks' gradients of a step, before they are clipped, on rank 0."""
+        self.ranks_gradients = self.trainer.state_dict(gradients=True)
+
     def _share(self, problem: str, step: int) -> None:
         """Let every rank know what rank 0 has found, however long that took it."""
         with self.comm.engine.patient():
@@ -128,7 +138,7 @@ class Verifier:
         due = self.trainer.first_step + self.steps
         if result.step != due:
             return f"this was step {result.step} (counted from 0), but step {due} was due"
-        ranks = quantities(result.loss, self.trainer.gradients, self.trainer.loads)
+        ranks = quantities(result.loss, self.ranks_gradients, self.trainer.balance.loads)
         problem = self.gradients.problem(result.step, ranks)
         if not problem:
             problem = self._different_norm(result)
@@ -149,13 +159,14 @@ class Verifier:
         """Give the one device the ranks' gradients, and compare their norm with the one that the ranks have found."""
         for p in self.device.optimizer.parameters:
             gradient: Any = p.grad
-            gradient[...] = from_host(self.trainer.gradients[placement_of(p).name])
+            gradient[...] = from_host(self.ranks_gradients[placement_of(p).name])
         norm = self.device._clip_grad_norm(None)
         if not math.isfinite(norm) and not math.isfinite(result.grad_norm):
             return ""
         if norm != result.grad_norm:
             self.gradients.rounded += 1
-        # Either sum of n squares rounds n times, by 2^-53 of itself or less each time, and the root halves both errors.
+        # Either sum of n squares rounds n times, by 2^-53 of itself or less each time, and the root
+        # halves both errors.
         limit = 0.0 if self.gradients.exact else self.device.size * 2.0**-53
         both_finite = math.isfinite(norm) and math.isfinite(result.grad_norm)
         if both_finite and abs(norm - result.grad_norm) <= limit * norm:
@@ -166,14 +177,16 @@ class Verifier:
         """Update the one device with the ranks' gradients, and compare its state with theirs, bit for bit."""
         device, max_norm = self.device, self.trainer.config.optimizer.clip_grad or None
         optim.clip_grad_norm(device.optimizer.parameters, max_norm, norm=result.grad_norm)
-        if device.counts_loads:
-            for moe, counts in zip(device.moes, self.trainer.loads, strict=True):
+        if device.balance.counts_loads:
+            for moe, counts in zip(device.moes, self.trainer.balance.loads, strict=True):
                 moe.load[:], moe.dropped = counts[:-1], counts[-1]
         dropped = device.update(result.step, result.loss, result.grad_norm)
         if result.dropped != dropped:
             return f"experts dropped {result.dropped} assignments on the ranks, {dropped} on one device"
-        if result.skipped not in (None, device.skipped):
-            return f"the ranks say that {result.skipped} steps were skipped, one device that {device.skipped} were"
+        if result.skipped not in (None, device.scaler.skipped):
+            return (
+                f"the ranks say that {result.skipped} steps were skipped, one device that {device.scaler.skipped} were"
+            )
         return self._different_state(state)
 
     def _different_state(self, state: dict[str, np.ndarray]) -> str:
@@ -191,8 +204,8 @@ class Verifier:
             start = "as one device that never stopped" if self.from_start else "from the checkpoint's state"
             compared += f", resumed after {self.trainer.first_step}, {start}"
         run = f"{size} rank{'s' if size > 1 else ''} = 1 device"
-        if self.device.skipped:
-            compared += f" ({self.device.skipped} of all so far were skipped)"
+        if self.device.scaler.skipped:
+            compared += f" ({self.device.scaler.skipped} of all so far were skipped)"
         if check.rounded == 0:
             return f"verify: {run}, bit for bit: {compared}"
         found = f"gradients differ by at most {check.found()}"
@@ -204,8 +217,9 @@ class Verifier:
 class Float32Twin:
     """The same layout in float32, and one device in float32: for a run in 2 bytes in which no bits are promised.
 
-    Roundings of activations to 2 bytes differ between layouts, by more than a mistake of 0.1 % would. So the ranks
-    compute each gradient a second time in float32, from the same parameters, and so does the one device.
+    Roundings of activations to 2 bytes differ between layouts, by more than a mistake of 0.1 %
+    would. So the ranks compute each gradient a second time in float32, from the same parameters,
+    and so does the one device.
     """
 
     def __init__(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
@@ -218,7 +232,10 @@ class Float32Twin:
         self.take_parameters(trainer, state)
 
     def problem(self, step: int) -> str:
-        """Compute a step's gradients, and return on rank 0 how the ranks' differ from one device's. Collective."""
+        """Compute a step's gradients, and return on rank 0 how the ranks' differ from one device's.
+
+        Collective.
+        """
         loss = self.ranks.compute_gradient(step)
         gradients = self.ranks.state_dict(gradients=True)
         if not gradients:
@@ -227,8 +244,9 @@ class Float32Twin:
         return f"computed in float32: {problem}" if problem else ""
 
     def take_parameters(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
-        """Take the parameters of the run: each rank its own, and one device those of `state`. Collective.
+        """Take the parameters of the run: each rank its own, and one device those of `state`.
 
+        Collective.
         Sends what the strategy sends after an optimizer step.
         """
         ranks = self.ranks
@@ -261,9 +279,11 @@ def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
         state |= {f"{kind} of {name}": array for name, array in gathered.items()}
     if comm.rank > 0:
         return {}
-    counts = {"optimizer steps": optimizer.steps, "good steps": trainer.good_steps, "skipped steps": trainer.skipped}
-    state |= {name: np.array(count) for name, count in counts.items()}
-    state["loss scale"] = np.array(float(trainer.loss_scale))
+    scaler = trainer.scaler
+    state["optimizer steps"] = np.array(optimizer.steps)
+    state["good steps"] = np.array(scaler.good_steps)
+    state["skipped steps"] = np.array(scaler.skipped)
+    state["loss scale"] = np.array(float(scaler.scale))
     for number, moe in enumerate(trainer.moes):
         state[f"router bias of layer {number}"] = moe.bias.copy()
     return state
@@ -272,10 +292,12 @@ def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
 def same_on_all_ranks(trainer: Trainer) -> bool:
     """Return True on every rank if ranks that hold the same arrays hold the same bits.
 
-    Such are parameters and state of the optimizer on the replicas of dp, of each shard on the replicas of shards, what
-    every tensor-parallel rank holds whole, and on all ranks the biases of routers, loss scale and counts.
+    Such are parameters and state of the optimizer on the replicas of dp, of each shard on the
+    replicas of shards, what every tensor-parallel rank holds whole, and on all ranks the biases of
+    routers, loss scale and counts.
     """
     optimizer = trainer.optimizer
+    scaler = trainer.scaler
     held = zip(optimizer.parameters, optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq, strict=True)
     arrays = {p: [p.data, *state] for p, *state in held}
     groups: list[tuple[Any, list[Any]]] = []  # ranks that must have the same arrays, and this rank's
@@ -283,7 +305,7 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
         groups.append((comm, [array for p in parameters for array in arrays.get(p, [p.data])]))
     whole = [p for p in arrays if not isinstance(placement_of(p).tp, Shard)]
     groups.append((trainer.mesh.tp, [array for p in whole for array in arrays[p]]))
-    counts = np.array([optimizer.steps, trainer.loss_scale, trainer.good_steps, trainer.skipped])
+    counts = np.array([optimizer.steps, scaler.scale, scaler.good_steps, scaler.skipped])
     groups.append((trainer.mesh.world, [counts, *(moe.bias for moe in trainer.moes)]))
     same = True
     for comm, own in groups:

@@ -11,7 +11,7 @@ from minipar.autograd import flop_counter
 from minipar.bench import layouts, machine
 from minipar.bench.costs import BLOCKS, PIECES, SUMS, Costs, Shape, amounts_of, fit, fit_costs, flops
 from minipar.errors import UsageError
-from minipar.train.config import ModelConfig
+from minipar.train.settings import ModelConfig
 
 SMALL = "--hidden 32 --seq-len 8 --vocab-size 16 --repeat 1"
 

@@ -23,7 +23,7 @@ from minipar.nn.gpt import GPT, GPTConfig
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
-from minipar.train.config import DataConfig, ModelConfig, TrainConfig
+from minipar.train.settings import DataConfig, ModelConfig, TrainConfig
 
 ROWS = [
     {"name": "a", "seconds": 1.23456, "ratio": None, "layers": 2},

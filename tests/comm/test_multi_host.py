@@ -7,7 +7,7 @@ from launcher import run_mpi
 from minipar.comm import wire_bytes
 from minipar.parallel.traffic import replica_bytes
 from minipar.train.config import parse, resolve
-from minipar.train.trainer import step_layout
+from minipar.train.from_config import step_layout
 from visualize import mesh_traffic, read_trace
 
 SMALL = "--layers 2 --hidden 64 --heads 4 --seq-len 32 --steps 3 --dtype float64".split()

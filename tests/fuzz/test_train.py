@@ -205,6 +205,6 @@ def test_flags_train_or_are_refused(fuzzed):
 
 
 def test_every_flag_is_fuzzed():
-    from minipar.train.config import TrainConfig, flags
+    from minipar.train.settings import TrainConfig, flags
 
     assert {flag for _, _, flag, _ in flags(TrainConfig())} == set(FLAGS)

@@ -20,8 +20,9 @@ from minipar.parallel.pipeline.schedules import SCHEDULES
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.data import Tokens
+from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.trainer import Trainer
 from minipar.train.verify import same_on_all_ranks
 
 VOCAB = 11  # a multiple of no tp: the last ranks hold padding

@@ -15,7 +15,8 @@ from minipar import generate
 from minipar.bench.__main__ import SUBCOMMANDS, bench
 from minipar.comm.threads import serial
 from minipar.plan import __main__ as plan
-from minipar.train.config import TrainConfig, flags, parse
+from minipar.train.config import parse
+from minipar.train.settings import FOR_MODELS, INTERVALS, MODELS, NEEDS, TrainConfig, flags
 from visualize import __main__ as visualize
 from visualize import differences
 
@@ -64,8 +65,10 @@ def every_flag() -> str:
     for command in COMMANDS:
         lines += [f"== {command}", *map(as_text, arguments_of(command))]
     lines.append("== limits of train")
-    for _, field, flag, default in flags(TrainConfig()):
-        limits = {key: value for key, value in field.metadata.items() if key in ("within", "of", "needs")}
+    for _, _, flag, default in flags(TrainConfig()):
+        limits = {"within": INTERVALS.get(flag), "of": FOR_MODELS.get(flag, (MODELS, ""))}
+        if flag in NEEDS:
+            limits["needs"] = NEEDS[flag]
         lines.append(f"{flag}: default={default!r} {limits}")
     return "\n".join([*lines, f"== subcommands of bench: {' '.join(SUBCOMMANDS)}", ""])
 

@@ -29,9 +29,12 @@ from minipar.parallel.traffic import predicted_traffic
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
 from minipar.train.checkpoint import prepare_directory
-from minipar.train.config import TrainConfig, schedule_of
+from minipar.train.config import schedule_of
 from minipar.train.data import Tokens
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.from_config import step_layout
+from minipar.train.recording import Recorder
+from minipar.train.settings import TrainConfig
+from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 
 STEPS = 20
@@ -100,13 +103,13 @@ def look_at_rank(comm, config: TrainConfig, tokens: Tokens, record: str | None) 
     results = []
     with ledger.recording():
         trainer = trainer_for(config, tokens, comm)
-        if record is not None:
-            trainer.start_record(record)
+        recorder = None if record is None else Recorder(trainer, record)
         verifier = Verifier(trainer)
         for result in trainer.train():
             results.append(result)
             verifier.check(result)
-            trainer.recording = trainer.recording and len(results) < RECORDED
+            if recorder is not None and len(results) == RECORDED:
+                recorder.stop()
             sent = {axis: comm.traffic.bytes(axis=axis) for axis in trainer.mesh.AXES}
             comm.traffic.reset()
     place = trainer.mesh.coordinates

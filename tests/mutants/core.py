@@ -21,7 +21,7 @@ MUTANTS = [
         ("hints: a flag that the command does not have", "or name in known:", "or name != known:"),
     ),
     *mistakes(
-        "minipar/errors.py",
+        "minipar/cli.py",
         "test_errors.py test_hints.py",
         ("parser: a missing flag hides the misspelt one", "if self.unknown:  # probably", "if False:  # probably"),
         ("parser: a choice has no suggestion", "{error.message}{did_you_mean(near)}", "{error.message}"),

@@ -74,27 +74,27 @@ MUTANTS = [
     *mistakes(
         "minipar/train/trainer.py",
         TESTS,
-        ("loss scale: gradients keep it", "xp.multiply(p.grad, 1 / self.loss_scale, out=p.grad)", "p.grad"),
-        ("loss scale: not applied", "self.loss_scale / self.tokens_per_step))", "1 / self.tokens_per_step))"),
-        ("loss scale: an overflow does not halve it", "(2 if finite else 0.5)", "(2 if finite else 1)"),
+        ("loss scale: not applied", "self.scaler.scale / self.tokens_per_step))", "1 / self.tokens_per_step))"),
+    ),
+    *mistakes(
+        "minipar/train/balance.py",
+        TESTS,
+        ("loss scale: not of the auxiliary loss", "loss_scale * self.flags.aux_loss", "self.flags.aux_loss"),
+    ),
+    *mistakes(
+        "minipar/train/precision.py",
+        TESTS,
+        ("loss scale: gradients keep it", "xp.multiply(p.grad, 1 / self.scale, out=p.grad)", "p.grad"),
+        ("loss scale: an overflow does not halve it", "self.scale /= 2", "self.scale /= 1"),
         ("loss scale: it never doubles", "self.good_steps == GOOD_STEPS", "False"),
-        (
-            "loss scale: not of the auxiliary loss",
-            "self.loss_scale * self.config.model.aux_loss",
-            "self.config.model.aux_loss",
-        ),
-        (
-            "loss scale: a resumed run starts again",
-            '"loss_scale", (self.loss_scale, 0)',
-            '"none", (self.loss_scale, 0)',
-        ),
-        ("overflow: a resumed run counts from 0 again", 'checkpoint.manifest.get("skipped", 0)', "0"),
+        ("loss scale: a resumed run starts again", '"loss_scale", (self.scale, 0)', '"none", (self.scale, 0)'),
+        ("overflow: a resumed run counts from 0 again", 'saved.get("skipped", 0)', "0"),
         (
             "overflow: a finite loss is enough",
             "math.isfinite(loss) and math.isfinite(grad_norm)",
             "math.isfinite(loss)",
         ),
-        ("overflow: fp16 does not skip", 'self.loss_scale >= 1 if run.dtype == "float16" else run', "run"),
+        ("overflow: fp16 does not skip", "self.is_fp16 or run.skip_nonfinite", "run.skip_nonfinite"),
     ),
     *mistakes(
         "minipar/train/checkpoint.py",

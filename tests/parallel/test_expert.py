@@ -21,8 +21,10 @@ from minipar.parallel.memory import FLOAT64, model_state
 from minipar.parallel.parallelize import shard
 from minipar.parallel.traffic import predicted_traffic
 from minipar.parallel.zero_optimizer import ZeroOptimizer
+from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.recording import Recorder
+from minipar.train.trainer import Trainer
 from visualize.differences import compare
 
 E, H, F = 12, 8, 10  # a layer: experts, hidden, inner size
@@ -436,7 +438,7 @@ def test_compare_names_expert_gradients_times_p(tmp_path):
 
         def program(comm, kind=kind):
             trainer = trainer_for(config, TEXT, comm, kind)
-            trainer.start_record(str(tmp_path / kind.__name__))
+            Recorder(trainer, str(tmp_path / kind.__name__))
             trainer.step(0)
 
         run_local(2, program)

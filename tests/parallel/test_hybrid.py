@@ -19,8 +19,9 @@ from minipar.parallel.parallelize import fully_shard, shard
 from minipar.parallel.traffic import dp_bytes, replica_bytes
 from minipar.train.checkpoint import Checkpoint, checksum, same_sums
 from minipar.train.data import load_tokens
+from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice, train_on_one_device
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.trainer import Trainer
 
 # Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.
 SHAPE = "--layers 1 --hidden 13 --heads 1 --seq-len 11 --dtype float64 --weight-decay 0.1 --steps 3 --clip-grad 0.5"

@@ -6,7 +6,7 @@ from training import trainer_for
 
 from minipar.comm import run_local
 from minipar.train.config import parse, resolve
-from minipar.train.trainer import step_layout
+from minipar.train.from_config import step_layout
 
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB} --global-batch 8"
 LAYOUTS = {

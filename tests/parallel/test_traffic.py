@@ -21,7 +21,7 @@ from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.traffic import bucket_elements, dp_bytes, end_gathers, pp_bytes, predicted_traffic, tp_bytes
 from minipar.train.config import schedule_of
-from minipar.train.trainer import make_model, step_layout
+from minipar.train.from_config import make_model, step_layout
 
 AXES = ("dp", "cp", "tp", "pp")
 SHAPE = f"--layers 5 --hidden 20 --heads 4 --seq-len 8 --vocab-size {VOCAB}"

@@ -31,7 +31,7 @@ from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
-from minipar.train.config import ModelConfig
+from minipar.train.settings import ModelConfig
 from minipar.train.trainer import Trainer
 
 RECORD = json.loads((Path(__file__).parent / "recorded" / "calibration.json").read_text())

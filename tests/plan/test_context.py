@@ -23,7 +23,7 @@ from minipar.plan.model import find_model
 from minipar.plan.rank_bytes import context_buffer, layer_activations, memory, rank_parameters, volume
 from minipar.plan.search import LEAST_TOKENS, SearchSpace, judge, layouts, plan
 from minipar.plan.step_time import hop_seconds, step_time, tied_seconds
-from minipar.train.trainer import step_layout
+from minipar.train.from_config import step_layout
 
 LLAMA = find_model("llama-3-8b")
 LONG = 131_072

@@ -24,7 +24,7 @@ from minipar.plan.rank_bytes import layer_activations, memory, rank_experts, ran
 from minipar.plan.report import complexity
 from minipar.plan.search import SearchSpace, judge, layouts, plan
 from minipar.plan.step_time import step_time
-from minipar.train.trainer import step_layout
+from minipar.train.from_config import step_layout
 
 MIXTRAL = find_model("mixtral-8x7b")
 H100S = Cluster(GPUS["h100"], 64)

@@ -10,7 +10,8 @@ from sampled import sampled
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.plan.cluster import AlphaBeta, model_clock_cluster
 from minipar.plan.step_time import step_time
-from minipar.train.config import DataConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig, resolve
+from minipar.train.config import resolve
+from minipar.train.settings import DataConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
 
 INSIDE, BETWEEN = AlphaBeta(3e-6, 1 / 2e9), AlphaBeta(14e-6, 1 / 0.5e9)
 QUICK, SLOW = 1e9, 1e10  # FLOP/s

@@ -18,9 +18,10 @@ from minipar.nn import GPTConfig
 from minipar.nn.moe import moe_layers
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import parse, resolve, shape_of, with_shape
+from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice
 from minipar.train.progress import Metrics
-from minipar.train.trainer import Trainer, step_layout
+from minipar.train.trainer import Trainer
 
 E = 6
 SHAPE = f"--model mixtral --layers 3 --hidden 16 --heads 4 --kv-heads 2 --ffn 12 --seq-len 8 --vocab-size {VOCAB}"

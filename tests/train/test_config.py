@@ -6,7 +6,8 @@ import pytest
 
 from minipar.errors import UsageError
 from minipar.nn import GPTConfig
-from minipar.train.config import TrainConfig, check, flags, inside, parse, resolve, with_shape
+from minipar.train.config import check, inside, parse, resolve, with_shape
+from minipar.train.settings import CHOICES, EXPECTED, FOR_MODELS, INTERVALS, NEEDS, SIZES, TrainConfig, flags
 
 
 def config_of(argv: str, rank: int = 0) -> TrainConfig:
@@ -82,8 +83,9 @@ def test_every_flag_arrives_where_it_belongs():
 
 
 def test_what_a_flag_needs_is_a_flag_too():
-    own = {flag: field.metadata.get("needs") for _, field, flag, _ in flags(TrainConfig())}
-    assert {needs.split()[0] for needs in own.values() if needs} < set(own)
+    own = {flag for _, _, flag, _ in flags(TrainConfig())}
+    assert {needs.split()[0] for needs in NEEDS.values()} < own
+    assert own > {*NEEDS, *CHOICES, *INTERVALS, *EXPECTED, *FOR_MODELS, *SIZES}
 
 
 def test_the_configuration_cannot_be_changed():

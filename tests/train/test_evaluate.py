@@ -13,7 +13,8 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.train.config import parse, resolve
 from minipar.train.data import SAMPLES, Tokens, hold_out, load_tokens
-from minipar.train.trainer import DIGITS, Trainer
+from minipar.train.evaluate import DIGITS, validation_loss
+from minipar.train.trainer import Trainer
 
 SHAPE = "--layers 4 --hidden 24 --heads 4 --seq-len 8 --global-batch 24 --steps 2 --eps 1e-5 --dropout 0.1"
 FLAGS = f"{SHAPE} --dtype float64 --reduction ordered --eval-every 1"
@@ -50,7 +51,7 @@ def train(flags, steps=2):
         for step in range(steps):
             result = trainer.step(step)
             results.append((result.loss, result.grad_norm))
-            losses.append(trainer.validation_loss(evaluation) if evaluation is not None else None)
+            losses.append(validation_loss(trainer, evaluation) if evaluation is not None else None)
         return results, losses
 
     return run_local(ranks_of(config), rank)
@@ -74,7 +75,7 @@ def test_the_validation_loss_is_the_models_mean_loss():
     trainer = Trainer(config, DeviceMesh(serial()), tokens)
     inputs = np.stack([evaluation.tokens.ids[s : s + 8] for s in evaluation.starts]).astype(np.int64)
     targets = np.stack([evaluation.tokens.ids[s + 1 : s + 9] for s in evaluation.starts]).astype(np.int64)
-    assert trainer.validation_loss(evaluation) == pytest.approx(trainer.model.loss(inputs, targets).item(), rel=1e-9)
+    assert validation_loss(trainer, evaluation) == pytest.approx(trainer.model.loss(inputs, targets).item(), rel=1e-9)
     assert len(evaluation.starts) == 62 and len(evaluation.tokens.ids) == 500
 
 
@@ -85,7 +86,7 @@ def test_losses_are_added_in_the_order_of_the_samples():
     trainer = trainer_for(config, tokens)
     losses = iter([1e16, 1.0, -1e16, 1.0, *[0.0] * 58])
     trainer.model.loss_sum = lambda x, y: Tensor(np.array(next(losses)))
-    assert trainer.validation_loss(evaluation) == pytest.approx(1 / (62 * 8), rel=1e-9)
+    assert validation_loss(trainer, evaluation) == pytest.approx(1 / (62 * 8), rel=1e-9)
 
 
 @pytest.mark.parametrize("flags", ["--dp 2 --zero-stage 3", "--pp 2 --microbatches 2"])

@@ -17,8 +17,8 @@ from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
 from minipar.nn.pretrained import load_config, load_pretrained, save_pretrained
 from minipar.parallel.traffic import predicted_traffic
 from minipar.train.config import parse, resolve, with_shape
+from minipar.train.from_config import make_model, step_layout
 from minipar.train.progress import describe, write_export
-from minipar.train.trainer import make_model, step_layout
 
 SHAPE = f"--model llama --layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq-len 8 --vocab-size {VOCAB}"
 RUN = "--global-batch 4 --microbatches 2 --dtype float64 --steps 2 --eps 1e-5 --reduction ordered"

@@ -15,8 +15,8 @@ from minipar.errors import UsageError
 from minipar.nn import MixtralConfig
 from minipar.nn.pretrained import load_config, load_pretrained
 from minipar.train.config import parse, with_shape
+from minipar.train.from_config import make_model
 from minipar.train.progress import describe, write_export
-from minipar.train.trainer import make_model
 
 SHAPE = "--model mixtral --layers 2 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --experts 4 --top-k 2 --seq-len 8"
 SHAPE += f" --vocab-size {VOCAB}"

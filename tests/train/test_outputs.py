@@ -13,8 +13,9 @@ from launcher import ROOT, run_each, run_mpi
 from minipar.errors import UsageError, printable
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
-from minipar.train.config import TrainConfig, parse
+from minipar.train.config import parse
 from minipar.train.progress import Metrics, prepare_outputs, progress_stream, write_export
+from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult
 from visualize.measurements import read_metrics
 

@@ -14,8 +14,9 @@ from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.train.__main__ import train
 from minipar.train.checkpoint import checksum
+from minipar.train.precision import GOOD_STEPS, LOSS_SCALE
 from minipar.train.progress import Metrics, Progress
-from minipar.train.trainer import GOOD_STEPS, LOSS_SCALE, Trainer
+from minipar.train.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 SHAPE = f"--layers 4 --hidden 12 --heads 2 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 3 --lr 1e-2"
@@ -32,14 +33,14 @@ class Overflowing(Trainer):
     bad: Sequence[int] = (1,)  # steps
 
     def backward_microbatch(self, step, replica, microbatch):
-        scale = self.loss_scale
-        self.loss_scale = np.inf if step in self.bad and self.mesh.world.rank == self.where else scale
+        scale = self.scaler.scale
+        self.scaler.scale = np.inf if step in self.bad and self.mesh.world.rank == self.where else scale
         loss = super().backward_microbatch(step, replica, microbatch)
-        self.loss_scale = scale
+        self.scaler.scale = scale
         return loss
 
-    def _run_schedule(self, step, *others):
-        loss = super()._run_schedule(step, *others)
+    def _pipeline_backward(self, step):
+        loss = super()._pipeline_backward(step)
         if step == 1 and self.mesh.world.rank == self.where:
             self.ddp.parameters()[0].grad[...] = np.inf
         return loss
@@ -66,7 +67,7 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(axis, where):
         for result in trainer.train():
             states.append([p.data.tobytes() for p in trainer.ddp.parameters()])
             assert result.skipped == (result.step >= 1)
-        assert trainer.loss_scale == LOSS_SCALE / 2 and trainer.optimizer.steps == 2
+        assert trainer.scaler.scale == LOSS_SCALE / 2 and trainer.optimizer.steps == 2
         return states[0] == states[1] != states[2]
 
     assert all(run_local(ranks_of(config), rank))
@@ -81,16 +82,20 @@ def test_a_scale_below_1_ends_the_run():
 
 def test_the_scale_doubles_after_enough_good_steps():
     trainer = trainer_for(config_of("--dtype fp16"), TEXT)
-    trainer.good_steps = GOOD_STEPS - 2
-    scales = [trainer.loss_scale for step in range(3) for _ in [trainer.step(step)]]
-    assert scales == [LOSS_SCALE, 2 * LOSS_SCALE, 2 * LOSS_SCALE] and trainer.good_steps == 1
+    trainer.scaler.good_steps = GOOD_STEPS - 2
+    scales = [trainer.scaler.scale for step in range(3) for _ in [trainer.step(step)]]
+    assert scales == [LOSS_SCALE, 2 * LOSS_SCALE, 2 * LOSS_SCALE] and trainer.scaler.good_steps == 1
 
 
 def test_the_scale_starts_at_2_to_the_16_and_doubles_after_2000():
     """The figures of docs/command-line.md, of which the other tests use the names."""
     assert (LOSS_SCALE, GOOD_STEPS) == (65536.0, 2000)
-    assert trainer_for(config_of("--dtype fp16"), TEXT).loss_scale == 65536.0
-    assert trainer_for(config_of("--dtype bf16"), TEXT).loss_scale == trainer_for(config_of(""), TEXT).loss_scale == 1.0
+    assert trainer_for(config_of("--dtype fp16"), TEXT).scaler.scale == 65536.0
+    assert (
+        trainer_for(config_of("--dtype bf16"), TEXT).scaler.scale
+        == trainer_for(config_of(""), TEXT).scaler.scale
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("flags", ["--dtype fp16", "--skip-nonfinite"])
@@ -112,7 +117,7 @@ def test_the_scale_changes_no_gradient(model):
     states = []
     for scale in (LOSS_SCALE, LOSS_SCALE / 2):
         trainer = trainer_for(config_of(f"--dtype fp16 {model}"), TEXT)
-        trainer.loss_scale = scale
+        trainer.scaler.scale = scale
         trainer.step(0)
         states.append([p.grad.astype("float32") for p in trainer.ddp.parameters()])
     assert all(np.allclose(a, b, rtol=2**-9, atol=1e-9) for a, b in zip(*states, strict=True))
@@ -123,7 +128,7 @@ def test_a_resumed_run_keeps_its_loss_scale(tmp_path):
     kind = type("Overflowing", (Overflowing,), {"where": 1})
     on_each_rank(config, TEXT, lambda trainer, _: trainer.save(tmp_path, 3), kind)
     config = config_of(f"--dp 2 --dtype fp16 --steps 4 --resume {tmp_path}")
-    scales = on_each_rank(config, TEXT, lambda trainer, _: (trainer.loss_scale, trainer.good_steps))
+    scales = on_each_rank(config, TEXT, lambda trainer, _: (trainer.scaler.scale, trainer.scaler.good_steps))
     assert scales == [(LOSS_SCALE / 2, 2)] * 2
 
 

@@ -20,8 +20,9 @@ from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_config, load_pretrained, save_pretrained
 from minipar.train import __main__ as program
 from minipar.train import trainer as trainer_module
-from minipar.train.config import with_shape, with_values
+from minipar.train.config import with_shape
 from minipar.train.data import Tokens
+from minipar.train.settings import with_values
 from minipar.train.trainer import Trainer
 
 STEPS = 5

@@ -25,7 +25,8 @@ from minipar.parallel.traffic import predicted_traffic
 from minipar.train.checkpoint import continued, find_checkpoint
 from minipar.train.config import parse
 from minipar.train.data import hold_out
-from minipar.train.trainer import step_layout
+from minipar.train.evaluate import validation_loss
+from minipar.train.from_config import step_layout
 
 SHAPE = f"--layers 4 --hidden 12 --heads 2 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 3 --lr 1e-2"
 LAYOUTS = [
@@ -222,7 +223,7 @@ def test_the_validation_loss_is_the_same_in_every_layout(layout, dtype):
     def losses(flags):
         config = config_of(f"{flags} --dtype {dtype} --eval-every 1")
         tokens, evaluation = hold_out(config, TEXT)
-        return on_each_rank(config, tokens, lambda trainer, _: trainer.validation_loss(evaluation))
+        return on_each_rank(config, tokens, lambda trainer, _: validation_loss(trainer, evaluation))
 
     assert set(losses(layout)) == set(losses("--dp 1"))
 

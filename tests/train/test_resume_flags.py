@@ -10,8 +10,9 @@ from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
 from minipar.train.checkpoint import MUST_AGREE, TAKEN, continued, find_checkpoint
-from minipar.train.config import TrainConfig, flags, parse, resolve
+from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.settings import TrainConfig, flags
 from minipar.train.trainer import Trainer
 
 # No flag has its default; those of the evaluation are resumed in test_evaluate.py.

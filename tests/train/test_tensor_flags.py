@@ -13,8 +13,8 @@ from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import load_pretrained, save_pretrained
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.from_config import make_model
 from minipar.train.one_device import train_on_one_device
-from minipar.train.trainer import make_model
 
 TRAIN = ["-m", "minipar.train"]
 MODEL = "--layers 2 --hidden 32 --heads 4 --seq-len 16 --global-batch 8 --dtype float64".split()

@@ -1,5 +1,8 @@
 """Claims about the trainer: any number of ranks trains what one device trains, and `verify` notices when not."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from training import Proxy, chunk_of, talk_through, verified
@@ -10,8 +13,9 @@ from minipar.parallel.context import context_parallel
 from minipar.parallel.ddp import DistributedDataParallel
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.from_config import make_model
 from minipar.train.one_device import train_on_one_device
-from minipar.train.trainer import Trainer, make_model
+from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 
 SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-len 8 --steps 3 --dtype float64"
@@ -179,20 +183,21 @@ def test_verify_catches_replicas_of_shards_that_differ():
 def seconds_on_the_model_clock(bucket_bytes):
     """Each rank's end of three steps, on a network that takes about as long as backward."""
 
-    class OtherBuckets(Trainer):
-        def _parallelize(self):
-            sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
-            self.pipeline, self.context = None, context_parallel(self.model, self.mesh.cp)
-            self.ddp = DistributedDataParallel(self.model, self.mesh.dp, **sizes)
+    def other_buckets(config, mesh, model):
+        sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+        context = context_parallel(model, mesh.cp)
+        ddp = DistributedDataParallel(model, mesh.dp, **sizes)
+        return SimpleNamespace(ddp=ddp, context=context, pipeline=None), None
 
     config = config_for("--global-batch 8 --layers 4", 4)
 
     def rank(comm):
-        for _ in OtherBuckets(config, DeviceMesh(comm), TOKENS).train():
+        for _ in Trainer(config, DeviceMesh(comm), TOKENS).train():
             pass
         return comm.clock.now()
 
-    return run_local(4, rank, clock="model", network=Network(alpha=1e-9, beta=2e-11))
+    with patch("minipar.train.trainer.apply_strategies", other_buckets):
+        return run_local(4, rank, clock="model", network=Network(alpha=1e-9, beta=2e-11))
 
 
 def test_buckets_overlap_backward_on_the_model_clock():

@@ -112,6 +112,13 @@ def test_a_norm_that_is_not_finite_ends_the_run(value, tmp_path, monkeypatch, ca
     assert "step 1/2" in capsys.readouterr().out
 
 
+def test_values_that_an_exports_dtype_cannot_hold_are_refused(tmp_path, monkeypatch):
+    """One step moves each parameter by about the learning rate, which is more than fp16 can hold."""
+    flags = f"--lr 1e6 --steps 1 --export {tmp_path}/model --export-dtype fp16"
+    with pytest.raises(UsageError, match=r"--export: \S+ has values that are too large for float16"):
+        run_program(flags, 1, tmp_path, monkeypatch)
+
+
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 

@@ -123,8 +123,8 @@ def test_one_ulp_of_the_state_fails_after_any_step(what, when):
     ("change", "flags", "name"),
     [
         (lambda trainer: setattr(trainer.optimizer, "steps", 0), "--dp 2", "optimizer steps is"),
-        (lambda trainer: setattr(trainer, "loss_scale", 1.0), "--dp 2 --dtype fp16", "loss scale is"),
-        (lambda trainer: setattr(trainer, "skipped", 7), "--dp 2 --dtype fp16", "skipped steps is"),
+        (lambda trainer: setattr(trainer.scaler, "scale", 1.0), "--dp 2 --dtype fp16", "loss scale is"),
+        (lambda trainer: setattr(trainer.scaler, "skipped", 7), "--dp 2 --dtype fp16", "skipped steps is"),
         (lambda trainer: nudge(trainer.moes[1].bias), "--dp 2 --model mixtral --router-bias 0.1", "bias of layer 1"),
     ],
 )  # fmt: skip
@@ -222,10 +222,10 @@ def test_in_2_bytes_the_rounding_is_measured_not_assumed(dtype, kind):
 class MiscountsLoads(Trainer):
     """Rank 0 counts three assignments for the wrong expert."""
 
-    def _balance(self):
+    def update(self, *args):
         if self.mesh.world.rank == 0:
             self.moes[0].load[:2] += [3, -3]
-        return super()._balance()
+        return super().update(*args)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bf16"])
@@ -241,7 +241,7 @@ def test_loads_of_experts_are_counts(dtype):
         (lambda trainer: nudge(trainer.optimizer.exp_avg[0]), "--dp 2"),
         (lambda trainer: nudge(trainer.optimizer.exp_avg_sq[-1]), "--tp 2"),
         (lambda trainer: nudge(trainer.moes[0].bias), "--dp 2 --model mixtral --router-bias 0.1"),
-        (lambda trainer: setattr(trainer, "good_steps", 9), "--dp 2 --dtype fp16"),
+        (lambda trainer: setattr(trainer.scaler, "good_steps", 9), "--dp 2 --dtype fp16"),
     ],
 )
 def test_copies_of_the_state_on_other_ranks_are_compared(change, flags):
@@ -288,7 +288,7 @@ def too_large_a_scale(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overflows")
     trainer = trainer_for(config_for(f"{SHAPE} --dtype fp16 --steps 1"), TEXT)
     trainer.step(0)
-    trainer.loss_scale = 2.0**26
+    trainer.scaler.scale = 2.0**26
     trainer.save(folder, 1)
     return folder
 
@@ -317,11 +317,11 @@ class Overflowing:
     """One device whose gradient overflows if its loss scale is larger than `most`."""
 
     def __init__(self, most):
-        self.most, self.loss_scale, self.moes = most, 1.0, []
+        self.most, self.scaler, self.moes = most, SimpleNamespace(scale=1.0), []
         self.config = SimpleNamespace(run=SimpleNamespace(dtype="float64"))
 
     def compute_gradient(self, step):
-        self.gradient = np.array([np.inf if self.loss_scale > self.most else 2.0])
+        self.gradient = np.array([np.inf if self.scaler.scale > self.most else 2.0])
         return 3.0
 
     def state_dict(self, gradients):
@@ -341,7 +341,7 @@ class Overflowing:
 def test_an_overflow_is_one_devices_but_for_roundings(ranks, most, words):
     check = GradientCheck(Overflowing(most), exact=False, loads=False)
     assert check.problem(0, quantities(3.0, {"w": np.array([ranks])}, np.zeros(0))) == words
-    assert check.device.loss_scale == 1.0
+    assert check.device.scaler.scale == 1.0
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
@@ -354,7 +354,11 @@ class Device(SimpleNamespace):
         parameter = SimpleNamespace(data=np.array([value, 2.0]), dtype="float64")
         config = SimpleNamespace(run=SimpleNamespace(dtype="float64"))
         super().__init__(
-            config=config, loss_scale=1.0, moes=[], gradient=gradient, optimizer=SimpleNamespace(parameters=[parameter])
+            config=config,
+            scaler=SimpleNamespace(scale=1.0),
+            moes=[],
+            gradient=gradient,
+            optimizer=SimpleNamespace(parameters=[parameter]),
         )
 
     def compute_gradient(self, step):

@@ -1,0 +1,63 @@
+"""The validation loss, which is the same in every layout."""
+
+from typing import Any
+
+import numpy as np
+
+from minipar.autograd import Tensor, no_grad
+from minipar.backend import from_host, xp
+from minipar.train.data import Evaluation
+from minipar.train.trainer import Trainer
+
+DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # significant ones of the loss
+
+
+def validation_loss(trainer: Trainer, evaluation: Evaluation) -> float:
+    """Return the mean loss in nats per token of the evaluation's samples, the same in every layout.
+
+    Collective. Each sample is a batch of its own, so its loss has the same bits on whichever rank
+    it is computed, and losses are added in the order of the samples. Only tensor parallelism adds
+    in another order, within its products of matrices. The loss is therefore rounded to DIGITS; two
+    losses beside a rounding boundary can still differ, by one in the last digit. Sends what forward
+    sends with B = 1, for each sample, and the losses (8 bytes per sample) over dp and pp.
+    """
+    dp = trainer.mesh.dp
+    count = len(evaluation.starts)
+    length = trainer.config.model.seq_len
+    rounds = -(-count // dp.size)
+    losses = np.zeros(rounds * dp.size)
+    with no_grad():  # outside of `dropping`, so dropout is off
+        # Every rank computes the same number of samples, because ZeRO stage 3 gathers parameters in
+        # each.
+        for sample in range(dp.rank, len(losses), dp.size):
+            start = evaluation.starts[min(sample, count - 1)]
+            window = evaluation.tokens.read(start + np.arange(length + 1))
+            inputs = trainer.context.part(window[None, :-1])  # (1, T/c)
+            targets = trainer.context.part(window[None, 1:])
+            losses[sample] = sample_loss(trainer, inputs, targets)
+    trainer.mesh.dp_cp.all_reduce(losses, algorithm="ordered")
+    trainer.mesh.pp.all_reduce(losses, algorithm="ordered")
+    total = np.cumsum(losses[:count])[-1]  # adds from left to right; sum would add in pairs
+    return float(f"{total / (count * length):.{DIGITS[trainer.config.run.dtype]}g}")
+
+
+def sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> float:
+    """Return the summed loss of one sample, (1, T) inputs and targets; 0 on a rank without the last stage."""
+    if trainer.pipeline is None or trainer.executor is None:
+        return trainer.model.loss_sum(from_host(inputs), from_host(targets)).item()
+    comm = trainer.pipeline.comm
+    executor = trainer.executor
+    home = executor.schedule.home  # the rank of each stage
+    last = len(home) - 1
+    x: Any = from_host(inputs)
+    for number, stage in sorted(trainer.pipeline.stages.items()):
+        if number > 0 and home[number - 1] != comm.rank:
+            received = xp.empty((1, *executor.shape[1:]), dtype=executor.dtype)
+            x = Tensor(comm.irecv(received, home[number - 1], number).wait())
+        for part in stage.parts:
+            x = part.run(x)
+        if number < last and home[number + 1] != comm.rank:
+            comm.isend(xp.ascontiguousarray(x.data), home[number + 1], number + 1).wait()
+    if home[last] != comm.rank:
+        return 0.0
+    return trainer.model.criterion(x, from_host(targets)).item()
