@@ -4,7 +4,7 @@ from minipar.comm.algorithms import chunk_bounds, fold, place_bounds
 
 
 class Traffic:
-    """The account of one rank, without 8-byte clock headers and `algorithm="mpi"`: MPI does not say what it sends."""
+    """The account of one rank, without the 8-byte headers of logical clocks."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}  # (operation, axis): [messages, bytes]
@@ -29,7 +29,7 @@ class Traffic:
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:
-    """Return the bytes that `rank` sends: the elements of `sent`. ValueError for "auto" and "mpi"."""
+    """Return the bytes that `rank` sends: the elements of `sent`. ValueError for "auto"."""
     return sent(op, algorithm, n, p, rank, root)[1] * itemsize
 
 
@@ -39,7 +39,7 @@ def messages(op: str, algorithm: str, p: int, rank: int, root: int = 0) -> int:
 
 
 def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> tuple[int, int]:
-    """Return the messages and the elements that `rank` sends. ValueError for "auto" and "mpi".
+    """Return the messages and the elements that `rank` sends. ValueError for "auto".
 
     n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and all_to_all, of out for
     all_gather. A resting rank sends one message. The rank that has its place returns the result in one message more.
