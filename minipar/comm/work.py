@@ -138,6 +138,12 @@ class Stream:
         self.engine.recent.append((self.axis, tag))
         return tag
 
+    def abandon(self) -> None:
+        """Forget the operations under way after an error, so that other streams do not raise it again."""
+        if self.queue:
+            self.queue.clear()
+            self.engine.streams.remove(self)
+
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Return memory for `count` elements, the same for all operations: they run one after the other."""
         view = self._views.get((count, dtype))
@@ -184,20 +190,25 @@ class Work:
 
         With `async_op`, run only as far as messages have arrived, and return this Work.
         """
-        while not self.done:
-            work = self if self.is_message else self.stream.queue[0]
-            if work.missing is None or work.missing.test():
-                work.missing = None
-                for request in work.requests:
-                    if not request.test():
-                        work.missing = request
-                        break
+        try:
+            while not self.done:
+                work = self if self.is_message else self.stream.queue[0]
+                if work.missing is None or work.missing.test():
+                    work.missing = None
+                    for request in work.requests:
+                        if not request.test():
+                            work.missing = request
+                            break
+                    else:
+                        work.finish()
+                elif async_op:
+                    return self
                 else:
-                    work.finish()
-            elif async_op:
-                return self
-            else:
-                self.stream.engine.wait(work.missing)
+                    self.stream.engine.wait(work.missing)
+        except BaseException:
+            if not self.is_message:
+                self.stream.abandon()
+            raise
         return self if async_op else self._result
 
     def finish(self) -> None:
