@@ -41,7 +41,13 @@ from functools import partial
 import numpy as np
 
 from chapters.support.caught import catcher
-from chapters.support.watch_collectives import count_calls, measure_all_reduce, timeline, watch_blocks
+from chapters.support.watch_collectives import (
+    count_calls,
+    measure_all_reduce,
+    mpis_own_all_reduce,
+    timeline,
+    watch_blocks,
+)
 from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes
 from minipar.comm.algorithms import (
     ordered_reduce_scatter,
@@ -409,10 +415,13 @@ if rank == 0:
 # %%
 everybody = [contribution(r, n) for r in range(p)]
 expected = left_to_right(everybody)
-names = [name for name in ALGORITHMS["all_reduce"] if name != "mpi" or comm.transport.launcher == "mpirun"]
+names = list(ALGORITHMS["all_reduce"])
+if comm.transport.launcher == "mpirun":
+    names.append("mpi")  # MPI's own, called with mpi4py
 results = {}
 for name in names:
-    results[name] = comm.all_reduce(contribution(rank, n), algorithm=name)
+    x = contribution(rank, n)
+    results[name] = mpis_own_all_reduce(comm, x) if name == "mpi" else comm.all_reduce(x, algorithm=name)
     assert len(set(comm.all_gather_bytes(results[name].tobytes()))) == 1 or name == "mpi"  # MPI does not promise it
     assert np.abs(results[name] - expected).max() < 1e-5 * np.abs(expected).max()
     say(f"  {name:20} {(results[name] != expected).sum():6,} of {n:,} sums differ from left to right")

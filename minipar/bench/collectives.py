@@ -66,7 +66,7 @@ def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.
     before = comm.traffic.bytes(op)
     seconds = _timed(ours, 1)
     sent = comm.traffic.bytes(op) - before
-    expected = None if runs == "mpi" else wire_bytes(op, runs, n, dtype.itemsize, comm.size, comm.rank)
+    expected = wire_bytes(op, runs, n, dtype.itemsize, comm.size, comm.rank)
     if theirs is not None:
         theirs()
         seconds = max(seconds, _timed(ours, 1))
@@ -88,8 +88,8 @@ def measure(comm: Communicator, op: str, algorithm: str, nbytes: int, dtype: np.
         "seconds": median,
         "mpi_seconds": mpi_median,
         "ratio": median / mpi_median if mpi_median else None,
-        "wire_bytes": None if runs == "mpi" else int(largest(comm, sent)),
-        "wire_bytes_expected": None if expected is None else int(largest(comm, expected)),
+        "wire_bytes": int(largest(comm, sent)),
+        "wire_bytes_expected": int(largest(comm, expected)),
     }
 
 

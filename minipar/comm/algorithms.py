@@ -3,6 +3,7 @@
 A generator posts messages with `link.isend(array, dest)` and `link.irecv(array, source)` and yields the requests that
 must be done before it continues. Messages from one rank to another arrive in the order in which they were sent. Who
 drives the generator (work.py) decides how to wait, so the same lines serve the blocking call and the asynchronous one.
+`chain` makes one algorithm of several that run one after another.
 
 Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs alpha, a byte beta,
 and adding a byte gamma. Algorithms for a power of two `fold` the extra ranks first. NB: arithmetic is done in the
@@ -11,7 +12,7 @@ array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -186,8 +187,8 @@ def ring_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Com
 def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Set x = the sum: reduce-scatter, then all-gather. 2(p-1) alpha + 2n(p-1)/p beta + n(p-1)/p gamma."""
     # The result may overwrite this rank's own chunk: the reduce-scatter reads that chunk last, when it writes it.
-    yield from ring_reduce_scatter(link, x, chunks(x, link.size)[link.rank], combine)
-    yield from ring_all_gather(link, x)
+    own = chunks(x, link.size)[link.rank]
+    return chain(ring_reduce_scatter(link, x, own, combine), ring_all_gather(link, x))
 
 
 def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
@@ -250,9 +251,7 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
 
     2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds 2 messages of n.
     """
-    yield from _halve(link, x, combine)
-    yield from gather_places(link, x)
-    yield from unfold(link, x, x)
+    return chain(_halve(link, x, combine), gather_places(link, x), unfold(link, x, x))
 
 
 def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
@@ -298,8 +297,8 @@ def ordered_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: 
 
 def ordered_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Set x = x_0 + x_1 + ... + x_{p-1}, added from left to right, at the ring's cost in two rounds of messages."""
-    yield from ordered_reduce_scatter(link, x, chunks(x, link.size)[link.rank], combine)
-    yield from pairwise_all_gather(link, x)
+    own = chunks(x, link.size)[link.rank]
+    return chain(ordered_reduce_scatter(link, x, own, combine), pairwise_all_gather(link, x))
 
 
 GENERATORS: dict[tuple[str, str], Callable[..., Steps]] = {  # by operation and algorithm

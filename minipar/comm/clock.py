@@ -42,7 +42,8 @@ class Clock:
     ticks: Callable[[], float]  # what moves it between communication calls
 
     def __init__(self) -> None:
-        self._time, self._mark = 0.0, self.ticks()
+        self._time = 0.0
+        self._mark = self.ticks()
 
     def now(self) -> float:
         """Return the present time."""
@@ -51,13 +52,16 @@ class Clock:
     def resume(self, at: float) -> None:
         """Continue at time `at`, after a communication call. Real time goes on by itself."""
         if self.logical:
-            self._time, self._mark = at, self.ticks()
+            self._time = at
+            self._mark = self.ticks()
 
 
 class WallClock(Clock):
     """Real time: seconds since the last call of `align` (at first, since the clock was made)."""
 
-    name, logical, ticks = "wall", False, staticmethod(time.perf_counter)
+    name = "wall"
+    logical = False
+    ticks = staticmethod(time.perf_counter)
 
     def align(self) -> None:
         """Set the clock to 0."""
@@ -67,13 +71,19 @@ class WallClock(Clock):
 class CpuClock(Clock):
     """Logical time: this thread's CPU time between communication calls. The calls take only what messages impose."""
 
-    name, ticks = "cpu", staticmethod(time.thread_time)
+    name = "cpu"
+    ticks = staticmethod(time.thread_time)
 
 
 class ModelClock(Clock):
     """Logical time that only `advance`, by a cost model's times, and messages move: exact and repeatable."""
 
-    name, ticks = "model", staticmethod(lambda: 0.0)
+    name = "model"
+
+    @staticmethod
+    def ticks() -> float:
+        """Return 0: no time passes by itself."""
+        return 0.0
 
     def __init__(self, flops_per_second: float = 1e12) -> None:
         super().__init__()
@@ -91,7 +101,8 @@ class Tracer:
     """The recorder of one rank's work, as Chrome trace events (trace.py). While off it costs one `if` per operation."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.enabled = clock, False
+        self.clock = clock
+        self.enabled = False
         self.events: list[dict[str, Any]] = []
         self._tracks: dict[str, tuple[int, str]] = {"computation": (0, "computation")}  # key -> (tid, name)
 
@@ -113,19 +124,34 @@ class Tracer:
 
     def slice(self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
         """Record an interval, given in seconds, on a track."""
-        start, end = start * MICROSECONDS, end * MICROSECONDS
-        event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start, "tid": track}
-        self.events.append(event | {"args": arguments} if arguments else event)
+        start *= MICROSECONDS
+        end *= MICROSECONDS
+        event: dict[str, Any] = {"name": name, "cat": category, "ph": "X"}
+        event |= {"ts": start, "dur": end - start, "tid": track}
+        if arguments:
+            event["args"] = arguments
+        self.events.append(event)
 
     def arrow(self, track: int, arrow: str, at: float, nbytes: int | None = None) -> None:
         """Record one end of a message: its start if `nbytes` is given, else its arrival."""
-        kind: dict[str, Any] = {"ph": "f", "bp": "e"} if nbytes is None else {"ph": "s", "args": {"bytes": nbytes}}
-        place = {"id": arrow, "ts": at * MICROSECONDS, "tid": track}
-        self.events.append(kind | {"name": "message", "cat": "message"} | place)
+        event: dict[str, Any]
+        if nbytes is None:
+            event = {"ph": "f", "bp": "e"}
+        else:
+            event = {"ph": "s", "args": {"bytes": nbytes}}
+        event |= {"name": "message", "cat": "message", "id": arrow}
+        event |= {"ts": at * MICROSECONDS, "tid": track}
+        self.events.append(event)
 
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""
-        names = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
-        names += [("thread_name", tid, {"name": name}) for tid, name in self._tracks.values()]
-        metadata = [{"name": name, "ph": "M", "tid": tid, "args": arguments} for name, tid, arguments in names]
-        return [event | {"pid": rank} for event in metadata + self.events]
+        metadata = [
+            ("process_name", 0, {"name": f"rank {rank}"}),
+            ("process_sort_index", 0, {"sort_index": rank}),
+        ]
+        for tid, name in self._tracks.values():
+            metadata.append(("thread_name", tid, {"name": name}))
+        events: list[dict[str, Any]] = []
+        for name, tid, arguments in metadata:
+            events.append({"name": name, "ph": "M", "tid": tid, "args": arguments})
+        return [event | {"pid": rank} for event in events + self.events]

@@ -1,30 +1,35 @@
 """Communicator: the operations of the ranks of a group."""
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, pairwise_all_to_all, ring_all_gather
-from minipar.comm.guards import check_array
+from minipar.comm.guards import check_array, check_counts
+from minipar.comm.link import CountedLink, TimedLink
+from minipar.comm.operation import COMBINE, USER_TAGS, Operation
 from minipar.comm.trace import TimedWork
-from minipar.comm.transport import USER_TAGS, Request, Steps
+from minipar.comm.transport import Link, Steps
 from minipar.comm.work import Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
-COMBINE = {"sum": np.add, "max": np.maximum}
-
-ALGORITHMS = {op: (*[name for other, name in GENERATORS if other == op], "mpi") for op, _ in GENERATORS}
+ALGORITHMS = {op: tuple(name for other, name in GENERATORS if other == op) for op, _ in GENERATORS}
 
 FEW_STEPS_BELOW = 256 * 1024  # bytes of the whole array
 AUTO = {  # by operation: the algorithm for arrays below that size, and from there on
     "all_reduce": ("recursive_doubling", "ordered"),
     "reduce_scatter": ("recursive_halving", "ordered"),
     "all_gather": ("recursive_doubling", "pairwise"),
+    "all_to_all": ("pairwise", "pairwise"),
+    "broadcast": ("binomial", "binomial"),
+    "barrier": ("dissemination", "dissemination"),
 }
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
+CONTROL = Operation("control", "ring", input=NOTHING, output=NOTHING)
 
 Counts = tuple[Sequence[int], Sequence[int]] | None
 Result = Any  # the array, or with async_op the Work whose wait() returns it
@@ -38,11 +43,37 @@ def choose(op: str, algorithm: str, nbytes: int) -> str:
     rank order, at no cost.) Any other name is obeyed at any size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        small, large = AUTO.get(op, (ALGORITHMS[op][0], ALGORITHMS[op][0]))
+        small, large = AUTO[op]
         return small if nbytes < FEW_STEPS_BELOW else large
-    if algorithm not in ALGORITHMS[op]:
-        raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
-    return algorithm
+    if algorithm in ALGORITHMS[op]:
+        return algorithm
+    if algorithm == "mpi":
+        where = "MPI's own collectives are measured by python -m minipar.bench collectives, and called with mpi4py"
+        raise UsageError(f'{op}: algorithm "mpi": {where}; expected auto, {", ".join(ALGORITHMS[op])}')
+    raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
+
+
+def steps_of(link: Link, operation: Operation) -> Steps:
+    """Return the messages of an operation: those of its algorithm, or none on a rank that is alone."""
+    if link.size == 1:
+        if operation.output is not operation.input:
+            operation.output[...] = operation.input
+        return iter(())
+    generator = GENERATORS[operation.name, operation.algorithm]
+    match operation.name:
+        case "barrier":
+            return generator(link)
+        case "all_reduce":
+            return generator(link, operation.output, operation.combine)
+        case "reduce_scatter":
+            return generator(link, operation.input, operation.output, operation.combine)
+        case "all_gather":
+            return generator(link, operation.output)
+        case "all_to_all":
+            chunks_of_both = (operation.sends, operation.receives)
+            return generator(link, operation.input, operation.output, *chunks_of_both)
+        case _:
+            return generator(link, operation.output, operation.root)
 
 
 class Communicator(Stream):
@@ -68,23 +99,27 @@ class Communicator(Stream):
 
     def isend(self, array: Array, dest: int, tag: int = 0) -> Work:
         """Start to send a contiguous array, counted as operation "send". Leave it alone until the Work is done."""
-        return self._message("send", dest, tag, self._flat(array, "send"))
+        host = self._flat(array, "send")
+        work = self._message("send", dest, tag)
+        work.begin(iter([(work.link.isend(host, dest),)]), None)
+        return work
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Work:
         """Start to receive into a contiguous array. `wait()` returns it. A message of another size is an error."""
-        return self._message("recv", source, tag, self._room(array, "recv"), array)
+        host = self._room(array, "recv")
+        work = self._message("recv", source, tag)
+        work.begin(iter([(work.link.irecv(host, source),)]), array)
+        if type(array) is not np.ndarray:
+            work.then(partial(_copy_back, host, array))
+        return work
 
-    def _message(self, op: str, peer: int, tag: int, host: np.ndarray, array: Array | None = None) -> Work:
+    def _message(self, name: str, peer: int, tag: int) -> Work:
+        """Return the Work of one message between users."""
         if not 0 <= peer < self.size:
-            raise ValueError(f"{self.label}, {op}: rank {peer} is not one of the {self.size} ranks")
+            raise ValueError(f"{self.label}, {name}: rank {peer} is not one of the {self.size} ranks")
         if not 0 <= tag < USER_TAGS:
-            raise ValueError(f"{self.label}, {op}: tag {tag} is outside 0..{USER_TAGS - 1}")
-        work = self._kind()(self, op, "", tag)
-        request = work.isend(host, peer) if array is None else work.irecv(host, peer)
-        steps: Iterator[Iterable[Request]] = iter([(request,)])
-        if array is not None and type(array) is not np.ndarray:
-            steps = _copy_back(steps, host, array)
-        return work.start(steps, array)
+            raise ValueError(f"{self.label}, {name}: tag {tag} is outside 0..{USER_TAGS - 1}")
+        return self._work(name, "", tag, is_message=True)
 
     def all_reduce(self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Result:
         """Replace x, of any shape, by the sum (or the maximum) over all ranks. Return x, or a Work.
@@ -92,7 +127,9 @@ class Communicator(Stream):
         Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order, as one device does.
         """
         flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
-        return self._run("all_reduce", algorithm, x, flat, async_op, flat, _combine(op))
+        algorithm = choose("all_reduce", algorithm, flat.nbytes)
+        operation = Operation("all_reduce", algorithm, input=flat, output=flat, combine=_combine(op))
+        return self._issue(operation, x, async_op).run(async_op)
 
     def reduce_scatter(
         self, x: Array, out: Array | None = None, op: str = "sum", algorithm: str = "auto", async_op: bool = False
@@ -102,8 +139,11 @@ class Communicator(Stream):
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
         flat = self._flat(x, "reduce_scatter")
-        out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
-        return self._run("reduce_scatter", algorithm, out, host, async_op, flat, host, _combine(op))
+        own_size = chunks(flat, self.size)[self.rank].size
+        out, host = self._output("reduce_scatter", x, out, own_size)
+        algorithm = choose("reduce_scatter", algorithm, flat.nbytes)
+        operation = Operation("reduce_scatter", algorithm, input=flat, output=host, combine=_combine(op))
+        return self._issue(operation, out, async_op).run(async_op)
 
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
@@ -114,13 +154,16 @@ class Communicator(Stream):
         Sent per rank: n(p-1)/p bytes. Return out, or a Work.
         """
         flat = self._flat(chunk, "all_gather")
-        out, host = self._output("all_gather", chunk, out, flat.size * self.size if out is None else out.size)
+        size = flat.size * self.size if out is None else out.size
+        out, host = self._output("all_gather", chunk, out, size)
         own = chunks(host, self.size)[self.rank]
         if flat.size != own.size:
             given = f"{host.size} elements over {self.size} ranks give this rank {own.size}"
             raise CommunicationError(f"{self.label}, all_gather: {given}, but its chunk has {flat.size}")
         own[...] = flat  # NumPy copies nothing where the two are the same memory
-        return self._run("all_gather", algorithm, out, host, async_op, host)
+        algorithm = choose("all_gather", algorithm, host.nbytes)
+        operation = Operation("all_gather", algorithm, input=host, output=host)
+        return self._issue(operation, out, async_op).run(async_op)
 
     def all_to_all(
         self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False, counts: Counts = None
@@ -130,29 +173,32 @@ class Communicator(Stream):
         `counts` are (sends, receives), if the chunks of x are not `chunk_bounds`: sends[j] elements for rank j, and
         receives[j] from it. Sent per rank: all of x but its own chunk, n(p-1)/p bytes if chunks are equal.
         """
-        flat, r = self._flat(x, "all_to_all"), self.rank
-        size, bounds = self.size * chunks(flat, self.size)[r].size, []
+        flat = self._flat(x, "all_to_all")
+        sends = receives = None
+        size = self.size * chunks(flat, self.size)[self.rank].size
         if counts is not None:
-            sends, receives = (list(map(int, each)) for each in counts)
-            complete = len(sends) == len(receives) == self.size and sends[r] == receives[r]
-            if not complete or min(sends + receives) < 0 or sum(sends) != flat.size:
-                given = f"counts {sends}, {receives} of {flat.size} elements"
-                rule = f"one for each rank, for rank {r} the same; what is sent adds up to the elements"
-                raise CommunicationError(f"{self.label}, all_to_all: {given}: expected {rule}")
-            bounds, size = [bounds_of(sends), bounds_of(receives)], sum(receives)
+            check_counts(self.label, self.rank, self.size, counts, flat.size)
+            sends = bounds_of(counts[0])
+            receives = bounds_of(counts[1])
+            size = receives[-1][1]
         out, host = self._output("all_to_all", x, out, size)
-        return self._run("all_to_all", algorithm, out, host, async_op, flat, host, *bounds)
+        algorithm = choose("all_to_all", algorithm, flat.nbytes)
+        operation = Operation("all_to_all", algorithm, input=flat, output=host, sends=sends, receives=receives)
+        return self._issue(operation, out, async_op).run(async_op)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
         """Copy x of `root` to every rank, in place. Sent: n bytes per child in a binomial tree, n(p-1) in all."""
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
         flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
-        return self._run("broadcast", algorithm, x, flat, async_op, flat, root)
+        algorithm = choose("broadcast", algorithm, flat.nbytes)
+        operation = Operation("broadcast", algorithm, input=flat, output=flat, root=root)
+        return self._issue(operation, x, async_op).run(async_op)
 
     def barrier(self, algorithm: str = "auto") -> None:
         """Return when every rank of the group has called. Sent: ceil(lg p) empty messages."""
-        self._run("barrier", algorithm, NOTHING, NOTHING, False)
+        operation = Operation("barrier", choose("barrier", algorithm, 0), input=NOTHING, output=NOTHING)
+        self._issue(operation, None, async_op=False).run(async_op=False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Operation "control": no clock and no trace sees it."""
@@ -179,14 +225,15 @@ class Communicator(Stream):
         """Raise the lowest rank's error, if any has one, as UsageError on every rank: none waits for a failed one."""
         with self.engine.patient():  # one rank may have written a large file
             texts = self.all_gather_bytes((error or "").encode())
-        if first := next(filter(None, texts), None):
-            raise UsageError(first.decode())
+        for text in texts:
+            if text:
+                raise UsageError(text.decode())
 
     def split(self, color: int | None, axis: str) -> "Communicator | None":
         """Make a group of the ranks that pass the same color, in rank order. None for color None."""
         colors = self.all_gather_bytes(str(color).encode())
         members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
-        group = self.row(members, axis)  # of None too: every rank must call `row` as often as the others
+        group = self.row(members, axis)  # Also for None, because every rank must call `row` as often.
         return None if color is None else group
 
     def row(self, members: list[int], axis: str) -> "Communicator":
@@ -206,40 +253,34 @@ class Communicator(Stream):
         if hosts < 1 or self.size % hosts:
             raise UsageError(f"{self.label}: {self.size} ranks / {hosts} groups is not a whole number")
         near = self.size // hosts
-        first, place = self.rank - self.rank % near, self.rank % near
+        place = self.rank % near
+        first = self.rank - place
         inside = self.row(list(range(first, first + near)), axis or self.axis)
         return inside, self.row(list(range(place, self.size, near)), self.axis)
 
-    def _run(self, op: str, algorithm: str, x: Array, host: np.ndarray, async_op: bool, *arguments: Any) -> Result:
-        """Start an operation with its algorithm's arguments. Its result is x, made in the flat host array `host`."""
-        elements, combine = (arguments[0], arguments[-1]) if arguments else (NOTHING, None)
-        algorithm = choose(op, algorithm, elements.nbytes)
-        if type(combine) is list:  # of the chunks of an all-to-all: each rank has its own number of elements
-            elements = elements[:0]
-        tag = self.next_tag(op, algorithm, elements, combine)
-        work = self._kind()(self, op, algorithm, tag)
-        generator = _alone if self.size == 1 else GENERATORS.get((op, algorithm), _native)
-        steps = generator(work, *arguments)
-        if host is not NOTHING and type(x) is not np.ndarray:
-            steps = _copy_back(steps, host, x)
-        if not async_op and type(work) is Work and not self.queue:  # no queue: a tenth less for small messages
-            return work.run(steps, x)
-        work.start(steps, x)
-        if not async_op:
-            return work.wait()
-        caller = sys._getframe(2)  # of the operation's own method
-        self.engine.unwaited[work] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Work:
+        """Put an operation into the queue, with `result` to return: its output, or the device array of that."""
+        work = self._work(operation.name, operation.algorithm, self.next_tag(operation))
+        work.begin(steps_of(work.link, operation), result)
+        if type(result) is not np.ndarray and operation.output is not NOTHING:
+            work.then(partial(_copy_back, operation.output, result))
+        if async_op:
+            self.engine.unwaited[work] = _calling_line()
         return work
 
-    def _kind(self) -> type[Work]:
-        """Return the kind of an operation: one that takes time and is drawn, or a plain one."""
-        return TimedWork if self.clock.logical or self.tracer.enabled else Work
+    def _work(self, name: str, algorithm: str, tag: int, is_message: bool = False) -> Work:
+        """Make the Work of an operation or a message, one that takes time and is drawn if somebody looks."""
+        link = CountedLink(self, name, algorithm, tag)
+        if self.clock.logical or self.tracer.enabled:
+            return TimedWork(self, TimedLink(link, self, is_message), is_message)
+        return Work(self, link, is_message)
 
     def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
         """Run an operation that no clock and no trace sees."""
         now = self.clock.now()
-        work = Work(self, "control", "ring", self.next_tag("control", "ring", NOTHING))
-        work.start(generator(work, *arguments), None).wait()
+        work = Work(self, CountedLink(self, CONTROL.name, CONTROL.algorithm, self.next_tag(CONTROL)))
+        work.begin(generator(work.link, *arguments), None)
+        work.run(async_op=False)
         self.clock.resume(now)
 
     def _flat(self, x: Array, op: str) -> np.ndarray:
@@ -282,19 +323,14 @@ def _combine(op: str) -> np.ufunc:
     return COMBINE[op]
 
 
-def _native(work: Work, *arguments: Any) -> Steps:
-    """Run the library's own collective, algorithm "mpi", when it is the operation's turn."""
-    yield (work.transport.native(work.op, work.tag, work, *arguments),)
-
-
-def _copy_back(steps: Iterator[Iterable[Request]], host: np.ndarray, x: Array) -> Steps:
-    """Run `steps` on the staged copy, then copy the result to the device."""
-    yield from steps
+def _copy_back(host: np.ndarray, x: Array) -> None:
+    """Copy a result to the device."""
     x[...] = from_host(host.reshape(x.shape))
 
 
-def _alone(work: Work, flat: np.ndarray = NOTHING, out: Any = None, *_: Any) -> Steps:
-    """Run a collective of one rank: copy the input to the output, where they differ."""
-    if isinstance(out, np.ndarray):
-        out[...] = flat
-    yield ()
+def _calling_line() -> str:
+    """Return the line outside of this package that called the operation."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"].startswith("minipar.comm."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"

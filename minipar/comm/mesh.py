@@ -1,6 +1,5 @@
 """DeviceMesh: the ranks as a grid, one axis per kind of parallelism."""
 
-from functools import reduce
 from itertools import product
 from math import prod
 
@@ -43,7 +42,10 @@ class DeviceMesh:
     def rank_at(self, **coordinates: int) -> int:
         """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""
         place = self.coordinates | coordinates
-        return reduce(lambda rank, axis: rank * self.shape[axis] + place[axis], reversed(self.AXES), 0)
+        rank = 0
+        for axis in reversed(self.AXES):
+            rank = rank * self.shape[axis] + place[axis]
+        return rank
 
     def _along(self, *axes: str) -> Communicator:
         """Make the Communicator of this rank's row along one axis, or its plane along several, the slowest first."""
@@ -54,13 +56,18 @@ class DeviceMesh:
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int = 1) -> dict[str, int]:
     """Return the size of each axis; dp=None takes what the others leave. UsageError if the sizes do not fit."""
     given = {} if dp is None else {"dp": dp}  # shown in errors
-    given |= {axis: size for axis, size in (("cp", cp), ("tp", tp), ("pp", pp)) if size != 1}
+    for axis, size in (("cp", cp), ("tp", tp), ("pp", pp)):
+        if size != 1:
+            given[axis] = size
     for axis, size in given.items():
         if size < 1:
             raise UsageError(f"{axis} = {size}: a mesh axis has at least 1 rank")
     needed = prod(given.values())
-    if ranks != needed if dp is not None else ranks % needed:
-        equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}" + (f" = {needed}" * (len(given) > 1))
+    fits = ranks % needed == 0 if dp is None else ranks == needed
+    if not fits:
+        equation = f"{'*'.join(given)} = {'*'.join(map(str, given.values()))}"
+        if len(given) > 1:
+            equation += f" = {needed}"
         if ranks == 1:
             start = f"start {needed} with mpirun -n {needed} python ..."
             raise UsageError(f"{equation}, but this process is one rank; {start}")

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from minipar.comm.algorithms import Bounds, chunk_bounds
-from minipar.comm.transport import USER_TAGS, Link, Request, has_returned, meaning
-from minipar.errors import CommunicationError, UsageError
+from minipar.comm.operation import USER_TAGS, meaning
+from minipar.comm.transport import Link, Message, Request, has_returned
+from minipar.errors import CommunicationError
 from minipar.robust_start import mpirun
 from minipar.robust_start.report import write_report
 
 BYTE = MPI.BYTE
-EMPTY = [np.empty(0, np.uint8), 0, BYTE]  # a message of which the tag says all
 
 # Waiting: test, and give the core to another rank after each test without success. After so many tests sleep, longer
 # and longer. Sleeping at once makes small rings ten times slower. Testing without a pause, or never sleeping, takes
@@ -40,13 +39,12 @@ LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messag
 REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 RAISED_SECONDS = 1.0  # for other ranks to have the same exception, which one of them prints
 
-REDUCTIONS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.maximum: MPI.MAX}
 STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
 
 
 @dataclass(slots=True, eq=False)
-class _Request(Request):
-    """A request of MPI for a message."""
+class _Send(Message):
+    """A message that this rank sends."""
 
     handle: MPI.Request
 
@@ -55,9 +53,10 @@ class _Request(Request):
 
 
 @dataclass(slots=True, eq=False)
-class _Receive(_Request):
+class _Receive(Message):
     """A message received. MPI delivers any shorter message, and any tag of a collective, so both are checked."""
 
+    handle: MPI.Request
     done: bool = False
 
     def test(self) -> bool:
@@ -70,28 +69,11 @@ class _Receive(_Request):
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise CommunicationError(f"{self.describe()}: {error}") from None
             raise self.mismatch(f"more than {self.nbytes}", STATUS.Get_tag()) from None
-        if STATUS.Get_tag() != self.tag or (self.nbytes and STATUS.Get_count(BYTE) != self.nbytes):
+        has_another_size = self.nbytes > 0 and STATUS.Get_count(BYTE) != self.nbytes
+        if STATUS.Get_tag() != self.tag or has_another_size:
             raise self.mismatch(STATUS.Get_count(BYTE), STATUS.Get_tag())
         self.done = True
         return True
-
-
-@dataclass(slots=True, eq=False)
-class _Native(_Receive):
-    """One of MPI's own collectives, and the empty message whose tag says what the left neighbour calls."""
-
-    handle: MPI.Prequest
-    collective: Any = None
-
-    def test(self) -> bool:
-        if not self.done:
-            if not _Receive.test(self):
-                return False
-            self.peer = -1  # what is missing now is no rank's message
-        return self.collective.Test()
-
-    def describe(self) -> str:
-        return f"{self.owner.title()}: MPI's own collective" if self.done else Request.describe(self)
 
 
 class Notices:
@@ -188,20 +170,26 @@ class MPITransport:
     launcher = "mpirun"
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], notices: Notices, name: str = "world") -> None:
-        self.comm, self.notices, self.name, self.ranks = comm, notices, name, list(ranks)
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.comm = comm
+        self.notices = notices
+        self.name = name
+        self.ranks = list(ranks)
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
         self._collectives = comm.Dup()
-        self._native: _Native | None = None  # for all, as they run one after the other: a new one takes longer
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
         comm = self.comm if tag < USER_TAGS else self._collectives
-        return _Request(owner, "send to", self.ranks[dest], nbytes, tag, comm.Isend([array, nbytes, BYTE], dest, tag))
+        handle = comm.Isend([array, nbytes, BYTE], dest, tag)
+        return _Send(owner, "send to", self.ranks[dest], nbytes, tag, handle)
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         nbytes = array.nbytes
-        comm, accepted = (self.comm, tag) if tag < USER_TAGS else (self._collectives, MPI.ANY_TAG)
-        handle = comm.Irecv([array, nbytes, BYTE], source, accepted)
+        if tag < USER_TAGS:
+            handle = self.comm.Irecv([array, nbytes, BYTE], source, tag)
+        else:
+            handle = self._collectives.Irecv([array, nbytes, BYTE], source, MPI.ANY_TAG)
         return _Receive(owner, "receive from", self.ranks[source], nbytes, tag, handle)
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
@@ -217,42 +205,6 @@ class MPITransport:
         members.Free()
         everyone.Free()
         return MPITransport(comm, [self.ranks[rank] for rank in ranks], self.notices, name)
-
-    def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
-        try:
-            collective = self._start(op, *arguments)
-        except (MPI.Exception, KeyError):
-            kind = arguments[0].dtype
-            raise UsageError(f'algorithm="mpi": MPI has no {op} of {kind}; choose another algorithm') from None
-        if (native := self._native) is None:
-            handle = self._collectives.Recv_init(EMPTY, (self.rank - 1) % self.size, MPI.ANY_TAG)
-            native = self._native = _Native(owner, "receive from", -1, 0, tag, handle)
-        native.owner, native.peer, native.tag, native.done = owner, self.ranks[self.rank - 1], tag, False
-        native.handle.Start()
-        self._collectives.Send(EMPTY, (self.rank + 1) % self.size, tag)  # an empty message leaves at once
-        native.collective = collective
-        return native
-
-    def _start(self, op: str, *arguments: Any) -> MPI.Request:
-        """Start MPI's collective with the arguments of the algorithms in algorithms.py."""
-        match op, arguments:
-            case "all_reduce", (x, combine):  # to add elements, MPI needs their type
-                return self.comm.Iallreduce(MPI.IN_PLACE, [x, x.dtype.char], REDUCTIONS[combine])
-            case "reduce_scatter", (x, out, combine):
-                counts = self._counts(x, 1)
-                return self.comm.Ireduce_scatter([x, x.dtype.char], [out, x.dtype.char], counts, REDUCTIONS[combine])
-            case "all_gather", (out,):
-                return self.comm.Iallgatherv(MPI.IN_PLACE, [out, self._counts(out, out.itemsize), BYTE])
-            case "all_to_all", (x, out, *bounds):
-                sends, receives = bounds or (None, None)
-                received = self._counts(out, out.itemsize, receives)
-                return self.comm.Ialltoallv([x, self._counts(x, x.itemsize, sends), BYTE], [out, received, BYTE])
-            case "broadcast", (x, root):
-                return self.comm.Ibcast([x, x.nbytes, BYTE], root)
-        return self.comm.Ibarrier()
-
-    def _counts(self, x: np.ndarray, unit: int, bounds: Bounds | None = None) -> list[int]:
-        return [unit * (stop - start) for start, stop in bounds or chunk_bounds(x.size, self.size)]
 
 
 def abort(code: int) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 from minipar.backend import one_blas_thread
 from minipar.comm.clock import Clock, Network
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS, Link, Request, has_returned
+from minipar.comm.operation import USER_TAGS
+from minipar.comm.transport import Link, Message, Request, has_returned
 from minipar.errors import CommunicationError, UsageError
 
 LOOK_SECONDS = 0.05  # between two looks at the clock by a rank that waits; a message wakes it at once
@@ -30,7 +31,7 @@ class _Released(BaseException):
 
 
 @dataclass(slots=True, eq=False)
-class _Message(Request):
+class _Message(Message):
     """One half of a message, and the request for it."""
 
     array: np.ndarray
@@ -136,9 +137,6 @@ class ThreadTransport:
     def group(self, ranks: Sequence[int], name: str) -> "ThreadTransport":
         members = [self.ranks[rank] for rank in ranks]
         return ThreadTransport(self.world, members, members.index(self.ranks[self.rank]), name)
-
-    def native(self, op: str, *arguments: Any) -> Request:
-        raise UsageError(f'algorithm="mpi": {op} over threads has no MPI to call; start the program with mpirun')
 
 
 def run_local(

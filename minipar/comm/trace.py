@@ -7,14 +7,13 @@ message's sender and receiver, and records the message's bytes at its start.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from minipar.comm.clock import WallClock
-from minipar.comm.transport import Request
+from minipar.comm.link import TimedLink
+from minipar.comm.transport import Steps
 from minipar.comm.work import Stream, Work
 from minipar.memory import unrecorded
 
@@ -22,118 +21,67 @@ from minipar.memory import unrecorded
 class TimedWork(Work):
     """A Work on a logical clock or in a trace: it takes the time that its messages impose, and is drawn as a slice.
 
-    It starts at the later of the call and the end of the previous operation. Each arriving message moves it to
-    max(now, sender's clock + alpha + beta*bytes). p-1 sends posted at once take (p-1)(alpha + beta*bytes). On a logical
-    clock the sender's clock goes ahead of each message: a header of 8 bytes with the same tag, not counted as traffic.
+    It starts at the later of the call and the end of the previous operation.
     """
 
-    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
-        super().__init__(stream, op, algorithm, tag)
-        self.clock, self.tracer = stream.engine.clock, stream.engine.tracer
-        self.called = self.started = self.time = self.clock.now()
-        self.port = 0.0  # when the last message sent has left
-        self.asked = self.called  # when the caller last tested or waited
-        self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
-        self.nbytes = 0  # sent
-        self.headers: list[Request] = []  # of the messages posted since the last step; none on a wall clock
-        self.arrivals: dict[Request, tuple[np.ndarray, float, str]] = {}  # sender's clock, network's price, arrow
+    link: TimedLink
 
-    def isend(self, array: np.ndarray, dest: int) -> Request:
-        """Start to send a message, behind its header on a logical clock."""
-        self.nbytes += array.nbytes
-        leaves = max(self.time, self.port) if self.clock.logical else self.clock.now()
-        if self.clock.logical:
-            self.port = leaves + self._seconds(array, self.rank, dest)
-            self.headers.append(self.transport.isend(np.array([leaves]), dest, self.tag, self))
-        payload, arrow = super().isend(array, dest), self._arrow(self.rank, dest)
-        if self.tracer.enabled:
-            self.tracer.arrow(self._track(), arrow, leaves, array.nbytes)
-        return payload
+    def __init__(self, stream: Stream, link: TimedLink, is_message: bool = False) -> None:
+        super().__init__(stream, link, is_message)
+        self.clock = stream.clock
+        self.called = link.time
+        self.asked = link.time  # when the caller last tested or waited
 
-    def irecv(self, array: np.ndarray, source: int) -> Request:
-        """Start to receive a message, behind its header on a logical clock."""
-        stamp = np.empty(1)
-        if self.clock.logical:
-            self.headers.append(self.transport.irecv(stamp, source, self.tag, self))
-        payload, seconds = super().irecv(array, source), self._seconds(array, source, self.rank)
-        self.arrivals[payload] = stamp, seconds, self._arrow(source, self.rank)
-        return payload
-
-    def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
-        ranks = self.transport.ranks
-        return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
-
-    def _track(self) -> int:
-        kind = ", send and receive" if self.single else ""
-        return self.tracer.track(self.transport.name + kind, f"communication {self.stream.axis}{kind}")
-
-    def _arrow(self, source: int, dest: int) -> str:
-        """Name the next message from `source` to `dest`, alike on both ranks."""
-        ends = f"{self.transport.name}:{source}>{dest}" + (f".{self.tag}" if self.single else "")
-        self.stream.messages[ends] += 1
-        return f"{ends}#{self.stream.messages[ends]}"
-
-    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> Work:
+    def begin(self, steps: Steps, result: Any) -> None:
         """Issue the operation. The call itself takes no time."""
-        super().start(self._follow_message(steps) if self.single else self._follow(steps), result)
+        super().begin(self._time_message(steps) if self.is_message else self._time(steps), result)
         self.clock.resume(self.called)
-        return self
 
-    def test(self) -> bool:
+    def run(self, async_op: bool) -> Any:
+        """Run as far as possible, or to the end, before which the rank does not continue."""
         self.asked = self.clock.now()
-        return super().test()
-
-    def wait(self) -> Any:
-        """Wait until the operation is finished. The rank continues no earlier than it ended."""
-        self.asked = self.clock.now()
-        result = super().wait()
-        self.clock.resume(max(self.asked, self.time))
+        result = super().run(async_op)
+        if not async_op or (self.is_message and self.done):
+            self.clock.resume(max(self.asked, self.link.time))
+        else:
+            self.clock.resume(self.asked)
         return result
 
-    def _follow(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
+    def call_back(self) -> None:
+        """Call what `then` was given at the time of the last message, also on a rank that notices it later."""
+        now = self.clock.now()
+        self.clock.resume(self.link.time)
+        super().call_back()
+        self.clock.resume(now)
+
+    def _time(self, steps: Steps) -> Steps:
         """Yield the same steps, with headers, and take their time. Begins when it is the operation's turn."""
-        stream = self.stream
-        self.started = self.time = max(self.called, stream.end) if self.clock.logical else self.clock.now()
-        self.port = stream.port
+        link = self.link
+        started = max(self.called, self.stream.end) if self.clock.logical else self.clock.now()
+        link.time = started
+        link.port = self.stream.port
         for requests in steps:
-            yield [*requests, *self.headers]
-            self.headers.clear()
-            self._settle(requests)
-        stream.end, stream.port = self.time, self.port
-        self._record()
+            yield [*requests, *link.headers]
+            link.headers.clear()
+            link.settle(requests)
+        self.stream.end = link.time
+        self.stream.port = link.port
+        link.record(started)
 
-    def _follow_message(self, steps: Iterator[Iterable[Request]]) -> Iterator[Iterable[Request]]:
+    def _time_message(self, steps: Steps) -> Steps:
         """Yield a single message. A send takes no time and is recorded at once, a receive when it has arrived."""
+        link = self.link
+        is_send = link.link.name == "send"
         for requests in steps:
-            if self.op == "send":
-                self.time = self.called if self.clock.logical else self.clock.now()
-                self._record()
-            yield [*requests, *self.headers]
-            if self.op == "recv":
-                self.started = self.time = self.asked
-                self._settle(requests)
-                self._record()
-            self.clock.resume(max(self.asked, self.time))
-
-    def _settle(self, requests: Iterable[Request]) -> None:
-        """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
-        incoming = [self.arrivals.pop(request) for request in requests if request in self.arrivals]
-        if self.clock.logical:
-            for stamp, seconds, _ in incoming:
-                sent = float(stamp[0])
-                self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
-                self.time = max(self.time, sent + seconds)
-        else:
-            before, self.time = self.time, self.clock.now()
-            self.waited += self.time - before
-        if self.tracer.enabled:
-            for _, _, arrow in incoming:
-                self.tracer.arrow(self._track(), arrow, self.time)
-
-    def _record(self) -> None:
-        if self.tracer.enabled:
-            arguments = {"op": self.op, "algorithm": self.algorithm, "bytes": self.nbytes, "wait": self.waited}
-            self.tracer.slice(self._track(), self.op, "communication", self.started, self.time, arguments)
+            if is_send:
+                if not self.clock.logical:
+                    link.time = self.clock.now()
+                link.record(self.called)
+            yield [*requests, *link.headers]
+            if not is_send:
+                link.time = self.asked
+                link.settle(requests)
+                link.record(self.asked)
 
 
 def start_trace(comm: Any) -> None:  # a Communicator, which imports this file

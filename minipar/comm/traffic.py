@@ -4,7 +4,7 @@ from minipar.comm.algorithms import chunk_bounds, fold, place_bounds
 
 
 class Traffic:
-    """The account of one rank, without 8-byte clock headers and `algorithm="mpi"`: MPI does not say what it sends."""
+    """The account of one rank, without the 8-byte headers of logical clocks."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], list[int]] = {}  # (operation, axis): [messages, bytes]
@@ -18,7 +18,11 @@ class Traffic:
         return self._total(1, op, axis)
 
     def _total(self, which: int, op: str | None, axis: str | None) -> int:
-        return sum(count[which] for (o, a), count in self.counts.items() if op in (None, o) and axis in (None, a))
+        total = 0
+        for (counted_op, counted_axis), count in self.counts.items():
+            if op in (None, counted_op) and axis in (None, counted_axis):
+                total += count[which]
+        return total
 
     def reset(self) -> None:
         """Start again from zero. (A collective under way finishes on the old account.)"""
@@ -29,7 +33,7 @@ class Traffic:
 
 
 def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int, root: int = 0) -> int:
-    """Return the bytes that `rank` sends: the elements of `sent`. ValueError for "auto" and "mpi"."""
+    """Return the bytes that `rank` sends: the elements of `sent`. ValueError for "auto"."""
     return sent(op, algorithm, n, p, rank, root)[1] * itemsize
 
 
@@ -39,13 +43,14 @@ def messages(op: str, algorithm: str, p: int, rank: int, root: int = 0) -> int:
 
 
 def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> tuple[int, int]:
-    """Return the messages and the elements that `rank` sends. ValueError for "auto" and "mpi".
+    """Return the messages and the elements that `rank` sends. ValueError for "auto".
 
     n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and all_to_all, of out for
     all_gather. A resting rank sends one message. The rank that has its place returns the result in one message more.
     """
     chunks = [stop - start for start, stop in chunk_bounds(n, p)]
-    own, right = chunks[rank], chunks[(rank + 1) % p]
+    own = chunks[rank]
+    right = chunks[(rank + 1) % p]
     match op, algorithm:
         case "all_reduce", "ring":
             return 2 * (p - 1), 2 * n - own - right
@@ -60,27 +65,41 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         case "broadcast", "binomial":
             place = (rank - root) % p
             lowest = place & -place if place else 1 << (p - 1).bit_length()  # set bit of the place
-            children = sum(place + (1 << k) < p for k in range(lowest.bit_length() - 1))
-            return children, n * children
+            children = [distance for distance in _powers(lowest) if place + distance < p]
+            return len(children), n * len(children)
         case "barrier", "dissemination":
             return (p - 1).bit_length(), 0
 
-    places = [stop - start for start, stop in place_bounds(n, p)]
     q, extras, place = fold(p, rank)
-    distances = [1 << k for k in range(q.bit_length() - 1)]  # one per round
-    blocks = sum(sum(places[place & -d : (place & -d) + d]) for d in distances)  # the aligned d places around this one
-    rounds, given, returned = len(distances), n, n  # a resting rank sends what is given, and no other elements
+    places = [stop - start for start, stop in place_bounds(n, p)]
+    gathered = 0  # elements: in each round a rank sends the aligned block of places around its own
+    for distance in _powers(q):
+        first = place & -distance
+        gathered += sum(places[first : first + distance])
+    rounds = len(_powers(q))
+    given = n  # elements that a resting rank sends
+    returned = n  # elements that it gets back
     match op, algorithm:
         case "all_reduce", "recursive_doubling":
             elements = n * rounds
         case "all_reduce", "recursive_halving":
-            rounds, elements = 2 * rounds, n - places[place] + blocks
+            rounds *= 2
+            elements = n - places[place] + gathered
         case "reduce_scatter", "recursive_halving":
-            elements, returned = n - places[place], chunks[rank - 1]
+            elements = n - places[place]
+            returned = chunks[rank - 1]
         case "all_gather", "recursive_doubling":
-            elements, given = blocks, own
+            elements = gathered
+            given = own
         case _:
             raise ValueError(f"no closed form for {op} {algorithm}")
     if place < 0:
         return 1, given
-    return (rounds + 1, elements + returned) if place < extras else (rounds, elements)
+    if place < extras:
+        return rounds + 1, elements + returned
+    return rounds, elements
+
+
+def _powers(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... up to half of a power of two."""
+    return [1 << k for k in range(limit.bit_length() - 1)]

@@ -5,39 +5,14 @@ their tag says what the sender is doing. The receiver compares it with what it i
 different operations, or one with different dtypes, reductions or numbers of elements, get an error instead of values.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
+from minipar.comm.operation import meaning
 from minipar.errors import CommunicationError
-
-USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
-
-# The tag of a collective, from its lowest bits on: 3 bits for the operation, 3 for the algorithm, 1 for the reduction,
-# 5 for the dtype, 7 for the number of elements, 7 for the operation's number on its communicator, and a 1.
-OPERATION_CODES = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
-ALGORITHM_CODES = tuple("ring recursive_doubling recursive_halving ordered pairwise binomial dissemination mpi".split())
-DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
-
-
-@lru_cache(maxsize=1024)
-def tag_of(op: str, algorithm: str, maximum: bool, dtype: int) -> int:
-    """Return the tag of operation 0 on an array without elements; `dtype` is NumPy's number of it."""
-    kind = OPERATION_CODES.index(op) | ALGORITHM_CODES.index(algorithm) << 3 | maximum << 6
-    return 1 << 26 | (dtype & 31) << 7 | kind
-
-
-def meaning(tag: int) -> str:
-    """Say what a rank is doing that sends messages with this tag."""
-    if tag < USER_TAGS:
-        return f"tag {tag}"
-    op = OPERATION_CODES[tag & 7]
-    reduction = ("sum ", "max ")[tag >> 6 & 1] if "reduce" in op else ""
-    dtype = DTYPES.get(tag >> 7 & 31, "another dtype")
-    return f"{op} {reduction}of {dtype} ({ALGORITHM_CODES[tag >> 3 & 7]}, operation {tag >> 19 & 127})"
 
 
 def has_returned(rank: int) -> str:
@@ -45,48 +20,24 @@ def has_returned(rank: int) -> str:
     return f"rank {rank} has returned: did it have fewer batches?"
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One rank's half of a message, which completes. (Of MPI's own collective it is the message that checks the call.)
+class Request(Protocol):
+    """A send or a receive under way."""
 
-    Each transport adds how it completes.
-    """
-
-    owner: "Link"
-    direction: str  # "send to" or "receive from"
     peer: int  # the world rank that has to act for it
-    nbytes: int
-    tag: int
 
     def test(self) -> bool:
         """Return True once it is complete, without blocking. CommunicationError for a message of another size."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
-        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
-
-    def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
-        """Return the error for a message of another size (bytes) or tag than this receive expects."""
-        sent, called = meaning(sent_tag), meaning(self.tag)
-        if sent_tag == self.tag:
-            what = f"rank {self.peer} sent {arrived} bytes ({called}), but {self.nbytes} were expected"
-        else:
-            another = ", with another number of elements" if sent == called else ""
-            what = f"rank {self.peer} called {sent}{another}, but this rank {called}"
-            what += f" ({arrived} bytes arrived, {self.nbytes} expected)"
-        remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
-        if sent == called and sent.startswith("all_to_all"):
-            remedy += ", or with counts of which each rank receives what the others send it"
-        return CommunicationError(f"{self.owner.title()}: {what}; {remedy}")
 
 
 # An algorithm is a generator. It yields the requests that must be done before it continues.
-Steps = Generator[Iterable[Request], None, None]
+Steps = Iterator[Iterable[Request]]
 
 
 class Link(Protocol):
-    """An operation as its algorithm sees it (`work.Work`): messages are counted, and have the operation's tag."""
+    """An operation as its algorithm sees it: messages to the ranks of its group, all with the operation's tag."""
 
     rank: int
     size: int
@@ -119,5 +70,33 @@ class Transport(Protocol):
     def group(self, ranks: Sequence[int], name: str) -> "Transport":
         """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
 
-    def native(self, op: str, tag: int, owner: Link, *arguments: Any) -> Request:
-        """Start the library's own collective, and compare its tag with a neighbour's. UsageError if there is none."""
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One rank's half of a message. Each transport adds how it completes, which makes it a Request."""
+
+    owner: Link
+    direction: str  # "send to" or "receive from"
+    peer: int
+    nbytes: int
+    tag: int
+
+    def describe(self) -> str:
+        """Say in words what is being waited for, for the error that ends a wait."""
+        what = f"{self.nbytes} bytes, {meaning(self.tag)}"
+        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({what})"
+
+    def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
+        """Return the error for a message of another size (bytes) or tag than this receive expects."""
+        sent = meaning(sent_tag)
+        called = meaning(self.tag)
+        if sent_tag == self.tag:
+            what = f"rank {self.peer} sent {arrived} bytes ({called}), but {self.nbytes} were expected"
+        else:
+            another = ", with another number of elements" if sent == called else ""
+            what = f"rank {self.peer} called {sent}{another}, but this rank {called}"
+            what += f" ({arrived} bytes arrived, {self.nbytes} expected)"
+        remedy = "every rank must call the same operations in the same order, with the same shape and dtype"
+        if sent == called and sent.startswith("all_to_all"):
+            remedy += ", or with counts of which each rank receives what the others send it"
+        return CommunicationError(f"{self.owner.title()}: {what}; {remedy}")

@@ -1,4 +1,4 @@
-"""Operations under way: every collective and every message, blocking or asynchronous, is driven here.
+"""Operations under way: every collective and every message, blocking or asynchronous, is driven by `Work.run`.
 
 Operations on one communicator run in the order in which they were issued (NB: as on an NCCL stream). A rank that waits
 advances the operations of all its communicators, so ranks may issue to axes in different orders without a deadlock.
@@ -9,24 +9,23 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from minipar.comm.clock import CLOCKS, Clock, Network, Tracer, WallClock
+from minipar.comm.operation import Operation, to_tag
 from minipar.comm.traffic import Traffic
-from minipar.comm.transport import USER_TAGS, Request, Transport, tag_of
+from minipar.comm.transport import Link, Request, Steps, Transport
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import hold
 
 CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
 SAY_SECONDS = 30.0  # of waiting until rank 0 says so; then after twice that, and so on
 RECORDED = 64  # operations that a rank remembers for the report after a timeout
-SCRATCH_VIEWS = 64  # of the scratch memory, kept for reuse
 
 
 class Engine:
@@ -78,13 +77,14 @@ class Engine:
     def close(self) -> None:
         """Report the asynchronous operations whose `wait` was never called, at the end of the program."""
         for work, line in self.unwaited.items():
-            sys.stderr.write(f"minipar: {work.title()}, issued at {line}: never waited for\n")
+            sys.stderr.write(f"minipar: {work.link.title()}, issued at {line}: never waited for\n")
         self.unwaited.clear()
 
     def progress(self) -> None:
         """Advance all streams as far as possible, without waiting."""
         for stream in tuple(self.streams):
-            stream.advance()
+            if stream.queue:  # what another stream's operation called may have finished its last one
+                stream.queue[-1].run(async_op=True)
 
 
 def wait_timeout() -> float:
@@ -110,10 +110,15 @@ class Stream:
         parent: "Stream | None" = None,
     ) -> None:
         self.transport = transport
-        self.rank, self.size, self.ranks = transport.rank, transport.size, transport.ranks
-        self.axis, self.name = axis, transport.name
+        self.rank = transport.rank
+        self.size = transport.size
+        self.ranks = transport.ranks
+        self.axis = axis
+        self.name = transport.name
         self.engine: Engine = Engine(transport, clock, network) if parent is None else parent.engine
-        self.clock, self.traffic, self.tracer = self.engine.clock, self.engine.traffic, self.engine.tracer
+        self.clock = self.engine.clock
+        self.traffic = self.engine.traffic
+        self.tracer = self.engine.tracer
         self.queue: deque[Work] = deque()
         self.end = 0.0  # of the last operation, on a logical clock
         self.port = 0.0  # when its last message had left
@@ -123,122 +128,120 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
-        self.scratch = lru_cache(SCRATCH_VIEWS)(self._scratch)  # making a view takes longer
+        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # of that memory: making one takes longer
 
-    def next_tag(self, op: str, algorithm: str, elements: np.ndarray, combine: Any = None) -> int:
+    def next_tag(self, operation: Operation) -> int:
         """Return the tag of the next operation, and record it."""
         self.operations += 1
         self.engine.operations += 1
-        tag = tag_of(op, algorithm, combine is np.maximum, elements.dtype.num)
-        tag |= (elements.size & 127) << 12 | (self.operations & 127) << 19
+        tag = to_tag(operation, self.operations)
         self.engine.recent.append((self.axis, tag))
         return tag
 
-    def advance(self) -> None:
-        """Advance the oldest operation, and the next one when it is finished."""
-        while self.queue and self.queue[0].advance():
-            self.queue.popleft()
-            if not self.queue:
-                self.engine.streams.remove(self)
+    def abandon(self) -> None:
+        """Forget the operations under way after an error, so that other streams do not raise it again."""
+        if self.queue:
+            self.queue.clear()
+            self.engine.streams.remove(self)
 
-    def _scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
+    def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Return memory for `count` elements, the same for all operations: they run one after the other."""
-        nbytes = count * dtype.itemsize
-        if nbytes > self._memory.nbytes:
-            self.scratch.cache_clear()  # views of the old memory
-            self._memory = np.empty(nbytes, np.uint8)
-            hold("buffers", self._memory)
-        return self._memory[:nbytes].view(dtype)
+        view = self._views.get((count, dtype))
+        if view is None:
+            nbytes = count * dtype.itemsize
+            if nbytes > self._memory.nbytes:
+                self._memory = np.empty(nbytes, np.uint8)
+                hold("buffers", self._memory)
+                self._views.clear()
+            view = self._memory[:nbytes].view(dtype)
+            self._views[count, dtype] = view
+        return view
 
 
 class Work:
-    """One operation of a communicator: the `Link` of its algorithm, and the handle of its caller.
+    """One operation under way, and the handle of its caller.
 
-    A collective is the work of its stream. A single message of the user (pipelines are made of these) has one step, and
-    advances when its caller tests it or waits for it, in any order.
+    A collective waits for its turn in the queue of its stream. A single message of the user (pipelines are made of
+    these) is in no queue. It advances when its caller tests it or waits for it, in any order.
     """
 
-    __slots__ = "_count _steps _result algorithm done missing op rank scratch single size stream tag transport".split()
-
-    def __init__(self, stream: Stream, op: str, algorithm: str, tag: int) -> None:
-        self.op, self.algorithm, self.tag = op, algorithm, tag
-        self.stream, self.transport, self.scratch = stream, stream.transport, stream.scratch
-        self.rank, self.size = stream.rank, stream.size
-        self._count = stream.engine.traffic.counts.setdefault((op, stream.axis), [0, 0])
-        self.single = tag < USER_TAGS  # a message of the user, which does not wait for its turn
-        self.missing: Request | None = None  # the message that is missing
+    def __init__(self, stream: Stream, link: Link, is_message: bool = False) -> None:
+        self.stream = stream
+        self.link = link
+        self.is_message = is_message
+        self.missing: Request | None = None  # the message that has to complete first
         self.done = False
+        self._callbacks: list[Callable[[], object]] = []
 
-    def isend(self, array: np.ndarray, dest: int) -> Request:
-        count = self._count
-        count[0] += 1
-        count[1] += array.nbytes
-        return self.transport.isend(array, dest, self.tag, self)
-
-    def irecv(self, array: np.ndarray, source: int) -> Request:
-        return self.transport.irecv(array, source, self.tag, self)
-
-    def title(self) -> str:
-        """Name the rank and the operation, for errors: `rank 5 (dp rank 2), all_reduce ring`."""
-        return f"{self.stream.label}, {self.op} {self.algorithm}".rstrip()
-
-    def start(self, steps: Iterator[Iterable[Request]], result: Any) -> "Work":
-        """Issue the operation: run its algorithm as far as it goes, after the operations issued before it."""
-        self._steps = chain.from_iterable(steps)
+    def begin(self, steps: Steps, result: Any) -> None:
+        """Post a message, or put a collective into the queue, where nothing is sent before `run`."""
+        self.requests = chain.from_iterable(steps)
         self._result = result
-        if self.single:
-            self.missing = next(self._steps)
-            return self
-        self.stream.queue.append(self)
-        if len(self.stream.queue) == 1:
-            self.stream.engine.streams.append(self.stream)
-            self.stream.advance()
-        return self
+        if self.is_message:
+            self.missing = next(self.requests)
+            return
+        stream = self.stream
+        if not stream.queue:
+            stream.engine.streams.append(stream)
+        stream.queue.append(self)
 
-    def run(self, steps: Iterator[Iterable[Request]], result: Any) -> Any:
-        """Run the operation to its end, where no other is under way on its communicator; return its result."""
-        for requests in steps:
-            for request in requests:
-                if not request.test():
-                    self.stream.engine.wait(request)
-        return result
+    def run(self, async_op: bool) -> Any:
+        """Run the operations of the stream, the oldest first, until this one is finished. Return its result.
+
+        With `async_op`, run only as far as messages have arrived, and return this Work.
+        """
+        try:
+            while not self.done:
+                work = self if self.is_message else self.stream.queue[0]
+                if work.missing is None or work.missing.test():
+                    work.missing = None
+                    for request in work.requests:
+                        if not request.test():
+                            work.missing = request
+                            break
+                    else:
+                        work.finish()
+                elif async_op:
+                    return self
+                else:
+                    self.stream.engine.wait(work.missing)
+        except BaseException:
+            if not self.is_message:
+                self.stream.abandon()
+            raise
+        return self if async_op else self._result
+
+    def finish(self) -> None:
+        """Leave the queue; the next operation begins."""
+        self.done = True
+        if not self.is_message:
+            stream = self.stream
+            stream.queue.popleft()
+            if not stream.queue:
+                stream.engine.streams.remove(stream)
+        if self._callbacks:
+            self.call_back()
 
     def then(self, call: Callable[[], object]) -> None:
         """Call `call()` once the operation is finished; what it issues starts no earlier on a logical clock."""
-        self._steps = chain(self._steps, self._ended(call))
+        self._callbacks.append(call)
         if self.done:
-            next(self._steps, None)
+            self.call_back()
 
-    def _ended(self, call: Callable[[], object]) -> Iterator[Request]:
-        clock = self.stream.clock
-        now = clock.now()
-        clock.resume(getattr(self, "time", now))
-        call()
-        clock.resume(now)
-        yield from ()
+    def call_back(self) -> None:
+        """Call what `then` was given."""
+        while self._callbacks:
+            self._callbacks.pop(0)()
 
     def test(self) -> bool:
         """Advance the operation if possible, and return True once it is finished."""
-        if not self.done:
-            (self if self.single else self.stream).advance()
+        self.run(async_op=True)
         if self.done:
             self.stream.engine.unwaited.pop(self, None)
         return self.done
 
     def wait(self) -> Any:
         """Wait until the operation is finished. Return its result: the array, None for a message that was sent."""
-        while not Work.test(self):
-            missing = self.missing or self.stream.queue[0].missing
-            assert missing is not None
-            self.stream.engine.wait(missing)
+        self.run(async_op=False)
+        self.stream.engine.unwaited.pop(self, None)
         return self._result
-
-    def advance(self) -> bool:
-        """Run the algorithm until a message is missing. True when it is finished. Only a stream's oldest may run."""
-        request = self.missing
-        while request is None or request.test():
-            request = self.missing = next(self._steps, None)
-            if request is None:
-                self.done = True
-                return True
-        return False

@@ -5,7 +5,16 @@ import pytest
 from launcher import run_mpi
 
 from minipar.comm import ALGORITHMS, run_local
-from minipar.comm.transport import ALGORITHM_CODES, OPERATION_CODES, USER_TAGS, meaning, tag_of
+from minipar.comm.operation import (
+    ALGORITHM_CODES,
+    OPERATION_CODES,
+    USER_TAGS,
+    Call,
+    Operation,
+    from_tag,
+    meaning,
+    to_tag,
+)
 from minipar.errors import CommunicationError
 
 # What rank 1 calls, what all others call, and what the error says of the two.
@@ -56,11 +65,6 @@ MISTAKES = {
         ("rank 1 has returned",),
     ),
 }
-NATIVE = {  # of MPI's own collectives: ranks, what rank 1 calls, and what the others call
-    "number of elements": (3, "comm.all_reduce(np.ones(9), algorithm='mpi')", "comm.all_reduce(x, algorithm='mpi')"),
-    "reduction": (2, "comm.reduce_scatter(x, op='max', algorithm='mpi')", "comm.reduce_scatter(x, algorithm='mpi')"),
-    "dtype": (2, "comm.broadcast(np.ones(8, int), algorithm='mpi')", "comm.broadcast(x, algorithm='mpi')"),
-}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -105,17 +109,21 @@ def test_mpi_ranks_that_disagree_learn_what_both_called():
             assert any(line.startswith(f"{name} |") and all(fact in line for fact in facts) for line in lines), lines
 
 
-@pytest.mark.parametrize("mistake", NATIVE)
-def test_mpis_own_collectives_compare_what_ranks_call(mistake):
-    ranks, *texts = NATIVE[mistake]
-    lines = run_mistakes(ranks, {mistake: texts}).stdout.splitlines()
-    assert any(line.startswith(f"{mistake} | rank") and ", but this rank " in line for line in lines), lines
-
-
 def test_every_algorithm_has_a_place_in_the_tag():
     for op, algorithms in ALGORITHMS.items():
         for algorithm in algorithms:
-            tag = tag_of(op, algorithm, False, np.dtype("f4").num) | 44 << 19
+            x = np.zeros(300, "f4")
+            tag = to_tag(Operation(op, algorithm, input=x, output=x), 44)
             assert USER_TAGS <= tag < 2**27 and meaning(tag).startswith(f"{op} ")
             assert f"of float32 ({algorithm}, operation 44)" in meaning(tag)
+            assert from_tag(tag) == Call(op, algorithm, False, "float32", elements=300 % 128, number=44)
     assert len(OPERATION_CODES) <= 8 and len(ALGORITHM_CODES) <= 8
+
+
+def test_a_tag_knows_a_maximum_from_a_sum():
+    x = np.zeros(3)
+    sums, maxima = (
+        from_tag(to_tag(Operation("all_reduce", "ring", input=x, output=x, combine=combine), 1))
+        for combine in (np.add, np.maximum)
+    )
+    assert maxima.maximum and maxima._replace(maximum=False) == sums

@@ -39,8 +39,7 @@ def collectives(comm, path: str) -> dict:
     comm.traffic.reset()
     for op, algorithms in ALGORITHMS.items():
         for algorithm in algorithms:
-            if algorithm != "mpi":
-                call(comm, op, algorithm, 1001)
+            call(comm, op, algorithm, 1001)
     counted = {key: list(counts) for key, counts in comm.traffic.counts.items()}
     save_chrome_trace(path, comm)
     return counted

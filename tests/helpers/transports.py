@@ -52,11 +52,8 @@ class Wrapped:
         other._wrap(self.inner.group(ranks, name))
         return other
 
-    def native(self, op: str, *arguments: Any) -> Request:
-        return self.inner.native(op, *arguments)
 
-
-OURS = [(op, algorithm) for op in ALGORITHMS for algorithm in ALGORITHMS[op] if algorithm != "mpi"]
+OURS = [(op, algorithm) for op in ALGORITHMS for algorithm in ALGORITHMS[op]]
 
 
 def collective(comm: Communicator, op: str, algorithm: str, n: int, async_op: bool = False) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from minipar.autograd import DeferredGradients, Tensor, defer_weight_gradients
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport import USER_TAGS
+from minipar.comm.operation import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold

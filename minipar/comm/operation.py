@@ -1,0 +1,92 @@
+"""A call of a collective as a value, and the tag with which its messages tell other ranks about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
+
+OPERATIONS = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
+ALGORITHM_NAMES = (
+    "ring",
+    "recursive_doubling",
+    "recursive_halving",
+    "ordered",
+    "pairwise",
+    "binomial",
+    "dissemination",
+)
+COMBINE = {"sum": np.add, "max": np.maximum}
+
+OPERATION_CODES = {name: code for code, name in enumerate(OPERATIONS)}
+ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHM_NAMES)}
+COMBINE_CODES: dict[np.ufunc | None, int] = {None: 0, np.add: 0, np.maximum: 1}
+DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
+
+Bounds = Sequence[tuple[int, int]]
+
+
+@dataclass(slots=True, eq=False)  # To make a frozen one takes a microsecond more.
+class Operation:
+    """A call of a collective, with flat host arrays. `input` and `output` may be the same array."""
+
+    name: str
+    algorithm: str
+    input: np.ndarray
+    output: np.ndarray
+    combine: np.ufunc | None = None  # of the operations that reduce
+    root: int = 0  # of a broadcast
+    sends: Bounds | None = None  # the chunks of an all-to-all's input, if they are not equal
+    receives: Bounds | None = None  # and those of its output
+
+
+class Call(NamedTuple):
+    """What a tag says about an operation."""
+
+    name: str
+    algorithm: str
+    maximum: bool
+    dtype: str
+    elements: int  # modulo 128
+    number: int  # of the operation on its communicator, modulo 128
+
+
+def to_tag(operation: Operation, number: int) -> int:
+    """Pack what a rank is doing into a tag above USER_TAGS. The first part that is packed takes the highest bits."""
+    elements = operation.input.size if operation.sends is None else 0  # with counts, each rank has its own number
+    tag = 128 + number % 128
+    tag = tag * 128 + elements % 128
+    tag = tag * 32 + operation.input.dtype.num % 32
+    tag = tag * 2 + COMBINE_CODES[operation.combine]
+    tag = tag * 8 + ALGORITHM_CODES[operation.algorithm]
+    return tag * 8 + OPERATION_CODES[operation.name]
+
+
+def from_tag(tag: int) -> Call:
+    """Unpack a tag of `to_tag`, from its lowest bits on."""
+    tag, name = divmod(tag, 8)
+    tag, algorithm = divmod(tag, 8)
+    tag, maximum = divmod(tag, 2)
+    tag, dtype = divmod(tag, 32)
+    tag, elements = divmod(tag, 128)
+    return Call(
+        name=OPERATIONS[name],
+        algorithm=ALGORITHM_NAMES[algorithm],
+        maximum=maximum == 1,
+        dtype=DTYPES.get(dtype, "another dtype"),
+        elements=elements,
+        number=tag % 128,
+    )
+
+
+def meaning(tag: int) -> str:
+    """Say what a rank is doing that sends messages with this tag."""
+    if tag < USER_TAGS:
+        return f"tag {tag}"
+    call = from_tag(tag)
+    reduction = ""
+    if "reduce" in call.name:
+        reduction = "max " if call.maximum else "sum "
+    return f"{call.name} {reduction}of {call.dtype} ({call.algorithm}, operation {call.number})"
