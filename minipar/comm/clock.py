@@ -145,10 +145,7 @@ class Tracer:
 
     def chrome_events(self, rank: int) -> list[dict[str, Any]]:
         """Return all events, with the names of the process and of its tracks."""
-        metadata = [
-            ("process_name", 0, {"name": f"rank {rank}"}),
-            ("process_sort_index", 0, {"sort_index": rank}),
-        ]
+        metadata = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
         for tid, name in self._tracks.values():
             metadata.append(("thread_name", tid, {"name": name}))
         events: list[dict[str, Any]] = []
