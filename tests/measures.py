@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("plan", "bench")  # tools around the library, which nothing in it needs
+OUTSIDE = ("plan", "bench", "compare")  # tools around the library, which nothing in it needs
 LONG = 100  # columns
 # What ends a line, indents it or is left out.
 SKIPPED = {
@@ -53,7 +53,7 @@ class Density:
 
 
 def core(*packages: str) -> dict[str, str]:
-    """Return the text of each file of minipar without plan and bench, or of some of its packages."""
+    """Return the text of each file of minipar without plan, bench and compare, or of some of its packages."""
     texts = {}
     for path in sorted((ROOT / "minipar").rglob("*.py")):
         inside = path.relative_to(ROOT / "minipar").parts

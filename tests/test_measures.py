@@ -1,8 +1,9 @@
 """Claims about density: lines of code say little at once, classes are shallow, and attributes are written out.
 
-The goals are for minipar without plan and bench. The tables below hold what misses a goal today, with a limit that
-keeps it from getting worse. When code gets better, `python tests/measures.py` prints the new values: lower the limit,
-and delete the row when the goal is reached. A new package or class has no row, so it meets the goals from the start.
+The goals are for minipar without its tools: plan, bench and compare. The tables below hold what misses a goal today,
+with a limit that keeps it from getting worse. When code gets better, `python tests/measures.py` prints the new values:
+lower the limit, and delete the row when the goal is reached. A new package or class has no row, so it meets the goals
+from the start.
 """
 
 import pytest
@@ -15,15 +16,14 @@ DEEPEST = 3
 
 # Package: the limits of tokens per line of code and of the percentage of long lines.
 DENSE = {
-    "minipar": (10.0, 12.0),
+    "minipar": (10.0, 11.3),
     "minipar/autograd": (10.8, 12.5),
     "minipar/comm": (11.2, 17.0),
     "minipar/nn": (10.8, 18.0),
     "minipar/parallel/tensor": (11.2, 8.0),
     "minipar/robust_start": (10.0, 15.0),
-    "minipar/train": (11.1, 17.5),
 }
-TOKENS_TODAY = 105_900
+TOKENS_TODAY = 107_810
 
 # The classes that are deeper than the goal.
 DEEP = {
@@ -85,10 +85,10 @@ def test_names_of_attributes_are_not_computed():
     assert too_many(computed_names(core("autograd", "nn", "parallel")), COMPUTED_NAMES, 0) == {}
 
 
-def test_the_core_has_all_packages_but_plan_and_bench():
+def test_the_core_has_no_tools():
     folders = set(CORE)
     assert {"minipar", "minipar/autograd", "minipar/parallel/pipeline"} <= folders
-    assert not [folder for folder in folders if "plan" in folder or "bench" in folder]
+    assert not [folder for folder in folders if {"plan", "bench", "compare"} & set(folder.split("/"))]
 
 
 def test_a_limit_stands_only_where_a_goal_is_missed():
