@@ -55,6 +55,7 @@ from chapters.support import layouts_on_eight as eight
 from chapters.support.layouts_on_eight import AXES, Job, config_of, on_eight, trainer_on
 from chapters.support.whole_runs import bound
 from minipar.comm import DeviceMesh, run_local
+from minipar.compare.differences import as_text, compare
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.placement import BucketSlice, Partial, Placements
 from minipar.parallel.state import owned_pieces
@@ -62,7 +63,6 @@ from minipar.parallel.traffic import predicted_traffic, tp_bytes
 from minipar.train.from_config import step_layout
 from minipar.train.trainer import Trainer
 from minipar.train.verify import verify
-from visualize.differences import as_text, compare
 
 rank, size = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks

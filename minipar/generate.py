@@ -14,9 +14,9 @@ from minipar.comm.threads import serial
 from minipar.errors import UsageError, printable
 from minipar.nn.layers import generator
 from minipar.nn.pretrained import load_pretrained
-from minipar.train.checkpoint import check_checkpoint, continued, find_checkpoint
 from minipar.train.config import parse
 from minipar.train.from_config import make_model
+from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 
 NUMBERS: dict[str, tuple[Any, int, str]] = {  # default, least, help
     "--tokens": (200, 1, "bytes to add"),

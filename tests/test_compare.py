@@ -13,14 +13,14 @@ from launcher import run_each
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
+from minipar.compare.causes import part_of
+from minipar.compare.differences import compare, main
+from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.record import Record, measure, strips
 from minipar.train.data import Tokens
 from minipar.train.recording import Recorder
-from visualize.causes import part_of
-from visualize.differences import compare, main
-from visualize.step_comparison import StepComparison
 
 TEXT = Tokens(np.random.Generator(np.random.Philox(5)).integers(0, 64, 2000).astype(np.uint8), "random text", 64)
 MODEL = "--layers 4 --hidden 32 --heads 4 --seq-len 8 --vocab-size 64 --global-batch 8 --steps 3 --lr 1e-2"

@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 
+from minipar.compare.causes import CLIPPED, MEANS, OTHER
+from minipar.compare.differences import as_text, compare
 from minipar.record import Record
-from visualize.causes import CLIPPED, MEANS, OTHER
-from visualize.differences import as_text, compare
 
 LR, CLIP = 0.05, 0.3
 SHAPES = {"up.weight": (12, 30), "up.bias": (30,), "down.weight": (30, 7), "down.bias": (7,)}

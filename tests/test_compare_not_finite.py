@@ -7,11 +7,11 @@ import warnings
 import numpy as np
 import pytest
 
+from minipar.compare.differences import as_text, compare, main
+from minipar.compare.records import read_run, read_step
 from minipar.errors import UsageError
 from minipar.record import Record
 from visualize import plot_comparison, read_comparison
-from visualize.differences import as_text, compare, main
-from visualize.records import read_run, read_step
 
 NAMES = {"w": (6, 4), "b": (4,), "scale": ()}
 

@@ -9,12 +9,12 @@ import minipar
 from minipar import generate
 from minipar.bench.__main__ import SUBCOMMANDS, bench
 from minipar.comm.threads import serial
+from minipar.compare import differences
 from minipar.errors import UsageError
 from minipar.hints import FOREIGN, letters, suggest, suggest_flag
 from minipar.plan import __main__ as plan
 from minipar.train.config import parse
 from visualize import __main__ as visualize
-from visualize import differences
 
 DRAWINGS = "trace mesh loss traffic memory plan layouts compare schedule gallery".split()
 COMMANDS = [

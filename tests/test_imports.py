@@ -29,7 +29,7 @@ ALLOWED = {
     "minipar.comm": {"errors", "backend", "memory", "lone_steps", "robust_start"},
     "minipar.parallel": {"errors", "backend", "memory", "autograd", "nn", "comm"},
     "minipar.record": set(),
-    "minipar.compare": {"pictures"},
+    "minipar.compare": {"errors", "cli", "record"},
     "minipar.train": {
         "errors",
         "cli",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from minipar.comm import Communicator, DeviceMesh, run_local
+from minipar.compare.differences import compare
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.train.config import parse, resolve, shape_of
 from minipar.train.data import Tokens
@@ -20,7 +21,6 @@ from minipar.train.recording import Recorder
 from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
-from visualize.differences import compare
 
 RANKS, STEPS, VOCAB = 4, 20, 31
 SHAPE = f"--model mixtral --layers 2 --hidden 24 --heads 4 --kv-heads 2 --ffn 48 --seq-len 8 --vocab-size {VOCAB}"

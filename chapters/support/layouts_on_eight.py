@@ -20,11 +20,11 @@ from chapters.support.whole_runs import compare, layer_scales, relative_differen
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.checkpoint import check_checkpoint, find_checkpoint
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.from_config import step_layout
 from minipar.train.recording import Recorder
+from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
 

@@ -21,7 +21,8 @@ from minipar.errors import UsageError, printable
 from minipar.memory import MemoryLedger
 from minipar.nn.pretrained import load_config
 from minipar.train import progress
-from minipar.train.checkpoint import Checkpoint, agreeing, check_checkpoint, continued, find_checkpoint
+from minipar.train.checkpoint import Checkpoint, agreeing
+from minipar.train.resume import check_checkpoint, continued, find_checkpoint
 from minipar.train.config import parse, resolve, with_shape
 from minipar.train.settings import TrainConfig
 from minipar.train.data import Evaluation, Tokens, hold_out, load_tokens

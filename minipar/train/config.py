@@ -266,7 +266,9 @@ def schedule_of(config: TrainConfig) -> Schedule:
 
     UsageError.
     """
-    name, pp, microbatches = config.mesh.schedule or "1f1b", config.mesh.pp, config.data.microbatches
+    name = config.mesh.schedule or "1f1b"
+    pp = config.mesh.pp
+    microbatches = config.data.microbatches
     if not name.endswith(".csv"):
         schedule = make(name, pp, microbatches, config.mesh.virtual_stages)
     else:

@@ -57,7 +57,8 @@ class Tokens:
 
     def check(self, positions: np.ndarray | None = None) -> None:
         """Raise UsageError if a token of these positions, or of the first SCAN_LIMIT, is outside the vocabulary."""
-        piece, limit = self.ids[:SCAN_LIMIT] if positions is None else self.ids[positions], self.vocab_size
+        piece = self.ids[:SCAN_LIMIT] if positions is None else self.ids[positions]
+        limit = self.vocab_size
         if piece.max() >= limit:
             i = int(np.argmax(piece >= limit))
             place = i if positions is None else positions.flat[i]
@@ -72,9 +73,12 @@ def load_tokens(path: str | None, *, vocab_size: int, seq_len: int, flag: str = 
     Errors call the path what `flag` says.
     """
     if path is None:
-        file, name, ids = None, "the standard library's source", _standard_library()
+        file = None
+        name = "the standard library's source"
+        ids = _standard_library()
     else:
-        file, name = _open(path, flag), path
+        file = _open(path, flag)
+        name = path
         ids = np.frombuffer(file, "<u2" if path.endswith(".bin") else np.uint8)
     if len(ids) < seq_len + 1:
         needed = f"a sample and its targets take seq-len + 1 = {seq_len} + 1 = {seq_len + 1}"
@@ -130,7 +134,11 @@ class Batches:
     """
 
     def __init__(self, tokens: Tokens, *, seq_len: int, global_batch: int, order: str, seed: int) -> None:
-        self.tokens, self.seq_len, self.global_batch, self.order, self.seed = tokens, seq_len, global_batch, order, seed
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.order = order
+        self.seed = seed
         self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # of samples (B, T): context parallelism's tokens
 
     def positions(self, step: int) -> np.ndarray:
@@ -138,7 +146,8 @@ class Batches:
 
         Its target is the next one.
         """
-        n, offsets = len(self.tokens.ids), np.arange(self.seq_len)  # offsets: (T,)
+        n = len(self.tokens.ids)
+        offsets = np.arange(self.seq_len)  # offsets: (T,)
         if self.order == "sequential":
             first = (step * self.global_batch + np.arange(self.global_batch)) * self.seq_len  # (B,)
             return (first[:, None] + offsets) % (n - 1)
@@ -156,7 +165,8 @@ class Batches:
         """
         positions = self.positions(step)  # (B, T)
         chosen = positions[np.asarray(samples, dtype=np.int64)]  # (b, T)
-        inputs, targets = self.tokens.read(chosen), self.tokens.read(chosen + 1)
+        inputs = self.tokens.read(chosen)
+        targets = self.tokens.read(chosen + 1)
         if len(self.tokens.ids) > SCAN_LIMIT:
             self.tokens.check(np.append(positions, positions + 1))
         return self.part(inputs), self.part(targets)

@@ -56,198 +56,201 @@ def dtype_name(text: str) -> str:
 
 def add_mesh_flags(parser: UsageParser) -> None:
     """Add the flags of MeshConfig."""
-    group = parser.add_argument_group(
-        "mesh: how many ranks each kind of parallelism takes, and what they share"
-    )
-    group.add_argument("--dp", type=int, metavar="N",
+    title = "mesh: how many ranks each kind of parallelism takes, and what they share"
+    add = parser.add_argument_group(title).add_argument
+    add("--dp", type=int, metavar="N",
         help="data-parallel replicas (default: as many as there are ranks)")
-    group.add_argument("--tp", type=int, metavar="T",
+    add("--tp", type=int, metavar="T",
         help="tensor-parallel ranks that share each layer; they must divide the heads (default: "
              f"{MeshConfig.tp})")
-    group.add_argument("--cp", type=int, metavar="C",
+    add("--cp", type=int, metavar="C",
         help="context-parallel ranks that share each sample's tokens; 2*C must divide them "
              f"(default: {MeshConfig.cp})")
-    group.add_argument("--context-parallel", type=str, choices=CHOICES["--context-parallel"],
+    add("--context-parallel", type=str, choices=CHOICES["--context-parallel"],
         help="keys and values travel around a ring, or are gathered, or each rank takes all "
              f"tokens of some heads (default: {MeshConfig.context_parallel})")
-    group.add_argument("--cp-order", type=str, choices=CHOICES["--cp-order"],
+    add("--cp-order", type=str, choices=CHOICES["--cp-order"],
         help="zigzag: an early and a late part of each sample, equal work on every rank; "
              f"contiguous: the r-th part (default: {MeshConfig.cp_order})")
-    group.add_argument("--ep", type=int, metavar="P",
+    add("--ep", type=int, metavar="P",
         help="with --model mixtral: neighbours among dp*cp that each hold 1/P of the experts "
              f"(default: {MeshConfig.ep})")
-    group.add_argument("--pp", type=int, metavar="P",
+    add("--pp", type=int, metavar="P",
         help=f"pipeline ranks, each with its own layers (default: {MeshConfig.pp})")
-    group.add_argument("--schedule", type=str, metavar="NAME",
+    add("--schedule", type=str, metavar="NAME",
         help=f"with --pp 2 or more: order of the pipeline: {', '.join(SCHEDULES)}, or PyTorch's "
              "FILE.csv (default: 1f1b)")
-    group.add_argument("--virtual-stages", type=int, metavar="V",
+    add("--virtual-stages", type=int, metavar="V",
         help="with --pp 2 or more: stages per rank of interleaved-1f1b (default: 2)")
-    group.add_argument("--sequence-parallel", action="store_true",
+    add("--sequence-parallel", action="store_true",
         help="with --tp 2 or more: LayerNorm, dropout and residuals work on 1/T of the sequence; "
              "the same bytes travel")
-    group.add_argument("--zero-stage", type=int, metavar="K",
+    add("--zero-stage", type=int, metavar="K",
         help="what data-parallel ranks shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 "
              f"parameters too (default: {MeshConfig.zero_stage})")
-    group.add_argument("--zero-replicas", type=int, metavar="Q",
+    add("--zero-replicas", type=int, metavar="Q",
         help="with --zero-stage 1, 2 or 3: shard within Q groups of near ranks, such as hosts, "
              f"and sum gradients over groups (HSDP) (default: {MeshConfig.zero_replicas})")
-    group.add_argument("--sync-every-microbatch", action="store_true",
+    add("--sync-every-microbatch", action="store_true",
         help="with --zero-stage 2 or 3: keep gradients sharded between microbatches, and send "
              "them M times, not once")
-    group.add_argument("--memory-limit", type=byte_count, metavar="BYTES",
+    add("--memory-limit", type=byte_count, metavar="BYTES",
         help="refuse to start if parameters, gradients and optimizer state take more on a rank; "
              "such as 1500000 or 1.5GiB")
 
 
 def add_model_flags(parser: UsageParser) -> None:
     """Add the flags of ModelConfig."""
-    group = parser.add_argument_group("model: GPT-2's architecture, Llama's, or Mixtral's")
-    group.add_argument("--layers", type=int, metavar="L",
+    title = "model: GPT-2's architecture, Llama's, or Mixtral's"
+    add = parser.add_argument_group(title).add_argument
+    add("--layers", type=int, metavar="L",
         help=f"Transformer layers (default: {ModelConfig.layers})")
-    group.add_argument("--hidden", type=int, metavar="H",
+    add("--hidden", type=int, metavar="H",
         help=f"hidden size: elements per token between layers (default: {ModelConfig.hidden})")
-    group.add_argument("--heads", type=int, metavar="A",
+    add("--heads", type=int, metavar="A",
         help=f"attention heads; they must divide hidden (default: {ModelConfig.heads})")
-    group.add_argument("--seq-len", type=int, metavar="T",
+    add("--seq-len", type=int, metavar="T",
         help="tokens per sample; without --init-from also GPT-2's learned positions (default: "
              f"{ModelConfig.seq_len})")
-    group.add_argument("--vocab-size", type=int, metavar="V",
+    add("--vocab-size", type=int, metavar="V",
         help=f"vocabulary: token ids are 0 to V-1 (default: {ModelConfig.vocab_size})")
-    group.add_argument("--model", type=str, choices=CHOICES["--model"],
+    add("--model", type=str, choices=CHOICES["--model"],
         help="the architecture: GPT-2's; Llama's, whose head is not tied to the embedding; or "
              f"Mixtral's, with experts (default: {ModelConfig.model})")
-    group.add_argument("--kv-heads", type=int, metavar="N",
+    add("--kv-heads", type=int, metavar="N",
         help="with --model llama or mixtral: heads of keys and values (default: as --heads)")
-    group.add_argument("--ffn", type=int, metavar="F",
+    add("--ffn", type=int, metavar="F",
         help="with --model llama or mixtral: columns of each MLP (default: 8/3 of hidden, up to "
              "a multiple of 64)")
-    group.add_argument("--experts", type=int, metavar="E",
+    add("--experts", type=int, metavar="E",
         help="with --model mixtral: MLPs in each layer (default: 8)")
-    group.add_argument("--top-k", type=int, metavar="K",
+    add("--top-k", type=int, metavar="K",
         help="with --model mixtral: experts that each token is sent to (default: 2)")
-    group.add_argument("--aux-loss", type=float, metavar="COEF",
+    add("--aux-loss", type=float, metavar="COEF",
         help="with --model mixtral: coefficient of the routers' balance loss (default: "
              f"{ModelConfig.aux_loss})")
-    group.add_argument("--router-bias", type=float, metavar="RATE",
+    add("--router-bias", type=float, metavar="RATE",
         help="with --model mixtral: change per step of the routers' biases (default: "
              f"{ModelConfig.router_bias})")
-    group.add_argument("--capacity-factor", type=float, metavar="F",
+    add("--capacity-factor", type=float, metavar="F",
         help="with --model mixtral: experts take at most F times the mean load of a microbatch "
              "and drop the rest (default: take all)")
-    group.add_argument("--init-from", type=str, metavar="DIR",
+    add("--init-from", type=str, metavar="DIR",
         help="start from a GPT-2, Llama or Mixtral directory (config.json, model.safetensors), "
              "which also gives the shape")
 
 
 def add_data_flags(parser: UsageParser) -> None:
     """Add the flags of DataConfig."""
-    group = parser.add_argument_group("data: the source of the tokens and their order")
-    group.add_argument("--data", dest="path", type=str, metavar="PATH",
+    title = "data: the source of the tokens and their order"
+    add = parser.add_argument_group(title).add_argument
+    add("--data", dest="path", type=str, metavar="PATH",
         help="a text (bytes are tokens) or a nanoGPT .bin (uint16 tokens) (default: Python's "
              "library)")
-    group.add_argument("--order", type=str, choices=CHOICES["--order"],
+    add("--order", type=str, choices=CHOICES["--order"],
         help="random: samples start anywhere; sequential: the text from front to back (default: "
              f"{DataConfig.order})")
-    group.add_argument("--global-batch", type=int, metavar="B",
+    add("--global-batch", type=int, metavar="B",
         help=f"samples per step, over all replicas (default: {DataConfig.global_batch})")
-    group.add_argument("--microbatches", type=int, metavar="M",
+    add("--microbatches", type=int, metavar="M",
         help="microbatches per replica and step, whose gradients are accumulated (default: "
              f"{DataConfig.microbatches})")
-    group.add_argument("--eval-every", type=int, metavar="K",
+    add("--eval-every", type=int, metavar="K",
         help="every K steps and at the end: the loss on text that training does not see, the "
              "same in every layout")
-    group.add_argument("--eval-data", type=str, metavar="PATH",
+    add("--eval-data", type=str, metavar="PATH",
         help="with --eval-every K: the text to evaluate on (default: the end of the training "
              "text, which is then not trained on)")
 
 
 def add_optimizer_flags(parser: UsageParser) -> None:
     """Add the flags of OptimizerConfig."""
-    group = parser.add_argument_group("optimizer: AdamW, as torch.optim.AdamW computes it")
-    group.add_argument("--steps", type=int, metavar="S",
+    title = "optimizer: AdamW, as torch.optim.AdamW computes it"
+    add = parser.add_argument_group(title).add_argument
+    add("--steps", type=int, metavar="S",
         help=f"optimizer steps (default: {OptimizerConfig.steps})")
-    group.add_argument("--lr", type=float, metavar="LR",
+    add("--lr", type=float, metavar="LR",
         help=f"learning rate after warm-up (default: {OptimizerConfig.lr})")
-    group.add_argument("--lr-schedule", type=str, choices=CHOICES["--lr-schedule"],
+    add("--lr-schedule", type=str, choices=CHOICES["--lr-schedule"],
         help="after warm-up the learning rate stays, or falls along half a cosine to a tenth in "
              f"the last step (default: {OptimizerConfig.lr_schedule})")
-    group.add_argument("--warmup-steps", type=int, metavar="W",
+    add("--warmup-steps", type=int, metavar="W",
         help="the learning rate is LR*(step+1)/(W+1) in steps 0 to W-1 (default: "
              f"{OptimizerConfig.warmup_steps})")
-    group.add_argument("--betas", nargs=2, type=float, metavar=("B1", "B2"),
+    add("--betas", nargs=2, type=float, metavar=("B1", "B2"),
         help="decay per step of the running means of gradient and squared gradient (default: 0.9 "
              "0.999)")
-    group.add_argument("--eps", type=float, metavar="E",
+    add("--eps", type=float, metavar="E",
         help=f"added to the root of the squared mean (default: {OptimizerConfig.eps})")
-    group.add_argument("--weight-decay", type=float, metavar="WD",
+    add("--weight-decay", type=float, metavar="WD",
         help="decoupled, of parameters with two or more dimensions (default: "
              f"{OptimizerConfig.weight_decay})")
-    group.add_argument("--dropout", type=float, metavar="P",
+    add("--dropout", type=float, metavar="P",
         help="with --model gpt2: probability of dropout; the same in every layout (default: "
              f"{OptimizerConfig.dropout})")
-    group.add_argument("--clip-grad", type=float, metavar="NORM",
+    add("--clip-grad", type=float, metavar="NORM",
         help="scale gradients down to this L2 norm; 0: no clipping (default: "
              f"{OptimizerConfig.clip_grad})")
 
 
 def add_run_flags(parser: UsageParser) -> None:
     """Add the flags of RunConfig."""
-    group = parser.add_argument_group("run: seed, precision, device, and the files that are written")
-    group.add_argument("--seed", type=int, metavar="N",
+    title = "run: seed, precision, device, and the files that are written"
+    add = parser.add_argument_group(title).add_argument
+    add("--seed", type=int, metavar="N",
         help=f"keys every random draw (weights, samples) (default: {RunConfig.seed})")
-    group.add_argument("--dtype", type=dtype_name, choices=CHOICES["--dtype"],
+    add("--dtype", type=dtype_name, choices=CHOICES["--dtype"],
         help="of parameters and activations; with bf16 and fp16 the optimizer has float32 copies "
              f"of the parameters (default: {RunConfig.dtype})")
-    group.add_argument("--gradients", type=dtype_name, choices=CHOICES["--gradients"],
+    add("--gradients", type=dtype_name, choices=CHOICES["--gradients"],
         help="in which microbatches' gradients add up, if --dtype has 2 bytes (default: fp32)")
-    group.add_argument("--reduce-dtype", type=dtype_name, choices=CHOICES["--reduce-dtype"],
+    add("--reduce-dtype", type=dtype_name, choices=CHOICES["--reduce-dtype"],
         help="in which gradients and tensor-parallel sums travel and add up, if --dtype has 2 "
              "bytes (default: fp32)")
-    group.add_argument("--skip-nonfinite", action="store_true",
+    add("--skip-nonfinite", action="store_true",
         help="skip a step whose loss or gradient is not finite, and count it")
-    group.add_argument("--device", type=str, choices=CHOICES["--device"],
+    add("--device", type=str, choices=CHOICES["--device"],
         help=f"cpu: NumPy; cuda: CuPy (default: {RunConfig.device})")
-    group.add_argument("--recompute", type=str, choices=CHOICES["--recompute"],
+    add("--recompute", type=str, choices=CHOICES["--recompute"],
         help="full: keep only each layer's input and run its forward again in backward (default: "
              f"{RunConfig.recompute})")
-    group.add_argument("--attention", type=str, choices=CHOICES["--attention"],
+    add("--attention", type=str, choices=CHOICES["--attention"],
         help="full: keep all scores; blockwise: compute them again in backward; auto: full if "
              f"short, or with dropout (default: {RunConfig.attention})")
-    group.add_argument("--reduction", type=str, choices=CHOICES["--reduction"],
+    add("--reduction", type=str, choices=CHOICES["--reduction"],
         help="order of sums over ranks: ring, or ordered (rank 0 first: bit for bit as one "
              f"device) (default: {RunConfig.reduction})")
-    group.add_argument("--metrics", type=str, metavar="FILE.jsonl",
+    add("--metrics", type=str, metavar="FILE.jsonl",
         help="one JSON line per step; '-' is standard output, and progress then goes to standard "
              "error")
-    group.add_argument("--trace", type=str, metavar="FILE.json",
+    add("--trace", type=str, metavar="FILE.json",
         help="Chrome trace of every rank, for Perfetto or `minipar visualize trace`")
-    group.add_argument("--clock", type=str, choices=CHOICES["--clock"],
+    add("--clock", type=str, choices=CHOICES["--clock"],
         help="with --trace FILE.json: time in the trace: wall; cpu: each rank's own CPU time; "
              f"model: a cost model (default: {RunConfig.clock})")
-    group.add_argument("--memory", type=str, metavar="FILE.json",
+    add("--memory", type=str, metavar="FILE.json",
         help="every rank's bytes by kind at each moment of the last step and at the peak, for "
              "`minipar visualize memory`")
-    group.add_argument("--record", type=str, metavar="DIR",
+    add("--record", type=str, metavar="DIR",
         help="record the loss, gradients and updates of each step for `python -m "
              "minipar.compare`; DIR is new")
-    group.add_argument("--network", nargs=2, type=float, metavar=("ALPHA", "BETA"),
+    add("--network", nargs=2, type=float, metavar=("ALPHA", "BETA"),
         help="with --clock cpu or model: what a message costs: ALPHA seconds and BETA seconds "
              "per byte (default: 0.0 0.0)")
-    group.add_argument("--save", type=str, metavar="DIR",
+    add("--save", type=str, metavar="DIR",
         help="write checkpoints into DIR, at the end and with --save-every on the way; the last "
              "two are kept")
-    group.add_argument("--save-every", type=int, metavar="K",
+    add("--save-every", type=int, metavar="K",
         help="with --save DIR: write a checkpoint every K steps")
-    group.add_argument("--resume", type=str, metavar="DIR",
+    add("--resume", type=str, metavar="DIR",
         help="continue from the newest checkpoint in DIR (or from DIR/step-NNNNNNNN) in the "
              "layout given here; model, data, optimizer, seed, dtype and steps are the "
              "checkpoint's unless given; auto: from --save DIR, if it has one")
-    group.add_argument("--export", type=str, metavar="DIR",
+    add("--export", type=str, metavar="DIR",
         help="write the trained model as a directory of Hugging Face; DIR is new, empty, or an "
              "earlier export")
-    group.add_argument("--export-dtype", type=dtype_name, choices=CHOICES["--export-dtype"],
+    add("--export-dtype", type=dtype_name, choices=CHOICES["--export-dtype"],
         help="with --export DIR: of --export (default: that of --dtype)")
-    group.add_argument("--verify", action="store_true",
+    add("--verify", action="store_true",
         help="compute each step on one device too and compare loss, norm, gradients and updates; "
              "exit 1 if they differ")

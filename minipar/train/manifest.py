@@ -24,7 +24,8 @@ from minipar.train.config import inside
 from minipar.train.schema import Kind, ListOf, MapOf, Nullable, Number, OneOf, Record, Row, Text, Truth, Whole, refuse
 from minipar.train.settings import CHOICES, DTYPES, INTERVALS, TrainConfig, flags, sizes_of
 
-FORMAT, VERSION = "minipar checkpoint", 1
+FORMAT = "minipar checkpoint"
+VERSION = 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
 MOST_BYTES = 2**25  # of a manifest
 LONGEST_MESSAGE = 400
@@ -121,7 +122,8 @@ def parse(text: bytes) -> dict[str, Any]:
 
 def shape_of(manifest: dict[str, Any]) -> TransformerConfig:
     """Return the sizes of the model, which has exactly the manifest's parameters."""
-    sizes, parameters = manifest["model"], manifest["parameters"]
+    sizes = manifest["model"]
+    parameters = manifest["parameters"]
     kind = "gpt2"
     if "hidden_size" in sizes:
         kind = "mixtral" if "num_local_experts" in sizes else "llama"
@@ -169,19 +171,24 @@ def check_pieces(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None
     wrong = ValueError(f"its files hold {held:,} elements of {name} of shape {shape}, not each element once")
     if not pieces:
         raise wrong
-    cut, ranks, size = pieces[0].cut, 1, math.prod(shape)
+    cut = pieces[0].cut
+    ranks = 1
+    size = math.prod(shape)
     if cut is not None:  # equal parts, of which the last ones may be padded
         if cut.dim >= len(shape):
             refuse(cut.dim, f"cut.dim of {name}", f"a dim of its shape {shape}")
-        ranks, size = cut.ranks, math.prod(cut.shard(shape).local_shape(shape))
-    rank, element = 0, 0  # that the next piece has to start with
+        ranks = cut.ranks
+        size = math.prod(cut.shard(shape).local_shape(shape))
+    rank = 0
+    element = 0  # that the next piece has to start with
     for piece in sorted(pieces, key=_order):
         expected = None if cut is None else replace(cut, rank=rank)
         if piece.cut != expected or piece.start != element:
             raise wrong
         element = piece.stop
         if element == size:
-            rank, element = rank + 1, 0
+            rank = rank + 1
+            element = 0
     if (rank, element) != (ranks, 0):
         raise wrong
 

@@ -49,7 +49,8 @@ class Progress:
     def __init__(
         self, steps: int, stream: TextIO | None, done: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.steps, self.stream = steps, stream
+        self.steps = steps
+        self.stream = stream
         self.first = done  # steps that were done before this run
         self.done = done
         self.clock = clock
@@ -168,7 +169,9 @@ class Metrics:
     """
 
     def __init__(self, path: str | None, first_step: int = 0) -> None:
-        self.path, self.file, self.error = path, None if path != "-" else sys.stdout, ""
+        self.path = path
+        self.file = None if path != "-" else sys.stdout
+        self.error = ""
         self.length: int | None = None  # bytes of whole lines; None for a device or a pipe, which cannot be cut off
         if path is not None and path != "-":
             with writing(f"--metrics {path}"):
@@ -207,7 +210,8 @@ class Metrics:
         UsageError if a line could not be written, or if the file is not at its path any more.
         """
         if self.file is not None and self.file is not sys.stdout:
-            own, there = os.fstat(self.file.fileno()), Path(str(self.path))
+            own = os.fstat(self.file.fileno())
+            there = Path(str(self.path))
             if not self.error and not (there.exists() and os.path.samestat(own, there.stat())):
                 self.error = f"--metrics {self.path} was removed or renamed during the training"
             self.file.close()
@@ -243,44 +247,64 @@ def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
 
 def describe(config: TrainConfig, ranks: int, parameters: int, tokens: int, source: str) -> str:
     """Return the first lines of a run: the model and the data; the number of ranks and the flags of their layout."""
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     kind = "GPT" if model.model == "gpt2" else model.model.title()
     heads = f" on {model.kv_heads} of keys and values" if model.kv_heads else ""
     heads += f", {model.experts} experts of which a token goes through {model.top_k}" if model.experts else ""
-    layout = " ".join(
-        flag if value is True else f"{flag} {value}"
-        for section, field, flag, value in flags(config)
-        if section == "mesh" and value != field.default
-    )
+    words = []
+    for section, field, flag, value in flags(config):
+        if section == "mesh" and value != field.default:
+            words.append(flag if value is True else f"{flag} {value}")
+    layout = " ".join(words)
+    several = "s" if ranks > 1 else ""
+    microbatches = "1 microbatch" if data.microbatches == 1 else f"{data.microbatches} microbatches"
     return (
         f"minipar: {kind} with {parameters:,} parameters ({model.layers} layers, hidden {model.hidden}, "
         f"{model.heads} heads{heads}, {config.run.dtype}) on {tokens:,} tokens of {printable(source)}\n"
-        f"minipar: {ranks} rank{'s' * (ranks > 1)}: {printable(layout)}, "
-        f"global batch {data.global_batch} x {model.seq_len} tokens, {data.microbatches} "
-        f"microbatch{'es' * (data.microbatches > 1)} per replica, {config.run.reduction} reduction"
+        f"minipar: {ranks} rank{several}: {printable(layout)}, "
+        f"global batch {data.global_batch} x {model.seq_len} tokens, "
+        f"{microbatches} per replica, {config.run.reduction} reduction"
     )
 
 
 def notes(config: TrainConfig) -> list[str]:
     """Warn about valid but wasteful settings of a resolved configuration: a line for each."""
-    mesh, m = config.mesh, config.data.microbatches
-    stage, replicas = mesh.zero_stage, (mesh.dp or 1) * mesh.cp // mesh.zero_replicas
-    several = replicas > 1 and m > 1
-    gathers = f"gathers parameters for each microbatch's forward and backward: 2*{m} = {2 * m} times per step"
-    remedy = "" if mesh.pp > 1 else "; --sync-every-microbatch keeps them sharded and sends them each time"
-    whole = f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards{remedy}"
-    why = "one microbatch" if m == 1 else "--schedule naive"
-    groups = f" in {mesh.zero_replicas} replicas" * (mesh.zero_replicas > 1)
-    warnings = {
-        f"--zero-stage {stage} shards nothing: dp = {mesh.dp}{groups}": stage > 0 and replicas == 1,
-        f"--zero-stage 3 {gathers}": stage == 3 and several,
-        whole: stage >= 2 and several and not mesh.sync_every_microbatch,
-        f"{why}: the pipeline's ranks work one after another": mesh.pp > 1 and (m == 1 or mesh.schedule == "naive"),
-    }
-    return [f"minipar: note: {note}" for note, is_true in warnings.items() if is_true]
+    mesh = config.mesh
+    m = config.data.microbatches
+    stage = mesh.zero_stage
+    shards = (mesh.dp or 1) * mesh.cp // mesh.zero_replicas
+    lines = []
+    if stage > 0 and shards == 1:
+        groups = f" in {mesh.zero_replicas} replicas" if mesh.zero_replicas > 1 else ""
+        lines.append(f"--zero-stage {stage} shards nothing: dp = {mesh.dp}{groups}")
+    if stage == 3 and shards > 1 and m > 1:
+        passes = f"each microbatch's forward and backward: 2*{m} = {2 * m} times per step"
+        lines.append(f"--zero-stage 3 gathers parameters for {passes}")
+    if stage >= 2 and shards > 1 and m > 1 and not mesh.sync_every_microbatch:
+        line = f"{m} microbatches add up in whole gradients, which --zero-stage {stage} then shards"
+        if mesh.pp == 1:
+            line += "; --sync-every-microbatch keeps them sharded and sends them each time"
+        lines.append(line)
+    if mesh.pp > 1 and (m == 1 or mesh.schedule == "naive"):
+        why = "one microbatch" if m == 1 else "--schedule naive"
+        lines.append(f"{why}: the pipeline's ranks work one after another")
+    return [f"minipar: note: {line}" for line in lines]
 
 
 def written(config: TrainConfig) -> str:
     """Return the files and directories that the run wrote, each path with its flag; "" if none."""
-    paths = {name: getattr(config.run, name) for name in ("metrics", "trace", "memory", "record", "save", "export")}
-    return ", ".join(f"{printable(path)} (--{name})" for name, path in paths.items() if path not in (None, "-"))
+    run = config.run
+    paths = {
+        "--metrics": run.metrics,
+        "--trace": run.trace,
+        "--memory": run.memory,
+        "--record": run.record,
+        "--save": run.save,
+        "--export": run.export,
+    }
+    texts = []
+    for flag, path in paths.items():
+        if path is not None and path != "-":
+            texts.append(f"{printable(path)} ({flag})")
+    return ", ".join(texts)

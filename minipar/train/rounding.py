@@ -34,7 +34,9 @@ MOVES = 32
 # How many times the largest sample is allowed. Independent moves of the h elements of a row average
 # out in a product, by sqrt(h), and rounding errors of the product do not: 16 where parameters are
 # moved.
-MOVED, MEASURED, LOADS = 16, 4, 2
+MOVED = 16
+MEASURED = 4
+LOADS = 2
 
 Quantities = dict[str, np.ndarray]  # "loss", "gradient of NAME" for each parameter, and perhaps "loads"
 
@@ -77,9 +79,13 @@ class GradientCheck:
     """
 
     def __init__(self, device: OneDevice, *, exact: bool, loads: bool, sharper: OneDevice | None = None) -> None:
-        self.device, self.exact, self.loads, self.sharper = device, exact, loads, sharper
+        self.device = device
+        self.exact = exact
+        self.loads = loads
+        self.sharper = sharper
         self.eps = EPSILON[device.config.run.dtype]
-        self.largest, self.place = 0.0, ""
+        self.largest = 0.0
+        self.place = ""
         self.compared = self.rounded = self.explained = 0
 
     def problem(self, step: int, ranks: Quantities) -> str:
@@ -133,11 +139,13 @@ class GradientCheck:
             if same_bits(ranks[name], array):
                 continue
             self.rounded += 1
-            difference, limit = distance(ranks[name], array), self._allowed(name, norm(array), whole)
+            difference = distance(ranks[name], array)
+            limit = self._allowed(name, norm(array), whole)
             relative = difference / (norm(array) + whole / ROUNDINGS)
             within = difference <= limit or self.sharper is not None
             if name.startswith("gradient") and within and relative > self.largest:
-                self.largest, self.place = relative, f"{name.removeprefix('gradient of ')}, step {step + 1}"
+                self.largest = relative
+                self.place = f"{name.removeprefix('gradient of ')}, step {step + 1}"
             if difference > limit:
                 limits[name] = limit
         if self.sharper is None:

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from minipar.backend import from_host, to_host
+from minipar.comm.communicator import Communicator
 from minipar.comm.trace import unseen
 from minipar.nn import optim
+from minipar.nn.module import Parameter
 from minipar.parallel.placement import Shard, placement_of
 from minipar.parallel.state import gather_state
-from minipar.train.checkpoint import repeatable
 from minipar.train.one_device import OneDevice
+from minipar.train.resume import repeatable
 from minipar.train.rounding import GradientCheck, described, quantities, same_bits
 from minipar.train.settings import TrainConfig
 from minipar.train.trainer import StepResult, Trainer
@@ -66,15 +68,20 @@ class Verifier:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.comm = trainer, trainer.mesh.world
-        self.steps, self.failure = 0, ""
-        config, tokens, checkpoint = trainer.config, trainer.batches.tokens, trainer.checkpoint
+        self.trainer = trainer
+        self.comm = trainer.mesh.world
+        self.steps = 0
+        self.failure = ""
+        config = trainer.config
+        tokens = trainer.batches.tokens
+        checkpoint = trainer.checkpoint
         exact = is_exact(config)
         self.from_start = checkpoint is None or (exact and repeatable(checkpoint, config))
         self.ranks_gradients: dict[str, np.ndarray] = {}  # of the last step, on rank 0
         trainer.after_backward.append(self._collect_gradients)
         with unseen(self.comm):
-            state, problem = whole_state(trainer), ""
+            state = whole_state(trainer)
+            problem = ""
             self.twin: Float32Twin | None = None
             if np.dtype(config.run.dtype).itemsize == 2 and not exact:
                 self.twin = Float32Twin(trainer, state)
@@ -96,7 +103,8 @@ class Verifier:
         if self.failure:
             return True
         with unseen(self.comm):
-            state, problem = whole_state(self.trainer), ""
+            state = whole_state(self.trainer)
+            problem = ""
             if self.twin is not None:
                 problem = self.twin.problem(result.step)
             if self.comm.rank == 0 and not problem:
@@ -110,7 +118,8 @@ class Verifier:
     def verdict(self) -> Verdict:
         """Return the verdict over all steps so far."""
         with unseen(self.comm):
-            same, state = same_on_all_ranks(self.trainer), whole_state(self.trainer)
+            same = same_on_all_ranks(self.trainer)
+            state = whole_state(self.trainer)
         if not self.failure and not same:
             self.failure = "the ranks do not hold the same parameters or state as one another"
         if not self.failure and self.comm.rank == 0:
@@ -175,11 +184,13 @@ class Verifier:
 
     def _different_update(self, result: StepResult, state: dict[str, np.ndarray]) -> str:
         """Update the one device with the ranks' gradients, and compare its state with theirs, bit for bit."""
-        device, max_norm = self.device, self.trainer.config.optimizer.clip_grad or None
+        device = self.device
+        max_norm = self.trainer.config.optimizer.clip_grad or None
         optim.clip_grad_norm(device.optimizer.parameters, max_norm, norm=result.grad_norm)
         if device.balance.counts_loads:
             for moe, counts in zip(device.moes, self.trainer.balance.loads, strict=True):
-                moe.load[:], moe.dropped = counts[:-1], counts[-1]
+                moe.load[:] = counts[:-1]
+                moe.dropped = counts[-1]
         dropped = device.update(result.step, result.loss, result.grad_norm)
         if result.dropped != dropped:
             return f"experts dropped {result.dropped} assignments on the ranks, {dropped} on one device"
@@ -196,7 +207,8 @@ class Verifier:
 
     def _proof(self) -> str:
         """Return the line of a verdict that is good."""
-        size, check = self.comm.size, self.gradients
+        size = self.comm.size
+        check = self.gradients
         compared = f"loss, norm, gradients and updates of {len(self.trainer.shapes)} parameters"
         compared += f" ({self.trainer.size:,} values) in "
         compared += "1 step" if self.steps == 1 else f"each of {self.steps} steps"
@@ -223,7 +235,8 @@ class Float32Twin:
     """
 
     def __init__(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
-        config, tokens = trainer.config, trainer.batches.tokens
+        config = trainer.config
+        tokens = trainer.batches.tokens
         run = replace(config.run, dtype="float32", gradients=None, reduce_dtype=None, export=None)
         config = replace(config, run=run, mesh=replace(config.mesh, memory_limit=None))
         self.ranks = type(trainer)(config, trainer.mesh, tokens)
@@ -268,7 +281,8 @@ class Float32Twin:
 
 def whole_state(trainer: Trainer) -> dict[str, np.ndarray]:
     """Collect on rank 0 all that a step changes: arrays by parameter, and the trainer's values; {} elsewhere."""
-    optimizer, comm = trainer.optimizer, trainer.mesh.world
+    optimizer = trainer.optimizer
+    comm = trainer.mesh.world
     arrays: dict[str, list[Any]] = {"parameter": [p.data for p in optimizer.parameters]}
     if any(master is not None for master in optimizer.masters):
         arrays["master"] = optimizer.masters
@@ -298,21 +312,28 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
     """
     optimizer = trainer.optimizer
     scaler = trainer.scaler
-    held = zip(optimizer.parameters, optimizer.values(), optimizer.exp_avg, optimizer.exp_avg_sq, strict=True)
-    arrays = {p: [p.data, *state] for p, *state in held}
-    groups: list[tuple[Any, list[Any]]] = []  # ranks that must have the same arrays, and this rank's
+    values = optimizer.values()
+    state: dict[Parameter, list[Any]] = {}
+    for i, p in enumerate(optimizer.parameters):
+        state[p] = [p.data, values[i], optimizer.exp_avg[i], optimizer.exp_avg_sq[i]]
+    same = []  # every rank makes every comparison, whatever those before have found
     for comm, parameters in trainer.ddp.replicas():
-        groups.append((comm, [array for p in parameters for array in arrays.get(p, [p.data])]))
-    whole = [p for p in arrays if not isinstance(placement_of(p).tp, Shard)]
-    groups.append((trainer.mesh.tp, [array for p in whole for array in arrays[p]]))
+        copies: list[Any] = []
+        for p in parameters:
+            copies += state.get(p, [p.data])
+        same.append(same_over(comm, copies))
+    whole: list[Any] = []
+    for p, arrays in state.items():
+        if not isinstance(placement_of(p).tp, Shard):
+            whole += arrays
+    same.append(same_over(trainer.mesh.tp, whole))
     counts = np.array([optimizer.steps, scaler.scale, scaler.good_steps, scaler.skipped])
-    groups.append((trainer.mesh.world, [counts, *(moe.bias for moe in trainer.moes)]))
-    same = True
-    for comm, own in groups:
-        same &= len(set(comm.all_gather_bytes(digest(own)))) == 1
-    return b"no" not in trainer.mesh.world.all_gather_bytes(b"yes" if same else b"no")
+    same.append(same_over(trainer.mesh.world, [counts, *(moe.bias for moe in trainer.moes)]))
+    votes = trainer.mesh.world.all_gather_bytes(b"yes" if all(same) else b"no")
+    return b"no" not in votes
 
 
-def digest(arrays: list[Any]) -> bytes:
-    """Return the SHA-256 of the bytes of these arrays, one after another."""
-    return hashlib.sha256(b"".join(to_host(array).tobytes() for array in arrays)).digest()
+def same_over(comm: Communicator, arrays: list[Any]) -> bool:
+    """Return whether all ranks of `comm` have the same bits in these arrays. Collective; sends a SHA-256."""
+    own = hashlib.sha256(b"".join(to_host(array).tobytes() for array in arrays)).digest()
+    return len(set(comm.all_gather_bytes(own))) == 1

@@ -245,7 +245,7 @@ def read(argv: Sequence[str]) -> Any:
 
 def compare(argv: Sequence[str]) -> int:
     """Compare two records; that they differ, which is exit code 1, is an end in order."""
-    from visualize.differences import main
+    from minipar.compare.differences import main
 
     code = main(argv)
     return 0 if code == 1 else code

@@ -14,11 +14,11 @@ from unittest import mock
 from minipar import generate
 from minipar.bench.__main__ import SUBCOMMANDS, bench
 from minipar.comm.threads import serial
+from minipar.compare import differences
 from minipar.plan import __main__ as plan
 from minipar.train.config import parse
 from minipar.train.settings import FOR_MODELS, INTERVALS, MODELS, NEEDS, TrainConfig, flags
 from visualize import __main__ as visualize
-from visualize import differences
 
 RECORDED = Path(__file__).parents[1] / "flags.txt"
 COMMANDS: dict[str, Callable[[], object]] = {

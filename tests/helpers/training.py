@@ -16,9 +16,10 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.parallelize import DataParallel
 from minipar.parallel.placement import Replicate, Shard, update
-from minipar.train.checkpoint import Checkpoint, check_checkpoint, find_checkpoint
+from minipar.train.checkpoint import Checkpoint
 from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens
+from minipar.train.resume import check_checkpoint, find_checkpoint
 from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verdict, Verifier, verify

@@ -14,7 +14,7 @@ import pytest
 from museum.exhibits import DOCUMENT, INSTRUMENTS, exhibits
 from mutation import ROOT, environment, mutated_tree
 
-from visualize.differences import Finding, compare
+from minipar.compare.differences import Finding, compare
 
 VISIBLE = 0.01  # relative: what a person sees in a plot of two curves
 CLEAR = 1.25  # no curve's difference is so near the limit that rounding could decide

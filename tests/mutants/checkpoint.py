@@ -1,10 +1,10 @@
-"""Mistakes in minipar/train/checkpoint.py: what is saved is lost, or not what is loaded."""
+"""Mistakes in checkpoints and in resuming: what is saved is lost, or not what is loaded."""
 
 from mutants.mutant import mistakes
 
 MUTANTS = [
     *mistakes(
-        "minipar/train/checkpoint.py",
+        "minipar/train/resume.py",
         "train/test_resume_flags.py train/test_checkpoint_files.py train/test_checkpoint.py",
         ("resume: the optimizer's flags are not taken over", "TAKEN = [*MUST_AGREE, *UPDATE,", "TAKEN = [*MUST_AGREE,"),
         ("resume: a capacity is of any batch", 'names += ["--dp", "--microbatches"]', "names += []"),
@@ -46,13 +46,13 @@ MUTANTS = [
         ),
         (
             "save: a half-written checkpoint has its final name",
-            'complete, partial = root / f"step-{step:08d}", root / f"step-{step:08d}.partial"',
-            'complete = partial = root / f"step-{step:08d}"',
+            'partial = root / f"step-{step:08d}.partial"',
+            "partial = complete",
         ),
         ("save: what a full disk did not hold stays", "_remove_leftovers(Path(directory))", "pass"),
     ),
     *mistakes(
-        "minipar/train/checkpoint.py",
+        "minipar/train/resume.py",
         "train/test_history.py",
         (
             "resume: files of more ranks are not checked",
@@ -79,6 +79,10 @@ MUTANTS = [
         "minipar/train/checkpoint.py",
         "train/test_manifest.py train/test_checkpoint_files.py",
         ("load: a tensor of any shape and dtype", "if tensor.shape != (piece", "if False and tensor.shape != (piece"),
+    ),
+    *mistakes(
+        "minipar/train/resume.py",
+        "train/test_manifest.py",
         ("load: a manifest of any size is read", "if size > MOST_BYTES:", "if False:"),
     ),
     *mistakes(

@@ -19,7 +19,7 @@ MUTANTS = [
         ("record: complex values lose a part", "if np.iscomplexobj(values):", "if False:"),
     ),
     *mistakes(
-        "visualize/differences.py",
+        "minipar/compare/differences.py",
         "test_compare.py test_compare_causes.py",
         ("compare: the bound grows without end", "rounding = min(1000 * eps", "rounding = max(1000 * eps"),
         ("compare: every run is equal", "return 0 if finding.equal else 1", "return 0"),
@@ -30,7 +30,7 @@ MUTANTS = [
         ("compare: a step before that was not recorded", "step - 1 in run_a.steps and step - 1 in run_b.steps", "True"),
     ),
     *mistakes(
-        "visualize/step_comparison.py",
+        "minipar/compare/step_comparison.py",
         "test_compare.py test_compare_not_finite.py test_compare_causes.py",
         ("compare: a sign is lost", "[abs(r) * measured[0], r * measured", "[abs(r) * measured[0], abs(r) * measured"),
         ("compare: noise is a difference", "64 * self.eps, 1e-3)", "0, 1e-3)"),
@@ -50,7 +50,7 @@ MUTANTS = [
         ("compare: a wrong loss is no sign", "if r < 1 and loss_is_right:", "if r < 1:"),
     ),
     *mistakes(
-        "visualize/causes.py",
+        "minipar/compare/causes.py",
         "test_compare.py test_compare_causes.py",
         ("compare: the causes of more and less swapped", "(1 / size, f", "(size, f"),
         ("compare: parts of fused matrices are missed", "product(tps, (1, 3))", "product(tps, (1,))"),

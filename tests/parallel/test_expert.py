@@ -12,6 +12,7 @@ from training import Proxy, bits, config_for, on_each_rank, ranks_of, trainer_fo
 from chapters.support.whole_runs import bound, relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, run_local, serial
+from minipar.compare.differences import compare
 from minipar.errors import UsageError
 from minipar.memory import MemoryLedger
 from minipar.nn import SGD, AdamW, Mixtral, MixtralConfig, MoE
@@ -25,7 +26,6 @@ from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice
 from minipar.train.recording import Recorder
 from minipar.train.trainer import Trainer
-from visualize.differences import compare
 
 E, H, F = 12, 8, 10  # a layer: experts, hidden, inner size
 RANKS = [1, 2, 3, 4, 6]

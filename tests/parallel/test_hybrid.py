@@ -17,10 +17,11 @@ from minipar.parallel.layout import StepLayout
 from minipar.parallel.memory import MIXED, OF_DTYPE, elements_placed, model_state
 from minipar.parallel.parallelize import fully_shard, shard
 from minipar.parallel.traffic import dp_bytes, replica_bytes
-from minipar.train.checkpoint import Checkpoint, checksum, same_sums
+from minipar.train.checkpoint import Checkpoint, checksum
 from minipar.train.data import load_tokens
 from minipar.train.from_config import step_layout
 from minipar.train.one_device import OneDevice, train_on_one_device
+from minipar.train.resume import same_sums
 from minipar.train.trainer import Trainer
 
 # Buckets of 3,497 = 13*269 elements and 2,197 = 13^3, which no number of ranks divides.

@@ -13,9 +13,9 @@ import torch
 from launcher import ROOT, run_mpi
 from transformers import GPT2LMHeadModel
 
+from minipar.compare.differences import as_text, compare
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
-from visualize.differences import as_text, compare
 
 SEQ_LEN, BATCH, MICROBATCHES, STEPS, LR = 16, 12, 3, 3, 3e-3
 CONFIG = GPTConfig(vocab_size=64, n_positions=SEQ_LEN, n_embd=32, n_layer=2, n_head=4)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from minipar.compare.differences import as_text, compare
 from minipar.record import Record
-from visualize.differences import as_text, compare
 
 VOCAB, LENGTH, BATCH, STEPS, LR = 32, 8, 8, 2, 1e-2
 FACTS = {"dtype": "float32", "dp": 4, "tp": 2, "tokens": BATCH * LENGTH}

@@ -16,9 +16,10 @@ from chapters.support.whole_runs import layer_scales, relative_difference
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn.pretrained import load_pretrained, save_pretrained
-from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory, same_sums
+from minipar.train.checkpoint import KINDS, MANIFEST, Checkpoint, checkpoints, prepare_directory
 from minipar.train.data import Tokens, load_tokens
 from minipar.train.progress import Metrics
+from minipar.train.resume import same_sums
 from minipar.train.trainer import StepResult, Trainer
 
 # Heads that 1, 2 and 4 ranks share, and buckets (6,016; 10,740) and a vocabulary that they do not divide.

@@ -10,8 +10,8 @@ from training import bits, config_for, open_checkpoint, ranks_of, trainer_for
 
 from minipar.comm import run_local, serial
 from minipar.errors import UsageError
-from minipar.train.checkpoint import repeatable, same_sums
 from minipar.train.data import Tokens
+from minipar.train.resume import repeatable, same_sums
 
 TOKENS = Tokens(np.arange(500, dtype=np.uint8) % 16, "a text", 16)
 SMALL = "--layers 1 --hidden 12 --heads 2 --seq-len 8 --vocab-size 16 --global-batch 24 --dtype float64 --dropout 0.1"

@@ -22,11 +22,11 @@ from minipar.parallel.memory import elements_placed, model_state, precision_of
 from minipar.parallel.parallelize import fully_shard
 from minipar.parallel.tensor.user_layers import RowParallelLinear
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.checkpoint import continued, find_checkpoint
 from minipar.train.config import parse
 from minipar.train.data import hold_out
 from minipar.train.evaluate import validation_loss
 from minipar.train.from_config import step_layout
+from minipar.train.resume import continued, find_checkpoint
 
 SHAPE = f"--layers 4 --hidden 12 --heads 2 --seq-len 8 --vocab-size {VOCAB} --global-batch 8 --steps 3 --lr 1e-2"
 LAYOUTS = [

@@ -9,9 +9,9 @@ from minipar.comm import DeviceMesh, run_local, serial
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig
 from minipar.nn.pretrained import save_pretrained
-from minipar.train.checkpoint import MUST_AGREE, TAKEN, continued, find_checkpoint
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
+from minipar.train.resume import MUST_AGREE, TAKEN, continued, find_checkpoint
 from minipar.train.settings import TrainConfig, flags
 from minipar.train.trainer import Trainer
 

@@ -5,17 +5,15 @@ A and B are directories that `minipar.train --record`, or any loop with `minipar
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minipar.cli import UsageParser, report, write_json, write_out
+from minipar.compare.causes import CAUSES
+from minipar.compare.records import Run, read_run, read_step
+from minipar.compare.step_comparison import Difference, StepComparison
 from minipar.errors import UsageError, printable
-
-from .causes import CAUSES
-from .records import Run, read_run, read_step
-from .step_comparison import Difference, StepComparison
 
 MOST = 0.01  # the largest relative difference that rounding explains
 
@@ -144,7 +142,3 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         return report(error)
     return 0 if finding.equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

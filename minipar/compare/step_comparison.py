@@ -9,9 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from minipar.compare.causes import CLIPPED, MEANS, OTHER, Sizes, causes, describe, part_of
 from minipar.record import strips
-
-from .causes import CLIPPED, MEANS, OTHER, Sizes, causes, describe, part_of
 
 NEARLY_PARALLEL = 0.8  # the cosine of two gradients that are sums of the same parts, with other weights
 CERTAIN = 0.01  # the rounding, as a part of a gradient, beyond which a ratio says little
@@ -91,7 +90,8 @@ class StepComparison:
 
     def _part_not_finite(self, kind: str, name: str) -> str:
         """Name the strips that are not finite along the first dim in which some are; "" if all are in every dim."""
-        bad = ~np.isfinite(self.a[f"{kind}/{name}"]).all(axis=0) | ~np.isfinite(self.b[f"{kind}/{name}"]).all(axis=0)
+        key = f"{kind}/{name}"
+        bad: np.ndarray = np.logical_or(~np.isfinite(self.a[key]).all(axis=0), ~np.isfinite(self.b[key]).all(axis=0))
         start = 0
         for dim, count in enumerate(strips(self.shapes[name])):
             along = [bool(each) for each in bad[start : start + count]]

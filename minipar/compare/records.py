@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from minipar.compare.causes import CAUSES
 from minipar.errors import UsageError
 from minipar.record import strips
-
-from .causes import CAUSES
 
 EPSILONS = {"float64": 2**-52, "float32": 2**-23}  # any other dtype counts as bfloat16
 LARGEST = 10**18  # of tokens and every other size in a run.json
