@@ -8,8 +8,9 @@ import numpy as np
 
 USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
 
-OPERATIONS = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
-ALGORITHM_NAMES = (
+# A name's code in a tag is its place.
+OPERATION_CODES = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
+ALGORITHM_CODES = (
     "ring",
     "recursive_doubling",
     "recursive_halving",
@@ -20,9 +21,6 @@ ALGORITHM_NAMES = (
 )
 COMBINE = {"sum": np.add, "max": np.maximum}
 
-OPERATION_CODES = {name: code for code, name in enumerate(OPERATIONS)}
-ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHM_NAMES)}
-COMBINE_CODES: dict[np.ufunc | None, int] = {None: 0, np.add: 0, np.maximum: 1}
 DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
 
 Bounds = Sequence[tuple[int, int]]
@@ -59,9 +57,9 @@ def to_tag(operation: Operation, number: int) -> int:
     tag = 128 + number % 128
     tag = tag * 128 + elements % 128
     tag = tag * 32 + operation.input.dtype.num % 32
-    tag = tag * 2 + COMBINE_CODES[operation.combine]
-    tag = tag * 8 + ALGORITHM_CODES[operation.algorithm]
-    return tag * 8 + OPERATION_CODES[operation.name]
+    tag = tag * 2 + (1 if operation.combine is np.maximum else 0)
+    tag = tag * 8 + ALGORITHM_CODES.index(operation.algorithm)
+    return tag * 8 + OPERATION_CODES.index(operation.name)
 
 
 def from_tag(tag: int) -> Call:
@@ -72,11 +70,11 @@ def from_tag(tag: int) -> Call:
     tag, dtype = divmod(tag, 32)
     tag, elements = divmod(tag, 128)
     return Call(
-        name=OPERATIONS[name],
-        algorithm=ALGORITHM_NAMES[algorithm],
-        maximum=maximum == 1,
-        dtype=DTYPES.get(dtype, "another dtype"),
-        elements=elements,
+        OPERATION_CODES[name],
+        ALGORITHM_CODES[algorithm],
+        maximum == 1,
+        DTYPES.get(dtype, "another dtype"),
+        elements,
         number=tag % 128,
     )
 
