@@ -167,7 +167,5 @@ class Tracer:
         metadata = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
         for tid, name in self._tracks.values():
             metadata.append(("thread_name", tid, {"name": name}))
-        events: list[dict[str, Any]] = []
-        for name, tid, arguments in metadata:
-            events.append({"name": name, "ph": "M", "tid": tid, "args": arguments})
-        return [event | {"pid": rank} for event in events + self.events]
+        names = [{"name": name, "ph": "M", "tid": tid, "args": args} for name, tid, args in metadata]
+        return [event | {"pid": rank} for event in names + self.events]

@@ -23,9 +23,6 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
     "all_reduce": ("recursive_doubling", "ordered"),
     "reduce_scatter": ("recursive_halving", "ordered"),
     "all_gather": ("recursive_doubling", "pairwise"),
-    "all_to_all": ("pairwise", "pairwise"),
-    "broadcast": ("binomial", "binomial"),
-    "barrier": ("dissemination", "dissemination"),
 }
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
 CONTROL = Operation("control", "ring", input=NOTHING, output=NOTHING)
@@ -43,7 +40,8 @@ def choose(op: str, algorithm: str, nbytes: int) -> str:
     size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        small, large = AUTO[op]
+        only = ALGORITHMS[op][0]
+        small, large = AUTO.get(op, (only, only))
         return small if nbytes < FEW_STEPS_BELOW else large
     if algorithm in ALGORITHMS[op]:
         return algorithm
@@ -70,8 +68,7 @@ def steps_of(link: Link, operation: Operation) -> Steps:
         case "all_gather":
             return generator(link, operation.output)
         case "all_to_all":
-            chunks_of_both = (operation.sends, operation.receives)
-            return generator(link, operation.input, operation.output, *chunks_of_both)
+            return generator(link, operation.input, operation.output, operation.sends, operation.receives)
         case _:
             return generator(link, operation.output, operation.root)
 
@@ -149,8 +146,7 @@ class Communicator(Stream):
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
         flat = self._flat(x, "reduce_scatter")
-        own_size = chunks(flat, self.size)[self.rank].size
-        out, host = self._output("reduce_scatter", x, out, own_size)
+        out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
         algorithm = choose("reduce_scatter", algorithm, flat.nbytes)
         operation = Operation("reduce_scatter", algorithm, input=flat, output=host, combine=_combine(op))
         return self._issue(operation, out, async_op).run(async_op)
@@ -298,7 +294,7 @@ class Communicator(Stream):
         """Make the Work of an operation or a message, one that takes time and is drawn if somebody looks."""
         link = CountedLink(self, name, algorithm, tag)
         if self.clock.logical or self.tracer.enabled:
-            return TimedWork(TimedLink(link, is_message), is_message)
+            return TimedWork(TimedLink(link, is_message))
         return Work(self, link, is_message)
 
     def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:

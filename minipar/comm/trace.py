@@ -52,8 +52,8 @@ class TimedLink:
         if self.clock.logical:
             leaves = max(self.time, self.port)
             self.port = leaves + self._seconds(array, self.rank, dest)
-            header = self.link.transport.isend(np.array([leaves]), dest, self.link.tag, self)
-            self.headers.append(header)
+            stamp = np.array([leaves])
+            self.headers.append(self.link.transport.isend(stamp, dest, self.link.tag, self))
         request = self.link.isend(array, dest)
         arrow = self._arrow(self.rank, dest)
         if self.tracer.enabled:
@@ -64,8 +64,7 @@ class TimedLink:
         """Start to receive a message, behind its header on a logical clock."""
         stamp = np.empty(1)
         if self.clock.logical:
-            header = self.link.transport.irecv(stamp, source, self.link.tag, self)
-            self.headers.append(header)
+            self.headers.append(self.link.transport.irecv(stamp, source, self.link.tag, self))
         request = self.link.irecv(array, source)
         seconds = self._seconds(array, source, self.rank)
         self.arrivals[request] = (stamp, seconds, self._arrow(source, self.rank))
@@ -124,8 +123,8 @@ class TimedWork(Work):
 
     link: TimedLink
 
-    def __init__(self, link: TimedLink, is_message: bool) -> None:
-        super().__init__(link.stream, link, is_message)
+    def __init__(self, link: TimedLink) -> None:
+        super().__init__(link.stream, link, link.is_message)
         self.clock = link.clock
         self.called = link.time
         self.asked = link.time  # when the caller last tested or waited
@@ -176,16 +175,16 @@ class TimedWork(Work):
         """
         link = self.link
         is_send = link.link.name == "send"
-        for requests in steps:
-            if is_send:
-                if not self.clock.logical:
-                    link.time = self.clock.now()
-                link.record(self.called)
-            yield [*requests, *link.headers]
-            if not is_send:
-                link.time = self.asked
-                link.settle(requests)
-                link.record(self.asked)
+        requests = next(steps)
+        if is_send:
+            if not self.clock.logical:
+                link.time = self.clock.now()
+            link.record(self.called)
+        yield [*requests, *link.headers]
+        if not is_send:
+            link.time = self.asked
+            link.settle(requests)
+            link.record(self.asked)
 
 
 def start_trace(comm: Any) -> None:  # a Communicator, which imports this file

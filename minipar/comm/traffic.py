@@ -18,11 +18,11 @@ class Traffic:
         return self._total(1, op, axis)
 
     def _total(self, which: int, op: str | None, axis: str | None) -> int:
-        total = 0
-        for (counted_op, counted_axis), count in self.counts.items():
-            if op in (None, counted_op) and axis in (None, counted_axis):
-                total += count[which]
-        return total
+        return sum(
+            count[which]
+            for (counted_op, counted_axis), count in self.counts.items()
+            if op in (None, counted_op) and axis in (None, counted_axis)
+        )
 
     def reset(self) -> None:
         """Start again from zero. (A collective under way finishes on the old account.)"""

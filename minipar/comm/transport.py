@@ -99,8 +99,7 @@ class Message:
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
-        what = f"{self.nbytes} bytes, {meaning(self.tag)}"
-        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({what})"
+        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
 
     def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
         """Return the error for a message of another size (bytes) or tag than this receive expects."""

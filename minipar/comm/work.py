@@ -42,7 +42,7 @@ class Engine:
         self.network = network or Network()
         self.traffic = Traffic()
         self.tracer = Tracer(self.clock)
-        self.streams: list[Stream] = []  # those with operations under way
+        self.streams: dict[Stream, None] = {}  # those with operations under way
         self.operations = 0  # collectives issued, on all communicators
         self.recent: deque[tuple[str, int]] = deque(maxlen=RECORDED)  # axis and tag of the last operations
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
@@ -135,6 +135,7 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
+        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # of it: to make one takes longer
 
     def next_tag(self, operation: Operation) -> int:
         """Return the tag of the next operation, and record it."""
@@ -144,19 +145,18 @@ class Stream:
         self.engine.recent.append((self.axis, tag))
         return tag
 
-    def abandon(self) -> None:
-        """Forget the operations under way after an error, so that other streams do not raise it again."""
-        if self.queue:
-            self.queue.clear()
-            self.engine.streams.remove(self)
-
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Return memory for `count` elements, the same for all operations: they run one after the other."""
-        nbytes = count * dtype.itemsize
-        if nbytes > self._memory.nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-            hold("buffers", self._memory)
-        return self._memory[:nbytes].view(dtype)
+        view = self._views.get((count, dtype))
+        if view is None:
+            nbytes = count * dtype.itemsize
+            if nbytes > self._memory.nbytes:
+                self._memory = np.empty(nbytes, np.uint8)
+                hold("buffers", self._memory)
+                self._views.clear()
+            view = self._memory[:nbytes].view(dtype)
+            self._views[count, dtype] = view
+        return view
 
 
 class CountedLink:
@@ -215,16 +215,14 @@ class Work:
             self.missing = next(self.requests)
             return
         stream = self.stream
-        if not stream.queue:
-            stream.engine.streams.append(stream)
         stream.queue.append(self)
+        stream.engine.streams[stream] = None
 
     def run(self, async_op: bool) -> Any:
         """Run the operations of the stream, the oldest first, until this one is finished.
 
-        Return its result.
-
-        With `async_op`, run only as far as messages have arrived, and return this Work.
+        Return its result. With `async_op`, run only as far as messages have arrived, and return
+        this Work.
         """
         try:
             while not self.done:
@@ -242,8 +240,8 @@ class Work:
                 else:
                     self.stream.engine.wait(work.missing)
         except BaseException:
-            if not self.is_message:
-                self.stream.abandon()
+            if self in self.stream.queue:
+                self.stream.queue.remove(self)  # so that other streams do not raise the error again
             raise
         return self if async_op else self._result
 
@@ -254,7 +252,7 @@ class Work:
             stream = self.stream
             stream.queue.popleft()
             if not stream.queue:
-                stream.engine.streams.remove(stream)
+                del stream.engine.streams[stream]
         if self._callbacks:
             self.call_back()
 

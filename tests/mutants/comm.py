@@ -128,7 +128,11 @@ MUTANTS = [
         "minipar/comm/work.py",
         "comm/test_collectives.py comm/test_disagreement.py comm/test_threads.py",
         ("traffic: elements are counted as bytes", "count[1] += array.nbytes", "count[1] += array.size"),
-        ("an error is raised again by other streams", "                self.stream.abandon()", "                pass"),
+        (
+            "an error is raised again by other streams",
+            "                self.stream.queue.remove(self)",
+            "                pass",
+        ),
     ),
     *mistakes(
         "minipar/comm/work.py",
