@@ -7,7 +7,8 @@ One call goes through these files; read them in this order:
     work           drives the generators, blocking or asynchronous
     transport      isend and irecv, the interface, which mpi and threads implement
 
-Around it: mesh (a communicator for each axis), traffic (counts and closed forms), clock, trace, launch.
+Around it: mesh (a communicator for each axis), traffic (counts and closed forms), clock, trace,
+launch.
 """
 
 import lazy_loader

@@ -1,13 +1,15 @@
 """The collectives' algorithms, each a generator of messages, and the chunks of an array that they exchange.
 
-A generator posts messages with `link.isend(array, dest)` and `link.irecv(array, source)` and yields the requests that
-must be done before it continues. Messages from one rank to another arrive in the order in which they were sent. Who
-drives the generator (work.py) decides how to wait, so the same lines serve the blocking call and the asynchronous one.
-`chain` makes one algorithm of several that run one after another.
+A generator posts messages with `link.isend(array, dest)` and `link.irecv(array, source)` and yields
+the requests that must be done before it continues. Messages from one rank to another arrive in the
+order in which they were sent. Who drives the generator (work.py) decides how to wait, so the same
+lines serve the blocking call and the asynchronous one. `chain` makes one algorithm of several that
+run one after another.
 
-Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs alpha, a byte beta,
-and adding a byte gamma. Algorithms for a power of two `fold` the extra ranks first. NB: arithmetic is done in the
-array's own dtype, as NCCL and MPI do; float16 sums lose what float16 loses.
+Arrays are flat. There are p ranks, n bytes, and chunk r = `chunk_bounds(n, p)[r]`. A message costs
+alpha, a byte beta, and adding a byte gamma. Algorithms for a power of two `fold` the extra ranks
+first. NB: arithmetic is done in the array's own dtype, as NCCL and MPI do; float16 sums lose what
+float16 loses.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +46,10 @@ def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarr
 def fold(p: int, rank: int) -> tuple[int, int, int]:
     """Return the part of `rank` in an algorithm that needs a power of two: (q, extras, place).
 
-    q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form pairs. Each even rank
-    gives its data to the odd rank above and rests (place -1) until the result is back. The others have places 0..q-1.
-    NB: this is MPICH's way (Thakur, Rabenseifner and Gropp 2005, section 4.5).
+    q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form
+    pairs. Each even rank gives its data to the odd rank above and rests (place -1) until the result
+    is back. The others have places 0..q-1. NB: this is MPICH's way (Thakur, Rabenseifner and Gropp
+    2005, section 4.5).
     """
     q = 1 << (p.bit_length() - 1)
     extras = p - q
@@ -82,12 +85,15 @@ def ring_all_gather(link: Link, x: np.ndarray) -> Steps:
 
 def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:
     """Gather as the ring does, but send the own chunk to all others at once: (p-1) alpha + n(p-1)/p beta, one wait."""
-    p, r = link.size, link.rank
+    p = link.size
+    r = link.rank
     parts = chunks(x, p)
     requests: list[Request] = []
     for step in range(p - 1):
-        dest, source = (r + step + 1) % p, (r - step - 1) % p
-        requests += link.irecv(parts[source], source), link.isend(parts[r], dest)
+        dest = (r + step + 1) % p
+        source = (r - step - 1) % p
+        requests.append(link.irecv(parts[source], source))
+        requests.append(link.isend(parts[r], dest))
     yield requests
 
 
@@ -147,20 +153,28 @@ def pairwise_all_to_all(
 ) -> Steps:
     """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. (p-1) alpha + n(p-1)/p beta.
 
-    `sends` and `receives` are the chunks of x and of out, if they are not equal. Empty ones are sent, too.
+    `sends` and `receives` are the chunks of x and of out, if they are not equal. Empty ones are
+    sent, too.
     """
-    p, r = link.size, link.rank
-    sent, received = chunks(x, p, sends), chunks(out, p, receives)
+    p = link.size
+    r = link.rank
+    sent = chunks(x, p, sends)
+    received = chunks(out, p, receives)
     received[r][...] = sent[r]
     for step in range(p - 1):
-        dest, source = (r + step + 1) % p, (r - step - 1) % p
+        dest = (r + step + 1) % p
+        source = (r - step - 1) % p
         yield link.isend(sent[dest], dest), link.irecv(received[source], source)
 
 
 def dissemination_barrier(link: Link) -> Steps:
-    """Return when every rank has called. In step s each rank sends to the rank 2**s to its right. ceil(lg p) alpha."""
-    p, r = link.size, link.rank
-    nothing = link.scratch(0, np.dtype(np.uint8))
+    """Return when every rank has called.
+
+    In step s each rank sends to the rank 2**s to its right. ceil(lg p) alpha.
+    """
+    p = link.size
+    r = link.rank
+    nothing = np.empty(0, np.uint8)
     for step in range((p - 1).bit_length()):
         yield link.isend(nothing, (r + 2**step) % p), link.irecv(nothing, (r - 2**step) % p)
 
@@ -192,7 +206,10 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
 
 
 def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Send x of each rank without a place to its neighbour, which adds it to its own. `unfold` is the way back."""
+    """Send x of each rank without a place to its neighbour, which adds it to its own.
+
+    `unfold` is the way back.
+    """
     _, extras, place = fold(link.size, link.rank)
     if place < 0:
         yield (link.isend(x, link.rank + 1),)
@@ -225,22 +242,29 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
 def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Set x[place_bounds[place]] = the sum: the reduce-scatter half of Rabenseifner's algorithm, in place.
 
-    At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one half and adds up the
-    other. The rest of x has no meaning afterwards.
+    At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one
+    half and adds up the other. The rest of x has no meaning afterwards.
     """
     q, extras, place = fold(link.size, link.rank)
     if extras:
         yield from _fold(link, x, combine)
     bounds = place_bounds(x.size, link.size)
-    first, last = 0, q  # the places whose sum this rank still shares
+    first = 0
+    last = q  # the places whose sum this rank still shares
     while place >= 0 and last - first > 1:
         middle = (first + last) // 2
         partner = at_place(place ^ (middle - first), extras)
-        start, cut, stop = bounds[first][0], bounds[middle][0], bounds[last - 1][1]
+        start = bounds[first][0]
+        cut = bounds[middle][0]
+        stop = bounds[last - 1][1]
         if place < middle:
-            kept, sent, last = x[start:cut], x[cut:stop], middle
+            kept = x[start:cut]
+            sent = x[cut:stop]
+            last = middle
         else:
-            kept, sent, first = x[cut:stop], x[start:cut], middle
+            kept = x[cut:stop]
+            sent = x[start:cut]
+            first = middle
         received = link.scratch(x.size, x.dtype)[: kept.size]
         yield link.isend(sent, partner), link.irecv(received, partner)
         combine(kept, received, out=kept)
@@ -249,7 +273,8 @@ def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
 def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
     """Set x = the sum: recursive halving, then an all-gather by recursive doubling (Rabenseifner 2004).
 
-    2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds 2 messages of n.
+    2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds
+    2 messages of n.
     """
     return chain(_halve(link, x, combine), gather_places(link, x), unfold(link, x, x))
 

@@ -1,8 +1,11 @@
-"""Clocks: real time, or logical time that messages move. The network's prices, and the recorder of a rank's work.
+"""Clocks: real time, or logical time that messages move.
 
-On a logical clock each message carries its sender's time. The receiver continues at the later of its own time and that
-time plus the network's price. Eight ranks that share two cores then still show the timeline of eight cores.
-NB: the rule for messages is Lamport's (1978) with durations, as in network simulators (LogGP, SimGrid's SMPI).
+The network's prices, and the recorder of a rank's work.
+
+On a logical clock each message carries its sender's time. The receiver continues at the later of
+its own time and that time plus the network's price. Eight ranks that share two cores then still
+show the timeline of eight cores. NB: the rule for messages is Lamport's (1978) with durations, as
+in network simulators (LogGP, SimGrid's SMPI).
 """
 
 import time
@@ -18,8 +21,9 @@ MICROSECONDS = 1e6
 class Network:
     """The price of messages: n bytes take alpha + beta*n seconds, or those of `between` from host to host.
 
-    The messages of a communicator's collectives leave a rank one after the other. Messages of different communicators
-    and ranks do not slow one another down: every rank has a network card of its own.
+    The messages of a communicator's collectives leave a rank one after the other. Messages of
+    different communicators and ranks do not slow one another down: every rank has a network card of
+    its own.
     """
 
     alpha: float = 0.0  # seconds per message
@@ -35,7 +39,10 @@ class Network:
 
 
 class Clock:
-    """The time of one rank in seconds. It is logical, moved by messages that carry their sender's time, or real."""
+    """The time of one rank in seconds.
+
+    It is logical, moved by messages that carry their sender's time, or real.
+    """
 
     name: str
     logical = True
@@ -69,7 +76,10 @@ class WallClock(Clock):
 
 
 class CpuClock(Clock):
-    """Logical time: this thread's CPU time between communication calls. The calls take only what messages impose."""
+    """Logical time: this thread's CPU time between communication calls.
+
+    The calls take only what messages impose.
+    """
 
     name = "cpu"
     ticks = staticmethod(time.thread_time)
@@ -98,7 +108,10 @@ CLOCKS: dict[str, Callable[[], Clock]] = {"wall": WallClock, "cpu": CpuClock, "m
 
 
 class Tracer:
-    """The recorder of one rank's work, as Chrome trace events (trace.py). While off it costs one `if` per operation."""
+    """The recorder of one rank's work, as Chrome trace events (trace.py).
+
+    While off it costs one `if` per operation.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -108,7 +121,10 @@ class Tracer:
 
     @contextmanager
     def region(self, name: str, flops: float = 0.0) -> Iterator[None]:
-        """Record the block as a slice of computation. On a model clock it takes flops / clock.flops_per_second."""
+        """Record the block as a slice of computation.
+
+        On a model clock it takes flops / clock.flops_per_second.
+        """
         start = self.clock.now()
         if isinstance(self.clock, ModelClock):
             self.clock.advance(flops / self.clock.flops_per_second)
@@ -119,7 +135,10 @@ class Tracer:
                 self.slice(0, name, "computation", start, self.clock.now(), {"flops": flops} if flops else {})
 
     def track(self, key: str, name: str) -> int:
-        """Return the number of the track with this key. The first call makes it and gives it its name."""
+        """Return the number of the track with this key.
+
+        The first call makes it and gives it its name.
+        """
         return self._tracks.setdefault(key, (len(self._tracks), name))[0]
 
     def slice(self, track: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]) -> None:
@@ -148,7 +167,5 @@ class Tracer:
         metadata = [("process_name", 0, {"name": f"rank {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
         for tid, name in self._tracks.values():
             metadata.append(("thread_name", tid, {"name": name}))
-        events: list[dict[str, Any]] = []
-        for name, tid, arguments in metadata:
-            events.append({"name": name, "ph": "M", "tid": tid, "args": arguments})
-        return [event | {"pid": rank} for event in events + self.events]
+        names = [{"name": name, "ph": "M", "tid": tid, "args": args} for name, tid, args in metadata]
+        return [event | {"pid": rank} for event in names + self.events]

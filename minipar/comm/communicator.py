@@ -10,11 +10,10 @@ import numpy as np
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.comm.algorithms import GENERATORS, bounds_of, chunks, pairwise_all_to_all, ring_all_gather
 from minipar.comm.guards import check_array, check_counts
-from minipar.comm.link import CountedLink, TimedLink
 from minipar.comm.operation import COMBINE, USER_TAGS, Operation
-from minipar.comm.trace import TimedWork
+from minipar.comm.trace import TimedLink, TimedWork
 from minipar.comm.transport import Link, Steps
-from minipar.comm.work import Stream, Work
+from minipar.comm.work import CountedLink, Stream, Work
 from minipar.errors import CommunicationError, UsageError
 
 ALGORITHMS = {op: tuple(name for other, name in GENERATORS if other == op) for op, _ in GENERATORS}
@@ -24,9 +23,6 @@ AUTO = {  # by operation: the algorithm for arrays below that size, and from the
     "all_reduce": ("recursive_doubling", "ordered"),
     "reduce_scatter": ("recursive_halving", "ordered"),
     "all_gather": ("recursive_doubling", "pairwise"),
-    "all_to_all": ("pairwise", "pairwise"),
-    "broadcast": ("binomial", "binomial"),
-    "barrier": ("dissemination", "dissemination"),
 }
 NOTHING = np.empty(0, np.uint8)  # the array of operations that have none, or change none
 CONTROL = Operation("control", "ring", input=NOTHING, output=NOTHING)
@@ -38,19 +34,21 @@ Result = Any  # the array, or with async_op the Work whose wait() returns it
 def choose(op: str, algorithm: str, nbytes: int) -> str:
     """Return the algorithm to run. UsageError for a name that the operation does not have.
 
-    "auto" sends lg p messages where the time per message counts, below FEW_STEPS_BELOW bytes of the whole array. From
-    there on it sends the fewest bytes, n(p-1)/p each way, in the fewest rounds of waiting. ("ordered" also keeps the
-    rank order, at no cost.) Any other name is obeyed at any size, so DP and ZeRO with "ring" agree bit for bit.
+    "auto" sends lg p messages where the time per message counts, below FEW_STEPS_BELOW bytes of the
+    whole array. From there on it sends the fewest bytes, n(p-1)/p each way, in the fewest rounds of
+    waiting. ("ordered" also keeps the rank order, at no cost.) Any other name is obeyed at any
+    size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        small, large = AUTO[op]
+        only = ALGORITHMS[op][0]
+        small, large = AUTO.get(op, (only, only))
         return small if nbytes < FEW_STEPS_BELOW else large
     if algorithm in ALGORITHMS[op]:
         return algorithm
+    problem = f'{op}: algorithm "{algorithm}"'
     if algorithm == "mpi":
-        where = "MPI's own collectives are measured by python -m minipar.bench collectives, and called with mpi4py"
-        raise UsageError(f'{op}: algorithm "mpi": {where}; expected auto, {", ".join(ALGORITHMS[op])}')
-    raise UsageError(f'{op}: algorithm "{algorithm}": expected auto, {", ".join(ALGORITHMS[op])}')
+        problem += " (MPI's own collectives are measured by python -m minipar.bench collectives)"
+    raise UsageError(f"{problem}: expected auto, {', '.join(ALGORITHMS[op])}")
 
 
 def steps_of(link: Link, operation: Operation) -> Steps:
@@ -70,8 +68,7 @@ def steps_of(link: Link, operation: Operation) -> Steps:
         case "all_gather":
             return generator(link, operation.output)
         case "all_to_all":
-            chunks_of_both = (operation.sends, operation.receives)
-            return generator(link, operation.input, operation.output, *chunks_of_both)
+            return generator(link, operation.input, operation.output, operation.sends, operation.receives)
         case _:
             return generator(link, operation.output, operation.root)
 
@@ -84,10 +81,11 @@ class Communicator(Stream):
     ranks            the world rank of each member
     traffic, tracer, clock    one each per rank, shared by all communicators split from the same world
 
-    Every rank of the group must call its collectives in the same order, with the same shapes and dtypes. They work on
-    contiguous host arrays of any dtype that NumPy can add. Arrays of another module are staged through host memory.
-    With `async_op=True` they return a Work at once. Its arrays must be left alone until `work.wait()`. The docstrings
-    count the bytes that a rank sends, for n bytes and p ranks (exactly: `traffic.wire_bytes`).
+    Every rank of the group must call its collectives in the same order, with the same shapes and
+    dtypes. They work on contiguous host arrays of any dtype that NumPy can add. Arrays of another
+    module are staged through host memory. With `async_op=True` they return a Work at once. Its
+    arrays must be left alone until `work.wait()`. The docstrings count the bytes that a rank sends,
+    for n bytes and p ranks (exactly: `traffic.wire_bytes`).
     """
 
     def progress(self) -> None:
@@ -98,14 +96,20 @@ class Communicator(Stream):
             self.clock.resume(now)
 
     def isend(self, array: Array, dest: int, tag: int = 0) -> Work:
-        """Start to send a contiguous array, counted as operation "send". Leave it alone until the Work is done."""
+        """Start to send a contiguous array, counted as operation "send".
+
+        Leave it alone until the Work is done.
+        """
         host = self._flat(array, "send")
         work = self._message("send", dest, tag)
         work.begin(iter([(work.link.isend(host, dest),)]), None)
         return work
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Work:
-        """Start to receive into a contiguous array. `wait()` returns it. A message of another size is an error."""
+        """Start to receive into a contiguous array.
+
+        `wait()` returns it. A message of another size is an error.
+        """
         host = self._room(array, "recv")
         work = self._message("recv", source, tag)
         work.begin(iter([(work.link.irecv(host, source),)]), array)
@@ -124,7 +128,8 @@ class Communicator(Stream):
     def all_reduce(self, x: Array, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Result:
         """Replace x, of any shape, by the sum (or the maximum) over all ranks. Return x, or a Work.
 
-        Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order, as one device does.
+        Sent per rank: 2n(p-1)/p bytes, n lg p by recursive_doubling. "ordered" adds in rank order,
+        as one device does.
         """
         flat = self._flat(x, "all_reduce") if self.size > 1 else NOTHING
         algorithm = choose("all_reduce", algorithm, flat.nbytes)
@@ -134,13 +139,14 @@ class Communicator(Stream):
     def reduce_scatter(
         self, x: Array, out: Array | None = None, op: str = "sum", algorithm: str = "auto", async_op: bool = False
     ) -> Result:
-        """Set out = chunk r (`chunk_bounds(n, p)[r]`) of the sum of all ranks' x. Return out, or a Work.
+        """Set out = chunk r (`chunk_bounds(n, p)[r]`) of the sum of all ranks' x.
+
+        Return out, or a Work.
 
         x has n elements and is not changed. Sent per rank: all of x but one chunk, n(p-1)/p bytes.
         """
         flat = self._flat(x, "reduce_scatter")
-        own_size = chunks(flat, self.size)[self.rank].size
-        out, host = self._output("reduce_scatter", x, out, own_size)
+        out, host = self._output("reduce_scatter", x, out, chunks(flat, self.size)[self.rank].size)
         algorithm = choose("reduce_scatter", algorithm, flat.nbytes)
         operation = Operation("reduce_scatter", algorithm, input=flat, output=host, combine=_combine(op))
         return self._issue(operation, out, async_op).run(async_op)
@@ -148,10 +154,12 @@ class Communicator(Stream):
     def all_gather(
         self, chunk: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False
     ) -> Result:
-        """Set out = all ranks' chunks in rank order. Chunk r must have the size of `chunk_bounds(n, p)[r]`.
+        """Set out = all ranks' chunks in rank order.
 
-        Without `out` the chunks must be equal; the result is a new flat array. `chunk` may be its own part of `out`.
-        Sent per rank: n(p-1)/p bytes. Return out, or a Work.
+        Chunk r must have the size of `chunk_bounds(n, p)[r]`.
+
+        Without `out` the chunks must be equal; the result is a new flat array. `chunk` may be its
+        own part of `out`. Sent per rank: n(p-1)/p bytes. Return out, or a Work.
         """
         flat = self._flat(chunk, "all_gather")
         size = flat.size * self.size if out is None else out.size
@@ -168,10 +176,13 @@ class Communicator(Stream):
     def all_to_all(
         self, x: Array, out: Array | None = None, algorithm: str = "auto", async_op: bool = False, counts: Counts = None
     ) -> Result:
-        """Send chunk j of x to rank j; set out = the chunks sent here, in rank order. Return out, or a Work.
+        """Send chunk j of x to rank j; set out = the chunks sent here, in rank order.
 
-        `counts` are (sends, receives), if the chunks of x are not `chunk_bounds`: sends[j] elements for rank j, and
-        receives[j] from it. Sent per rank: all of x but its own chunk, n(p-1)/p bytes if chunks are equal.
+        Return out, or a Work.
+
+        `counts` are (sends, receives), if the chunks of x are not `chunk_bounds`: sends[j] elements
+        for rank j, and receives[j] from it. Sent per rank: all of x but its own chunk, n(p-1)/p
+        bytes if chunks are equal.
         """
         flat = self._flat(x, "all_to_all")
         sends = receives = None
@@ -187,7 +198,10 @@ class Communicator(Stream):
         return self._issue(operation, out, async_op).run(async_op)
 
     def broadcast(self, x: Array, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Result:
-        """Copy x of `root` to every rank, in place. Sent: n bytes per child in a binomial tree, n(p-1) in all."""
+        """Copy x of `root` to every rank, in place.
+
+        Sent: n bytes per child in a binomial tree, n(p-1) in all.
+        """
         if not 0 <= root < self.size:
             raise ValueError(f"{self.label}, broadcast: root {root} is not one of the {self.size} ranks")
         flat = self._flat(x, "broadcast") if self.size > 1 else NOTHING
@@ -201,7 +215,10 @@ class Communicator(Stream):
         self._issue(operation, None, async_op=False).run(async_op=False)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Operation "control": no clock and no trace sees it."""
+        """Return every rank's bytes, in rank order.
+
+        Operation "control": no clock and no trace sees it.
+        """
         return self._gather(data, range(self.size))
 
     def gather_bytes(self, data: bytes, root: int = 0) -> list[bytes] | None:
@@ -230,7 +247,10 @@ class Communicator(Stream):
                 raise UsageError(text.decode())
 
     def split(self, color: int | None, axis: str) -> "Communicator | None":
-        """Make a group of the ranks that pass the same color, in rank order. None for color None."""
+        """Make a group of the ranks that pass the same color, in rank order.
+
+        None for color None.
+        """
         colors = self.all_gather_bytes(str(color).encode())
         members = [rank for rank in range(self.size) if colors[rank] == colors[self.rank]]
         group = self.row(members, axis)  # Also for None, because every rank must call `row` as often.
@@ -246,7 +266,9 @@ class Communicator(Stream):
         return Communicator(self.transport.group(members, name), axis, parent=self)
 
     def levels(self, hosts: int, axis: str | None = None) -> tuple["Communicator", "Communicator"]:
-        """Cut the ranks into `hosts` groups of neighbours. Make this rank's, and that of the same place in all groups.
+        """Cut the ranks into `hosts` groups of neighbours.
+
+        Make this rank's, and that of the same place in all groups.
 
         The first may have an axis of its own. UsageError if the groups would not be equal.
         """
@@ -272,13 +294,13 @@ class Communicator(Stream):
         """Make the Work of an operation or a message, one that takes time and is drawn if somebody looks."""
         link = CountedLink(self, name, algorithm, tag)
         if self.clock.logical or self.tracer.enabled:
-            return TimedWork(self, TimedLink(link, self, is_message), is_message)
+            return TimedWork(TimedLink(link, is_message))
         return Work(self, link, is_message)
 
     def _control(self, generator: Callable[..., Steps], *arguments: Any) -> None:
         """Run an operation that no clock and no trace sees."""
         now = self.clock.now()
-        work = Work(self, CountedLink(self, CONTROL.name, CONTROL.algorithm, self.next_tag(CONTROL)))
+        work = Work(self, CountedLink(self, "control", "ring", self.next_tag(CONTROL)))
         work.begin(generator(work.link, *arguments), None)
         work.run(async_op=False)
         self.clock.resume(now)
@@ -309,8 +331,9 @@ class Communicator(Stream):
 def hierarchical_all_reduce(x: Array, inside: Communicator, across: Communicator, algorithm: str = "ring") -> Array:
     """Replace x by the sum over the ranks of both `levels`, each group's s ranks first, then the q groups.
 
-    Sent per rank, with n bytes: 2n(s-1)/s inside and only 2(n/s)(q-1)/q across, in 2(s-1) + 2(q-1) messages. NB: what
-    NCCL and Horovod call hierarchical. "ordered" gives the bits of one device that adds in the same nested order.
+    Sent per rank, with n bytes: 2n(s-1)/s inside and only 2(n/s)(q-1)/q across, in 2(s-1) + 2(q-1)
+    messages. NB: what NCCL and Horovod call hierarchical. "ordered" gives the bits of one device
+    that adds in the same nested order.
     """
     chunk = inside.reduce_scatter(x, algorithm=algorithm)
     across.all_reduce(chunk, algorithm=algorithm)
@@ -333,4 +356,5 @@ def _calling_line() -> str:
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"].startswith("minipar.comm."):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
+    assert frame is not None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,61 +1,45 @@
-"""The beginning and the end of a program: the world communicator, and failures that end every rank."""
+"""The beginning of a program: the world communicator, and `main` on every rank."""
 
 import atexit
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn
 
 from minipar.backend import prepare_process
 from minipar.comm.communicator import Communicator
+from minipar.comm.ending import abort_with_traceback, everyone_fails
 from minipar.comm.threads import run_local, serial
 from minipar.comm.work import wait_timeout
-from minipar.errors import UsageError, error_line
+from minipar.errors import UsageError
 from minipar.lone_steps import steps_so_far
-from minipar.robust_start import interrupt
 from minipar.robust_start.exits import refuse_exit_0
-from minipar.robust_start.launchers import check_mpi_library, prints_error, started_ranks
+from minipar.robust_start.launchers import check_count, check_mpi_library, started_ranks
+from minipar.robust_start.one_line import one_line_errors, print_error
 from minipar.robust_start.start import start_mpi
-
-MEET_SECONDS = 3.0  # how long a rank with a usage error waits for the others to report the same
 
 
 def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> Any:
     """Run `main(world)` once per rank: the entry point of a script.
 
-    Under `mpirun -n N python script.py` each process is a rank, without mpirun this process is one, and the result of
-    this rank is returned. With `threads=n`, n ranks run as threads (`run_local`), and all their results are returned.
+    Under `mpirun -n N python script.py` each process is a rank, without mpirun this process is one,
+    and the result of this rank is returned. With `threads=n`, n ranks run as threads (`run_local`),
+    and all their results are returned.
 
-    Errors end every rank. UsageError, and MemoryError: one rank prints one line, after a few seconds if not every rank
-    raises it, and all exit with code 2. Ctrl-C: one line, code 130. Any other exception: `rank r:` with the traceback,
-    once if several ranks have the same, code 1. Threads raise the first such exception here; one that calls
-    `sys.exit(0)` has returned, as a process has.
+    Errors end every rank. UsageError, and MemoryError: one rank prints one line, after a few
+    seconds if not every rank raises it, and all exit with code 2. Ctrl-C: one line, code 130. Any
+    other exception: `rank r:` with the traceback, once if several ranks have the same, code 1.
+    Threads raise the first such exception here; one that calls `sys.exit(0)` has returned, as a
+    process has.
 
-    Rank 0 prints a note if it has trained a model of its own and sent no message: a wrapper was forgotten.
+    Rank 0 prints a note if it has trained a model of its own and sent no message: a wrapper was
+    forgotten.
     """
     before = steps_so_far()
-    try:
-        if threads is None:
-            interrupt.install()
-            comm = world()
-        else:
-            ranks, launcher, _ = started_ranks()
-            if ranks > 1:
-                but = f"{launcher} started {ranks}; leave out threads, or start without {launcher}"
-                raise UsageError(f"launch(threads={threads}) runs its ranks in one process, but {but}")
-    except UsageError as error:
-        if prints_error():
-            _print_error(error)
-        else:
-            time.sleep(MEET_SECONDS)  # Open MPI ends all ranks with the first one: rank 0's line must come before
-        sys.exit(2)
-    finally:
-        interrupt.restore()
     if threads is not None:
         return _launch_threads(partial(_run, main, before), threads)
+    with one_line_errors():
+        comm = world()
     code: str | int | None
     try:
         return _run(main, before, comm)
@@ -63,14 +47,16 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
         # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
         if comm.rank == 0:
             print("minipar: interrupted", file=sys.stderr, flush=True)
-        code, everyone = 130, comm.size == 1
+        code = 130
+        everyone = comm.size == 1
     except (UsageError, MemoryError) as error:
-        code, everyone = 2, _everyone_fails(comm)
+        code = 2
+        everyone = everyone_fails(comm)
         if comm.rank == 0 or not everyone:
-            _print_error(error)
+            print_error(error)
     except SystemExit as leaving:
         code = leaving.code
-        everyone = code in (0, None) or _everyone_fails(comm)
+        everyone = code in (0, None) or everyone_fails(comm)
         if not everyone:
             print(f"minipar: rank {comm.rank} exits with {code!r}, and not every rank does", file=sys.stderr)
     if not everyone:
@@ -81,7 +67,10 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
 
 
 def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -> Any:
-    """Run a rank, and note a forgotten wrapper. The process had taken `before` steps without a strategy."""
+    """Run a rank, and note a forgotten wrapper.
+
+    The process had taken `before` steps without a strategy.
+    """
     result = main(comm)
     trained_alone = steps_so_far() > before and comm.traffic.messages() == 0
     if trained_alone and comm.rank == 0 and comm.size > 1:
@@ -92,11 +81,19 @@ def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -
 
 
 def _launch_threads(main: Callable[[Communicator], Any], threads: int) -> list[Any]:
-    """Run the ranks as threads. The first rank's usage error is one line and exit code 2, as under mpirun."""
+    """Run the ranks as threads.
+
+    The first rank's usage error is one line and exit code 2, as under mpirun.
+    """
+    with one_line_errors():
+        ranks, launcher, _ = started_ranks()
+        if ranks > 1:
+            but = f"{launcher} started {ranks}; leave out threads, or start without {launcher}"
+            raise UsageError(f"launch(threads={threads}) runs its ranks in one process, but {but}")
     try:
         return run_local(threads, main, launcher=f"mp.launch(main, threads={threads})")
     except (UsageError, MemoryError) as error:
-        _print_error(error)
+        print_error(error)
         sys.exit(2)
 
 
@@ -107,13 +104,16 @@ def main(fn: Callable[[Communicator], object]) -> NoReturn:
 
 
 def world() -> Communicator:
-    """Return the communicator of all ranks, those of mpirun or this process alone. Collective; sets up this process.
+    """Return the communicator of all ranks, those of mpirun or this process alone.
 
-    From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the whole job. UsageError
-    if a launcher started several ranks but MPI is not installed, has one rank, or is another MPI than mpirun's.
+    Collective; sets up this process.
+
+    From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the
+    whole job. UsageError if a launcher started several ranks but MPI is not installed, has one
+    rank, or is another MPI than mpirun's.
     """
     prepare_process()
-    count, launcher, variable = started_ranks()
+    count, launcher, _ = started_ranks()
     check_mpi_library()
     try:
         start_mpi(wait_timeout())
@@ -123,49 +123,12 @@ def world() -> Communicator:
             return serial()
         raise UsageError(f"{launcher} started {count} ranks, but MPI cannot be loaded: {error}") from None
     size = MPI.COMM_WORLD.Get_size()
-    if count not in (1, size):
-        cause = "mpirun and mpi4py's library belong to different MPIs"
-        if launcher != "mpirun":
-            remedy = f"start with mpirun -n {count} python ..., or unset {variable} to run one process"
-            cause = f"{launcher} does not start MPI ranks; {remedy}"
-        raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
+    check_count(size)
     notices = Notices()
     comm = Communicator(MPITransport(MPI.COMM_WORLD, range(size), notices))
     if comm.size > 1:
-        sys.excepthook = partial(_abort_with_traceback, comm)
+        sys.excepthook = partial(abort_with_traceback, comm)
         refuse_exit_0(comm.rank)
         atexit.register(notices.leave)
     atexit.register(comm.engine.close)
     return comm
-
-
-def _abort_with_traceback(
-    comm: Communicator, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
-    from minipar.comm.mpi import MPI, abort
-
-    if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
-        return sys.__excepthook__(kind, error, trace)
-    text = "".join(traceback.format_exception(kind, error, trace))
-    comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
-    try:
-        comm.transport.notices.print_once(text)
-    except MPI.Exception:  # no message leaves any more
-        sys.stderr.write(f"rank {comm.rank}:\n{text}")
-    abort(1)
-
-
-def _print_error(error: UsageError | MemoryError) -> None:
-    sys.stdout.flush()
-    print(error_line(error), file=sys.stderr, flush=True)
-
-
-def _everyone_fails(comm: Communicator) -> bool:
-    """Tell the other ranks that this one ends with an error. Return False if some do not say so in time."""
-    comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
-    if comm.size == 1:
-        return True
-    from minipar.comm.mpi import FAILED
-
-    return comm.transport.notices.send(FAILED, seconds=MEET_SECONDS)

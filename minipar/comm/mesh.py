@@ -11,13 +11,14 @@ from minipar.errors import UsageError
 class DeviceMesh:
     """The ranks as a grid: world = pp x dp x cp x tp, rank = ((pp*DP + dp)*CP + cp)*TP + tp.
 
-    tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`, `mesh.tp` and
-    `mesh.pp` are the Communicators of this rank's row along each axis, and `mesh.coordinates` is its place.
-    `mesh.dp_cp`, whose axis is named dp, has the ranks of both: they hold different tokens and the same parameters, so
-    gradients are summed over it. Experts are folded into it: `mesh.ep` has ep neighbours of dp_cp, which share them,
-    and `mesh.edp` (axis dp) the ranks of dp_cp that hold the same experts. dp=None takes what the others leave.
-    UsageError for sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree on these
-    four axes.
+    tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`,
+    `mesh.tp` and `mesh.pp` are the Communicators of this rank's row along each axis, and
+    `mesh.coordinates` is its place. `mesh.dp_cp`, whose axis is named dp, has the ranks of both:
+    they hold different tokens and the same parameters, so gradients are summed over it. Experts are
+    folded into it: `mesh.ep` has ep neighbours of dp_cp, which share them, and `mesh.edp` (axis dp)
+    the ranks of dp_cp that hold the same experts. dp=None takes what the others leave. UsageError
+    for sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree
+    on these four axes.
     """
 
     AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first
@@ -40,7 +41,10 @@ class DeviceMesh:
         self.ep, self.edp = self.dp_cp.levels(self.dp_cp.size // ep, "ep")
 
     def rank_at(self, **coordinates: int) -> int:
-        """Return the world rank at these coordinates. An axis that is not named keeps this rank's own."""
+        """Return the world rank at these coordinates.
+
+        An axis that is not named keeps this rank's own.
+        """
         place = self.coordinates | coordinates
         rank = 0
         for axis in reversed(self.AXES):
@@ -54,7 +58,10 @@ class DeviceMesh:
 
 
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int = 1) -> dict[str, int]:
-    """Return the size of each axis; dp=None takes what the others leave. UsageError if the sizes do not fit."""
+    """Return the size of each axis; dp=None takes what the others leave.
+
+    UsageError if the sizes do not fit.
+    """
     given = {} if dp is None else {"dp": dp}  # shown in errors
     for axis, size in (("cp", cp), ("tp", tp), ("pp", pp)):
         if size != 1:

@@ -1,7 +1,8 @@
 """isend and irecv over MPI (mpi4py), with buffers only: no array is ever pickled.
 
-Buffers are passed as `[array, bytes, MPI.BYTE]`. Naming count and type saves 0.4 us of the 1 us that a call costs,
-because mpi4py need not read the array interface. It also makes every NumPy dtype sendable, MPI's own or not.
+Buffers are passed as `[array, bytes, MPI.BYTE]`. Naming count and type saves 0.4 us of the 1 us
+that a call costs, because mpi4py need not read the array interface. It also makes every NumPy dtype
+sendable, MPI's own or not.
 """
 
 import math
@@ -54,7 +55,10 @@ class _Send(Message):
 
 @dataclass(slots=True, eq=False)
 class _Receive(Message):
-    """A message received. MPI delivers any shorter message, and any tag of a collective, so both are checked."""
+    """A message received.
+
+    MPI delivers any shorter message, and any tag of a collective, so both are checked.
+    """
 
     handle: MPI.Request
     done: bool = False
@@ -87,7 +91,10 @@ class Notices:
         self._sent: list[Any] = []  # buffers must stay until their messages have left
 
     def send(self, tag: int, value: int = 0, seconds: float = 0.0) -> bool:
-        """Send a notice to every other rank, and wait for theirs. Return False if some have not come in time."""
+        """Send a notice to every other rank, and wait for theirs.
+
+        Return False if some have not come in time.
+        """
         self.arrived[tag][self.rank] = value
         buffer = np.array([value])
         for rank in range(self.size):
@@ -117,8 +124,8 @@ class Notices:
     def print_once(self, text: str) -> None:
         """Print the text of this rank's exception, unless a lower rank has the same one and prints it.
 
-        A text is printed at the latest RAISED_SECONDS after its exception, and the caller's abort comes that late too:
-        so it ends no rank that had another exception before.
+        A text is printed at the latest RAISED_SECONDS after its exception, and the caller's abort
+        comes that late too: so it ends no rank that had another exception before.
         """
         digest, deadline = zlib.crc32(text.encode()), time.monotonic() + RAISED_SECONDS
         raised = self.arrived[RAISED]
@@ -134,7 +141,10 @@ class Notices:
             sys.stderr.write(f"minipar: the same on rank {', '.join(same)}\n")
 
     def write(self, request: Request, engine: Any, seconds: float = 0.0) -> str:
-        """Write this rank's report, and tell the others, who then write theirs. Return the files' common name."""
+        """Write this rank's report, and tell the others, who then write theirs.
+
+        Return the files' common name.
+        """
         folder = Path(tempfile.gettempdir(), f"minipar-{os.getuid()}")
         operations = "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent))
         text = f"{request.describe()}\nlast operations, the newest first:\n{operations}\n"
@@ -147,7 +157,10 @@ class Notices:
         return f"{folder}/rank-*.txt"
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:
-        """Write a report if another rank has. CommunicationError if the rank that has to act for `request` has left."""
+        """Write a report if another rank has.
+
+        CommunicationError if the rank that has to act for `request` has left.
+        """
         self.receive()
         if self.arrived[REPORTED] and self.rank not in self.arrived[REPORTED]:
             self.write(request, engine)
@@ -155,7 +168,10 @@ class Notices:
             raise CommunicationError(f"{request.describe()}: {has_returned(request.peer)}")
 
     def report(self, request: Request, engine: Any) -> str:
-        """Make every rank write what it waits for and its last operations. Return where, and which rank is behind."""
+        """Make every rank write what it waits for and its last operations.
+
+        Return where, and which rank is behind.
+        """
         files, counts = self.write(request, engine, REPORT_SECONDS), self.arrived[REPORTED]
         if silent := [str(rank) for rank in range(self.size) if rank not in counts]:
             behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
@@ -165,7 +181,10 @@ class Notices:
 
 
 class MPITransport:
-    """The ranks of one MPI communicator. Collectives have a copy of it, on which no message is received by its tag."""
+    """The ranks of one MPI communicator.
+
+    Collectives have a copy of it, on which no message is received by its tag.
+    """
 
     launcher = "mpirun"
 

@@ -8,27 +8,32 @@ import numpy as np
 
 USER_TAGS = 1 << 16  # the user's tags are 0..USER_TAGS-1
 
-OPERATIONS = ("control", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier")
-ALGORITHM_NAMES = (
-    "ring",
-    "recursive_doubling",
-    "recursive_halving",
-    "ordered",
-    "pairwise",
-    "binomial",
-    "dissemination",
-)
+OPERATION_CODES = {
+    "control": 0,
+    "all_reduce": 1,
+    "reduce_scatter": 2,
+    "all_gather": 3,
+    "all_to_all": 4,
+    "broadcast": 5,
+    "barrier": 6,
+}
+ALGORITHM_CODES = {
+    "ring": 0,
+    "recursive_doubling": 1,
+    "recursive_halving": 2,
+    "ordered": 3,
+    "pairwise": 4,
+    "binomial": 5,
+    "dissemination": 6,
+}
 COMBINE = {"sum": np.add, "max": np.maximum}
 
-OPERATION_CODES = {name: code for code, name in enumerate(OPERATIONS)}
-ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHM_NAMES)}
-COMBINE_CODES: dict[np.ufunc | None, int] = {None: 0, np.add: 0, np.maximum: 1}
 DTYPES: dict[int, str] = {np.dtype(letter).num: np.dtype(letter).name for letter in "?bBhHiIlLqQefdgFDG"}
 
 Bounds = Sequence[tuple[int, int]]
 
 
-@dataclass(slots=True, eq=False)  # To make a frozen one takes a microsecond more.
+@dataclass(slots=True)  # To make a frozen one takes a microsecond more.
 class Operation:
     """A call of a collective, with flat host arrays. `input` and `output` may be the same array."""
 
@@ -59,7 +64,7 @@ def to_tag(operation: Operation, number: int) -> int:
     tag = 128 + number % 128
     tag = tag * 128 + elements % 128
     tag = tag * 32 + operation.input.dtype.num % 32
-    tag = tag * 2 + COMBINE_CODES[operation.combine]
+    tag = tag * 2 + (1 if operation.combine is np.maximum else 0)
     tag = tag * 8 + ALGORITHM_CODES[operation.algorithm]
     return tag * 8 + OPERATION_CODES[operation.name]
 
@@ -72,11 +77,11 @@ def from_tag(tag: int) -> Call:
     tag, dtype = divmod(tag, 32)
     tag, elements = divmod(tag, 128)
     return Call(
-        name=OPERATIONS[name],
-        algorithm=ALGORITHM_NAMES[algorithm],
-        maximum=maximum == 1,
-        dtype=DTYPES.get(dtype, "another dtype"),
-        elements=elements,
+        list(OPERATION_CODES)[name],
+        list(ALGORITHM_CODES)[algorithm],
+        maximum == 1,
+        DTYPES.get(dtype, "another dtype"),
+        elements,
         number=tag % 128,
     )
 

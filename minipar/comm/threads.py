@@ -1,8 +1,9 @@
 """isend and irecv between threads of one process: for notebooks and for fast tests.
 
-A send is matched with its receive under one lock, and the second of the two copies the values. So a send is done only
-when it has been received, and code that would deadlock on a large MPI message deadlocks here too. The threads know when
-every rank waits and no message is under way, and report it as an error.
+A send is matched with its receive under one lock, and the second of the two copies the values. So a
+send is done only when it has been received, and code that would deadlock on a large MPI message
+deadlocks here too. The threads know when every rank waits and no message is under way, and report
+it as an error.
 """
 
 import contextvars
@@ -58,7 +59,10 @@ class ThreadWorld:
         self.failure: BaseException | None = None
 
     def post(self, key: tuple[str, int, int, int], message: _Message) -> Request:
-        """Deliver `message` if its other half has been posted, else keep it until then. Return it."""
+        """Deliver `message` if its other half has been posted, else keep it until then.
+
+        Return it.
+        """
         with self.lock:
             if self.failure is not None:
                 raise _Released
@@ -148,13 +152,16 @@ def run_local(
     launcher: str = "run_local",
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator. Return the ranks' values.
+    """Run `fn(comm, *args, **kwargs)` on `ranks` threads, each with its own Communicator.
 
-    `clock` is "wall" (default), "cpu", "model", or a function that makes a rank's clock. `network` prices messages on
-    logical clocks. The first exception in time is raised here, with a note that names its rank, and the other ranks are
-    released at once. If every rank waits and no message can come, CommunicationError lists what each one waits for.
-    A rank that calls `sys.exit()` has returned; SystemExit is raised here if every rank does so, or one with an error.
-    Meanwhile BLAS has one thread in this process, as on every rank. `launcher` is this call's name in errors.
+    Return the ranks' values.
+
+    `clock` is "wall" (default), "cpu", "model", or a function that makes a rank's clock. `network`
+    prices messages on logical clocks. The first exception in time is raised here, with a note that
+    names its rank, and the other ranks are released at once. If every rank waits and no message can
+    come, CommunicationError lists what each one waits for. A rank that calls `sys.exit()` has
+    returned; SystemExit is raised here if every rank does so, or one with an error. Meanwhile BLAS
+    has one thread in this process, as on every rank. `launcher` is this call's name in errors.
     UsageError for fewer than 1 rank.
     """
     if ranks < 1:
@@ -205,7 +212,8 @@ def run_local(
 def _raise_exit(exits: dict[int, SystemExit], ranks: int, failure: BaseException | None) -> None:
     """Raise SystemExit if every rank has called sys.exit(), or one of them with an error, as under mpirun.
 
-    A rank that ends so alone is named, unless there is another cause than that others waited for it.
+    A rank that ends so alone is named, unless there is another cause than that others waited for
+    it.
     """
     errors = [rank for rank in sorted(exits) if exits[rank].code not in (0, None)]
     if failure is not None and not (errors and isinstance(failure, CommunicationError)):

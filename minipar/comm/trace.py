@@ -1,21 +1,118 @@
 """The trace: operations that take time and are drawn, and the record of all ranks as Chrome trace JSON.
 
-It opens in Perfetto or chrome://tracing. Each rank is a process with several tracks: "computation" holds the
-regions of the program, "communication <axis>" the collectives of one communicator, and "communication <axis>, send and
-receive" the single messages. Slices on one track nest or follow one another, as Perfetto demands. An arrow joins each
-message's sender and receiver, and records the message's bytes at its start.
+It opens in Perfetto or chrome://tracing. Each rank is a process with several tracks: "computation"
+holds the regions of the program, "communication <axis>" the collectives of one communicator, and
+"communication <axis>, send and receive" the single messages. Slices on one track nest or follow one
+another, as Perfetto demands. An arrow joins each message's sender and receiver, and records the
+message's bytes at its start.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from minipar.comm.clock import WallClock
-from minipar.comm.link import TimedLink
-from minipar.comm.transport import Steps
-from minipar.comm.work import Stream, Work
+from minipar.comm.transport import Request, Steps
+from minipar.comm.work import CountedLink, Work
 from minipar.memory import unrecorded
+
+
+class TimedLink:
+    """A link that takes the time of its messages, and draws them as arrows.
+
+    Each arriving message moves the operation to max(now, sender's clock + alpha + beta*bytes). p-1
+    sends posted at once take (p-1)(alpha + beta*bytes). On a logical clock the sender's clock goes
+    ahead of each message: a header of 8 bytes with the same tag, not counted as traffic.
+    """
+
+    def __init__(self, link: CountedLink, is_message: bool) -> None:
+        self.link = link
+        self.rank = link.rank
+        self.size = link.size
+        self.scratch = link.scratch
+        self.title = link.title
+        self.stream = link.stream
+        self.is_message = is_message
+        self.clock = self.stream.clock
+        self.tracer = self.stream.tracer
+        self.time = self.clock.now()  # of the operation
+        self.port = 0.0  # when the last message sent has left
+        self.waited = 0.0  # seconds in which a message was missing that its sender had not sent (wall: not delivered)
+        self.nbytes = 0  # sent
+        self.headers: list[Request] = []  # of the messages posted since the last step; none on a wall clock
+        self.arrivals: dict[Request, tuple[np.ndarray, float, str]] = {}  # sender's clock, network's price, arrow
+
+    def isend(self, array: np.ndarray, dest: int) -> Request:
+        """Start to send a message, behind its header on a logical clock."""
+        self.nbytes += array.nbytes
+        leaves = self.clock.now()
+        if self.clock.logical:
+            leaves = max(self.time, self.port)
+            self.port = leaves + self._seconds(array, self.rank, dest)
+            stamp = np.array([leaves])
+            self.headers.append(self.link.transport.isend(stamp, dest, self.link.tag, self))
+        request = self.link.isend(array, dest)
+        arrow = self._arrow(self.rank, dest)
+        if self.tracer.enabled:
+            self.tracer.arrow(self.track(), arrow, leaves, array.nbytes)
+        return request
+
+    def irecv(self, array: np.ndarray, source: int) -> Request:
+        """Start to receive a message, behind its header on a logical clock."""
+        stamp = np.empty(1)
+        if self.clock.logical:
+            self.headers.append(self.link.transport.irecv(stamp, source, self.link.tag, self))
+        request = self.link.irecv(array, source)
+        seconds = self._seconds(array, source, self.rank)
+        self.arrivals[request] = (stamp, seconds, self._arrow(source, self.rank))
+        return request
+
+    def settle(self, requests: Iterable[Request]) -> None:
+        """Move the operation's time to the arrival of the last of these messages, and end their arrows there."""
+        incoming = [self.arrivals.pop(request) for request in requests if request in self.arrivals]
+        if self.clock.logical:
+            for stamp, seconds, _ in incoming:
+                sent = float(stamp[0])
+                self.waited += max(0.0, sent - self.time)  # the rest, until it arrives, is transmission
+                self.time = max(self.time, sent + seconds)
+        else:
+            before = self.time
+            self.time = self.clock.now()
+            self.waited += self.time - before
+        if self.tracer.enabled:
+            for _, _, arrow in incoming:
+                self.tracer.arrow(self.track(), arrow, self.time)
+
+    def record(self, started: float) -> None:
+        """Draw the operation as a slice that ends now."""
+        if self.tracer.enabled:
+            arguments = {
+                "op": self.link.name,
+                "algorithm": self.link.algorithm,
+                "bytes": self.nbytes,
+                "wait": self.waited,
+            }
+            self.tracer.slice(self.track(), self.link.name, "communication", started, self.time, arguments)
+
+    def track(self) -> int:
+        """Return the track of a trace on which the operation is drawn."""
+        kind = ", send and receive" if self.is_message else ""
+        return self.tracer.track(self.stream.name + kind, f"communication {self.stream.axis}{kind}")
+
+    def _seconds(self, array: np.ndarray, source: int, dest: int) -> float:
+        ranks = self.stream.ranks
+        return self.stream.engine.network.seconds(array.nbytes, ranks[source], ranks[dest])
+
+    def _arrow(self, source: int, dest: int) -> str:
+        """Name the next message from `source` to `dest`, alike on both ranks."""
+        ends = f"{self.stream.name}:{source}>{dest}"
+        if self.is_message:
+            ends += f".{self.link.tag}"
+        self.stream.messages[ends] += 1
+        return f"{ends}#{self.stream.messages[ends]}"
 
 
 class TimedWork(Work):
@@ -26,9 +123,9 @@ class TimedWork(Work):
 
     link: TimedLink
 
-    def __init__(self, stream: Stream, link: TimedLink, is_message: bool = False) -> None:
-        super().__init__(stream, link, is_message)
-        self.clock = stream.clock
+    def __init__(self, link: TimedLink) -> None:
+        super().__init__(link.stream, link, link.is_message)
+        self.clock = link.clock
         self.called = link.time
         self.asked = link.time  # when the caller last tested or waited
 
@@ -55,7 +152,10 @@ class TimedWork(Work):
         self.clock.resume(now)
 
     def _time(self, steps: Steps) -> Steps:
-        """Yield the same steps, with headers, and take their time. Begins when it is the operation's turn."""
+        """Yield the same steps, with headers, and take their time.
+
+        Begins when it is the operation's turn.
+        """
         link = self.link
         started = max(self.called, self.stream.end) if self.clock.logical else self.clock.now()
         link.time = started
@@ -69,23 +169,29 @@ class TimedWork(Work):
         link.record(started)
 
     def _time_message(self, steps: Steps) -> Steps:
-        """Yield a single message. A send takes no time and is recorded at once, a receive when it has arrived."""
+        """Yield a single message.
+
+        A send takes no time and is recorded at once, a receive when it has arrived.
+        """
         link = self.link
         is_send = link.link.name == "send"
-        for requests in steps:
-            if is_send:
-                if not self.clock.logical:
-                    link.time = self.clock.now()
-                link.record(self.called)
-            yield [*requests, *link.headers]
-            if not is_send:
-                link.time = self.asked
-                link.settle(requests)
-                link.record(self.asked)
+        requests = next(steps)
+        if is_send:
+            if not self.clock.logical:
+                link.time = self.clock.now()
+            link.record(self.called)
+        yield [*requests, *link.headers]
+        if not is_send:
+            link.time = self.asked
+            link.settle(requests)
+            link.record(self.asked)
 
 
 def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
-    """Forget all events and record from now on. Collective. Wall clocks of all ranks are set to 0 together."""
+    """Forget all events and record from now on.
+
+    Collective. Wall clocks of all ranks are set to 0 together.
+    """
     comm.barrier()
     if isinstance(comm.clock, WallClock):
         comm.barrier()  # the second time every rank is awake and leaves it at nearly the same moment
@@ -108,9 +214,12 @@ def unseen(comm: Any) -> Iterator[None]:
 
 
 def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
-    """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0. Collective.
+    """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0.
 
-    otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the slowest axis first.
+    Collective.
+
+    otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the
+    slowest axis first.
     """
     comm.tracer.enabled = False
     gathered = comm.gather_bytes(json.dumps(comm.tracer.chrome_events(comm.ranks[comm.rank])).encode())

@@ -18,11 +18,11 @@ class Traffic:
         return self._total(1, op, axis)
 
     def _total(self, which: int, op: str | None, axis: str | None) -> int:
-        total = 0
-        for (counted_op, counted_axis), count in self.counts.items():
-            if op in (None, counted_op) and axis in (None, counted_axis):
-                total += count[which]
-        return total
+        return sum(
+            count[which]
+            for (counted_op, counted_axis), count in self.counts.items()
+            if op in (None, counted_op) and axis in (None, counted_axis)
+        )
 
     def reset(self) -> None:
         """Start again from zero. (A collective under way finishes on the old account.)"""
@@ -38,15 +38,19 @@ def wire_bytes(op: str, algorithm: str, n: int, itemsize: int, p: int, rank: int
 
 
 def messages(op: str, algorithm: str, p: int, rank: int, root: int = 0) -> int:
-    """Return the messages that `rank` sends. Empty ones count, so the array's size does not matter."""
+    """Return the messages that `rank` sends.
+
+    Empty ones count, so the array's size does not matter.
+    """
     return sent(op, algorithm, 0, p, rank, root)[0]
 
 
 def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> tuple[int, int]:
     """Return the messages and the elements that `rank` sends. ValueError for "auto".
 
-    n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and all_to_all, of out for
-    all_gather. A resting rank sends one message. The rank that has its place returns the result in one message more.
+    n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and
+    all_to_all, of out for all_gather. A resting rank sends one message. The rank that has its place
+    returns the result in one message more.
     """
     chunks = [stop - start for start, stop in chunk_bounds(n, p)]
     own = chunks[rank]

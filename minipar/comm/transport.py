@@ -1,8 +1,9 @@
 """The two operations of a rank, isend and irecv, as interfaces that mpi.py and threads.py implement.
 
-A user's message is received by its tag. A collective's messages are received in the order in which they were sent, and
-their tag says what the sender is doing. The receiver compares it with what it is doing itself. So ranks that call
-different operations, or one with different dtypes, reductions or numbers of elements, get an error instead of values.
+A user's message is received by its tag. A collective's messages are received in the order in which
+they were sent, and their tag says what the sender is doing. The receiver compares it with what it
+is doing itself. So ranks that call different operations, or one with different dtypes, reductions
+or numbers of elements, get an error instead of values.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,10 @@ class Request(Protocol):
     peer: int  # the world rank that has to act for it
 
     def test(self) -> bool:
-        """Return True once it is complete, without blocking. CommunicationError for a message of another size."""
+        """Return True once it is complete, without blocking.
+
+        CommunicationError for a message of another size.
+        """
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
@@ -59,21 +63,33 @@ class Transport(Protocol):
     notices: Any  # what ranks tell one another outside of operations (mpi.Notices); None between threads
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:
-        """Start to send a contiguous host array. It must not be changed until the request is done."""
+        """Start to send a contiguous host array.
+
+        It must not be changed until the request is done.
+        """
 
     def irecv(self, array: np.ndarray, source: int, tag: int, owner: Link) -> Request:
         """Start to receive exactly `array.nbytes` bytes, of the user's message with this tag or a collective's next."""
 
     def pause(self, attempt: int, waiting_for: Request) -> None:
-        """Let other ranks run. Called between two tests, the `attempt`-th time in a row without success."""
+        """Let other ranks run.
+
+        Called between two tests, the `attempt`-th time in a row without success.
+        """
 
     def group(self, ranks: Sequence[int], name: str) -> "Transport":
-        """Make a transport for `ranks` alone, renumbered in that order. Called by exactly these ranks."""
+        """Make a transport for `ranks` alone, renumbered in that order.
+
+        Called by exactly these ranks.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One rank's half of a message. Each transport adds how it completes, which makes it a Request."""
+    """One rank's half of a message.
+
+    Each transport adds how it completes, which makes it a Request.
+    """
 
     owner: Link
     direction: str  # "send to" or "receive from"
@@ -83,8 +99,7 @@ class Message:
 
     def describe(self) -> str:
         """Say in words what is being waited for, for the error that ends a wait."""
-        what = f"{self.nbytes} bytes, {meaning(self.tag)}"
-        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({what})"
+        return f"{self.owner.title()}: {self.direction} rank {self.peer} ({self.nbytes} bytes, {meaning(self.tag)})"
 
     def mismatch(self, arrived: int | str, sent_tag: int) -> CommunicationError:
         """Return the error for a message of another size (bytes) or tag than this receive expects."""

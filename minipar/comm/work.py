@@ -1,7 +1,8 @@
 """Operations under way: every collective and every message, blocking or asynchronous, is driven by `Work.run`.
 
-Operations on one communicator run in the order in which they were issued (NB: as on an NCCL stream). A rank that waits
-advances the operations of all its communicators, so ranks may issue to axes in different orders without a deadlock.
+Operations on one communicator run in the order in which they were issued (NB: as on an NCCL
+stream). A rank that waits advances the operations of all its communicators, so ranks may issue to
+axes in different orders without a deadlock.
 """
 
 import math
@@ -41,14 +42,17 @@ class Engine:
         self.network = network or Network()
         self.traffic = Traffic()
         self.tracer = Tracer(self.clock)
-        self.streams: list[Stream] = []  # those with operations under way
+        self.streams: dict[Stream, None] = {}  # those with operations under way
         self.operations = 0  # collectives issued, on all communicators
         self.recent: deque[tuple[str, int]] = deque(maxlen=RECORDED)  # axis and tag of the last operations
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = wait_timeout()
 
     def wait(self, request: Request) -> None:
-        """Wait for `request`, and advance all operations. CommunicationError if its rank left, or after the timeout."""
+        """Wait for `request`, and advance all operations.
+
+        CommunicationError if its rank left, or after the timeout.
+        """
         attempt, start, said = 0, time.monotonic(), SAY_SECONDS
         while not request.test():
             self.progress()
@@ -88,7 +92,10 @@ class Engine:
 
 
 def wait_timeout() -> float:
-    """Return the seconds after which a wait is an error. UsageError if MINIPAR_TIMEOUT is none, or infinite."""
+    """Return the seconds after which a wait is an error.
+
+    UsageError if MINIPAR_TIMEOUT is none, or infinite.
+    """
     text = os.environ.get("MINIPAR_TIMEOUT", "1800")
     with suppress(ValueError):
         seconds = float(text)
@@ -128,7 +135,7 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
-        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # of that memory: making one takes longer
+        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # of it: to make one takes longer
 
     def next_tag(self, operation: Operation) -> int:
         """Return the tag of the next operation, and record it."""
@@ -137,12 +144,6 @@ class Stream:
         tag = to_tag(operation, self.operations)
         self.engine.recent.append((self.axis, tag))
         return tag
-
-    def abandon(self) -> None:
-        """Forget the operations under way after an error, so that other streams do not raise it again."""
-        if self.queue:
-            self.queue.clear()
-            self.engine.streams.remove(self)
 
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Return memory for `count` elements, the same for all operations: they run one after the other."""
@@ -158,11 +159,44 @@ class Stream:
         return view
 
 
+class CountedLink:
+    """The `Link` of an operation over the transport of its stream.
+
+    What it sends is counted as traffic.
+    """
+
+    def __init__(self, stream: Stream, name: str, algorithm: str, tag: int) -> None:
+        self.stream = stream
+        self.name = name
+        self.algorithm = algorithm
+        self.tag = tag
+        self.rank = stream.rank
+        self.size = stream.size
+        self.scratch = stream.scratch
+        self.transport = stream.transport
+        self.count = stream.traffic.counts.setdefault((name, stream.axis), [0, 0])  # [messages, bytes]
+
+    def isend(self, array: np.ndarray, dest: int) -> Request:
+        """Start to send a message, and count it."""
+        self.count[0] += 1
+        self.count[1] += array.nbytes
+        return self.transport.isend(array, dest, self.tag, self)
+
+    def irecv(self, array: np.ndarray, source: int) -> Request:
+        """Start to receive a message."""
+        return self.transport.irecv(array, source, self.tag, self)
+
+    def title(self) -> str:
+        """Name the rank and the operation, for errors: `rank 5 (dp rank 2), all_reduce ring`."""
+        return f"{self.stream.label}, {self.name} {self.algorithm}".rstrip()
+
+
 class Work:
     """One operation under way, and the handle of its caller.
 
-    A collective waits for its turn in the queue of its stream. A single message of the user (pipelines are made of
-    these) is in no queue. It advances when its caller tests it or waits for it, in any order.
+    A collective waits for its turn in the queue of its stream. A single message of the user
+    (pipelines are made of these) is in no queue. It advances when its caller tests it or waits for
+    it, in any order.
     """
 
     def __init__(self, stream: Stream, link: Link, is_message: bool = False) -> None:
@@ -181,14 +215,14 @@ class Work:
             self.missing = next(self.requests)
             return
         stream = self.stream
-        if not stream.queue:
-            stream.engine.streams.append(stream)
         stream.queue.append(self)
+        stream.engine.streams[stream] = None
 
     def run(self, async_op: bool) -> Any:
-        """Run the operations of the stream, the oldest first, until this one is finished. Return its result.
+        """Run the operations of the stream, the oldest first, until this one is finished.
 
-        With `async_op`, run only as far as messages have arrived, and return this Work.
+        Return its result. With `async_op`, run only as far as messages have arrived, and return
+        this Work.
         """
         try:
             while not self.done:
@@ -206,8 +240,8 @@ class Work:
                 else:
                     self.stream.engine.wait(work.missing)
         except BaseException:
-            if not self.is_message:
-                self.stream.abandon()
+            if self in self.stream.queue:
+                self.stream.queue.remove(self)  # so that other streams do not raise the error again
             raise
         return self if async_op else self._result
 
@@ -218,7 +252,7 @@ class Work:
             stream = self.stream
             stream.queue.popleft()
             if not stream.queue:
-                stream.engine.streams.remove(stream)
+                del stream.engine.streams[stream]
         if self._callbacks:
             self.call_back()
 
@@ -241,7 +275,10 @@ class Work:
         return self.done
 
     def wait(self) -> Any:
-        """Wait until the operation is finished. Return its result: the array, None for a message that was sent."""
+        """Wait until the operation is finished.
+
+        Return its result: the array, None for a message that was sent.
+        """
         self.run(async_op=False)
         self.stream.engine.unwaited.pop(self, None)
         return self._result

@@ -1,7 +1,7 @@
 """A rank that calls `os._exit(0)` in the middle of a job.
 
-MPICH's mpirun then ends the other ranks wherever they are, and exits with this rank's code: a job that has computed
-nothing would have succeeded.
+MPICH's mpirun then ends the other ranks wherever they are, and exits with this rank's code: a job
+that has computed nothing would have succeeded.
 """
 
 import os

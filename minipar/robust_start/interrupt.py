@@ -1,8 +1,8 @@
 """Ctrl-C while a program starts: one line and exit code 130, where Python would show where each rank's imports were.
 
-`python -m minipar.train` and `python -m minipar.bench` install the handler with their first import, other programs in
-`launch`. When MPI runs, Ctrl-C raises KeyboardInterrupt again. Only small modules are imported here,
-because until the handler is installed Ctrl-C shows a traceback.
+`python -m minipar.train` and `python -m minipar.bench` install the handler with their first import,
+other programs in `launch`. When MPI runs, Ctrl-C raises KeyboardInterrupt again. Only small modules
+are imported here, because until the handler is installed Ctrl-C shows a traceback.
 """
 
 import os

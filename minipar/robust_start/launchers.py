@@ -27,8 +27,23 @@ def started_ranks() -> tuple[int, str, str]:
     return max(counts, default=(1, "mpirun", ""))
 
 
+def check_count(size: int) -> None:
+    """Raise UsageError if MPI has another number of ranks than the launcher has started."""
+    count, launcher, variable = started_ranks()
+    if count in (1, size):
+        return
+    cause = "mpirun and mpi4py's library belong to different MPIs"
+    if launcher != "mpirun":
+        remedy = f"start with mpirun -n {count} python ..., or unset {variable} to run one process"
+        cause = f"{launcher} does not start MPI ranks; {remedy}"
+    raise UsageError(f"{launcher} started {count} ranks, but the MPI library sees {size}: {cause}")
+
+
 def check_mpi_library() -> None:
-    """Raise UsageError if mpirun and mpi4py's library differ. MPI itself would abort, and name no cause or remedy."""
+    """Raise UsageError if mpirun and mpi4py's library differ.
+
+    MPI itself would abort, and name no cause or remedy.
+    """
     descriptor = os.environ.get("PMI_FD")
     try:
         if descriptor is not None:

@@ -13,7 +13,10 @@ LONGEST_ANSWER = 1 << 16  # bytes
 
 
 def connected() -> bool:
-    """Return True if MPICH's mpirun started this process. A process that a rank has started is not connected."""
+    """Return True if MPICH's mpirun started this process.
+
+    A process that a rank has started is not connected.
+    """
     if "HYDI_CONTROL_FD" not in os.environ:
         return False
     try:
@@ -41,7 +44,10 @@ def meet() -> None:
 
 
 def end_job(code: int) -> None:
-    """End every rank, this one too, and make mpirun exit with `code`. Return if there is no MPICH's mpirun."""
+    """End every rank, this one too, and make mpirun exit with `code`.
+
+    Return if there is no MPICH's mpirun.
+    """
     if not connected():
         return
     time.sleep(OUTPUT_SECONDS)

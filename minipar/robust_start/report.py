@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def write_report(path: Path, text: str) -> None:
-    """Write a file into a directory that only this user can enter. OSError if it is somebody else's, or no directory.
+    """Write a file into a directory that only this user can enter.
+
+    OSError if it is somebody else's, or no directory.
 
     In a directory that is everybody's, a pipe under the file's name would hold this rank for ever.
     """

@@ -1,8 +1,9 @@
 """Start MPI: the ranks meet, the shared memory of each host is checked once, and nothing is left behind.
 
-MPI_Init waits for ever for a rank that has ended, and what it has made by then stays: shared memory and a file. So the
-ranks of a host meet before, over mpirun's connection, and a program that fails in its imports fails while MPI has
-nothing yet. Ranks of several hosts do not meet. There the ranks that are left remove what they have made.
+MPI_Init waits for ever for a rank that has ended, and what it has made by then stays: shared memory
+and a file. So the ranks of a host meet before, over mpirun's connection, and a program that fails
+in its imports fails while MPI has nothing yet. Ranks of several hosts do not meet. There the ranks
+that are left remove what they have made.
 """
 
 import atexit
@@ -23,7 +24,9 @@ BYTES_OF_RANK = 1_065_000  # a rank takes at most so much shared memory, measure
 
 
 def start_mpi(timeout: float) -> None:
-    """Initialize MPI, if the program has not. After `timeout` seconds, or if a rank ends before, the job ends.
+    """Initialize MPI, if the program has not.
+
+    After `timeout` seconds, or if a rank ends before, the job ends.
 
     With MPICH's mpirun, too little shared memory on a host is one line, and code 2.
     """
@@ -59,7 +62,10 @@ def start_mpi(timeout: float) -> None:
 
 
 def prepare_host() -> None:
-    """Do what one rank of each host has to do before MPI starts on any. Ends the job if there is too little memory."""
+    """Do what one rank of each host has to do before MPI starts on any.
+
+    Ends the job if there is too little memory.
+    """
     # mpirun makes this file when it is first asked for its name, and leaves it if the job is aborted. Without the file
     # each rank looks at the processors itself.
     topology = mpirun.value_of("PMI_hwloc_xmlfile")
@@ -74,7 +80,10 @@ def prepare_host() -> None:
 
 
 def check_shared_memory() -> None:
-    """Raise UsageError if this host has too little shared memory for its ranks. None of them may have taken theirs."""
+    """Raise UsageError if this host has too little shared memory for its ranks.
+
+    None of them may have taken theirs.
+    """
     if not SHARED.is_dir():
         return
     if not os.access(SHARED, os.W_OK):
@@ -92,7 +101,10 @@ def check_shared_memory() -> None:
 
 
 def remove_shared_memory() -> None:
-    """Remove the names of MPICH's shared memory that this process has mapped. The memory goes with its last process."""
+    """Remove the names of MPICH's shared memory that this process has mapped.
+
+    The memory goes with its last process.
+    """
     if not SHARED.is_dir():
         return
     for line in Path("/proc/self/maps").read_text().splitlines():

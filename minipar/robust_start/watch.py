@@ -19,7 +19,9 @@ LEAST_TIMEOUT = 20.0  # seconds: MPI takes some to start where many ranks share 
 
 
 def watch(hosts: list[int], timeout: float, started: threading.Event, clean_up: Callable[[], None]) -> None:
-    """End the job, with code 1, if a rank ends before `started` is set, or after `timeout` seconds. One rank says why.
+    """End the job, with code 1, if a rank ends before `started` is set, or after `timeout` seconds.
+
+    One rank says why.
 
     `hosts` is what `host_of_each_rank` returns. `clean_up` is called before the end.
     """
@@ -79,8 +81,8 @@ def ranks_and_those_here() -> tuple[int, int]:
 def ranks_alive(hosts: list[int]) -> set[int]:
     """Return the ranks among the processes that mpirun has started here, and the ranks of the other hosts.
 
-    On mpirun's own host each other host has a process (ssh), which ends when all ranks there have ended. Empty if the
-    ranks here cannot be seen.
+    On mpirun's own host each other host has a process (ssh), which ends when all ranks there have
+    ended. Empty if the ranks here cannot be seen.
     """
     proxy = own_proxy()
     if proxy is None:

@@ -340,7 +340,7 @@ def test_a_rank_exits_though_its_abort_returns(error, code, monkeypatch):
 
     codes, launching = [], sys.modules["minipar.comm.launch"]
     monkeypatch.setattr(launching, "world", SecondOfTwo)
-    monkeypatch.setattr(launching, "_everyone_fails", lambda comm: False)
+    monkeypatch.setattr(launching, "everyone_fails", lambda comm: False)
     monkeypatch.setattr("minipar.comm.mpi.abort", codes.append)
     with pytest.raises(SystemExit) as leaving:
         launch(program)

@@ -1,0 +1,38 @@
+"""The end of a program after an error: every rank ends, and one of them says why."""
+
+import sys
+import traceback
+from types import TracebackType
+
+from minipar.comm.communicator import Communicator
+from minipar.robust_start.one_line import MEET_SECONDS
+
+
+def abort_with_traceback(
+    comm: Communicator, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the traceback and end the job. (The excepthook: plain Python would leave the other ranks waiting.)"""
+    from minipar.comm.mpi import MPI, abort
+
+    if MPI.Is_finalized():  # an error while this rank ends: too late to end the others, which end by themselves
+        return sys.__excepthook__(kind, error, trace)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    comm.engine.unwaited.clear()  # operations that nobody waits for after an error are no mistake of their own
+    try:
+        comm.transport.notices.print_once(text)
+    except MPI.Exception:  # no message leaves any more
+        sys.stderr.write(f"rank {comm.rank}:\n{text}")
+    abort(1)
+
+
+def everyone_fails(comm: Communicator) -> bool:
+    """Tell the other ranks that this one ends with an error.
+
+    Return False if some do not say so in time.
+    """
+    comm.engine.unwaited.clear()  # as above
+    if comm.size == 1:
+        return True
+    from minipar.comm.mpi import FAILED
+
+    return comm.transport.notices.send(FAILED, seconds=MEET_SECONDS)
