@@ -48,9 +48,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from chapters.support.gradcheck import gradcheck
-from minipar.autograd import Function, Tensor, backward, cross_entropy_sum, defer_weight_gradients, fused
+from minipar.autograd import Tensor, backward, cross_entropy_sum, defer_weight_gradients, fused
 from minipar.autograd.fused import flop_counter, gelu, layer_norm, linear
+from minipar.autograd.gradcheck import gradcheck
+from minipar.autograd.tensor import record
 
 if comm.rank == 0:  # the one that draws
     from chapters.support.figures_autograd import plot_backward
@@ -225,20 +226,24 @@ if comm.rank == 0:
 # ## 1.4 The library's engine
 #
 # The library defines an operation as one function, too: its result and, next to it, the rule of each input. `g` is an
-# array, and `@operation` also undoes broadcasting: where forward repeated an input, backward sums over the repetitions.
+# array. A rule that reads other arrays names them: `Gradient(lambda g, b: g * b, b=b)` keeps $b$ until backward, and
+# nothing else. `operation` makes a method of `Tensor` of it and undoes broadcasting: where forward repeated an input,
+# backward sums over the repetitions.
 
 # %%
 if comm.rank == 0:
     show_source(Tensor.__mul__, Tensor.tanh)
 
 # %% [markdown]
-# An operation that itself chooses what it keeps for backward is a `Function`: a class with `forward` and `backward`.
-# Its instance is a *node* of the graph, apart from the tensor that it returns. `apply` runs forward and gives the node
-# its number and an *edge* for each input: to the node that made the input, or to the leaf itself.
+# An operation that does more is a `Function`: a class with `forward`, which calls `save_for_backward(name=array)`, and
+# `backward`, which gets these arrays by their names. Its instance is a *node* of the graph, apart from the tensor that
+# it returns. `record` runs forward and gives the node its number and, for each input, an *edge* to the node that made
+# the input, or the *leaf* that the input is. (`precision.forward` is forward; with inputs of 2 bytes it also rounds,
+# chapter 13. `hold` tells the memory ledger what is saved.)
 
 # %%
 if comm.rank == 0:
-    show_source(Function.apply)
+    show_source(record)
 
 # %% [markdown]
 # An edge does not lead to the input's array. So an array is freed as soon as neither the program nor a node needs it.
@@ -246,13 +251,13 @@ if comm.rank == 0:
 #
 # The backward pass is the loop of section 1.1. `reachable` counts the uses of the leaves only: nodes need no count,
 # because their order guarantees that all users come first. `run_backward` adds two things. It empties each node after
-# its visit, `vars(node).clear()`, which frees what forward kept for it: memory falls while backward goes on. And it
-# sends contributions to leaves before those to nodes. `_close_use` adds the gradient of one use. After the last one the
-# leaf's *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there.
+# its visit, `node.free()`, which frees what forward saved for it: memory falls while backward goes on. And it sends
+# contributions to leaves before those to nodes. `close_use` adds the gradient of one use. After the last one the leaf's
+# *hooks* run: functions that a strategy has registered. Data parallelism starts to send the gradient there.
 
 # %%
 if comm.rank == 0:
-    show_source(backward.reachable, backward.run_backward, backward._close_use)
+    show_source(backward.reachable, backward.run_backward, backward.BackwardPass.close_use)
 
 # %%
 x, A, D = leaves = [Tensor(array, requires_grad=True) for array in arrays]
@@ -429,7 +434,7 @@ caught("the derivative of the other GELU", lambda: gradcheck(wrong_gradients.oth
 #
 # | here | PyTorch |
 # | --- | --- |
-# | `Function.forward`, `backward`, `apply` | `torch.autograd.Function`; its nodes are `tensor.grad_fn` |
+# | `Function` with `forward`, `save_for_backward`, `backward` | `torch.autograd.Function`; nodes are `tensor.grad_fn` |
 # | `node.number` | `grad_fn._sequence_nr()`; the engine also counts the contributions that are missing |
 # | `gradcheck` | `torch.autograd.gradcheck` (with `fast_mode=True` it uses random directions, too) |
 # | `register_post_accumulate_grad_hook` | the same name, on `torch.Tensor` |

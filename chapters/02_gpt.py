@@ -43,9 +43,10 @@ import math
 
 import numpy as np
 
-from chapters.support.watch_step import ForgottenResidual, check_matrices_differ, check_slope, watch_step
+from chapters.support.watch_step import ForgottenResidual, check_matrices_differ, check_slope, saved_bytes, watch_step
 from minipar import nn
 from minipar.autograd import Function, Tensor, causal_attention, checkpoint, no_grad
+from minipar.autograd.backward import reachable
 from minipar.autograd.fused import flop_counter
 from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens
@@ -395,6 +396,19 @@ say(f"initial weights, 50 losses, trained weights: the same bits on {len(digests
 # section 4.1, count $34\, s b h + 5\, a s^2 b$ bytes in 16 bit, with $s = T$ and $b = B$. Without dropout and its masks
 # that is $16 N h$ elements and the probabilities; we keep the tanh, $4 N h$, besides.)
 #
+# In the library an operation saves what its backward reads under names, and the node of the graph has them as `saved`.
+# So the graph of a block can be asked what it keeps. (A matrix product saves its input as rows. That of the second is
+# attention's result, which attention has saved, too: the same memory, which counts once.)
+
+# %%
+block_input = Tensor(np.zeros((B, T, h)), requires_grad=True)
+block_output = model.h[0](block_input)
+for node in reachable(block_output.node)[0]:
+    saved = [f"{name} {value.shape}" for name, value in node.saved.items() if isinstance(value, np.ndarray)]
+    say(f"{node.operation_name():<15} saves {', '.join(saved) or 'nothing'}")
+assert saved_bytes(block_output, model.parameters()) == 8 * per_block
+
+# %% [markdown]
 # *Recompute* (activation checkpointing; Chen et al. 2016, arXiv 1604.06174) keeps only a block's input, $N h$ elements,
 # and runs the block's forward again when backward reaches it. Then the activations of one block live at a time. The
 # activations while backward is in a block fall from at most $L\,(20 N h + a B T^2 + 2N)$ to
@@ -412,13 +426,13 @@ class Recompute(Function):
     """A block of which only the input is kept: backward runs it again, this time with a graph."""
 
     def forward(self, x, block):
-        self.x, self.block = x, block
+        self.save_for_backward(x=x, block=block)
         with no_grad():
             return block(Tensor(x)).data
 
-    def backward(self, grad):
-        x = Tensor(self.x, requires_grad=True)
-        self.block(x).backward(grad)
+    def backward(self, grad, x, block):
+        x = Tensor(x, requires_grad=True)
+        block(x).backward(grad)
         return x.grad, None
 
 

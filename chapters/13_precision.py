@@ -48,7 +48,7 @@ import numpy as np
 from chapters.support import train_precision as train
 from chapters.support.share_work import shared
 from chapters.support.show import printer
-from minipar.autograd.tensor import Function
+from minipar.autograd import precision
 from minipar.comm import DeviceMesh, chunk_bounds, world
 from minipar.memory import MemoryLedger
 from minipar.nn import AdamW, Parameter
@@ -544,13 +544,13 @@ if rank == 0:
 # ## 13.7 Where the library rounds
 #
 # "Trained in bf16" says little; which values are rounded? In the library each operation of autograd is a `Function`.
-# With inputs of 2 bytes its forward and its backward get fp32 arrays, and what they return is rounded. So a matrix
-# product adds up in fp32 and rounds once, as a GPU's tensor cores do, and so do a softmax and a norm. This is one
-# place, and no operation knows of it:
+# With inputs of 2 bytes its forward and its backward get fp32 arrays. What they return, and what forward saves for
+# backward, is rounded. So a matrix product adds up in fp32 and rounds once, as a GPU's tensor cores do, and so do a
+# softmax and a norm. This is one file, and no operation knows of it:
 
 # %%
 if rank == 0:
-    show_source(Function.apply, Function.propagate)
+    show_source(precision.forward, precision.backward)
 
 # %% [markdown]
 # | value | dtype | why |

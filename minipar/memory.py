@@ -50,11 +50,6 @@ def unrecorded() -> "AbstractContextManager[MemoryLedger | None]":
     return setting(_recording, None)
 
 
-def is_recording() -> bool:
-    """Return True if a ledger is recording. Callers check it before work that only a ledger needs."""
-    return _recording.get() is not None
-
-
 class MemoryLedger:
     """The record of one rank's memory.
 

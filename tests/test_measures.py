@@ -17,25 +17,19 @@ DEEPEST = 3
 # Package: the limits of tokens per line of code and of the percentage of long lines.
 DENSE = {
     "minipar": (10.0, 12.0),
-    "minipar/autograd": (10.8, 12.5),
+    "minipar/autograd": (10.8, 11.5),
     "minipar/nn": (10.8, 18.0),
-    "minipar/parallel/tensor": (11.2, 8.0),
+    "minipar/parallel/tensor": (11.0, 8.0),
     "minipar/robust_start": (10.0, 9.5),
     "minipar/train": (11.1, 17.5),
 }
-TOKENS_TODAY = 105_900
+TOKENS_TODAY = 107_000
 
 # The classes that are deeper than the goal.
-DEEP = {
-    "minipar/nn/moe.py:Mixtral": 4,
-    "minipar/parallel/tensor/layers.py:_EnterLinear": 4,
-    "minipar/parallel/tensor/vocabulary.py:_VocabParallelCrossEntropy": 4,
-}
+DEEP = {"minipar/nn/moe.py:Mixtral": 4}
 
 # How often a file of autograd, nn and parallel uses setattr, vars, __dict__, or getattr with a computed name.
 COMPUTED_NAMES = {
-    "minipar/autograd/backward.py": 1,
-    "minipar/autograd/tensor.py": 3,
     "minipar/nn/llama.py": 1,
     "minipar/nn/module.py": 2,
     "minipar/nn/optim.py": 1,

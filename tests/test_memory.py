@@ -11,7 +11,7 @@ from launcher import run_mpi
 from training import config_for, trainer_for
 
 from minipar.comm import run_local
-from minipar.memory import KINDS, MemoryLedger, enter, hold, is_recording
+from minipar.memory import KINDS, MemoryLedger, _recording, enter, hold
 from minipar.parallel.memory import OF_DTYPE, elements_placed, model_state
 from minipar.train.data import load_tokens
 from minipar.train.from_config import step_layout
@@ -71,8 +71,8 @@ def test_what_is_not_an_array_is_passed_over():
 def test_nothing_happens_without_a_recording():
     ledger = MemoryLedger()
     with ledger.recording():
-        assert is_recording()
-    assert not is_recording()
+        assert _recording.get() is not None
+    assert _recording.get() is None
     hold("parameters", np.zeros(3))
     enter("forward")
     assert ledger.total() == 0 and ledger.phase == "setup" and ledger.moments == []
@@ -121,7 +121,7 @@ def test_every_rank_of_a_thread_world_keeps_its_own_ledger():
             return ledger.total(), ledger.phase
 
     assert run_local(4, rank) == [(8, "rank 0"), (16, "rank 1"), (24, "rank 2"), (32, "rank 3")]
-    assert not is_recording()
+    assert _recording.get() is None
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

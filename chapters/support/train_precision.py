@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from minipar.autograd import precision
 from minipar.autograd.tensor import Function
 from minipar.backend import Array
 from minipar.comm import DeviceMesh, serial
@@ -79,14 +80,14 @@ def first_gradient(dtype: str, loss_scale: float = 1.0, samples: int = 16) -> np
 def activation_gradients() -> np.ndarray:
     """Return log2 of the absolute values, other than 0, of the gradients of all activations in a first step in fp32."""
     seen: list[np.ndarray] = []
-    original = Function.propagate
+    original = precision.backward
 
     def watch(node: Function, grad: Array) -> Any:
         seen.append(np.abs(grad).reshape(-1))
         return original(node, grad)
 
     trainer = _trainer("--global-batch 16 --steps 1")
-    with patch.object(Function, "propagate", watch):
+    with patch.object(precision, "backward", watch):
         trainer.step(0)
     values = np.concatenate(seen[1:])  # but that of the loss, with which backward begins
     return np.log2(values[values > 0])

@@ -147,10 +147,7 @@ def saved_bytes(loss: Tensor, parameters: Iterable[Tensor]) -> int:
     weights = {id(storage(p.data)) for p in parameters}
     kept = {}
     for node in reachable(loss.node)[0]:
-        values = [*vars(node).values()]
-        for function, _ in filter(None, getattr(node, "gradients", ())):  # of an `operation`: their variables
-            values += [cell.cell_contents for cell in function.__closure__ or ()]
-        for value in values:
+        for value in node.saved.values():
             for array in value if isinstance(value, tuple) else (value,):
                 if isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.size > 1:
                     kept[id(storage(array))] = storage(array).nbytes

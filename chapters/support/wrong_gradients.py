@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, fused, operation
+from minipar.autograd import Gradient, Tensor, fused, operation
 from minipar.backend import Array
 
 
 class ConstantStatistics(fused._LayerNorm):
     """LayerNorm whose backward treats the mean and the deviation as constants."""
 
-    def backward(self, grad: Array) -> Any:
-        _, dgain, dbias, _ = super().backward(grad)
-        return grad * self.gain() * self.rstd, dgain, dbias, None
+    def backward(self, grad: Array, xhat: Array, rstd: Array, weight: Callable[[], Array]) -> Any:
+        _, dgain, dbias, _ = super().backward(grad, xhat, rstd, weight)
+        return grad * weight() * rstd, dgain, dbias, None
 
 
 def constant_statistics(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def constant_statistics(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
 def other_gelu(x: Array) -> Any:
     """Apply the tanh approximation of GELU with the derivative of x Phi(x), which is Phi(x) + x phi(x)."""
 
-    def gradient(g: Array) -> Array:
+    def gradient(g: Array, x: Array) -> Array:
         distribution = 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
         return g * (distribution + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi))
 
-    return fused.gelu(Tensor(x)).data, gradient
+    return fused.gelu(Tensor(x)).data, Gradient(gradient, x=x)

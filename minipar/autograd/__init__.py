@@ -1,9 +1,9 @@
-"""Tensors with gradients: read tensor.py, backward.py, fused.py, attention.py, recompute.py in this order."""
+"""Tensors with gradients: read rules.py, tensor.py, backward.py, fused.py, attention.py in this order."""
 
 # ruff: noqa: F401 (imported for others)
 
 from minipar.autograd.attention import METHODS, causal_attention
-from minipar.autograd.backward import DeferredGradients, LazyGradient, defer_weight_gradients, queue_callback
+from minipar.autograd.backward import DeferredGradients, defer_weight_gradients, queue_callback
 from minipar.autograd.fused import (
     concatenate,
     cross_entropy_sum,
@@ -19,6 +19,7 @@ from minipar.autograd.fused import (
 )
 from minipar.autograd.guards import IGNORE_INDEX, check_ids, check_targets
 from minipar.autograd.recompute import checkpoint
+from minipar.autograd.rules import Gradient, LazyGradient
 from minipar.autograd.tensor import Function, Tensor, grad_enabled, mapping, no_grad, operation, randomness
 
 relu = Tensor.relu  # functions, as in torch.nn.functional

@@ -82,61 +82,54 @@ def above_diagonal(length: int, dtype: Any) -> Array:
 
 
 class FullAttention(Function):
-    """softmax(q k^T / sqrt(d) + causal mask) v. All probabilities are kept for backward."""
+    """softmax(q k^T / sqrt(d) + causal mask) v. All probabilities are kept for backward.
 
-    def forward(
-        self,
-        qkv: Array,
-        heads: int,
-        kv_heads: int,
-        keep: Array | None,
-        probability: float,
-    ) -> Array:  # fmt: skip
+    `keep` and `probability` are those of `dropped`.
+    """
+
+    def forward(self, qkv: Array, heads: int, kv_heads: int, keep: Array | None, probability: float) -> Array:
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.probability = probability
+        if keep is not None:
+            keep = group_heads(keep, kv_heads)  # (B, n, g, T, T)
         q, k, v = split_heads(qkv, heads, kv_heads)
-        self.scale = scale_of(q)
-        p = product(q, transposed(k))  # (B, n, g, T, T)
-        p *= self.scale
-        length = q.shape[-2]
-        p += above_diagonal(length, q.dtype)
+        p = product(q, transposed(k))  # the scores: (B, n, g, T, T)
+        p *= scale_of(q)
+        p += above_diagonal(q.shape[-2], q.dtype)
         # Each row's own maximum: a global one would underflow far rows to 0/0.
         p -= p.max(axis=-1, keepdims=True)
         xp.exp(p, out=p)
         p /= p.sum(axis=-1, keepdims=True)
-        self.keep = None if keep is None else group_heads(keep, kv_heads)
-        self.keep_scale = 1 / (1 - probability)
         out = empty_heads(q)
-        product(self.dropped(p), v, out=out)
-        self.qkv = qkv
-        self.heads = heads
-        self.kv_heads = kv_heads
-        self.probabilities = p
-        self.output = out
+        product(dropped(p, keep, probability), v, out=out)
+        self.save_for_backward(qkv=qkv, p=p, keep=keep, out=out)
         return join_heads(out)
 
-    def dropped(self, p: Array) -> Array:
-        """Apply dropout to probabilities, or to their gradient."""
-        if self.keep is None:
-            return p
-        return p * self.keep * self.keep_scale
-
-    def backward(self, grad: Array) -> Any:
-        q, k, v = split_heads(self.qkv, self.heads, self.kv_heads)
-        dqkv = xp.empty_like(self.qkv)
+    def backward(self, grad: Array, qkv: Array, p: Array, keep: Array | None, out: Array) -> Any:
+        q, k, v = split_heads(qkv, self.heads, self.kv_heads)
+        dqkv = xp.empty_like(qkv)
         dq, dk, dv = split_heads(dqkv, self.heads, self.kv_heads)
-        dout = separate_heads(grad, self.output)
-        p = self.probabilities
-        dropped = join_rows(self.dropped(p))  # (B, n, 1, g T, T)
-        product(transposed(dropped), join_rows(dout), out=dv)
+        dout = separate_heads(grad, out)
+        p_dropped = join_rows(dropped(p, keep, self.probability))  # (B, n, 1, g T, T)
+        product(transposed(p_dropped), join_rows(dout), out=dv)
         # Softmax: dscores = p (dp - sum_j p dp). The sum equals dout . out, a much smaller product.
         dp = product(dout, transposed(v))  # (B, n, g, T, T)
-        dscores = self.dropped(dp)
-        dscores -= row_products(dout, self.output)
+        dscores = dropped(dp, keep, self.probability)
+        dscores -= row_products(dout, out)
         dscores *= p
-        dscores *= self.scale
+        dscores *= scale_of(q)
         product(dscores, k, out=dq)
         dscores = join_rows(dscores)
         product(transposed(dscores), join_rows(q), out=dk)
         return dqkv, None, None, None, None
+
+
+def dropped(p: Array, keep: Array | None, probability: float) -> Array:
+    """Apply dropout to probabilities, or to their gradient; p itself if `keep` is None."""
+    if keep is None:
+        return p
+    return p * keep * (1 / (1 - probability))
 
 
 def transposed(x: Array) -> Array:
@@ -313,7 +306,7 @@ def merge(out_1: Array, lse_1: Array, out_2: Array, lse_2: Array) -> tuple[Array
 class BlockwiseAttention(Function):
     """Attention by two functions that are called as `attend` and `attend_backward` are.
 
-    Kept for backward are q, k, v, the result, and one log-sum-exp for each row.
+    It keeps no scores: q, k, v, the result, and one log-sum-exp for each row.
     """
 
     def forward(
@@ -324,20 +317,19 @@ class BlockwiseAttention(Function):
         forward: Callable[..., Any],
         backward: Callable[..., Any],
     ) -> Array:  # fmt: skip
-        q, k, v = split_heads(qkv, heads, kv_heads)
-        self.scale = scale_of(q)
-        self.qkv = qkv
         self.heads = heads
         self.kv_heads = kv_heads
         self.array_backward = backward
-        self.output, self.lse = forward(q, k, v, self.scale)
-        return join_heads(self.output)
+        q, k, v = split_heads(qkv, heads, kv_heads)
+        out, lse = forward(q, k, v, scale_of(q))
+        self.save_for_backward(qkv=qkv, out=out, lse=lse)
+        return join_heads(out)
 
-    def backward(self, grad: Array) -> Any:
-        q, k, v = split_heads(self.qkv, self.heads, self.kv_heads)
-        dout = separate_heads(grad, self.output)
-        gradients = self.array_backward(dout, q, k, v, self.output, self.lse, self.scale)
-        dqkv = xp.empty_like(self.qkv)
+    def backward(self, grad: Array, qkv: Array, out: Array, lse: Array) -> Any:
+        q, k, v = split_heads(qkv, self.heads, self.kv_heads)
+        dout = separate_heads(grad, out)
+        gradients = self.array_backward(dout, q, k, v, out, lse, scale_of(q))
+        dqkv = xp.empty_like(qkv)
         views = split_heads(dqkv, self.heads, self.kv_heads)
         for view, gradient in zip(views, gradients, strict=True):
             view[...] = gradient

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from minipar.autograd import precision
 from minipar.autograd.guards import check_unchanged
+from minipar.autograd.rules import LazyGradient
 from minipar.backend import Array, setting
 from minipar.memory import hold
 
@@ -20,30 +22,19 @@ node_numbers = itertools.count()  # Parameters draw from it, too: when an optimi
 Leaf = Any  # a Tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up
 
 
-@dataclass
-class LazyGradient:
-    """A gradient as a recipe: `compute(out)` writes it into `out` (or a new array when None) and returns it.
+class Node(Protocol):
+    """What a backward pass knows of an operation in the graph (tensor.Function).
 
-    Layers give their weight gradients this way: straight into flat storage, or later (`defer_weight_gradients`).
+    An edge leads from each input that needs a gradient to where the gradient goes: to the node that computed the input,
+    or to the input itself if it is a leaf. Not to the array, which may be freed as soon as no node has saved it.
     """
 
-    compute: Callable[[Array | None], Array]
-
-
-class Node:
-    """One operation in the graph. `edges` has, for each input, the node or leaf that its gradient goes to, or None."""
-
-    edges: "tuple[Node | Leaf | None, ...]"
+    edges: "tuple[Node | None, ...]"  # for each input
+    leaves: tuple[Leaf | None, ...]  # for each input
     number: int
-    part_of: int | None = None  # the whole length of the result's last dim, where the result is one rank's part of it
+    freed: bool
 
-    def backward(self, grad: Array) -> Any:
-        """Return the gradients of the inputs, given the gradient of the output."""
-        raise TypeError(f"{type(self).__name__} does not define backward")
-
-    def propagate(self, grad: Array) -> Any:
-        """Run `backward` in its precision."""
-        return self.backward(grad)
+    def free(self) -> None: ...
 
 
 def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | LazyGradient:
@@ -57,82 +48,97 @@ def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | L
 
 def run_backward(root: Node, gradient: Array) -> None:
     """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
-    nodes, counts = reachable(root)
+    nodes, uses = reachable(root)
     gradients: dict[Node, Array] = {root: gradient}  # of the nodes to come, each added up over its output's users
     deferred = _deferral.get()
-    with _running_pass(counts) as uses:
+    with running_pass(uses) as current:
         while nodes:
             node = nodes.pop()  # the largest number: all users of its output are done
-            edges = list(zip(node.edges, _input_gradients(node, gradients.pop(node, None)), strict=True))
-            vars(node).clear()  # frees what forward saved
+            results = input_gradients(node, gradients.pop(node, None))
+            edges = node.edges
+            leaves = node.leaves
+            node.free()
             # Leaves first: while an input's gradient is still on its way from other ranks (a LazyGradient that waits),
             # the weight's gradient is computed.
-            for edge, result in edges:
-                if edge is None or isinstance(edge, Node):
+            for leaf, result in zip(leaves, results, strict=True):
+                if leaf is None:
                     continue
                 if deferred is not None and isinstance(result, LazyGradient):
-                    deferred.append((edge, result, uses))
+                    deferred.append((leaf, result, current))
                 else:
-                    _close_use(edge, result, uses)
-            for edge, result in edges:
-                if isinstance(edge, Node) and result is not None:
-                    if isinstance(result, LazyGradient):
-                        result = result.compute(None)
-                    # Not in place: others may hold the same array.
-                    gradients[edge] = gradients[edge] + result if edge in gradients else result
-            del edges  # frees what the next node's backward does not need
+                    current.close_use(leaf, result)
+            for edge, result in zip(edges, results, strict=True):
+                if edge is None or result is None:
+                    continue
+                if isinstance(result, LazyGradient):
+                    result = result.compute(None)
+                # Not in place: others may hold the same array.
+                gradients[edge] = gradients[edge] + result if edge in gradients else result
+            del results  # frees what the next node's backward does not need
 
 
 def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
     """Return all nodes from `root` down, inputs before users, and the number of edges that lead to each leaf."""
-    nodes, stack = {root}, [root]
+    nodes = {root}
+    stack = [root]
     uses: Counter[Leaf] = Counter()
     while stack:
         node = stack.pop()
-        if not hasattr(node, "edges"):
+        if node.freed:
             raise ValueError("backward() a second time through the same graph: its saved arrays are already freed")
         for edge in node.edges:
-            if isinstance(edge, Node):
-                if edge not in nodes:
-                    nodes.add(edge)
-                    stack.append(edge)
-            elif edge is not None:
-                check_unchanged(edge, node.number)
-                uses[edge] += 1
+            if edge is not None and edge not in nodes:
+                nodes.add(edge)
+                stack.append(edge)
+        for leaf in node.leaves:
+            if leaf is not None:
+                check_unchanged(leaf, node.number)
+                uses[leaf] += 1
     return sorted(nodes, key=lambda node: node.number), uses
 
 
-def _input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
-    """Run the node's backward; None for each input if no gradient has reached the node."""
-    returned = (None,) * len(node.edges) if grad is None else node.propagate(grad)
-    results = returned if isinstance(returned, tuple) else (returned,)
+def input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
+    """Run the node's backward. Return a gradient or None for each input; all None if none has reached the node."""
+    if grad is None:
+        return [None] * len(node.edges)
+    results = precision.backward(node, grad)
     hold("activations", *results)
     return results
 
 
 @dataclass
-class _Pass:
+class BackwardPass:
     """A backward pass that is running, together with the passes inside it (recompute)."""
 
     uses: Counter[Leaf] = field(default_factory=Counter)  # the edges to each leaf that it has not gone through yet
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # run at its end
 
+    def close_use(self, leaf: Leaf, gradient: Array | LazyGradient | None) -> None:
+        """Add the gradient of one use of `leaf`; after the last use its gradient is complete and its hooks run."""
+        if gradient is not None:
+            leaf.accumulate(gradient)
+        self.uses[leaf] -= 1
+        if self.uses[leaf] == 0:
+            del self.uses[leaf]  # or a recomputed block's input would live, with its gradient, until the pass ends
+            for hook in leaf.hooks:
+                hook(leaf)
 
-_running: ContextVar[_Pass | None] = ContextVar("running_backward", default=None)
+
+_running: ContextVar[BackwardPass | None] = ContextVar("running_backward", default=None)
 
 
 @contextmanager
-def _running_pass(counts: Counter[Leaf]) -> Iterator[Counter[Leaf]]:
-    """Add these uses of leaves to the pass that is running, or start one. Yields the uses that are still to come.
+def running_pass(uses: Counter[Leaf]) -> Iterator[BackwardPass]:
+    """Add these uses of leaves to the pass that is running, or start one.
 
     A backward inside a backward (recompute) adds to the outer pass's count, which already holds the checkpointed call's
     own use of each parameter. So a parameter's hooks run only when every use everywhere is done.
     """
     outer = _running.get()
-    current = _Pass() if outer is None else outer
-    current.uses.update(counts)  # adds up
+    current = BackwardPass() if outer is None else outer
+    current.uses.update(uses)  # adds up
     with setting(_running, current):
-        yield current.uses
+        yield current
     if outer is None:
         for callback in current.callbacks:
             callback()
@@ -145,31 +151,21 @@ def queue_callback(callback: Callable[[], None]) -> None:
     that queued them: the backward pass itself, or `DeferredGradients.run()`. ValueError outside of a backward pass.
     NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback.
     """
-    if (current := _running.get()) is None:
+    current = _running.get()
+    if current is None:
         raise ValueError("queue_callback: no backward pass is running; call it from a gradient hook")
     current.callbacks.append(callback)
 
 
-def _close_use(leaf: Leaf, gradient: Array | LazyGradient | None, uses: Counter[Leaf]) -> None:
-    """Add the gradient of one use of `leaf`; after the last use its gradient is complete and its hooks run."""
-    if gradient is not None:
-        leaf.accumulate(gradient)
-    uses[leaf] -= 1
-    if uses[leaf] == 0:
-        del uses[leaf]  # or a recomputed block's input would live, with its gradient, until the outer pass ends
-        for hook in leaf.hooks:
-            hook(leaf)
-
-
-class DeferredGradients(deque[tuple[Leaf, LazyGradient, Counter[Leaf]]]):
-    """The weight gradients that backward passes have put off, each with the uses that its pass still counts."""
+class DeferredGradients(deque[tuple[Leaf, LazyGradient, BackwardPass]]):
+    """The weight gradients that backward passes have put off, each with its pass, which counts the leaf's uses."""
 
     def run(self) -> None:
         """Compute and accumulate every gradient in the order of the passes; hooks run as parameters become complete."""
-        with _running_pass(Counter()):
+        with running_pass(Counter()):
             while self:
-                leaf, gradient, uses = self.popleft()  # its saved activations are freed when it is done
-                _close_use(leaf, gradient, uses)
+                leaf, gradient, its_pass = self.popleft()  # its saved activations are freed when it is done
+                its_pass.close_use(leaf, gradient)
 
 
 _deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default=None)

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from minipar.autograd.backward import LazyGradient
 from minipar.autograd.guards import IGNORE_INDEX, check_targets, check_whole_logits
+from minipar.autograd.rules import Gradient, LazyGradient
 from minipar.autograd.tensor import Function, Tensor, operation
 from minipar.backend import Array, setting, xp
 
@@ -31,25 +31,35 @@ def product(a: Array, b: Array, out: Array | None = None) -> Array:
     return xp.matmul(a, b, out=out)
 
 
+def as_rows(x: Array) -> Array:
+    """Return the rows of x as a matrix: (..., h) -> (N, h), a view if x's memory allows it."""
+    return x.reshape(-1, x.shape[-1])
+
+
 class LinearFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
-        self.transposed, self.shape = transposed, x.shape
-        self.matrix = self.at_backward(1, weight)  # (in, out), or (out, in) if transposed
-        self.x = x.reshape(-1, x.shape[-1])  # (N, in)
-        y = product(self.x, weight.T if transposed else weight)  # (N, out)
+        self.transposed = transposed
+        rows = as_rows(x)  # (N, in)
+        self.save_for_backward(x=rows, weight=self.at_backward(1, weight))
+        y = product(rows, weight.T if transposed else weight)  # (N, out)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
-    def backward(self, grad: Array) -> Any:
-        x, g = self.x, grad.reshape(-1, grad.shape[-1])  # (N, in), (N, out)
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Any:
+        g = as_rows(grad)  # (N, out)
         dx = None
+        dweight = None
+        dbias = None
         if self.needs[0]:
-            w = self.matrix()
-            dx = product(g, w if self.transposed else w.T).reshape(self.shape)
-        left, right = (g, x) if self.transposed else (x, g)
-        dweight = LazyGradient(lambda out: product(left.T, right, out)) if self.needs[1] else None
-        dbias = LazyGradient(lambda out: g.sum(axis=0, out=out)) if self.needs[2] else None
+            w = weight()  # (in, out), or (out, in) if transposed
+            dx = product(g, w if self.transposed else w.T)
+            dx = dx.reshape(*grad.shape[:-1], x.shape[-1])
+        if self.needs[1]:
+            left, right = (g, x) if self.transposed else (x, g)
+            dweight = LazyGradient(lambda out: product(left.T, right, out))
+        if self.needs[2]:
+            dbias = LazyGradient(lambda out: g.sum(axis=0, out=out))
         return dx, dweight, dbias, None
 
 
@@ -63,7 +73,7 @@ def embedding(weight: Any, index: Array) -> Any:
     """Look up rows of `weight` (V, h) by an integer array of any shape: (...,) -> (..., h)."""
     shape = weight.shape
 
-    def scatter(g: Array, out: Array | None) -> Array:
+    def scatter(g: Array, index: Array, out: Array | None) -> Array:
         """Set out[v] to the sum of the rows of g whose index is v, in a third of the time of `add.at`."""
         rows, tokens = g.reshape(-1, shape[1]), index.reshape(-1)  # (N, h), (N,)
         out = xp.empty(shape, dtype=rows.dtype) if out is None else out
@@ -74,37 +84,42 @@ def embedding(weight: Any, index: Array) -> Any:
         out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
         return out
 
-    return weight[index], lambda g: LazyGradient(lambda out: scatter(g, out))
+    def gradient(g: Array, index: Array) -> LazyGradient:
+        return LazyGradient(lambda out: scatter(g, index, out))
+
+    return weight[index], Gradient(gradient, index=index)
 
 
 class _LayerNorm(Function):
     """LayerNorm; without a bias RMSNorm, which does not center."""
 
     def forward(self, x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
-        self.gain, self.centers = self.at_backward(1, weight), bias is not None
+        self.centers = bias is not None
         xhat = x - x.mean(axis=-1, keepdims=True) if self.centers else x.copy()
         variance = xp.einsum("...i,...i->...", xhat, xhat)[..., None] / x.shape[-1]  # (..., 1)
-        self.rstd = 1 / xp.sqrt(variance + eps)
-        xhat *= self.rstd
-        self.xhat = xhat
+        rstd = 1 / xp.sqrt(variance + eps)
+        xhat *= rstd
+        self.save_for_backward(xhat=xhat, rstd=rstd, weight=self.at_backward(1, weight))
         y = xhat * weight
         if bias is not None:
             y += bias
         return y
 
-    def backward(self, grad: Array) -> Any:
+    def backward(self, grad: Array, xhat: Array, rstd: Array, weight: Callable[[], Array]) -> Any:
         # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means over the last dim.
         # RMSNorm has no mean(g), which comes from centering.
-        xhat, gain, rows = self.xhat, self.gain(), tuple(range(grad.ndim - 1))
+        w = weight()
+        rows = tuple(range(grad.ndim - 1))
         gx = grad * xhat
         dweight = gx.sum(axis=rows)
-        gx *= gain
-        dx = grad * gain
+        gx *= w
+        dx = grad * w
         if self.centers:
             dx -= dx.mean(axis=-1, keepdims=True)
         dx -= xhat * gx.mean(axis=-1, keepdims=True)
-        dx *= self.rstd
-        return dx, dweight, grad.sum(axis=rows) if self.centers else None, None
+        dx *= rstd
+        dbias = grad.sum(axis=rows) if self.centers else None
+        return dx, dweight, dbias, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -130,7 +145,7 @@ def gelu(x: Array) -> Any:
     y = (t + 1) * x
     y *= 0.5
 
-    def gradient(g: Array) -> Array:
+    def gradient(g: Array, x: Array, t: Array) -> Array:
         # d gelu / dx = (1 + t)/2 + x (1 - t^2) s (1 + 3 c x^2) / 2 = (1 + t) (1 + (1 - t) x s (1 + 3 c x^2)) / 2
         inner = x * x
         inner *= 3 * GELU_CUBIC * GELU_SCALE
@@ -145,7 +160,7 @@ def gelu(x: Array) -> Any:
         inner *= g
         return inner
 
-    return y, gradient
+    return y, Gradient(gradient, x=x, t=t)
 
 
 @operation
@@ -171,8 +186,14 @@ def swiglu(gate: Array, up: Array) -> Any:
     """Compute silu(gate) * up with silu(x) = x / (1 + exp(-x)) (Shazeer 2020); both (..., f)."""
     sigmoid = 0.5 + 0.5 * xp.tanh(0.5 * gate)  # exp(-x) would overflow
     silu = gate * sigmoid
-    # d silu / dx = s + x s (1 - s) = s + silu (1 - s)
-    return silu * up, lambda g: g * up * (sigmoid + silu * (1 - sigmoid)), lambda g: g * silu
+
+    def of_gate(g: Array, up: Array, sigmoid: Array, silu: Array) -> Array:
+        # d silu / dx = s + x s (1 - s) = s + silu (1 - s)
+        return g * up * (sigmoid + silu * (1 - sigmoid))
+
+    dgate = Gradient(of_gate, up=up, sigmoid=sigmoid, silu=silu)
+    dup = Gradient(lambda g, silu: g * silu, silu=silu)
+    return silu * up, dgate, dup
 
 
 def _rotate(x: Array, angles: Array) -> Array:
@@ -199,36 +220,41 @@ def rotary(q: Array, k: Array, v: Array, positions: Array, size: int, theta: flo
     angles = positions[:, None] * theta ** (xp.arange(0, size, 2) / -size)  # (T, d/2), float64 whatever the dtype
     a, b = q.shape[-1], q.shape[-1] + k.shape[-1]
     packed = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
-    return packed, lambda g: _rotate(g[..., :a], -angles), lambda g: _rotate(g[..., a:b], -angles), lambda g: g[..., b:]
+    dq = Gradient(lambda g, angles: _rotate(g[..., :a], -angles), angles=angles)
+    dk = Gradient(lambda g, angles: _rotate(g[..., a:b], -angles), angles=angles)
+    return packed, dq, dk, lambda g: g[..., b:]
 
 
 @operation
 def dropout(x: Any, keep: Array, probability: float) -> Any:
     """Zero x where `keep` (booleans) is False, and scale the rest by 1/(1 - probability) (Srivastava et al. 2014)."""
     scale = 1 / (1 - probability)
-    return x * keep * scale, lambda g: g * keep * scale
+    return x * keep * scale, Gradient(lambda g, keep: g * keep * scale, keep=keep)
 
 
 class CrossEntropyFunction(Function):
     def forward(self, logits: Array, targets: Array) -> Array:
         self.shape = logits.shape
-        logits = logits.reshape(-1, logits.shape[-1])  # (N, V)
+        logits = as_rows(logits)  # (N, V)
         targets = targets.reshape(-1)
-        self.counted = targets != IGNORE_INDEX
-        self.targets = xp.where(self.counted, targets, 0)
-        self.rows = xp.arange(targets.size)
+        counted = targets != IGNORE_INDEX
+        targets = xp.where(counted, targets, 0)
+        rows = xp.arange(targets.size)
         p = logits - logits.max(axis=-1, keepdims=True)
-        correct = p[self.rows, self.targets]
+        correct = p[rows, targets]
         xp.exp(p, out=p)
         total = p.sum(axis=-1, keepdims=True)
         p /= total
-        self.probabilities, self.one_hot = p, 1  # each row's one-hot vector is 1 at its target
-        return xp.where(self.counted, xp.log(total[:, 0]) - correct, 0).sum()
+        # one_hot: each row's one-hot vector is 1 at its target.
+        self.save_for_backward(probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=1)
+        return xp.where(counted, xp.log(total[:, 0]) - correct, 0).sum()
 
-    def backward(self, grad: Array) -> Any:
-        dlogits = self.probabilities  # overwritten: nobody else holds it and backward runs once
-        dlogits[self.rows, self.targets] -= self.one_hot
-        dlogits *= xp.where(self.counted, grad, 0)[:, None]
+    def backward(
+        self, grad: Array, probabilities: Array, rows: Array, targets: Array, counted: Array, one_hot: Any
+    ) -> Any:
+        dlogits = probabilities  # overwritten: nobody else holds it and backward runs once
+        dlogits[rows, targets] -= one_hot
+        dlogits *= xp.where(counted, grad, 0)[:, None]
         return dlogits.reshape(self.shape), None
 
 

@@ -15,18 +15,21 @@ class _Checkpoint(Function):
 
     def forward(self, function: Callable[..., Tensor], arity: int, *arrays: Array) -> Array:
         # Only the function's own inputs are kept; parameters are listed as inputs so that they count as used here.
-        self.function, self.inputs = function, arrays[:arity]
+        inputs = arrays[:arity]
+        self.save_for_backward(function=function, inputs=inputs)
         self.randomness = randomness.get()
         with no_grad():
-            return function(*(Tensor(array) for array in self.inputs)).data
+            return function(*[Tensor(array) for array in inputs]).data
 
-    def backward(self, grad: Array) -> Any:
-        arity, total = len(self.inputs), len(self.needs)
-        inputs = [Tensor(x, need) for x, need in zip(self.inputs, self.needs[2 : 2 + arity], strict=True)]
+    def backward(self, grad: Array, function: Callable[..., Tensor], inputs: Sequence[Array]) -> Any:
+        needs = self.needs[2 : 2 + len(inputs)]
+        tensors = [Tensor(array, need) for array, need in zip(inputs, needs, strict=True)]
         with setting(randomness, self.randomness), setting(grad_enabled, True):  # even inside `no_grad`
-            output = self.function(*inputs)
+            output = function(*tensors)
         output.backward(grad)  # parameters receive their gradients in here
-        return (None, None, *(x.grad for x in inputs), *(None,) * (total - 2 - arity))
+        gradients = [tensor.grad for tensor in tensors]
+        parameters = len(self.needs) - 2 - len(inputs)
+        return (None, None, *gradients, *[None] * parameters)
 
 
 def checkpoint(function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:

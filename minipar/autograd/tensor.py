@@ -1,28 +1,29 @@
-"""Tensor and its operations, and Function, which records the graph that a backward pass goes through.
+"""Tensor, and Function, which records the graph that a backward pass goes through.
 
-An operation of Tensor is one method: its rule gives the result and, next to it, the gradient of each input. An
-operation that does more is a Function: it saves something cheaper than its inputs, computes a gradient later, or
-computes a whole block again (recompute.py).
+Most operations of Tensor are rules on arrays (rules.py). An operation that does more is a Function: it saves something
+cheaper than its inputs, computes a gradient later, or computes a whole block again (recompute.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, ParamSpec
 
 import numpy as np
 
-from minipar.autograd.backward import LazyGradient, Node, node_numbers, run_backward, unbroadcast
-from minipar.autograd.guards import check_one_element, check_requires_grad, dim_order
-from minipar.autograd.precision import cast_floats
+from minipar.autograd import precision, rules
+from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
+from minipar.autograd.guards import check_one_element, check_requires_grad
+from minipar.autograd.rules import Gradient, LazyGradient
 from minipar.backend import Array, setting, xp
-from minipar.memory import hold, is_recording
+from minipar.memory import hold
 
 SHOWN = 8  # elements of a tensor whose values are printed; of a larger one the shape is
 P = ParamSpec("P")
+ArrayFunction = Callable[[Array], Array]
 grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 # The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
 randomness: ContextVar[Any] = ContextVar("randomness", default=None)
@@ -33,127 +34,126 @@ def no_grad() -> AbstractContextManager[Any]:
     return setting(grad_enabled, False)
 
 
-class Function(Node):
+class Function:
     """A differentiable operation. The instance that `apply` creates is the node of the graph.
 
-    Subclasses write `forward(self, *inputs) -> array` (Tensor arguments arrive as arrays; keep what backward needs on
-    `self`) and `backward(self, grad) -> gradient or tuple of gradients`, one for each input, None where there is none.
-    A gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Never write `grad`: it may be shared.
-
-    With inputs of 2 bytes (bfloat16, float16) both are called with float32 arrays. Rounded to 2 bytes are the result,
-    what is kept for backward but values of rows (such as a log-sum-exp), and the gradients of the inputs, but those
-    that are written into a buffer. Functions that only move values set `widens` to False.
+    Subclasses write `forward(self, *inputs) -> array`, to which Tensor arguments arrive as arrays. It calls
+    `save_for_backward(name=array)` with what backward needs. They also write `backward(self, grad, name)`, which gets
+    what was saved, and returns the gradient or a tuple of gradients: one for each input, None where there is none. A
+    gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Never write `grad`: it may be shared.
+    NB: torch.autograd.Function, where backward finds the arrays in ctx.saved_tensors.
     """
 
-    needs: tuple[bool, ...]
-    narrow: Any = None  # the dtype of inputs of 2 bytes
-    widens = True
+    number: int
+    part_of: int | None = None  # the whole length of the result's last dim, where the result is one rank's part of it
+    widens = True  # read by precision.py: False in a function that only moves values, which runs on 2 bytes as they are
+    narrow: Any = None  # written by precision.py: the inputs' dtype, if it has 2 bytes
+
+    def __init__(self) -> None:
+        self.needs: tuple[bool, ...] = ()
+        self.edges: tuple[Node | None, ...] = ()
+        self.leaves: tuple[Tensor | None, ...] = ()
+        self.saved: dict[str, Any] = {}
+        self.freed = False
 
     def forward(self, *inputs: Any) -> Array:
         raise TypeError(f"{type(self).__name__} does not define forward")
 
-    def at_backward(self, i: int, array: Array) -> Callable[[], Array]:
-        """Return a getter of input i, for forward to keep instead of the array if the input may be a parameter.
-
-        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place.
-        """
-        edge = self.edges[i]
-        return (lambda: edge.data) if isinstance(edge, Tensor) else (lambda: array)
+    def backward(self, *grad: Array, **saved: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} does not define backward")
 
     @classmethod
     def apply(cls, *inputs: Any) -> Tensor:
-        """Compute forward, and record a node unless gradients are off or no input needs one."""
-        node = cls()
-        recording = grad_enabled.get()
-        node.needs = tuple(recording and isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        # An edge leads to the producer of an input, not to the input: its data may be freed as soon as nobody saved it.
-        node.edges = tuple(
-            (x if x.node is None else x.node) if need else None for x, need in zip(inputs, node.needs, strict=True)
-        )
-        arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
-        if cls.widens:
-            node.narrow = next((x.dtype for x in inputs if isinstance(x, Tensor) and x.dtype.itemsize == 2), None)
-        if node.narrow is not None:
-            arrays = [cast_floats(array, "float32") for array in arrays]
-        output = Tensor(node.forward(*arrays))
-        if node.narrow is not None and output.ndim:
-            output.data = output.data.astype(node.narrow)
-        if node.narrow is not None:
-            node.cast(node.narrow, output.size)
-        if is_recording():
-            hold("activations", output.data, *node.kept_values())
-        if any(node.needs):
-            node.number = next(node_numbers)
-            output.node = node
-            output.requires_grad = True
+        """Compute the operation, and record it in the graph."""
+        return record(cls(), inputs)
+
+    def save_for_backward(self, **saved: Any) -> None:
+        """Keep these arrays for backward, which gets them under the same names."""
+        self.saved = saved
+
+    def at_backward(self, i: int, array: Array) -> Callable[[], Array]:
+        """Return a getter of input i, to be saved instead of the array if the input may be a parameter.
+
+        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place.
+        """
+        leaf = self.leaves[i]
+        return (lambda: array) if leaf is None else (lambda: leaf.data)
+
+    def free(self) -> None:
+        """Drop what forward saved. Backward goes through a node once."""
+        self.saved = {}
+        self.edges = ()
+        self.leaves = ()
+        self.freed = True
+
+    def operation_name(self) -> str:
+        return type(self).__name__
+
+
+def record(node: Function, inputs: Sequence[Any]) -> Tensor:
+    """Compute a node's forward, and keep the node as the result's unless gradients are off or no input needs one."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
+    if grad_enabled.get():
+        node.needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in inputs])
+    else:
+        node.needs = (False,) * len(inputs)
+    ends = list(zip(inputs, node.needs, strict=True))
+    node.edges = tuple([x.node if need else None for x, need in ends])
+    node.leaves = tuple([x if need and x.node is None else None for x, need in ends])
+    output = Tensor(precision.forward(node, arrays, tensors))
+    hold("activations", output.data, *node.saved.values())
+    if any(node.needs):
+        node.number = next(node_numbers)
+        output.node = node
+        output.requires_grad = True
+    return output
+
+
+class Operation(Function):
+    """The node of an `operation`: its rule, and the functions of the gradients that its inputs need."""
+
+    def __init__(self, rule: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.rule = rule
+        self.options = options
+        # For each input that needs a gradient: its index, the function, the names of the function's arrays, its shape.
+        self.gradients: list[tuple[int, Callable[..., Any], list[str], tuple[int, ...]]] = []
+
+    def operation_name(self) -> str:
+        return self.rule.__name__.strip("_").capitalize()
+
+    def forward(self, *inputs: Any) -> Array:
+        output, *gradients = self.rule(*inputs, **self.options)
+        for i, gradient in enumerate(gradients):
+            if not self.needs[i]:
+                continue
+            if not isinstance(gradient, Gradient):
+                gradient = Gradient(gradient)
+            self.gradients.append((i, gradient.function, list(gradient.saved), inputs[i].shape))
+            self.saved.update(gradient.saved)
         return output
 
-    def kept_values(self) -> list[Any]:
-        """Return what forward keeps for backward."""
-        return list(vars(self).values())
-
-    def cast(self, dtype: Any, least: int = 0) -> None:
-        """Convert what forward keeps, arrays of at least so many elements, between float32 and 2 bytes."""
-        vars(self).update({name: cast_floats(value, dtype, least) for name, value in vars(self).items()})
-
-    def propagate(self, grad: Array) -> Any:
-        """Run `backward`, in float32 if the inputs have 2 bytes."""
-        if self.narrow is None:
-            return self.backward(grad)
-        self.cast("float32")
-        returned = self.backward(cast_floats(grad, "float32"))
-        results = returned if isinstance(returned, tuple) else (returned,)
-        return tuple(self._rounded(x, edge) for x, edge in zip(results, self.edges, strict=True))
-
-    def _rounded(self, x: Any, edge: Any) -> Any:
-        """Round an input's gradient to the dtype of `edge`, but for one that is written into a buffer."""
-        if getattr(edge, "grad_buffer", None) is not None:
-            return x
-        return cast_floats(x, getattr(edge, "grad_dtype", self.narrow))
-
-
-class _Operation(Function):
-    """The node of an `operation`. It keeps, for each input that needs a gradient, its function and its shape."""
-
-    rule: Callable[..., Any]
-
-    def forward(self, options: dict[str, Any], *inputs: Any) -> Array:
-        output, *gradients = self.rule(*inputs, **options)
-        gradients += [None] * (len(inputs) - len(gradients))
-        self.gradients = [
-            (gradient, x.shape) if need else None
-            for gradient, x, need in zip(gradients, inputs, self.needs[1:], strict=True)
-        ]
-        return output
-
-    def cells(self) -> list[Any]:
-        """Return the variables that the gradients' functions keep."""
-        closures = [entry[0].__closure__ or () for entry in self.gradients if entry]
-        return list({id(cell): cell for cells in closures for cell in cells}.values())
-
-    def kept_values(self) -> list[Any]:
-        return [cell.cell_contents for cell in self.cells()]
-
-    def cast(self, dtype: Any, least: int = 0) -> None:
-        for cell in self.cells():
-            cell.cell_contents = cast_floats(cell.cell_contents, dtype, least)
-
-    def backward(self, grad: Array) -> Any:
-        return (None, *(entry and unbroadcast(entry[0](grad), entry[1]) for entry in self.gradients))
+    def backward(self, grad: Array, **saved: Any) -> Any:
+        results: list[Any] = [None] * len(self.needs)
+        for i, function, names, shape in self.gradients:
+            arrays = {name: saved[name] for name in names}
+            results[i] = unbroadcast(function(grad, **arrays), shape)
+        return tuple(results)
 
 
 def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     """Make an operation on tensors from a rule on arrays.
 
-    The rule returns its result, then for each of its inputs, in order, the function from the gradient g of the result
-    to that of the input. Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index)
-    have no function. Constants (Python numbers, arrays) may be given instead of tensors. A gradient may be lazy.
+    The rule returns its result, then for each of its inputs, in order, the gradient: a function from the gradient g of
+    the result to that of the input, or a `Gradient`, which names the arrays that the function gets besides g.
+    Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index) have no function.
+    Constants (Python numbers, arrays) may be given instead of tensors. A gradient may be lazy.
     """
-    node: type[_Operation] = type(rule.__name__.strip("_").capitalize(), (_Operation,), {"rule": staticmethod(rule)})
 
     @functools.wraps(rule)
     def apply(*inputs: P.args, **options: P.kwargs) -> Tensor:
-        return node.apply(options, *inputs)
+        return record(Operation(rule, options), inputs)
 
     return apply
 
@@ -161,15 +161,15 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
 class _Mapping(Function):
     widens = False
 
-    def forward(self, x: Array, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Array:
-        self.adjoint = adjoint
+    def forward(self, x: Array, function: ArrayFunction, adjoint: ArrayFunction) -> Array:
+        self.save_for_backward(adjoint=adjoint)
         return function(x)
 
-    def backward(self, grad: Array) -> Any:
-        return self.adjoint(grad), None, None
+    def backward(self, grad: Array, adjoint: ArrayFunction) -> Any:
+        return adjoint(grad), None, None
 
 
-def mapping(x: Any, function: Callable[[Array], Array], adjoint: Callable[[Array], Array]) -> Tensor:
+def mapping(x: Any, function: ArrayFunction, adjoint: ArrayFunction) -> Tensor:
     """Apply `function`; backward applies `adjoint`. Strategies send activations with it, or act during backward."""
     return _Mapping.apply(x, function, adjoint)
 
@@ -232,7 +232,7 @@ class Tensor:
         NB: PyTorch has the same name; there the hook runs after each accumulation.
         """
         if self.node is not None:
-            raise ValueError("hooks are for leaves: this tensor was computed by " + type(self.node).__name__)
+            raise ValueError("hooks are for leaves: this tensor was computed by " + self.node.operation_name())
         self.hooks.append(hook)
         return lambda: self.hooks.remove(hook)
 
@@ -268,23 +268,34 @@ class Tensor:
             self.grad = xp.array(contribution)  # a copy: other edges may hold the same array
         hold("buffers", self.grad)  # flat gradient storage has been named already; this is a gradient outside it
 
-    @operation
-    def __add__(a: Any, b: Any) -> Any:
-        return a + b, lambda g: g, lambda g: g
+    # Operations. The rule of each is in rules.py.
 
-    @operation
-    def __sub__(a: Any, b: Any) -> Any:
-        return a - b, lambda g: g, lambda g: -g
+    __add__ = __radd__ = operation(rules.add)
+    __sub__ = operation(rules.sub)
+    __mul__ = __rmul__ = operation(rules.mul)
+    __truediv__ = operation(rules.truediv)
+    __matmul__ = operation(rules.matmul)
+    __pow__ = operation(rules.pow)
+    __getitem__ = operation(rules.getitem)
 
-    @operation
-    def __mul__(a: Any, b: Any) -> Any:
-        return a * b, lambda g: g * b, lambda g: g * a
+    exp = operation(rules.exp)
+    log = operation(rules.log)
+    tanh = operation(rules.tanh)
+    relu = operation(rules.relu)
+    softmax = operation(rules.softmax)
+    sum = operation(rules.sum)
+    max = operation(rules.max)
+    reshape = operation(rules.reshape)
+    transpose = operation(rules.transpose)
+    swapaxes = operation(rules.swapaxes)
 
-    @operation
-    def __truediv__(a: Any, b: Any) -> Any:
-        return a / b, lambda g: g / b, lambda g: -g * a / (b * b)
+    def mean(self, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+        """Return the mean over a dim, over several, or over all."""
+        total = self.sum(dim, keepdims)
+        return total * (total.size / self.size)
 
-    __radd__, __rmul__ = __add__, __mul__
+    def __neg__(self) -> Tensor:
+        return self * -1
 
     def __rsub__(self, other: Any) -> Tensor:
         return Tensor.__sub__(other, self)
@@ -292,106 +303,5 @@ class Tensor:
     def __rtruediv__(self, other: Any) -> Tensor:
         return Tensor.__truediv__(other, self)
 
-    def __neg__(self) -> Tensor:
-        return self * -1
-
-    @operation
-    def __pow__(x: Array, exponent: float) -> Any:
-        """Raise to a constant power. NB: x * x is far faster than x**3 on float32 (75 times where we measured)."""
-        return x**exponent, lambda g: g * (exponent * x ** (exponent - 1))
-
-    @operation
-    def exp(x: Array) -> Any:
-        """Raise e to the power of each element."""
-        y = xp.exp(x)
-        return y, lambda g: g * y
-
-    @operation
-    def log(x: Array) -> Any:
-        """Take the natural logarithm of each element."""
-        return xp.log(x), lambda g: g / x
-
-    @operation
-    def tanh(x: Array) -> Any:
-        """Take the hyperbolic tangent of each element."""
-        y = xp.tanh(x)
-        return y, lambda g: g * (1 - y * y)
-
-    @operation
-    def relu(x: Array) -> Any:
-        """Replace negative elements by 0. The gradient at 0 is 0, as PyTorch's."""
-        positive = x > 0
-        return xp.maximum(x, 0), lambda g: g * positive
-
-    @operation
-    def softmax(x: Array, dim: int = -1) -> Any:
-        """Divide e^x by its sum over a dim: positive values that add up to 1."""
-        y = xp.exp(x - x.max(axis=dim, keepdims=True))
-        y /= y.sum(axis=dim, keepdims=True)
-        return y, lambda g: y * (g - (g * y).sum(axis=dim, keepdims=True))
-
-    @operation
-    def __matmul__(a: Array, b: Array) -> Any:
-        """Multiply matrices, (..., n, k) @ (..., k, m) -> (..., n, m); the leading dims broadcast."""
-        if a.ndim < 2 or b.ndim < 2:
-            raise ValueError(f"matmul needs matrices, but the shapes are {a.shape} and {b.shape}")
-        return xp.matmul(a, b), lambda g: xp.matmul(g, b.swapaxes(-1, -2)), lambda g: xp.matmul(a.swapaxes(-1, -2), g)
-
     def __rmatmul__(self, other: Array) -> Tensor:
         return Tensor.__matmul__(other, self)
-
-    @operation
-    def reshape(x: Array, *shape: int) -> Any:
-        """Give the elements, in row-major order, another shape; one size may be -1, which is what is left."""
-        before = x.shape
-        return x.reshape(shape), lambda g: g.reshape(before)
-
-    @operation
-    def transpose(x: Array, *dims: int) -> Any:
-        """Swap two dims, as PyTorch does. Permute all dims if all of three or more are named; reverse them if none is.
-
-        ValueError for other dims. NB: NumPy's transpose(0, 1) leaves a matrix as it is, and PyTorch's swaps its dims.
-        """
-        order = dim_order(x.shape, dims)
-        inverse = sorted(range(x.ndim), key=lambda i: order[i])
-        return x.transpose(order), lambda g: g.transpose(inverse)
-
-    @operation
-    def swapaxes(x: Array, dim: int, other: int) -> Any:
-        """Swap two dims."""
-        return x.swapaxes(dim, other), lambda g: g.swapaxes(dim, other)
-
-    @operation
-    def __getitem__(x: Array, index: Any) -> Any:
-        """Index as NumPy does: slices, integers, arrays of integers or booleans. Repeated elements add gradients up."""
-        shape = x.shape
-
-        def gradient(g: Array) -> Array:
-            full = xp.zeros(shape, dtype=g.dtype)
-            xp.add.at(full, index, g)
-            return full
-
-        return x[index], gradient
-
-    @operation
-    def sum(x: Array, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Any:
-        """Add up the elements over a dim, over several, or over all."""
-        shape, kept = x.shape, x.sum(axis=dim, keepdims=True).shape
-        return x.sum(axis=dim, keepdims=keepdims), lambda g: xp.broadcast_to(g.reshape(kept), shape)
-
-    def mean(self, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
-        """Return the mean over a dim, over several, or over all."""
-        total = self.sum(dim, keepdims)
-        return total * (total.size / self.size)
-
-    @operation
-    def max(x: Array, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Any:
-        """Return the largest element over a dim, over several, or over all.
-
-        Elements that are equally large share the gradient evenly, as in torch.amax. (torch.max(dim) gives it to one.)
-        """
-        top = x.max(axis=dim, keepdims=True)
-        is_top = x == top
-        share = (is_top / is_top.sum(axis=dim, keepdims=True)).astype(x.dtype)
-        shape = top.shape
-        return x.max(axis=dim, keepdims=keepdims), lambda g: g.reshape(shape) * share

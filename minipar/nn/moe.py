@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Tensor, concatenate, embedding, operation, swiglu
+from minipar.autograd import Gradient, Tensor, concatenate, embedding, operation, swiglu
 from minipar.backend import Array, from_host, to_host, xp
 from minipar.nn.llama import Attention, Block, Llama, LlamaConfig, norm_of, projection
 from minipar.nn.module import Module
@@ -81,7 +81,7 @@ def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
     gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it in backward.
     """
 
-    def gradient(g: Array) -> Array:
+    def gradient(g: Array, loads: np.ndarray) -> Array:
         load = loads.sum(axis=0)
         layer.load += load
         layer.dropped += int(np.maximum(load - layer.capacity(len(g)), 0).sum())
@@ -92,7 +92,7 @@ def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
         each = layer.aux_loss * f.shape[1] * f.repeat(len(g) // max(len(f), 1), axis=0)  # (N, E)
         return g + from_host(each.astype(g.dtype))
 
-    return probabilities, gradient
+    return probabilities, Gradient(gradient, loads=loads)
 
 
 def count_loads(indices: Array, samples: int, experts: int) -> np.ndarray:

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import (
     Tensor,
     causal_attention,
@@ -19,6 +18,7 @@ from minipar.autograd import (
     rotary,
     swiglu,
 )
+from minipar.autograd.gradcheck import gradcheck
 
 RANDOM = np.random.Generator(np.random.Philox(2))
 TARGETS = np.array([[0, 4, -100], [2, 2, 1]])

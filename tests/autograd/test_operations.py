@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import minipar as mp
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, concatenate, softmax
+from minipar.autograd.gradcheck import gradcheck
 
 ROOT = Path(__file__).parents[2]
 RANDOM = np.random.Generator(np.random.Philox(31))

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from chapters.support.caught import catcher
-from chapters.support.gradcheck import gradcheck
 from chapters.support.watch_step import ForgottenResidual, check_matrices_differ, check_slope, saved_bytes, watch_step
 from chapters.support.wrong_gradients import constant_statistics, other_gelu
 from minipar.autograd import Tensor, gelu, linear
+from minipar.autograd.gradcheck import gradcheck
 from minipar.nn import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=11, n_positions=7, n_embd=8, n_layer=3, n_head=2)

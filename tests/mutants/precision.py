@@ -5,24 +5,20 @@ from mutants.mutant import mistakes
 TESTS = "train/test_precision.py train/test_overflow.py"
 MUTANTS = [
     *mistakes(
-        "minipar/autograd/tensor.py",
+        "minipar/autograd/precision.py",
         TESTS,
         (
             "2 bytes: products add up in 2 bytes",
             'cast_floats(array, "float32") for array',
             "cast_floats(array, node.narrow) for array",
         ),
-        ("2 bytes: results stay float32", "output.data = output.data.astype(node.narrow)", "pass"),
+        ("2 bytes: results stay float32", "return output.astype(node.narrow)", "return output"),
         (
             "2 bytes: what forward keeps stays float32",
-            "            node.cast(node.narrow, output.size)",
-            "            pass",
+            "    cast_saved(node, node.narrow, least=output.size)",
+            "    pass",
         ),
-        (
-            "2 bytes: gradients of inputs stay float32",
-            'return cast_floats(x, getattr(edge, "grad_dtype", self.narrow))',
-            "return x",
-        ),
+        ("2 bytes: gradients of inputs stay float32", "gradient = cast_floats(gradient, node.narrow)", "pass"),
     ),
     *mistakes(
         "minipar/nn/masters.py",

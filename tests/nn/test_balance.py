@@ -5,8 +5,8 @@ from math import ceil
 import numpy as np
 import pytest
 
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, checkpoint, flop_counter, no_grad
+from minipar.autograd.gradcheck import gradcheck
 from minipar.nn import Mixtral, MixtralConfig
 from minipar.nn.moe import moe_layers
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from training import verified
 
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, causal_attention, dropout
+from minipar.autograd.gradcheck import gradcheck
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPT, Dropout, DropoutKeys, GPTConfig, MaskSlice, dropping
 from minipar.nn.layers import generator

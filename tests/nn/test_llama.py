@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, flop_counter
+from minipar.autograd.gradcheck import gradcheck
 from minipar.errors import UsageError
 from minipar.nn import GPT, GPTConfig, Llama, LlamaConfig
 from minipar.nn.llama import Block

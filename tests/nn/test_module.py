@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, cross_entropy_sum, gelu
+from minipar.autograd.gradcheck import gradcheck
 from minipar.nn import GPT, SGD, Embedding, GPTConfig, LayerNorm, Linear, Module, Parameter
 
 RANDOM = np.random.Generator(np.random.Philox(12))

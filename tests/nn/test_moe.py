@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from chapters.support.gradcheck import gradcheck
 from minipar.autograd import Tensor, concatenate, flop_counter
+from minipar.autograd.gradcheck import gradcheck
 from minipar.errors import UsageError
 from minipar.nn import AdamW, Mixtral, MixtralConfig, MoE
 from minipar.nn.pretrained import load_pretrained, save_pretrained

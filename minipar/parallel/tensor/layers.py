@@ -11,6 +11,7 @@ their values by this rank's part before. plan.py makes the parallel layers of mi
 user_layers.py those of a user's own model.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from minipar.autograd import LazyGradient, Tensor, embedding, linear
@@ -94,10 +95,10 @@ class _EnterLinear(LinearFunction):
             x = border.group.gather(x, SEQUENCE)  # (B, T, h)
         return super().forward(x, weight, bias, transposed)  # (B, T, out/t)
 
-    def backward(self, grad: Array) -> Any:
+    def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Any:
         # dx is this rank's term of the gradient of x, or None if nobody needs that gradient. The
         # gradients of weight and bias are LazyGradients, which are not computed yet.
-        dx, dweight, dbias, _ = super().backward(grad)
+        dx, dweight, dbias, _ = super().backward(grad, x, weight)
         if dx is None:
             return None, dweight, dbias, None, None
         # Start the sum of dx over the ranks. `run_backward` computes the LazyGradients of parameters

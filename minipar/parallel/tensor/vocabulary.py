@@ -3,7 +3,7 @@
 from typing import Any
 
 from minipar.autograd import IGNORE_INDEX, Tensor, check_targets
-from minipar.autograd.fused import CrossEntropyFunction
+from minipar.autograd.fused import CrossEntropyFunction, as_rows
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.parallel.tensor.layers import Border
@@ -27,10 +27,9 @@ def vocab_parallel_head(x: Tensor, weight: Tensor, vocab_size: int, border: Bord
 
 
 class _VocabParallelCrossEntropy(CrossEntropyFunction):
-    """The cross entropy of a split vocabulary.
+    """The cross entropy of a split vocabulary, with N = B T rows. It saves what the serial operation's backward reads.
 
-    Its forward leaves what the backward of the serial operation reads: `shape`, `counted`, `one_hot`,
-    `targets`, `rows` and `probabilities`. There are N = B T rows.
+    NB: Megatron-LM has the same name.
     """
 
     def forward(  # type: ignore[override]
@@ -38,31 +37,31 @@ class _VocabParallelCrossEntropy(CrossEntropyFunction):
     ) -> Array:
         columns = logits.shape[-1]  # V/t
         self.shape = logits.shape
-        logits = logits.reshape(-1, columns)  # (N, V/t)
+        logits = as_rows(logits)  # (N, V/t)
         targets = targets.reshape(-1)
         local = targets - group.rank * columns
-        self.counted = targets != IGNORE_INDEX
+        counted = targets != IGNORE_INDEX
         # A row's one-hot vector is 1 at its target's column, if this rank has that column.
-        self.one_hot = self.counted & (local >= 0) & (local < columns)
-        self.targets = xp.where(self.one_hot, local, 0)
-        self.rows = xp.arange(targets.size)
+        one_hot = counted & (local >= 0) & (local < columns)
+        targets = xp.where(one_hot, local, 0)
+        rows = xp.arange(targets.size)
         own_top = logits.max(axis=-1)
         top = group.comm.all_reduce(own_top, op="max", algorithm=group.reduction)  # (N,)
         p = logits - top[:, None]
         # The ranks add up two values per row: the sum of this rank's exponentials, and the logit of
         # the target. One rank has that logit, and the others add 0.
         sums = xp.empty((2, targets.size), dtype=p.dtype)
-        sums[1] = xp.where(self.one_hot, p[self.rows, self.targets], 0)
+        sums[1] = xp.where(one_hot, p[rows, targets], 0)
         xp.exp(p, out=p)
         sums[0] = p.sum(axis=-1)
         group.comm.all_reduce(sums, algorithm=group.reduction)
         p /= sums[0][:, None]
-        self.probabilities = p
+        self.save_for_backward(probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=one_hot)
         losses = xp.log(sums[0]) - sums[1]
-        return xp.where(self.counted, losses, 0).sum()
+        return xp.where(counted, losses, 0).sum()
 
-    def backward(self, grad: Array) -> Any:
-        return *super().backward(grad), None
+    def backward(self, grad: Array, **saved: Any) -> Any:  # type: ignore[override]
+        return *super().backward(grad, **saved), None
 
 
 def vocab_parallel_cross_entropy_sum(
