@@ -16,14 +16,14 @@ DEEPEST = 3
 
 # Package: the limits of tokens per line of code and of the percentage of long lines.
 DENSE = {
-    "minipar": (10.0, 12.0),
-    "minipar/autograd": (10.8, 11.5),
-    "minipar/nn": (10.8, 18.0),
+    "minipar": (10.0, 11.7),
+    "minipar/autograd": (10.8, 10.8),
+    "minipar/compare": (11.1, 14.2),
+    "minipar/nn": (10.5, 16.4),
     "minipar/parallel/tensor": (11.0, 8.0),
-    "minipar/robust_start": (10.0, 9.5),
-    "minipar/train": (11.1, 17.5),
+    "minipar/robust_start": (10.0, 9.0),
 }
-TOKENS_TODAY = 107_000
+TOKENS_TODAY = 115_200  # 5,573 of them are the comparison of two runs, which was in visualize/
 
 # The classes that are deeper than the goal.
 DEEP = {"minipar/nn/moe.py:Mixtral": 4}

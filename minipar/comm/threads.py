@@ -120,7 +120,10 @@ class ThreadTransport:
     notices = None  # the threads know at once that every rank waits
 
     def __init__(self, world: ThreadWorld, ranks: Sequence[int], rank: int, name: str = "world") -> None:
-        self.world, self.rank, self.name, self.launcher = world, rank, name, world.launcher
+        self.world = world
+        self.rank = rank
+        self.name = name
+        self.launcher = world.launcher
         self.ranks, self.size = list(ranks), len(ranks)  # `ranks` are their threads' numbers
 
     def isend(self, array: np.ndarray, dest: int, tag: int, owner: Link) -> Request:

@@ -4,7 +4,7 @@ An element's new value depends on that element's history alone, so any sharding 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.lone_steps import count_step
 from minipar.memory import hold
-from minipar.nn.masters import MasterWeights
 from minipar.nn.module import Parameter, owners_of, zero_grad
 from minipar.nn.optim_guards import (
     check_gradients,
@@ -110,6 +109,36 @@ class SGD(Optimizer):
             v += gradient
             gradient = v
         parameter.data -= self.lr * gradient
+
+
+class MasterWeights:
+    """Master weights: the float32 copies that an optimizer updates, because 2 bytes are too coarse for small updates.
+
+    `copies` has a float32 array for each parameter in 2 bytes, and None for each other one.
+    Source: Micikevicius et al. 2018, section 3.1.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = parameters
+        self.copies: list[Any] = [p.data.astype("float32") if p.dtype.itemsize == 2 else None for p in parameters]
+
+    def value(self, i: int) -> Array:
+        """Return what is updated of parameter i: its copy, or its data."""
+        return self.parameters[i].data if self.copies[i] is None else self.copies[i]
+
+    def follow(self, i: int) -> None:
+        """Before the first update: take the values of a state that was loaded after the optimizer was made."""
+        copy = self.copies[i]
+        if copy is None:
+            return
+        loaded = self.parameters[i].data
+        if (copy.astype(loaded.dtype) != loaded).any():
+            copy[...] = loaded
+
+    def round(self, i: int) -> None:
+        """After an update: round the copy to the parameter's 2 bytes."""
+        if self.copies[i] is not None:
+            self.parameters[i].data[...] = self.copies[i]
 
 
 class AdamW(Optimizer):

@@ -21,7 +21,7 @@ MUTANTS = [
         ("2 bytes: gradients of inputs stay float32", "gradient = cast_floats(gradient, node.narrow)", "pass"),
     ),
     *mistakes(
-        "minipar/nn/masters.py",
+        "minipar/nn/optim.py",
         TESTS,
         ("2 bytes: no masters", "if p.dtype.itemsize == 2 else None", "if False else None"),
         (
