@@ -19,7 +19,7 @@ DENSE = {
     "minipar": (10.0, 11.7),
     "minipar/autograd": (10.8, 10.8),
     "minipar/compare": (11.1, 14.2),
-    "minipar/nn": (10.5, 16.4),
+    "minipar/nn": (10.6, 16.4),
     "minipar/parallel/tensor": (11.0, 8.0),
     "minipar/robust_start": (10.0, 9.0),
 }

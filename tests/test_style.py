@@ -56,3 +56,21 @@ def test_folders_of_tests_mirror_the_code():
 def test_a_bad_opening_is_seen():
     source = '"""What is printed of it."""\ndef f():\n    """In short."""\ndef g():\n    """Install it."""'
     assert [bool(BAD_OPENING.match(text)) for text in docstrings(source)] == [True, True, False]
+
+
+# A comment that begins so has left its subject out.
+FRAGMENT = re.compile(r"#\s(of|that|those)\b")
+
+
+def test_no_comment_begins_with_of_that_or_those():
+    """A comment of several lines may have such a word at the beginning of a later line."""
+    found = []
+    for path in CODE:
+        if path.is_relative_to(ROOT / "minipar"):
+            before = ""
+            for line in path.read_text(encoding="utf-8").splitlines():
+                is_later_line = before.strip().startswith("#") and line.strip().startswith("#")
+                if FRAGMENT.search(line) and not is_later_line:
+                    found.append(f"{name(path)}: {line.strip()}")
+                before = line
+    assert found == []

@@ -49,7 +49,7 @@ def unbroadcast(grad: Array | LazyGradient, shape: tuple[int, ...]) -> Array | L
 def run_backward(root: Node, gradient: Array) -> None:
     """Send `gradient` from `root` down to every leaf. Each node is visited once, when its gradient is complete."""
     nodes, uses = reachable(root)
-    gradients: dict[Node, Array] = {root: gradient}  # of the nodes to come, each added up over its output's users
+    gradients: dict[Node, Array] = {root: gradient}  # the sums so far, by node that is still to come
     deferred = _deferral.get()
     with running_pass(uses) as current:
         while nodes:

@@ -80,7 +80,7 @@ def embedding(weight: Any, index: Array) -> Any:
         out[...] = 0
         order = xp.argsort(tokens, kind="stable")
         ordered = tokens[order]
-        starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # of each token
+        starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # where each token's rows begin
         out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
         return out
 

@@ -195,7 +195,7 @@ class Tensor:
         self.requires_grad = requires_grad
         self.grad: Array | None = None
         self.grad_buffer: Array | None = None
-        self.grad_dtype = self.data.dtype  # of a gradient without a buffer
+        self.grad_dtype = self.data.dtype  # a gradient without a buffer has this dtype
         self.node: Function | None = None
         self.hooks: list[Callable[[Any], None]] = []
 

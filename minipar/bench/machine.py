@@ -55,7 +55,7 @@ UNITS = {
 
 
 MESSAGE_BYTES = (0, 1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-ROUND_TRIPS = 20  # of a message size at a time
+ROUND_TRIPS = 20  # measured for one message size at a time
 MESSAGE_REPEAT = 9
 
 

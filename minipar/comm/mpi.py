@@ -36,11 +36,11 @@ LONGEST_SLEEP = 1e-3
 
 # Tags of notices: I leave; I leave with a usage error; I wrote my report, write yours; I have this exception.
 LEFT, FAILED, REPORTED, RAISED = range(4)
-LEFT_SECONDS = 2.0  # of waiting for a rank that has left, until its last messages must have arrived
+LEFT_SECONDS = 2.0  # after it, the last messages of a rank that has left must have arrived
 REPORT_SECONDS = 2.0  # for the other ranks to write their reports
 RAISED_SECONDS = 1.0  # for other ranks to have the same exception, which one of them prints
 
-STATUS = MPI.Status()  # of the receive tested last: read at once, so one serves all (one thread per rank calls MPI)
+STATUS = MPI.Status()  # read at once after each test, so one serves all (one thread per rank calls MPI)
 
 
 @dataclass(slots=True, eq=False)

@@ -41,8 +41,8 @@ class Operation:
     algorithm: str
     input: np.ndarray
     output: np.ndarray
-    combine: np.ufunc | None = None  # of the operations that reduce
-    root: int = 0  # of a broadcast
+    combine: np.ufunc | None = None  # None if the operation does not reduce
+    root: int = 0  # a broadcast's source
     sends: Bounds | None = None  # the chunks of an all-to-all's input, if they are not equal
     receives: Bounds | None = None  # and those of its output
 
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     maximum: bool
     dtype: str
     elements: int  # modulo 128
-    number: int  # of the operation on its communicator, modulo 128
+    number: int  # counts the operations of its communicator, modulo 128
 
 
 def to_tag(operation: Operation, number: int) -> int:

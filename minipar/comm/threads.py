@@ -171,7 +171,7 @@ def run_local(
         raise UsageError(f"{launcher} needs at least 1 rank, not {ranks}")
     world = ThreadWorld(ranks, launcher)
     results: list[Any] = [None] * ranks
-    exits: dict[int, SystemExit] = {}  # of the ranks that have called sys.exit()
+    exits: dict[int, SystemExit] = {}  # what ranks have raised by sys.exit()
 
     def run(rank: int) -> None:
         try:

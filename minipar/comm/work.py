@@ -25,7 +25,7 @@ from minipar.errors import CommunicationError, UsageError
 from minipar.memory import hold
 
 CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
-SAY_SECONDS = 30.0  # of waiting until rank 0 says so; then after twice that, and so on
+SAY_SECONDS = 30.0  # rank 0 says so after waiting as long, then after twice that, and so on
 RECORDED = 64  # operations that a rank remembers for the report after a timeout
 
 
@@ -42,7 +42,7 @@ class Engine:
         self.network = network or Network()
         self.traffic = Traffic()
         self.tracer = Tracer(self.clock)
-        self.streams: dict[Stream, None] = {}  # those with operations under way
+        self.streams: dict[Stream, None] = {}  # they have operations under way
         self.operations = 0  # collectives issued, on all communicators
         self.recent: deque[tuple[str, int]] = deque(maxlen=RECORDED)  # axis and tag of the last operations
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
@@ -127,7 +127,7 @@ class Stream:
         self.traffic = self.engine.traffic
         self.tracer = self.engine.tracer
         self.queue: deque[Work] = deque()
-        self.end = 0.0  # of the last operation, on a logical clock
+        self.end = 0.0  # when the last operation ended, on a logical clock
         self.port = 0.0  # when its last message had left
         self.operations = 0  # collectives issued
         self.rows = 0  # groups made of this one
@@ -135,7 +135,7 @@ class Stream:
         self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._memory = np.empty(0, np.uint8)
-        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # of it: to make one takes longer
+        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # kept, because making a view takes longer
 
     def next_tag(self, operation: Operation) -> int:
         """Return the tag of the next operation, and record it."""

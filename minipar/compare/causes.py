@@ -17,7 +17,7 @@ CAUSES = {
     "microbatches": ("not divided by the microbatches", "divided by the microbatches twice, or of one of them only"),
     "tokens": ("that of the sum over the tokens, not of their mean", "divided by the tokens twice"),
 }
-Sizes = Mapping[str, Iterable[int]]  # of each name in CAUSES: its values in the two runs
+Sizes = Mapping[str, Iterable[int]]  # the two runs' values of each name in CAUSES
 CLIPPED = "gradients that each rank clips before they are summed, not after"
 MEANS = "means over ranks or microbatches of unequal token counts, averaged as if the counts were equal"
 OTHER = "other data, masks or order; a sum over ranks that is missing; a transposed weight"

@@ -17,7 +17,7 @@ from minipar.errors import UsageError
 from minipar.record import strips
 
 EPSILONS = {"float64": 2**-52, "float32": 2**-23}  # any other dtype counts as bfloat16
-LARGEST = 10**18  # of tokens and every other size in a run.json
+LARGEST = 10**18  # no count or size in a run.json may be larger
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_run(directory: str | Path) -> Run:
         if max(sizes.values()) > LARGEST:
             raise ValueError(f"a size of more than {LARGEST}")
         eps = EPSILONS.get(str(run.get("dtype", "float64")).removeprefix("torch."), 2**-8)
-    except Exception as error:  # of json or NumPy, whatever a foreign file makes them raise
+    except Exception as error:  # a foreign file can make json and NumPy raise anything
         raise UsageError(f"{path} is not a record: {error!r:.100}") from None
     files = {re.fullmatch(r"step-(\d{1,18})\.npz", file.name): file for file in path.iterdir()}
     steps = {int(match[1]): file for match, file in files.items() if match}
@@ -64,7 +64,7 @@ def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np
             if any(sizes[f"{name}.npy"] > 1000 + 8 * math.prod(shape) for name, shape in expected.items()):
                 raise ValueError("an array is too large")
             arrays = {name: _as_float64(name, file[name]) for name in expected}
-    except Exception as error:  # of NumPy, zipfile or zlib
+    except Exception as error:  # NumPy, zipfile and zlib raise errors of their own
         raise UsageError(f"{path} is not a step of a record: {error!r:.100}") from None
     for name, shape in expected.items():
         if arrays[name].shape != shape:

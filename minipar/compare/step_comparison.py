@@ -17,7 +17,7 @@ CERTAIN = 0.01  # the rounding, as a part of a gradient, beyond which a ratio sa
 NOT_FINITE = "an overflow (inf) or inf - inf, 0 / 0 (nan) on some rank: the record has what rank 0 gets from all"
 UPDATE = "weight decay, betas, eps, clipping or optimizer state"
 
-Arrays = Mapping[str, np.ndarray]  # of a step: loss, grad_norm, gradient/NAME, update/NAME
+Arrays = Mapping[str, np.ndarray]  # a step's loss, grad_norm, gradient/NAME and update/NAME
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepComparison:
     sizes: Sizes
     eps: float
     limit: float
-    update_limit: float | None = None  # of an update that differs by no factor; None: the same
+    update_limit: float | None = None  # for updates without a common factor; None: same
 
     # ---- values that are not finite ----------------------------------------------------------------------------------
 

@@ -65,8 +65,8 @@ GPUS = {
     "h100": Gpu(peak=989e12, memory=80 * GB, memory_bandwidth=3350 * GB, inside=450 * GB, between=50 * GB),
     "h200": Gpu(peak=989e12, memory=141 * GB, memory_bandwidth=4800 * GB, inside=450 * GB, between=50 * GB),
 }
-GPU_RANGE = (1.0, 1e24)  # of each value in a user's file
-PROGRAM_RANGE = (0.0, 1e12)  # of each value in a user's file that is not a fraction
+GPU_RANGE = (1.0, 1e24)  # each value in a user's file lies in it
+PROGRAM_RANGE = (0.0, 1e12)  # each value in a user's file that is not a fraction lies in it
 PROGRAM_RANGES = dict.fromkeys(("products", "copies", "links", "cards", "memory_used"), (1e-6, 1.0))
 
 

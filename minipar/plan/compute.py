@@ -79,7 +79,7 @@ def gpu_compute(
         """Return the seconds of `count` products that have `flops` together, divided over the tp ranks."""
         return flops / t / (gpu.peak * a.products) * (1 + a.half_work * count * t / flops)
 
-    count = 2 + 2 * (model.experts or 1) // layout.ep  # of a layer
+    count = 2 + 2 * (model.experts or 1) // layout.ep  # products of a layer
     core = core_flops(model, layout, length, sum(attention_squares(layout, framework)))
     flops = 2 * tokens * model.layer_matrices + core
     kept = layer_activations(model, replace(layout, recompute="none"), length)
@@ -161,7 +161,7 @@ def unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int)
 @lru_cache(maxsize=4096)
 def _unit_times(model: ModelShape, layout: Layout, cluster: Cluster, length: int) -> UnitTimes:
     experts = rank_experts(model, layout)
-    parameters = (rank_parameters(model, layout) - experts) / (layout.shards if layout.zero else 1)  # that it updates
+    parameters = (rank_parameters(model, layout) - experts) / (layout.shards if layout.zero else 1)  # updated here
     parameters += experts / (layout.expert_shards if layout.zero else 1)
     if cluster.measured is not None:
         compute = cluster.measured(model, layout, length, parameters)
@@ -240,7 +240,7 @@ def context_seconds(model: ModelShape, layout: Layout, cluster: Cluster, length:
     t, c, h_kv = layout.tp, layout.cp, kv_columns(model, layout.tp)
     if c == 1:
         return 0.0, 0.0
-    nbytes = layout.tokens(length) * layout.precision.parameters  # of one column
+    nbytes = layout.tokens(length) * layout.precision.parameters  # one column's bytes
     if layout.context_parallel == "ulysses":
         h = model.hidden // t
         both = sum(all_to_all_seconds(cluster, nbytes * columns, t, c) for columns in (h + 2 * h_kv, h))

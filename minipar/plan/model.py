@@ -20,7 +20,7 @@ from minipar.nn.pretrained import read_json
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_LAYERS = 4096  # a search goes through every layer of a stage
-MOST = 10**9  # of any other size
+MOST = 10**9  # no other size may be larger
 
 
 def check_size(label: str, field: str, size: Any, optional: bool) -> None:

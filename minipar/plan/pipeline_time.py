@@ -10,7 +10,7 @@ from minipar.parallel.pipeline.actions import Durations, simulate
 from minipar.parallel.pipeline.schedules import make
 from minipar.plan.layout import Layout
 
-MOST_ACTIONS = 60_000  # of a simulated schedule: a second or so
+MOST_ACTIONS = 60_000  # a larger schedule is not simulated: this one takes a second or so
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def closed_form(layout: Layout, rank: StageTime, head: StageTime) -> float:
 def simulated_actions(layout: Layout) -> int:
     """Return the actions of the longest schedule that `simulated` makes for a layout."""
     p, m = layout.pp, layout.microbatches
-    each = 3 if layout.splits_backward else 2  # of a microbatch in a stage
+    each = 3 if layout.splits_backward else 2  # a microbatch has as many in a stage
     return each * p * min(m, 3 * p + m % p) * layout.stages_per_rank
 
 

@@ -16,12 +16,12 @@ from minipar.plan.search import Plan, SearchResult, SearchSpace
 SHOWN_MESHES = 200  # in the JSON
 SETTINGS = "dp cp ep tp pp ZeRO microbatch schedule recompute SP".split()
 MEMORY = "parameters gradients optimizer activations buffers total".split()
-MESH_SETTINGS = ("dp", "cp", "ep", "tp", "pp", "zero_stage", "recompute")  # of each mesh in the JSON
+MESH_SETTINGS = ("dp", "cp", "ep", "tp", "pp", "zero_stage", "recompute")  # the JSON shows these for each mesh
 SECONDS = "compute tp cp ep pp dp bubble update total TFLOP/s/GPU HFU MFU".split()
-AXES = "tp cp ep pp dp".split()  # of the bytes sent
+AXES = "tp cp ep pp dp".split()  # the bytes sent are listed by axis
 BYTE_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-NAMED_SHARE = 0.1  # of the gap between two plans; smaller differences are not named
+NAMED_SHARE = 0.1  # a difference with a smaller share of the gap between two plans is not named
 CONTEXT = (
     "cp: the ring's messages hide behind the products of its steps, but for the last one; gathers and all-to-alls are "
     "waited for; gradients are summed, and ZeRO shards, over dp x cp"

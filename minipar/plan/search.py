@@ -20,11 +20,11 @@ from minipar.plan.rank_bytes import Memory, Volume, memory, volume
 from minipar.plan.step_time import StepTime, step_time
 
 TOP = 5  # plans that are simulated and shown
-MOST_LAYOUTS = 20_000  # of a search: some ten seconds
+MOST_LAYOUTS = 20_000  # a search through as many takes some ten seconds
 MOST_SIMULATED = 150_000  # actions in a search, some ten seconds too; plans after them keep their closed form
 # gpipe and naive never win; zb-h2 and zbv have no closed form to search by. A user can ask for all of them.
 SEARCHED = ("1f1b", "interleaved-1f1b", "zb-h1")
-LEAST_TOKENS = 8192  # of a sequence on a rank, unless the user gives cp. As Llama 3 was trained (2407.21783, table 4)
+LEAST_TOKENS = 8192  # a rank has as many of a sequence, as in Llama 3 (2407.21783, table 4), unless the user gives cp
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Checkpoint:
             self.history: list[dict[str, Any]] = self.manifest["history"]
             self.shape: TransformerConfig = shape_of(self.manifest)
             dtype = np.dtype(self.manifest["dtype"])
-            self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # of what the optimizer updates
+            self.dtype = np.dtype("float32") if dtype.itemsize == 2 else dtype  # updates have it
             check_files(self.manifest, self.dtype.itemsize)
             defaults = run_flags(TrainConfig())
             self.flags = [defaults | period["flags"] for period in self.history]  # older ones lack some

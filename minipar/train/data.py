@@ -14,9 +14,9 @@ from minipar.errors import UsageError
 from minipar.nn.layers import generator
 from minipar.train.settings import TrainConfig
 
-STDLIB_BYTES = 8 * 2**20  # of source text: each rank reads it, and a short training sees no more
+STDLIB_BYTES = 8 * 2**20  # each rank reads as much source text, and a short training sees no more
 SCAN_LIMIT = 2**26  # tokens checked against the vocabulary before training; later ones are checked when drawn
-SAMPLES = 64  # of an evaluation, at most, evenly spaced in the text
+SAMPLES = 64  # an evaluation has at most as many, evenly spaced in the text
 HELD_OUT = 10  # at most one token in HELD_OUT of the training text is kept back for it
 
 # Tests and tables are not what people mean by the library's source; the rest is not the library.
@@ -139,7 +139,7 @@ class Batches:
         self.global_batch = global_batch
         self.order = order
         self.seed = seed
-        self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # of samples (B, T): context parallelism's tokens
+        self.part: Callable[[np.ndarray], np.ndarray] = np.asarray  # replaced by context parallelism
 
     def positions(self, step: int) -> np.ndarray:
         """Return the text position of every input token of the step, (B, T) int64.

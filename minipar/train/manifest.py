@@ -27,9 +27,9 @@ from minipar.train.settings import CHOICES, DTYPES, INTERVALS, TrainConfig, flag
 FORMAT = "minipar checkpoint"
 VERSION = 1
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")  # the arrays of each parameter
-MOST_BYTES = 2**25  # of a manifest
+MOST_BYTES = 2**25  # a larger manifest is refused
 LONGEST_MESSAGE = 400
-LARGEST_SIZE = 2**31 - 1  # of a dim
+LARGEST_SIZE = 2**31 - 1  # a larger dim is refused
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def check_pieces(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None
         ranks = cut.ranks
         size = math.prod(cut.shard(shape).local_shape(shape))
     rank = 0
-    element = 0  # that the next piece has to start with
+    element = 0  # the next piece has to start with it
     for piece in sorted(pieces, key=_order):
         expected = None if cut is None else replace(cut, rank=rank)
         if piece.cut != expected or piece.start != element:

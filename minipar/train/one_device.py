@@ -29,7 +29,7 @@ class OneDevice(Trainer):
         mesh = replace(config.mesh, cp=1, ep=1, tp=1, sequence_parallel=False, zero_stage=0, memory_limit=None)
         run = replace(config.run, reduce_dtype=config.run.gradients)  # what is summed below is not rounded again
         super().__init__(replace(config, mesh=mesh, run=run), DeviceMesh(serial()), tokens, checkpoint)
-        self.layout = config.mesh  # that of the ranks
+        self.layout = config.mesh  # the ranks' layout
         self.reduce_dtype = config.run.reduce_dtype or config.run.dtype
         self.replicas = range(config.mesh.dp or 1)
         self.shards = len(self.replicas) // config.mesh.zero_replicas

@@ -28,8 +28,8 @@ from minipar.train.checkpoint import agreeing, prepare_directory
 from minipar.train.settings import TrainConfig, flags
 from minipar.train.trainer import StepResult
 
-LINES = 10  # of progress per run, about
-EXPORT_FILES = ("model.safetensors", "config.json")  # those of `save_pretrained`
+LINES = 10  # a run prints about as many lines of progress
+EXPORT_FILES = ("model.safetensors", "config.json")  # `save_pretrained` writes these
 
 
 def progress_stream(config: TrainConfig, rank: int = 0) -> TextIO | None:

@@ -18,7 +18,7 @@ class Recorder:
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self.trainer = trainer
-        self.gradients: dict[str, np.ndarray] = {}  # of the last step, before clipping
+        self.gradients: dict[str, np.ndarray] = {}  # the last step's, before clipping
         self.record: Record | None = None  # on rank 0
         config = trainer.config
         parameters = trainer.state_dict()

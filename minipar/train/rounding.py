@@ -133,7 +133,7 @@ class GradientCheck:
     def _beyond_rounding(self, step: int, ranks: Quantities, device: Quantities, factor: float) -> str:
         """Return which quantity differs most beyond what rounding explains, and by how much."""
         whole = norm(np.array([norm(array) for name, array in device.items() if name.startswith("gradient")]))
-        limits: dict[str, float] = {}  # of the quantities that differ by more
+        limits: dict[str, float] = {}  # for the quantities that differ by more
         for name, array in device.items():
             self.compared += 1
             if same_bits(ranks[name], array):

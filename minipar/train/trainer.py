@@ -65,7 +65,7 @@ class Trainer:
         self.first_step = 0 if checkpoint is None else checkpoint.step
 
         self.model = make_model(config, checkpoint)
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # of the serial model
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}  # the serial model's shapes
         self.size = sum(p.size for p in self.model.parameters())  # Psi, of the serial model
         check_model_state(config, mesh, self.model)
         refuse_export_of_biases(config, self.model)

@@ -77,7 +77,7 @@ class Verifier:
         checkpoint = trainer.checkpoint
         exact = is_exact(config)
         self.from_start = checkpoint is None or (exact and repeatable(checkpoint, config))
-        self.ranks_gradients: dict[str, np.ndarray] = {}  # of the last step, on rank 0
+        self.ranks_gradients: dict[str, np.ndarray] = {}  # the last step's, on rank 0
         trainer.after_backward.append(self._collect_gradients)
         with unseen(self.comm):
             state = whole_state(trainer)
