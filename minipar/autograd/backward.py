@@ -18,15 +18,15 @@ from minipar.autograd.rules import LazyGradient
 from minipar.backend import Array, setting
 from minipar.memory import hold
 
-node_numbers = itertools.count()  # Parameters draw from it, too: when an optimizer changed them, among the nodes
+node_numbers = itertools.count()  # also numbers optimizers' updates, to tell what came first
 Leaf = Any  # a Tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up
 
 
 class Node(Protocol):
     """What a backward pass knows of an operation in the graph (tensor.Function).
 
-    An edge leads from each input that needs a gradient to where the gradient goes: to the node that computed the input,
-    or to the input itself if it is a leaf. Not to the array, which may be freed as soon as no node has saved it.
+    For each input that needs a gradient, either `edges` has the node that computed the input, or `leaves` has the input
+    itself. Neither keeps the array of a computed input, which is freed unless a node has saved it.
     """
 
     edges: "tuple[Node | None, ...]"  # for each input

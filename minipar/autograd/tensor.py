@@ -40,7 +40,8 @@ class Function:
     Subclasses write `forward(self, *inputs) -> array`, to which Tensor arguments arrive as arrays. It calls
     `save_for_backward(name=array)` with what backward needs. They also write `backward(self, grad, name)`, which gets
     what was saved, and returns the gradient or a tuple of gradients: one for each input, None where there is none. A
-    gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Never write `grad`: it may be shared.
+    gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Backward never changes its argument
+    `grad`, which other nodes may hold, too.
     NB: torch.autograd.Function, where backward finds the arrays in ctx.saved_tensors.
     """
 
@@ -91,7 +92,7 @@ class Function:
 
 
 def record(node: Function, inputs: Sequence[Any]) -> Tensor:
-    """Compute a node's forward, and keep the node as the result's unless gradients are off or no input needs one."""
+    """Run a node's forward. The result refers to the node if gradients are on and an input needs one."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
     if grad_enabled.get():
@@ -148,7 +149,8 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     The rule returns its result, then for each of its inputs, in order, the gradient: a function from the gradient g of
     the result to that of the input, or a `Gradient`, which names the arrays that the function gets besides g.
     Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index) have no function.
-    Constants (Python numbers, arrays) may be given instead of tensors. A gradient may be lazy.
+    Constants (Python numbers, arrays) may be given instead of tensors. Inputs are given by position; keyword arguments
+    go to the rule as they are. Within a rule, one name is one array. A gradient may be lazy.
     """
 
     @functools.wraps(rule)
@@ -159,6 +161,8 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
 
 
 class _Mapping(Function):
+    """The node of `mapping`."""
+
     widens = False
 
     def forward(self, x: Array, function: ArrayFunction, adjoint: ArrayFunction) -> Array:
@@ -170,12 +174,12 @@ class _Mapping(Function):
 
 
 def mapping(x: Any, function: ArrayFunction, adjoint: ArrayFunction) -> Tensor:
-    """Apply `function`; backward applies `adjoint`. Strategies send activations with it, or act during backward."""
+    """Apply `function`; backward applies `adjoint`. In these functions strategies send, or start an action."""
     return _Mapping.apply(x, function, adjoint)
 
 
 class Tensor:
-    """An array with a gradient, `grad`, which is None until a backward pass reaches the tensor.
+    """An array, and the node that computed it. A leaf's gradient is added up in `grad`, which is None before.
 
     Operations, each with its gradient (docs/operations.md is a table of them, and of functions such as `concatenate`):
 

@@ -34,14 +34,13 @@ Result = Any  # the array, or with async_op the Work whose wait() returns it
 def choose(op: str, algorithm: str, nbytes: int) -> str:
     """Return the algorithm to run. UsageError for a name that the operation does not have.
 
-    "auto" sends lg p messages where the time per message counts, below FEW_STEPS_BELOW bytes of the
-    whole array. From there on it sends the fewest bytes, n(p-1)/p each way, in the fewest rounds of
-    waiting. ("ordered" also keeps the rank order, at no cost.) Any other name is obeyed at any
+    "auto" is an algorithm of few messages (lg p) below FEW_STEPS_BELOW bytes of the whole array, and
+    above it one of few bytes (n(p-1)/p each way) and few waits. Any other name is obeyed at any
     size, so DP and ZeRO with "ring" agree bit for bit.
     """
     if algorithm == "auto":
-        only = ALGORITHMS[op][0]
-        small, large = AUTO.get(op, (only, only))
+        first = ALGORITHMS[op][0]
+        small, large = AUTO.get(op, (first, first))
         return small if nbytes < FEW_STEPS_BELOW else large
     if algorithm in ALGORITHMS[op]:
         return algorithm
@@ -281,7 +280,10 @@ class Communicator(Stream):
         return inside, self.row(list(range(place, self.size, near)), self.axis)
 
     def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Work:
-        """Put an operation into the queue, with `result` to return: its output, or the device array of that."""
+        """Put an operation into the queue.
+
+        Its `wait` returns `result`: the output, or the device array for the output's values.
+        """
         work = self._work(operation.name, operation.algorithm, self.next_tag(operation))
         work.begin(steps_of(work.link, operation), result)
         if type(result) is not np.ndarray and operation.output is not NOTHING:
@@ -291,7 +293,10 @@ class Communicator(Stream):
         return work
 
     def _work(self, name: str, algorithm: str, tag: int, is_message: bool = False) -> Work:
-        """Make the Work of an operation or a message, one that takes time and is drawn if somebody looks."""
+        """Make the Work of an operation or a message.
+
+        It is a TimedWork on a logical clock, or while a trace is recorded.
+        """
         link = CountedLink(self, name, algorithm, tag)
         if self.clock.logical or self.tracer.enabled:
             return TimedWork(TimedLink(link, is_message))

@@ -48,7 +48,7 @@ class Operation:
 
 
 class Call(NamedTuple):
-    """What a tag says about an operation."""
+    """The call that a tag describes."""
 
     name: str
     algorithm: str
@@ -61,7 +61,7 @@ class Call(NamedTuple):
 def to_tag(operation: Operation, number: int) -> int:
     """Pack what a rank is doing into a tag above USER_TAGS. The first part that is packed takes the highest bits."""
     elements = operation.input.size if operation.sends is None else 0  # with counts, each rank has its own number
-    tag = 128 + number % 128
+    tag = 128 + number % 128  # the leading 1 makes every tag larger than USER_TAGS
     tag = tag * 128 + elements % 128
     tag = tag * 32 + operation.input.dtype.num % 32
     tag = tag * 2 + (1 if operation.combine is np.maximum else 0)

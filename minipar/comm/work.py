@@ -87,8 +87,8 @@ class Engine:
     def progress(self) -> None:
         """Advance all streams as far as possible, without waiting."""
         for stream in tuple(self.streams):
-            if stream.queue:  # what another stream's operation called may have finished its last one
-                stream.queue[-1].run(async_op=True)
+            if stream.queue:  # a callback of another stream's operation may have emptied it
+                stream.queue[-1].run(async_op=True)  # runs all of the queue, the oldest first
 
 
 def wait_timeout() -> float:
@@ -208,7 +208,7 @@ class Work:
         self._callbacks: list[Callable[[], object]] = []
 
     def begin(self, steps: Steps, result: Any) -> None:
-        """Post a message, or put a collective into the queue, where nothing is sent before `run`."""
+        """Put a collective into the queue; `run` posts its messages. (A user's message is posted already.)"""
         self.requests = chain.from_iterable(steps)
         self._result = result
         if self.is_message:

@@ -31,6 +31,7 @@ class GPTConfig(TransformerConfig):
     tie_word_embeddings = True
     n_kv_head = property(lambda self: self.n_head)
     n_inner = property(lambda self: 4 * self.n_embd)
+    # c_attn has 3 h^2 elements, its c_proj h^2, c_fc 4 h^2 and its c_proj 4 h^2.
     layer_matrices = property(lambda self: 12 * self.n_embd**2)
 
     @property
@@ -44,6 +45,7 @@ class GPTConfig(TransformerConfig):
 
 def norm_of(model: "GPT") -> LayerNorm:
     """Make a LayerNorm over the hidden dim."""
+    # All values are deferred until `assemble` computes them.
     return LayerNorm(model.config.n_embd, model.config.layer_norm_epsilon, model.dtype, deferred=True)
 
 
@@ -61,6 +63,7 @@ class Attention(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
+        # True where a probability stays; None without dropout. It is applied inside attention.
         keep = self.attn_dropout.mask((qkv.shape[0], self.heads, qkv.shape[1], qkv.shape[1]))
         y = self.attention(qkv, self.heads, self.kv_heads, keep, self.attn_dropout.p)  # (B, T, h)
         return self.resid_dropout(self.c_proj(y))  # (B, T, h)
@@ -97,10 +100,10 @@ class GPT(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
     `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention probabilities, after
-    attention and after the MLP. It acts only inside `dropping`. The other arguments are
-    LanguageModel's. Matrices start from N(0, std), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). The
-    residual stream adds 2 n_layer outputs: their projections start smaller by the square root of that. ValueError for
-    a sequence longer than `n_positions`.
+    attention and after the MLP. It acts only inside `layers.dropping(keys)`. The other arguments are LanguageModel's.
+    Matrices start from N(0, initializer_range^2), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). Each block
+    adds two outputs to x; the std of their projections, `c_proj`, is divided by sqrt(2 n_layer). ValueError for a
+    sequence longer than `n_positions`.
     """
 
     config_type = GPTConfig

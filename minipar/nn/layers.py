@@ -32,7 +32,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> np.ndarr
 
 
 class Init(TypedDict):
-    """The keyword arguments that all layers of a model share: the way in which they draw their weights."""
+    """The keyword arguments of Linear and Embedding that say how their weights are drawn."""
 
     seed: int
     dtype: str
@@ -41,7 +41,10 @@ class Init(TypedDict):
 
 
 def drawn(name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, deferred: bool) -> Parameter:
-    """Make a parameter of values from N(0, std^2), drawn by name; with `deferred`, later."""
+    """Make a parameter of values from N(0, std^2), drawn by name.
+
+    With `deferred` they are drawn when `materialize` or `move_to` is called.
+    """
 
     def make() -> Array:
         return from_host(normal(seed, name, shape, std).astype(dtype))
@@ -52,7 +55,7 @@ def drawn(name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, 
 
 
 def constant(value: float, size: int, dtype: str, deferred: bool) -> Parameter:
-    """Make a parameter whose elements are all `value`; with `deferred`, later."""
+    """Make a parameter whose elements are all `value`; `deferred` as in `drawn`."""
 
     def make() -> Array:
         return xp.full(size, value, dtype=dtype)

@@ -48,7 +48,8 @@ class RouterBalance:
         self.mesh.pp.all_reduce(counts, algorithm="ordered")  # ranks with other layers
         self.loads = counts
         for moe, load in zip(self.moes, counts[:, :-1], strict=True):
-            moe.bias += self.flags.router_bias * np.sign(load.sum() - load.size * load)
+            sign = np.sign(load.sum() - load.size * load)  # the sign of mean - load, in integers
+            moe.bias += self.flags.router_bias * sign
         if self.flags.capacity_factor is None:
             return None
         return int(counts[:, -1].sum())

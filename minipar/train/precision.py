@@ -6,6 +6,7 @@ must reduce. Here the flag is the gradient's norm, which all ranks compute toget
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
@@ -68,8 +69,8 @@ class LossScaler:
 
 def refuse_divergence(
     comm: Communicator, parameters: Sequence[Parameter], step: int, loss: float, grad_norm: float, lr: float
-) -> None:
-    """Raise the UsageError of a step that is not finite. Collective.
+) -> NoReturn:
+    """Raise the UsageError of a step that is not finite. All ranks call it.
 
     The error names the first rank whose gradient is not finite, and its first such parameter.
     """

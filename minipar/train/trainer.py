@@ -82,7 +82,8 @@ class Trainer:
 
         self.tokens_per_step = config.data.global_batch * config.model.seq_len
         self.samples_per_microbatch = samples_per_microbatch(config)
-        self.last_microbatch: int | None = config.data.microbatches - 1  # starts the sum of the gradients
+        # The gradients are summed over the replicas in the backward of this microbatch.
+        self.last_microbatch: int | None = config.data.microbatches - 1
         self.batches = Batches(
             tokens,
             seq_len=config.model.seq_len,
@@ -144,7 +145,7 @@ class Trainer:
         return loss / self.tokens_per_step
 
     def _forward_backward(self, step: int) -> float:
-        """Compute the scaled gradient of the global batch; return the global batch's summed loss."""
+        """Compute the global batch's gradient, times the loss scale; return its summed loss."""
         if self.pipeline is not None:
             loss = self._pipeline_backward(step)
         else:
@@ -158,7 +159,10 @@ class Trainer:
         return float(self.mesh.dp_cp.all_reduce(np.array([loss]), algorithm="ordered")[0])
 
     def backward_microbatch(self, step: int, replica: int, microbatch: int) -> float:
-        """Add one microbatch's gradient, scaled by 1 / tokens of the global batch, and return its summed loss."""
+        """Add one microbatch's gradient; return its summed loss.
+
+        The gradient is multiplied by the loss scale / the tokens of the global batch.
+        """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
         keys = self._dropout_keys(step, samples)
@@ -195,7 +199,9 @@ class Trainer:
         return DropoutKeys(self.config.run.seed, step, samples)
 
     def update(self, step: int, loss: float, grad_norm: float) -> int | None:
-        """Update the parameters, unless the step is skipped, and the routers' biases; return how much experts dropped.
+        """Update the parameters, unless the step is skipped, and always the routers' biases.
+
+        Return the number of assignments that experts dropped, if they have a capacity.
 
         A step whose loss or norm is not finite is skipped with `--skip-nonfinite` and in fp16. Else
         UsageError names the first rank and parameter. Sends what the strategy's optimizer step and
