@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import training
 from training import (
-    SGD,
     Done,
     NeverGathersTheUpdate,
     NothingDecays,
@@ -26,7 +25,7 @@ from training import (
 
 from minipar import nn
 from minipar.comm import DeviceMesh, chunk_bounds, run_local, serial, wire_bytes
-from minipar.nn import squared_norm
+from minipar.nn import SGD, squared_norm
 from minipar.nn.optim import BLOCK
 from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.parallelize import shard
