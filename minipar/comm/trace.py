@@ -48,8 +48,9 @@ class TimedLink:
     def isend(self, array: np.ndarray, dest: int) -> Request:
         """Start to send a message, behind its header on a logical clock."""
         self.nbytes += array.nbytes
-        leaves = self.clock.now()
-        if self.clock.logical:
+        if not self.clock.logical:
+            leaves = self.clock.now()
+        else:
             leaves = max(self.time, self.port)
             self.port = leaves + self._seconds(array, self.rank, dest)
             stamp = np.array([leaves])

@@ -88,7 +88,9 @@ class Engine:
         """Advance all streams as far as possible, without waiting."""
         for stream in tuple(self.streams):
             if stream.queue:  # a callback of another stream's operation may have emptied it
-                stream.queue[-1].run(async_op=True)  # runs all of the queue, the oldest first
+                # This runs all of the queue, the oldest first. It is Work's `run` and not TimedWork's,
+                # because the caller has not asked for this operation, and waiting takes no CPU time.
+                Work.run(stream.queue[-1], async_op=True)
 
 
 def wait_timeout() -> float:

@@ -7,7 +7,9 @@ import pytest
 from transports import OURS, Wrapped, collective
 
 from minipar.comm import DeviceMesh, Network, run_local
+from minipar.comm.clock import CpuClock
 from minipar.comm.communicator import Communicator
+from minipar.comm.threads import ThreadTransport
 from minipar.errors import UsageError
 
 ALPHA, BETA = 1.0, 0.125  # powers of two: sums of them are exact in binary
@@ -250,3 +252,60 @@ def test_a_clock_waits_for_every_message_and_its_header(op, algorithm):
 def test_a_price_without_ranks_is_that_inside_a_host():
     network = Network(1.0, 2.0, between=Network(100.0, 200.0), per_host=1)
     assert (network.seconds(3), network.seconds(3, 0, 1)) == (7.0, 700.0)
+
+
+class PollingClock(CpuClock):
+    """A clock on which each look at a missing message takes a second of CPU time, and nothing else takes any."""
+
+    def __init__(self):
+        self.looks = 0
+        self.ticks = lambda: self.looks
+        self.asked = 0.0
+        self.went_back = 0
+        super().__init__()
+
+    def now(self):
+        self.asked = super().now()
+        return self.asked
+
+    def resume(self, at):
+        self.went_back += at < self.asked
+        super().resume(at)
+
+
+def every_kind_of_call(comm):
+    """Blocking and asynchronous calls, on two communicators, whose partner comes late."""
+    inside, _ = comm.levels(1)
+    for wait in (0.0, 0.02):
+        time.sleep(wait if comm.rank == 0 else 0.0)
+        comm.barrier()
+        pending = inside.all_reduce(np.ones(4), async_op=True)
+        sent = comm.isend(np.ones(3), (comm.rank + 1) % comm.size)
+        received = comm.irecv(np.empty(3), (comm.rank - 1) % comm.size)
+        time.sleep(wait if comm.rank == 1 else 0.0)
+        for work in (received, sent, pending):
+            work.wait()
+        comm.all_reduce(np.ones(5), algorithm="ring")
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_looking_for_messages_takes_no_cpu_time(p, monkeypatch):
+    """However often a rank looks, it goes on at the time of its call or of the message, and never before its call."""
+    clocks_of = {}  # by rank
+    pause = ThreadTransport.pause
+
+    def looking(self, attempt, waiting_for):
+        clocks_of[self.rank].looks += 1
+        pause(self, attempt, waiting_for)
+
+    monkeypatch.setattr(ThreadTransport, "pause", looking)
+
+    def rank(comm):
+        clock = PollingClock()
+        clocks_of[comm.rank] = clock
+        own = Communicator(comm.transport, clock=clock)
+        every_kind_of_call(own)
+        return clock.now(), clock.went_back
+
+    assert run_local(p, rank) == [(0.0, 0)] * p
+    assert sum(clock.looks for clock in clocks_of.values()) > p
