@@ -156,20 +156,34 @@ def compared(flops, flags, per_host=8):
     return modelled_step(config, cluster), predicted.total
 
 
+def bounds(flags):
+    """(least, most) of predicted / measured time.
+
+    Where all ranks do the same, the prediction is the measured time. In contiguous order the planner lets every rank
+    work as long as the busiest one, and never predicts too little. Llama's untied head has a bucket of its own, which
+    the planner sends with the embedding's.
+    """
+    if "contiguous" in flags and "ulysses" not in flags:
+        return 1, 1.03
+    if "llama" in flags:
+        return 0.97, 1.03
+    return 1 - 3e-4, 1 + 3e-4
+
+
 @pytest.mark.parametrize("flags", ONE_HOST)
 def test_steps_of_mostly_messages_take_the_predicted_time(flags):
-    """To 0.3 %. Llama's untied head has a bucket of its own, which the planner sends with the embedding's: 3 %."""
     measured, predicted = compared(3e11, flags)
-    assert predicted == pytest.approx(measured, rel=0.03 if "llama" in flags else 3e-3)
+    least, most = bounds(flags)
+    assert least * measured <= predicted <= most * measured
 
 
 @pytest.mark.parametrize(
     ("flops", "flags"), sampled([(flops, flags) for flops in (1e9, 1e10) for flags in ONE_HOST], every=2)
 )
 def test_steps_that_hide_messages_take_the_predicted_time(flags, flops):
-    """Heads of four elements: attention's products in blocks have a column more, which is not counted here."""
     measured, predicted = compared(flops, flags)
-    assert predicted == pytest.approx(measured, rel=0.02)
+    least, most = bounds(flags)
+    assert least * measured <= predicted <= most * measured
 
 
 @pytest.mark.parametrize(
