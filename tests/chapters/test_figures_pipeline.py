@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from chapters.support import figures_pipeline
-from chapters.support.figures_pipeline import (
+from chapters.support.ch07 import figures as figures_pipeline
+from chapters.support.ch07.figures import (
     PHASES,
     MarkedPath,
     explore_schedules,

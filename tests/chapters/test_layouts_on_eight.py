@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from chapters.support import layouts_on_eight as eight
+from chapters.support.ch08 import eight
 from minipar.comm import DeviceMesh, run_local, serial
 from minipar.train.trainer import Trainer
 

@@ -7,7 +7,7 @@ from math import gcd
 
 import numpy as np
 
-from chapters.support.one_thread import OneThread
+from chapters.support.ch10.one_thread import OneThread
 from minipar.bench.costs import Shape
 from minipar.bench.layouts import layout_of, modelled_step, shape_of
 from minipar.bench.pipeline import random_tokens

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from chapters.support.figures_pipeline import measured_timeline
+from chapters.support.ch07.figures import measured_timeline
 from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local

@@ -1,6 +1,6 @@
 """The figure of chapter 0: what each rank holds under four strategies.
 
-`python -m chapters.support.figures_one_file FILE` draws it into a file.
+`python -m chapters.support.ch00.figures FILE` draws it into a file.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from minipar.plan.model import ModelShape
 from minipar.plan.rank_bytes import memory
 from minipar.plan.step_time import step_time
 
-RECORD = Path(__file__).parents[2] / "tests" / "plan" / "recorded" / "playbook.csv"
+RECORD = Path(__file__).parents[3] / "tests" / "plan" / "recorded" / "playbook.csv"
 BATCH, LENGTH = 256, 4096
 H100 = replace(GPUS["h100"], memory=85.5e9)  # 81,559 MiB, as nvidia-smi shows
 LLAMA = {"gated": True, "biases": False, "norm_biases": False, "vocab_size": 131072, "heads": 32}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from chapters.support.watch_data_parallel import everywhere, same_bits, same_on_all_ranks
+from chapters.support.ch04.watch import everywhere, same_bits, same_on_all_ranks
 from minipar.comm import Communicator, Network, run_local, serial, wire_bytes
 from minipar.memory import KINDS, MemoryLedger, hold
 from minipar.nn import GPT, GPTConfig

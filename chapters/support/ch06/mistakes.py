@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from chapters.support.whole_gradients import is_split
+from chapters.support.ch06.whole_gradients import is_split
 from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor, linear
 from minipar.comm import wire_bytes
