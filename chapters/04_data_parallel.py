@@ -43,7 +43,7 @@ import numpy as np
 
 import minipar as mp
 from chapters.support.ch04 import watch
-from chapters.support.ch04.watch import same_bits, same_on_all_ranks
+from chapters.support.instruments import same_bits, same_on_all_ranks
 from chapters.support.show import printer
 from chapters.support.whole_runs import relative_difference
 from minipar.comm import chunk_bounds, wire_bytes, world

@@ -47,8 +47,8 @@ from functools import partial
 import numpy as np
 
 import minipar as mp
-from chapters.support.ch04.watch import same_bits
 from chapters.support.ch05 import watch
+from chapters.support.instruments import same_bits
 from chapters.support.show import printer
 from minipar.comm import chunk_bounds, wire_bytes, world
 from minipar.memory import MemoryLedger, enter, hold

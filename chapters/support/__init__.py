@@ -1,1 +1,1 @@
-"""What the chapters import: show.py prints, figures_*.py draw, the others count, watch and patch for one chapter."""
+"""What the chapters import: on top what several use, in chNN/ what chapter NN alone draws, counts, runs and plants."""

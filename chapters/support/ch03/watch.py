@@ -1,14 +1,13 @@
-"""Count the messages of every collective, record a timeline on the model clock, and time all-reduces."""
+"""Watch chapter 3's collectives: blocks (3.2 to 3.5), messages (3.6), time against MPI's own (3.8), timelines (3.9)."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from chapters.support.model_clock import traced
 from minipar.bench.collectives import measure
 from minipar.comm import ALGORITHMS, Communicator, Network, chunk_bounds, messages, run_local, wire_bytes
 
@@ -71,20 +70,10 @@ def mpis_own_all_reduce(comm: Communicator, x: np.ndarray) -> np.ndarray:
 
 def timeline(ranks: int, program: Callable[..., Any], *arguments: Any, network: Network) -> tuple[list[Any], Any]:
     """Run program(comm, *arguments) on simulated ranks under a trace. Return each rank's value, and the figure."""
-    from minipar.comm import save_chrome_trace
-    from visualize import plot_timeline, read_trace  # they import matplotlib, which only the rank that draws needs
+    from visualize import plot_timeline  # it imports matplotlib, which only the rank that draws needs
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "trace.json")
-
-        def traced(comm: Communicator) -> Any:
-            comm.tracer.enabled = True  # without start_trace's barrier, so that the timeline begins at 0
-            value = program(comm, *arguments)
-            save_chrome_trace(path, comm)
-            return value
-
-        values = run_local(ranks, traced, clock="model", network=network)
-        return values, plot_timeline(read_trace(path), arrows=False)
+    values, trace = traced(ranks, program, *arguments, network=network)
+    return values, plot_timeline(trace, arrows=False)
 
 
 def measure_all_reduce(

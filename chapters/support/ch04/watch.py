@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,28 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from minipar.comm import Communicator, Network, run_local, serial
+from chapters.support.instruments import everywhere, same_bits, same_on_all_ranks
+from chapters.support.model_clock import traced
+from minipar.comm import Communicator, Network, serial
 from minipar.nn import GPT, GPTConfig
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.ddp import DistributedDataParallel
-from visualize import Trace, parse_trace
-
-# ---- instruments -----------------------------------------------------------------------------------------------------
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.tobytes() == b.tobytes()
-
-
-def everywhere(comm: Communicator, ok: bool) -> bool:
-    """Tell every rank whether `ok` holds on all ranks."""
-    return all(answer == b"1" for answer in comm.all_gather_bytes(b"1" if ok else b"0"))
-
-
-def same_on_all_ranks(comm: Communicator, array: np.ndarray) -> bool:
-    """Tell whether all ranks hold the same bits."""
-    return len(set(comm.all_gather_bytes(hashlib.sha256(array.tobytes()).digest()))) == 1
-
+from visualize import Trace
 
 # ---- the model clock -------------------------------------------------------------------------------------------------
 
@@ -67,15 +51,12 @@ class Simulation:
 
 def simulate(bucket_sizes: Sequence[int]) -> Simulation:
     """Run a naive step, then one for each size of a bucket, on simulated devices: threads of this process."""
-    results: list[Any] = run_local(DEVICES, _steps, bucket_sizes, clock="model", network=NETWORK)
-    events = [event for _, rank_events in results for event in rank_events]
-    return Simulation(results[0][0], parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
 
+    def steps(comm: Communicator) -> list[Step]:
+        return [_step(comm, bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
 
-def _steps(comm: Any, bucket_sizes: Sequence[int]) -> tuple[list[Step], list[dict[str, Any]]]:
-    comm.tracer.enabled = True
-    steps = [_step(comm, bucket_bytes) for bucket_bytes in (None, *bucket_sizes)]
-    return steps, comm.tracer.chrome_events(comm.rank)
+    seen, trace = traced(DEVICES, steps, network=NETWORK)
+    return Simulation(seen[0], trace)
 
 
 def _step(comm: Any, bucket_bytes: int | None) -> Step:
@@ -190,11 +171,11 @@ def examine(
     trained, losses = train()
     sent = comm.traffic.bytes("all_reduce")
     difference = np.array([np.abs(trained - parameters).max() / np.abs(parameters).max()])
-    objections = (
-        abs(losses[-1] / loss - 1) > 0.05,
-        not same_on_all_ranks(comm, trained),
-        not everywhere(comm, sent == nbytes),
-        not everywhere(comm, same_bits(trained, parameters)),
-    )
-    caught = {eye for eye, objects in zip(INSTRUMENTS, objections, strict=True) if objects}
+    content = {
+        "loss": abs(losses[-1] / loss - 1) <= 0.05,
+        "ranks": same_on_all_ranks(comm, trained),
+        "bytes": everywhere(comm, sent == nbytes),
+        "one device": everywhere(comm, same_bits(trained, parameters)),
+    }
+    caught = {instrument for instrument, is_content in content.items() if not is_content}
     return Seen(caught, float(comm.all_reduce(difference, op="max")[0]), losses[-1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from chapters.support.ch04.watch import everywhere, same_bits, same_on_all_ranks
+from chapters.support.instruments import everywhere, same_bits, same_on_all_ranks
 from minipar.comm import Communicator, Network, run_local, serial, wire_bytes
 from minipar.memory import KINDS, MemoryLedger, hold
 from minipar.nn import GPT, GPTConfig
@@ -213,20 +213,18 @@ def keep(unit: Unit) -> None:
     unit.gathering = None
 
 
-INSTRUMENTS = ("loss", "ranks", "bits", "bytes", "ledger")
-
-
 def examine(run: Run, plain: Run, right: Run) -> set[str]:
     """Return the instruments that object to a run; the same answer on every rank.
 
     `plain` is the run at stage 0, whose bits it should have, and `right` the right run at the same stage.
     """
     comm = run.wrapper.comm
-    objections = (
-        abs(run.losses[-1] / plain.losses[-1] - 1) > 0.05,
-        not same_on_all_ranks(comm, run.bits[: -len(run.losses) - len(run.norms)]),
-        not everywhere(comm, same_bits(run.bits, plain.bits)),
-        not everywhere(comm, run.sent == right.sent),
-        not everywhere(comm, run.ledger.held == right.ledger.held),
-    )
-    return {eye for eye, objects in zip(INSTRUMENTS, objections, strict=True) if objects}
+    parameters = run.bits[: -len(run.losses) - len(run.norms)]
+    content = {
+        "loss": abs(run.losses[-1] / plain.losses[-1] - 1) <= 0.05,
+        "ranks": same_on_all_ranks(comm, parameters),
+        "bits": everywhere(comm, same_bits(run.bits, plain.bits)),
+        "bytes": everywhere(comm, run.sent == right.sent),
+        "ledger": everywhere(comm, run.ledger.held == right.ledger.held),
+    }
+    return {instrument for instrument, is_content in content.items() if not is_content}

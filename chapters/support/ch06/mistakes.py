@@ -6,7 +6,6 @@ once: ranks that are threads enter it together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +14,8 @@ from unittest.mock import patch
 import numpy as np
 
 from chapters.support.ch06.whole_gradients import is_split
+from chapters.support.instruments import same_on_all_ranks
+from chapters.support.share_work import from_all
 from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor, linear
 from minipar.comm import wire_bytes
@@ -110,12 +111,10 @@ def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[se
             noticed.add("bytes")
         if step + 1 in (1, steps):
             states[step + 1] = trainer.state_dict()
-    whole = b"".join(p.data.tobytes() for p in trainer.model.parameters() if not is_split(p))
-    if len(set(comm.all_gather_bytes(whole))) > 1:
+    if not same_on_all_ranks(comm, *(p.data for p in trainer.model.parameters() if not is_split(p))):
         noticed.add("ranks")
     for count, alone in single.items():
         verdict = compare((states[count], results[:count]), alone, exact=False, ranks=comm.size)
         if not verdict.passed:
             noticed.add(f"step {count}")
-    everyones = comm.all_gather_bytes(json.dumps(sorted(noticed)).encode())
-    return {check for data in everyones for check in json.loads(data)}, results[-1].loss
+    return {check for each in from_all(comm, sorted(noticed)) for check in each}, results[-1].loss

@@ -1,8 +1,7 @@
-"""Figures of chapter 7: paths through a schedule, a trace's timeline, schedules that follow a reader's sliders."""
+"""Figures of chapter 7: paths through a schedule, overlap with all-to-alls, and sliders that change a schedule."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,15 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from chapters.support.show import in_notebook
-from minipar.bench.pipeline import timeline_of
 from minipar.errors import UsageError
-from minipar.parallel.pipeline.actions import Action, Durations, Slot, Time, Timeline, simulate
+from minipar.parallel.pipeline.actions import Durations, Time, simulate
 from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
-from visualize.boxes import KINDS, action_of
+from visualize.boxes import KINDS
 from visualize.schedule import NAMES, gallery, plot_schedule
 from visualize.style import COLOURS, INK, Picture, ink_on, picture
-from visualize.timeline import COMPUTATION, STEP_END, Slice, Trace
 
 Named = tuple[str, int, int]  # an action of a hand-written list: kind, microbatch, stage
 PHASES = {"warm-up": ("#DDDDDD", "///"), "steady state": ("#FFFFFF", ""), "cool-down": ("#DDDDDD", "\\\\\\")}
@@ -115,58 +112,6 @@ def _draw_phases(axes: Axes, slots: Sequence[tuple[Time, Time]], ahead: int, y: 
                     float(start + end) / 2, y + 0.17, name, ha="center", va="center", fontsize=8, color=INK, zorder=3,
                     bbox=label,
                 )  # fmt: skip
-
-
-def measured_timeline(trace: Trace, name: str = "", step: int = -1, replica: int = 0) -> Timeline:
-    """Read the timeline of one pipeline in one step: seconds, 0 when its first rank began its first action.
-
-    The computations named as actions ("2F0") count; the rest of the trace is left out. `step` counts the steps that
-    every rank has whole. Of several replicas (dp, tp), one is shown: the ranks that hold the same stages are told apart
-    by their order. `name` is the name of the schedule. UsageError if the trace holds no pipeline.
-
-    The timeline's bubble_fraction is idle / (ranks * (last end - first start)).
-    """
-    steps = {rank: _split(tracks.get(COMPUTATION, [])) for rank, tracks in trace.ranks.items()}
-    steps = {rank: found for rank, found in steps.items() if found}
-    if not steps:
-        raise UsageError("the trace holds no pipeline actions (2F0, say): it is not from a run with a pipeline")
-    ranks = _pipeline(steps, replica)
-    largest = {rank: max(len(row) for row in steps[rank]) for rank in ranks}
-    whole = [
-        rows
-        for rows in zip(*(steps[rank] for rank in ranks), strict=False)
-        if all(len(row) == largest[rank] for rank, row in zip(ranks, rows, strict=True))
-    ]
-    if not -len(whole) <= step < len(whole):
-        raise UsageError(f"step {step}: the trace holds {len(whole)} whole steps of the pipeline")
-    return timeline_of(name, [[Slot(action, one.start, one.end) for action, one in row] for row in whole[step]])
-
-
-def _split(slices: Sequence[Slice]) -> list[list[tuple[Action, Slice]]]:
-    """Split a rank's actions into steps. A step ends with the optimizer, or where an action comes again."""
-    steps: list[list[tuple[Action, Slice]]] = [[]]
-    seen: set[Action] = set()
-    for one in slices:
-        action = action_of(one.name)
-        if one.name == STEP_END or action in seen:
-            steps.append([])
-            seen = set()
-        if action is not None:
-            steps[-1].append((action, one))
-            seen.add(action)
-    return [row for row in steps if row]
-
-
-def _pipeline(steps: Mapping[int, Sequence[Sequence[tuple[Action, Slice]]]], replica: int) -> list[int]:
-    """Find the ranks of one pipeline, first stage first: of those that hold the same stages, the `replica`-th."""
-    holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank in sorted(steps):
-        stages = {action.stage for row in steps[rank] for action, _ in row}
-        holders[tuple(sorted(stages))].append(rank)
-    fewest = min(len(ranks) for ranks in holders.values())
-    if not 0 <= replica < fewest:
-        raise UsageError(f"replica {replica}: the trace holds {fewest} of this pipeline")
-    return [ranks[replica] for _, ranks in sorted(holders.items())]
 
 
 def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Picture:

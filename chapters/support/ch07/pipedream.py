@@ -15,14 +15,14 @@ old weights (`stale_reference`). Stages own their weights, so the head has an em
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from chapters.support.instruments import digest
+from chapters.support.share_work import from_all
 from minipar.autograd import Tensor
 from minipar.backend import from_host, xp
 from minipar.comm.communicator import Communicator
@@ -216,7 +216,7 @@ def differences_from_one_device(comm: Communicator, group: int) -> tuple[bool, f
 
     def digests(model: GPT, among: list[Parameter]) -> dict[str, str]:
         return {
-            name: hashlib.sha256(value.data.tobytes()).hexdigest()
+            name: digest([value.data])
             for name, value in model.named_parameters()
             if any(value is each for each in among)
         }
@@ -225,7 +225,7 @@ def differences_from_one_device(comm: Communicator, group: int) -> tuple[bool, f
     pipeline = AsynchronousPipeline(model, comm, staleness, count, (1, length))
     pipeline.run(batch)
     mine = digests(model, pipeline.weights.parameters), pipeline.losses.tolist(), pipeline.weights.peak
-    ranks = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(mine).encode())]
+    ranks = from_all(comm, mine)
     if comm.rank > 0:
         return True, 0.0
     stale, latest = GPT(config, dtype="float64"), GPT(config, dtype="float64")

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from chapters.support.ch07.figures import measured_timeline
+from chapters.support.model_clock import traced
+from chapters.support.share_work import from_all
+from chapters.support.training import configuration, make_trainer, text_for
 from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor
+from minipar.bench.pipeline import timeline_of
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local
 from minipar.errors import CommunicationError, UsageError
 from minipar.memory import KINDS, MemoryLedger
 from minipar.nn import GPT, GPTConfig
-from minipar.parallel.pipeline.actions import Durations, Timeline
+from minipar.parallel.pipeline.actions import Durations, Slot, Timeline
 from minipar.parallel.pipeline.stage import PipelineStage, balanced_cuts
-from minipar.train.config import parse, resolve
-from minipar.train.data import Tokens, load_tokens
+from minipar.train.data import Tokens
 from minipar.train.one_device import train_on_one_device
 from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verdict, Verifier
-from visualize import parse_trace
+from visualize.boxes import action_of
+from visualize.timeline import COMPUTATION, Trace
 
 ELEMENT = 8  # bytes of a float64
 
@@ -56,8 +60,9 @@ class PipelineRuns:
         self.stages = max(size for size in range(1, 9) if comm.size % size == 0)
         self.replicas, self.microbatches = comm.size // self.stages, max(2, self.stages)
         self.pipe = DeviceMesh(comm, dp=self.replicas, pp=self.stages).pp
-        self.tokens = load_tokens(None, vocab_size=self.vocabulary, seq_len=self.length)
-        self.single = train_on_one_device(self.configure("gpipe"), self.tokens) if comm.rank == 0 else None
+        config = self.configure("gpipe")
+        self.tokens = text_for(config)
+        self.single = train_on_one_device(config, self.tokens) if comm.rank == 0 else None
 
     def configure(self, schedule: str, stages: int | None = None) -> TrainConfig:
         """Return the trainer's configuration, from its own flags. Without a pipeline there is nothing to schedule."""
@@ -68,7 +73,7 @@ class PipelineRuns:
             f"--global-batch {self.samples * self.microbatches * self.replicas} --microbatches {self.microbatches} "
             f"--dtype float64 --reduction ordered --dropout 0.1 --clip-grad 0.5 --lr 3e-3 --steps {self.steps}"
         )
-        return resolve(parse((pipeline + flags).split(), self.comm.rank), self.comm.size)
+        return configuration(pipeline + flags, self.comm.size)
 
     def train(self, schedule: str, stages: int | None = None, kind: type[Trainer] = Trainer) -> Run:
         """Train with this schedule and compare with one device. With fewer `stages` there are more replicas."""
@@ -95,39 +100,44 @@ class PipelineRuns:
 
     def _compare(self, trainer: Trainer, results: Any) -> Verdict:
         """Compare the whole run with the one device that has trained already. Every rank gets the verdict."""
-        state, line = trainer.state_dict(), b""
+        state = trainer.state_dict()
+        verdict = None
         if self.single is not None:
             found = compare((state, results), self.single, exact=True, ranks=self.comm.size)
-            line = f"{int(found.passed)}{found.line}".encode()
-        line = self.comm.all_gather_bytes(line)[0]
-        return Verdict(line[:1] == b"1", line[1:].decode())
+            verdict = (found.passed, found.line)
+        return Verdict(*from_all(self.comm, verdict)[0])
 
 
 # ---- the model clock -------------------------------------------------------------------------------------------------
 
 CLOCK_SHAPE = {"layers": 8, "hidden": 32, "seq_len": 16, "vocabulary": 256}
-
-
-def _trainer(comm: Communicator, flags: str, **mesh: int) -> Trainer:
-    shape = f"--layers {CLOCK_SHAPE['layers']} --hidden {CLOCK_SHAPE['hidden']} --heads 4 "
-    shape += f"--seq-len {CLOCK_SHAPE['seq_len']} --microbatches 8 --steps 1 "
-    config = resolve(parse((shape + flags).split(), 1), comm.size)
-    tokens = load_tokens(None, vocab_size=CLOCK_SHAPE["vocabulary"], seq_len=CLOCK_SHAPE["seq_len"])
-    return Trainer(config, DeviceMesh(comm, **mesh), tokens)
+CLOCK_RUN = "--layers 8 --hidden 32 --heads 4 --seq-len 16 --vocab-size 256 --microbatches 8 --steps 1"
 
 
 def timeline_on_model_clock(schedule: str, message: int) -> Timeline:
     """Train one step on 4 threads, m = 8, and return the timeline in operations; a message takes `message` of them."""
 
-    def step(comm: Communicator) -> list[dict[str, Any]]:
-        comm = Communicator(comm.transport, clock=ModelClock(1.0), network=Network(alpha=message))
-        trainer = _trainer(comm, f"--global-batch 8 --pp 4 --schedule {schedule}", pp=4)
-        comm.tracer.enabled = True
-        trainer.step(0)
-        return comm.tracer.chrome_events(comm.rank)
+    def step(comm: Communicator) -> None:
+        make_trainer(comm, f"{CLOCK_RUN} --global-batch 8 --pp 4 --schedule {schedule}").step(0)
 
-    events = [event for mine in run_local(4, step) for event in mine]
-    return measured_timeline(parse_trace({"traceEvents": events, "otherData": {"clock": "model"}}))
+    _, trace = traced(4, step, network=Network(alpha=message), clock=partial(ModelClock, 1.0))
+    return measured_timeline(trace)
+
+
+def measured_timeline(trace: Trace) -> Timeline:
+    """Read the timeline of a traced step of one pipeline: seconds, 0 when its first action begins.
+
+    The computations named as actions ("2F0") count; the rest of the trace is left out.
+    """
+    ranks: list[list[Slot]] = []
+    for rank in sorted(trace.ranks):
+        slots = []
+        for one in trace.ranks[rank][COMPUTATION]:
+            action = action_of(one.name)
+            if action is not None:
+                slots.append(Slot(action, one.start, one.end))
+        ranks.append(slots)
+    return timeline_of("", ranks)
 
 
 def same_times(measured: Timeline, predicted: Timeline) -> bool:
@@ -159,15 +169,14 @@ def step_with_replicas(overlap: bool) -> float:
     speed = 1e9  # operations per second
 
     def step(comm: Communicator) -> float:
-        network = Network(alpha=5e4 / speed, beta=6 / speed)
-        comm = Communicator(comm.transport, clock=ModelClock(speed), network=network)
-        trainer = _trainer(comm, "--global-batch 16 --pp 2 --schedule 1f1b", dp=2, pp=2)
+        trainer = make_trainer(comm, f"{CLOCK_RUN} --global-batch 16 --dp 2 --pp 2 --schedule 1f1b")
         if not overlap:
             trainer.last_microbatch = None  # no microbatch is the last: all buckets wait for `synchronize`
         trainer.step(0)
         return comm.clock.now()
 
-    return max(run_local(4, step))
+    network = Network(alpha=5e4 / speed, beta=6 / speed)
+    return max(run_local(4, step, clock=partial(ModelClock, speed), network=network))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

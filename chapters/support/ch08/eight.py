@@ -6,21 +6,22 @@ started eight, else on eight threads of rank 0. Results are JSON's, so that they
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from chapters.support.instruments import digest, same_on_all_ranks
+from chapters.support.share_work import from_all, shared
+from chapters.support.training import configuration, make_trainer
 from chapters.support.whole_runs import compare, layer_scales, relative_difference
 from minipar.comm import Communicator, DeviceMesh, ModelClock, Network, run_local, serial
 from minipar.parallel.placement import Shard
 from minipar.parallel.traffic import predicted_traffic
-from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens
 from minipar.train.from_config import step_layout
 from minipar.train.recording import Recorder
@@ -37,10 +38,11 @@ TOKENS = load_tokens(None, vocab_size=256, seq_len=16)
 
 def on_eight(comm: Communicator, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run work(comm, *arguments) on eight ranks. Return what each of them returned on rank 0, elsewhere nothing."""
-    if comm.size != 8:
-        return run_local(8, work, *arguments) if comm.rank == 0 else []
-    gathered = comm.gather_bytes(json.dumps(work(comm, *arguments)).encode())
-    return [json.loads(result) for result in gathered or []]
+    if comm.size == 8:
+        results = from_all(comm, work(comm, *arguments))
+    elif comm.rank == 0:
+        results = run_local(8, work, *arguments)
+    return results if comm.rank == 0 else []
 
 
 def layout_of(size: int) -> str:
@@ -54,7 +56,7 @@ def layout_of(size: int) -> str:
 
 def config_of(flags: str, ranks: int, steps: int = STEPS) -> TrainConfig:
     """Return the configuration of the chapter's training in a layout given as flags."""
-    return resolve(parse(f"{TRAINING} --steps {steps} {flags}".split(), 1), ranks)
+    return configuration(f"{TRAINING} --steps {steps} {flags}", ranks)
 
 
 def trainer_on(
@@ -74,11 +76,6 @@ def counted_step(comm: Communicator, trainer: Trainer, step: int = 0) -> tuple[S
     comm.traffic.reset()
     result = trainer.step(step)
     return result, {axis: comm.traffic.bytes(axis=axis) for axis in (*AXES, "cp")}
-
-
-def bits(state: dict[str, np.ndarray]) -> str:
-    """Return a digest of the bits of all parameters."""
-    return hashlib.sha256(b"".join(array.tobytes() for array in state.values())).hexdigest()
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -118,7 +115,7 @@ def train(comm: Communicator, flags: str, single: SingleDevice | None) -> dict[s
         differences.append(max(relative_difference(mine[name], alone[name], scales[name]) for name in alone))
     verdict = compare((states[-1], results), (single.states[-1], single.results), exact=False, ranks=8)
     losses = [result.loss for result in results]
-    outcome = {"losses": losses, "differences": differences, "bits": bits(states[-1])}
+    outcome = {"losses": losses, "differences": differences, "bits": digest(states[-1].values())}
     return outcome | {"sent": sent, "passed": verdict.passed, "verdict": verdict.line}
 
 
@@ -182,7 +179,7 @@ def move(
         return None
     assert single is not None
     verdict = compare((state, results), (single.states[-1], single.results), exact=False, ranks=8)
-    return {"passed": verdict.passed, "verdict": verdict.line, "bits": bits(state)}
+    return {"passed": verdict.passed, "verdict": verdict.line, "bits": digest(state.values())}
 
 
 # ---- the time of a step, with one axis between the hosts -------------------------------------------------------------
@@ -238,11 +235,8 @@ class Timing:
 
 
 def _scaled_step(comm: Communicator, job: Job) -> tuple[float, dict[str, tuple[float, int]], list[dict[str, Any]]]:
-    network = AxisNetwork(slow=job.slow, link=job.link)
-    comm = Communicator(comm.transport, clock=ModelClock(SPEED / SCALE**3), network=network)
     flags = f"{SCALED} --microbatches {job.microbatches} --global-batch {2 * job.microbatches}"
-    config = resolve(parse(flags.split(), 1), 8)
-    trainer = Trainer(config, DeviceMesh(comm, dp=2, tp=2, pp=2), load_tokens(None, vocab_size=256, seq_len=32))
+    trainer = make_trainer(comm, flags)
     comm.traffic.reset()
     comm.tracer.enabled = job.traced
     trainer.step(0)
@@ -250,16 +244,18 @@ def _scaled_step(comm: Communicator, job: Job) -> tuple[float, dict[str, tuple[f
     return comm.clock.now(), traffic, comm.tracer.chrome_events(comm.rank) if job.traced else []
 
 
+def _time(job: Job) -> list[Any]:
+    """Return the seconds of a job, the traffic of rank 0, and the events of all ranks."""
+    network = AxisNetwork(slow=job.slow, link=job.link)
+    ranks = run_local(8, _scaled_step, job, clock=partial(ModelClock, SPEED / SCALE**3), network=network)
+    events = [event for _, _, own in ranks for event in own]
+    return [max(seconds for seconds, _, _ in ranks), ranks[0][1], events]
+
+
 def simulate(comm: Communicator, jobs: list[Job]) -> dict[Job, Timing]:
-    """Time each job on eight threads; the ranks share the jobs. The result is on rank 0, elsewhere it is empty."""
-    mine = [run_local(8, _scaled_step, job) for job in jobs[comm.rank :: comm.size]]
-    shares = [json.loads(share) for share in comm.gather_bytes(json.dumps(mine).encode()) or []]
-    timings = {}
-    for i, job in enumerate(jobs if shares else []):
-        ranks = shares[i % comm.size][i // comm.size]
-        events = [event for _, _, own in ranks for event in own]
-        timings[job] = Timing(max(seconds for seconds, _, _ in ranks), ranks[0][1], events)
-    return timings
+    """Time each job on eight threads; the ranks share the jobs, and all of them have the timings."""
+    timings = shared(comm, _time, [(job,) for job in jobs])
+    return {job: Timing(*timing) for job, timing in zip(jobs, timings, strict=True)}
 
 
 def one_after_another(timings: Iterable[Timing], ranks: Iterable[int]) -> dict[str, Any]:
@@ -278,11 +274,6 @@ def one_after_another(timings: Iterable[Timing], ranks: Iterable[int]) -> dict[s
 SMALL = "--dp 2 --tp 2 --pp 2 --microbatches 2 --global-batch 4"
 
 
-def _same(comm: Communicator, arrays: list[Any]) -> bool:
-    """Tell whether all ranks of the row hold these bits."""
-    return len(set(comm.all_gather_bytes(hashlib.sha256(b"".join(a.tobytes() for a in arrays)).digest()))) == 1
-
-
 def examine(comm: Communicator, kind: type[Trainer], mesh: Any, single: SingleDevice | None) -> list[str]:
     """Take two steps of dp 2 x tp 2 x pp 2; return the names of the instruments that noticed a mistake on this rank.
 
@@ -298,8 +289,12 @@ def examine(comm: Communicator, kind: type[Trainer], mesh: Any, single: SingleDe
     rank = (place["pp"] * 2 + place["dp"]) * 2 + place["tp"]  # the rank that has this place where tp is innermost
     parameters = trainer.ddp.parameters()
     whole = [p.data for p in parameters if not isinstance(p.placement.tp, Shard)]
-    alike = [_same(trainer.mesh.dp, [p.data for p in parameters]), _same(trainer.mesh.tp, whole)]
-    noticed = {"ranks": not all(alike), "bytes": sent != predicted_traffic(step_layout(trainer.config), rank)}
+    dp_alike = same_on_all_ranks(trainer.mesh.dp, *(p.data for p in parameters))
+    tp_alike = same_on_all_ranks(trainer.mesh.tp, *whole)
+    noticed = {
+        "ranks": not (dp_alike and tp_alike),
+        "bytes": sent != predicted_traffic(step_layout(trainer.config), rank),
+    }
     state = trainer.state_dict()
     if comm.rank == 0:
         assert single is not None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from chapters.support.ch10.published import KORTHIKANTI, NARAYANAN, narayanan
-from minipar.comm import Communicator, DeviceMesh, run_local
+from chapters.support.training import make_trainer
+from minipar.comm import Communicator, run_local
 from minipar.parallel.memory import FLOAT64
 from minipar.plan import rank_bytes
 from minipar.plan.layout import Layout
 from minipar.plan.model import ModelShape, find_model, utilization
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
 
 RUN = (
     "--layers 4 --hidden 32 --heads 8 --seq-len 16 --vocab-size 256 --dtype float64 --dp 2 --zero-stage 3 "
@@ -20,11 +18,9 @@ RUN = (
 
 def bytes_of_a_run() -> int:
     """Train one step of RUN on two threads, and return the bytes that a rank sends over dp."""
-    text = load_tokens(None, vocab_size=256, seq_len=16)
 
     def sent(comm: Communicator) -> int:
-        config = resolve(parse(RUN.split(), 1), comm.size)
-        trainer = Trainer(config, DeviceMesh(comm, dp=2, tp=1, pp=1), text)
+        trainer = make_trainer(comm, RUN)
         comm.traffic.reset()
         trainer.step(0)
         return comm.traffic.bytes(axis="dp")

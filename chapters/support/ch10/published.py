@@ -77,47 +77,54 @@ def cluster_of(gpu: str, gpus: int, program: str) -> Cluster:
     return Cluster(GPUS[gpu], gpus, assumptions=trains.assumptions, framework=trains.framework)
 
 
+def _megatron_row(
+    source: str, program: str, label: str, model: ModelShape, gpus: int, batch: int, printed: float, **sizes: int
+) -> Row:
+    """Predict the TFLOP/s per A100 of a layout without sequence parallelism, with full recompute.
+
+    sizes  tp, pp, microbatch and zero of the layout; dp is what is left of the GPUs
+    """
+    dp = gpus // sizes["tp"] // sizes["pp"]
+    layout = Layout(dp=dp, microbatches=batch // dp // sizes["microbatch"], recompute="full", **sizes)
+    tflops = judge(model, layout, cluster_of("a100", gpus, program), batch, 2048).tflops
+    return Row(f"{source}, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU")
+
+
 def narayanan(name: str, program: str = "megatron") -> list[Row]:
     """Predict a row of Narayanan's table 1: 1F1B, no ZeRO, full recompute, recomputation counted."""
     tp, pp, gpus, batch, microbatch, printed = NARAYANAN[name]
-    dp = gpus // tp // pp
-    layout = Layout(dp, tp, pp, microbatch, batch // dp // microbatch, recompute="full")
-    tflops = judge(find_model(name), layout, cluster_of("a100", gpus, program), batch, 2048).tflops
-    return [Row(f"table 1, {program}", name, tflops, printed, printed / tflops, "TFLOP/s per GPU")]
+    sizes = {"tp": tp, "pp": pp, "microbatch": microbatch}
+    return [_megatron_row("table 1", program, name, find_model(name), gpus, batch, printed, **sizes)]
 
 
 def zero_3(name: str, program: str = "deepspeed-2021") -> list[Row]:
     """Predict Narayanan's table 2: ZeRO-3 without model parallelism, full recompute."""
     rows = []
     for gpus, batch, microbatch, printed in ZERO_3[name]:
-        layout = Layout(gpus, 1, 1, microbatch, batch // gpus // microbatch, zero=3, recompute="full")
-        tflops = judge(find_model(name), layout, cluster_of("a100", gpus, program), batch, 2048).tflops
         label = f"{name[-4:].upper()} on {gpus:,}, ZeRO-3"
-        rows.append(Row(f"table 2, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU"))
+        sizes = {"tp": 1, "pp": 1, "microbatch": microbatch, "zero": 3}
+        rows.append(_megatron_row("table 2", program, label, find_model(name), gpus, batch, printed, **sizes))
     return rows
 
 
 def in_3d(name: str, program: str = "megatron-2021") -> list[Row]:
     """Predict Narayanan's table 2: tensor, pipeline and data parallelism, full recompute."""
     pp, printed_rows = IN_3D[name]
+    sizes = {"tp": 8, "pp": pp, "microbatch": 1}
     rows = []
     for gpus, batch, printed in printed_rows:
-        dp = gpus // 8 // pp
-        layout = Layout(dp, 8, pp, 1, batch // dp, recompute="full")
-        tflops = judge(find_model(name), layout, cluster_of("a100", gpus, program), batch, 2048).tflops
         label = f"{name[-4:].upper()} on {gpus:,}, 3D"
-        rows.append(Row(f"table 2, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU"))
+        rows.append(_megatron_row("table 2", program, label, find_model(name), gpus, batch, printed, **sizes))
     return rows
 
 
 def figure_15(program: str = "megatron-2021") -> list[Row]:
     """Predict Narayanan's figure 15 at tp 2."""
+    sizes = {"tp": 2, "pp": 1, "microbatch": 1}
     rows = []
     for batch, printed in FIGURE_15.items():
-        layout = Layout(32, 2, 1, 1, batch // 32, recompute="full")
-        tflops = judge(GPT_6B, layout, cluster_of("a100", 64, program), batch, 2048).tflops
         label = f"5.9B, tp 2, a batch of {batch}"
-        rows.append(Row(f"figure 15, {program}", label, tflops, printed, printed / tflops, "TFLOP/s per GPU"))
+        rows.append(_megatron_row("figure 15", program, label, GPT_6B, 64, batch, printed, **sizes))
     return rows
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from minipar.comm import DeviceMesh, serial
-from minipar.train.config import parse, resolve
-from minipar.train.data import load_tokens
-from minipar.train.trainer import Trainer
+from chapters.support.training import make_trainer
+from minipar.comm import serial
 
 MODEL = "--model mixtral --layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 32 --experts 8 --top-k 2 --seq-len 32"
 RUN = "--global-batch 16 --lr 5e-3 --steps 200"
@@ -13,8 +11,7 @@ RUN = "--global-batch 16 --lr 5e-3 --steps 200"
 
 def train_balance(options: str, run: str = RUN) -> tuple[list[float], list[list[int]]]:
     """Train with these flags. Return the losses, and the rows of each of the last layer's experts, step by step."""
-    config = resolve(parse(f"{MODEL} {run} {options}".split()), 1)
-    trainer = Trainer(config, DeviceMesh(serial()), load_tokens(None, vocab_size=256, seq_len=32))
+    trainer = make_trainer(serial(), f"{MODEL} {run} {options}")
     losses, loads = [], []
     for result in trainer.train():
         losses.append(result.loss)

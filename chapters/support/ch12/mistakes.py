@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from chapters.support.instruments import same_on_all_ranks
+from chapters.support.training import configuration
 from minipar.comm import Communicator, DeviceMesh, run_local
 from minipar.compare.differences import compare
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.train.config import parse, resolve, shape_of
+from minipar.train.config import shape_of
 from minipar.train.data import Tokens
 from minipar.train.recording import Recorder
-from minipar.train.settings import TrainConfig
 from minipar.train.trainer import Trainer
 from minipar.train.verify import Verifier
 
@@ -88,22 +89,17 @@ def text() -> Tokens:
     return Tokens(np.array(ids, np.uint8), "a text", VOCAB)
 
 
-def configuration(steps: int = STEPS) -> TrainConfig:
-    """Return the configuration of all runs."""
-    return resolve(parse(f"{FLAGS} --steps {steps}".split()), RANKS)
-
-
 def share_of_parameters() -> float:
     """Return which share of the parameters of the model of all runs is the experts'."""
-    config = shape_of(configuration().model)
-    sizes = {name: p.size for name, p in config.build(deferred=True).named_parameters()}
+    model = shape_of(configuration(FLAGS, RANKS).model)
+    sizes = {name: p.size for name, p in model.build(deferred=True).named_parameters()}
     return sum(size for name, size in sizes.items() if "experts" in name) / sum(sizes.values())
 
 
 def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) -> dict[str, Any]:
     """Train on one of the four ranks and record the first step. Return losses, norms, and whether one device agrees."""
-    config, tokens = configuration(steps), text()
-    trainer = kind(config, DeviceMesh(comm, dp=2, tp=2, ep=2), tokens)
+    config = configuration(f"{FLAGS} --steps {steps}", RANKS)
+    trainer = kind(config, DeviceMesh(comm, dp=2, tp=2, ep=2), text())
     recorder = Recorder(trainer, record)
     results, verifier = [], Verifier(trainer)
     for result in trainer.train():
@@ -111,11 +107,11 @@ def trained(comm: Communicator, kind: type[Trainer], steps: int, record: str) ->
             recorder.stop()
         verifier.check(result)
         results.append(result)
-    copies = b"".join(p.data.tobytes() for name, p in trainer.model.named_parameters() if "gate" in name)
+    routers = [p.data for name, p in trainer.model.named_parameters() if "gate" in name]
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
-        "agree": len(set(comm.all_gather_bytes(copies))) == 1,
+        "agree": same_on_all_ranks(comm, *routers),
         "verified": verifier.verdict().passed,
     }
 

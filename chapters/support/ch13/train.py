@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
+from chapters.support.training import configuration, make_trainer, text_for
 from minipar.autograd import precision
 from minipar.autograd.tensor import Function
 from minipar.backend import Array
-from minipar.comm import DeviceMesh, serial
+from minipar.comm import serial
 from minipar.nn import AdamW, Parameter
-from minipar.train.config import parse, resolve
-from minipar.train.data import Tokens, load_tokens
 from minipar.train.one_device import OneDevice
 from minipar.train.trainer import Trainer
 
@@ -43,14 +41,11 @@ class OverflowingTrainer(Trainer):
         return loss
 
 
-@cache
-def _tokens() -> Tokens:
-    return load_tokens(None, vocab_size=256, seq_len=32)
-
-
 def _trainer(flags: str, ranks: int = 1) -> Trainer:
-    config = resolve(parse(f"{MODEL} {flags}".split()), ranks)
-    return OneDevice(config, _tokens()) if ranks > 1 else Trainer(config, DeviceMesh(serial()), _tokens())
+    if ranks == 1:
+        return make_trainer(serial(), f"{MODEL} {flags}")
+    config = configuration(f"{MODEL} {flags}", ranks)
+    return OneDevice(config, text_for(config))
 
 
 def train_precision(flags: str, masters: bool = True, ranks: int = 1, run: str = RUN) -> tuple[list[float], float]:
