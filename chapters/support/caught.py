@@ -1,7 +1,5 @@
 """Deliberate mistakes: a check must notice each, and print what it says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Instruments with which chapters 4, 5, 6, 8 and 12 notice a planted mistake: bits, compared on one rank or on all."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

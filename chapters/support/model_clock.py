@@ -1,7 +1,5 @@
 """Programs of chapters 3, 4 and 7 on simulated ranks: threads of this process, on the model clock, under a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

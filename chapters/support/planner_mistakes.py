@@ -1,7 +1,5 @@
 """Mistakes that chapters 9 and 10 plant in the planner, each for the length of a `with` block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace

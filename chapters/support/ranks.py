@@ -4,8 +4,6 @@ A kernel that is killed stops nobody. So `python -m chapters.support.ranks PID M
 until the process PID has ended: the controller until the kernel has, and each rank until the controller has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

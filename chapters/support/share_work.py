@@ -1,7 +1,5 @@
 """Work dealt out to the ranks of a chapter, and values from all ranks. They travel as JSON: tuples become lists."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A script also prints its title, its question and the heading of each section, before the first output of that section.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

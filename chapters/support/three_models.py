@@ -1,7 +1,5 @@
 """The three models of chapters 9 and 10, the planner's first choice for each on a cluster, and what pictures need."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import product

@@ -1,7 +1,5 @@
 """Trainers of chapters 7, 8, 10, 12 and 13, given as flags of the command line."""
 
-from __future__ import annotations
-
 from minipar.comm import Communicator, DeviceMesh
 from minipar.train.config import parse, resolve
 from minipar.train.data import Tokens, load_tokens

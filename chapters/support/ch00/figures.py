@@ -3,8 +3,6 @@
 `python -m chapters.support.ch00.figures FILE` draws it into a file.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The figure of chapter 1: a small graph with its values, its gradients and the order of backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Two operations of chapter 1 with a right forward and a wrong backward, as they were found in real code."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

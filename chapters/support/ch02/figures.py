@@ -1,15 +1,14 @@
 """Figures of chapter 2: a Transformer block and what it keeps, shares of a step, memory over backward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from chapters.support.draw import finish
 from minipar.nn import GPTConfig
-from visualize.style import BLUE, GREY, INDIGO, INK, LINES, ORANGE, PAPER, YELLOW, Picture, ink_on, picture, tidy
+from visualize.style import BLUE, GREY, INDIGO, INK, LINES, ORANGE, PAPER, YELLOW, Picture, ink_on, picture
 
 PARTS = (BLUE, YELLOW, INDIGO, ORANGE, GREY)  # of lightnesses that grey print tells apart
 
@@ -123,10 +122,7 @@ def plot_shares(bars: Mapping[str, Mapping[str, float]]) -> Picture:
         axes.barh(0, 0, color=colour, label=part)
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("share (%)")
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
+    finish(axes, xlim=(0, 100), xlabel="share (%)", bars="y")
     figure.legend(loc="outside upper center", ncols=min(3, len(parts)), frameon=False, fontsize=8.5)
     return figure
 
@@ -152,8 +148,6 @@ def plot_memory(runs: Mapping[str, Sequence[Moment]], turn: str | None = None) -
     if turn is not None:
         axes.axvline(names.index(turn), color=INK, linestyle=":", linewidth=1.0)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    axes.set_ylabel("memory (MiB)")
-    axes.set_ylim(bottom=0)
     figure.legend(frameon=False, fontsize=8.5, ncols=2, loc="outside upper center")
-    tidy(axes)
+    finish(axes, ylabel="memory (MiB)", ylim=(0, None))
     return figure

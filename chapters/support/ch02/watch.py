@@ -3,8 +3,6 @@
 Also one GPT with a planted mistake: a backward that forgets the skip paths.
 """
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Iterable

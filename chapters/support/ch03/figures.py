@@ -1,14 +1,13 @@
 """Figures of chapter 3: the blocks of an array on each rank, step by step, and the times of the algorithms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from visualize.style import BLUE, GREEN, GREY, INK, VERMILION, Picture, at_lightness, byte_label, ink_on, picture, tidy
+from chapters.support.draw import box, finish
+from visualize.style import BLUE, GREEN, GREY, INK, VERMILION, Picture, at_lightness, byte_label, ink_on, picture
 
 Panel = tuple[str, np.ndarray]  # a title, and for each rank and chunk the set of the ranks in it, as bits
 LINES = ((BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"))
@@ -49,13 +48,11 @@ def _panel(axes: Axes, blocks: np.ndarray, before: np.ndarray | None) -> None:
     for (rank, chunk), value in np.ndenumerate(blocks):
         members = [str(r) for r in range(ranks) if value >> r & 1]
         face = at_lightness(BLUE, 35 if value == everyone else 102 - 10 * len(members))
-        corner = (chunk - 0.5, rank - 0.5)
-        axes.add_patch(Rectangle(corner, 1, 1, facecolor=face, edgecolor="white"))
         if before is not None and before[rank, chunk] != value:
             look = {"fill": False, "edgecolor": ink_on(face), "linewidth": 1.6}
             framed.append(Rectangle((chunk - 0.43, rank - 0.43), 0.86, 0.86, **look))
         text = "Σ" if value == everyone else "".join(members)
-        axes.text(chunk, rank, text, ha="center", va="center", fontsize=9, color=ink_on(face))
+        box(axes, (chunk - 0.5, rank - 0.5), (1, 1), face, text, fontsize=9, va="center", edgecolor="white")
     for frame in framed:
         axes.add_patch(frame)
     axes.set(xlim=(-0.5, chunks - 0.5), ylim=(ranks - 0.5, -0.5), aspect="equal")
@@ -90,8 +87,6 @@ def plot_crossover(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, map(byte_label, sizes))
-    axes.set_xlabel("size of the array; lines: formulas, marks: simulated")
-    axes.set_ylabel("time of an all-reduce (ms)")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    tidy(axes)
+    label = "size of the array; lines: formulas, marks: simulated"
+    finish(axes, legend="upper left", size=9, xlabel=label, ylabel="time of an all-reduce (ms)")
     return figure

@@ -1,7 +1,5 @@
 """Watch chapter 3's collectives: blocks (3.2 to 3.5), messages (3.6), time against MPI's own (3.8), timelines (3.9)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,14 +1,13 @@
 """Figures of chapter 4: the life of a bucket, and the time of a step by bucket size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from visualize.style import BLUE, COLOURS, GREEN, INK, PAPER, VERMILION, Picture, byte_label, ink_on, picture, tidy
+from chapters.support.draw import finish, show_time
+from visualize.style import BLUE, COLOURS, GREEN, INK, PAPER, VERMILION, Picture, byte_label, ink_on, picture
 
 ROWS = ("backward\ncompletes gradients", "a bucket\ncounts them", "all-reduces\nunder way", "synchronize")
 
@@ -47,13 +46,9 @@ def draw_life_of_buckets(gradients: Sequence[tuple[str, float, int]], sending: S
         _box(axes, 3, end, wire - end, "white", "waits", hatch="///")
     axes.axvline(end, color=INK, linestyle=":", linewidth=1)
     axes.text(end + 0.1, -0.2, "backward ends", fontsize=8, va="center")
-    axes.set_yticks(range(4), ROWS, fontsize=9)
     axes.set_ylim(3.5, -0.5)
-    axes.set_xlim(0, 1.02 * max(wire, end))
-    axes.set_xticks([])
-    axes.set_xlabel("time on one rank; the number of complete gradients grows until the bucket is full", fontsize=9)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
+    label = "time on one rank; the number of complete gradients grows until the bucket is full"
+    show_time(axes, ROWS, 1.02 * max(wire, end), label)
     return figure
 
 
@@ -84,9 +79,6 @@ def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computati
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))
-    axes.set_ylim(0, 1.15 * max(*times, naive * 1e3))
-    axes.set_xlabel("bucket size")
-    axes.set_ylabel("time of a step (ms)")
     axes.legend(frameon=False, loc="lower right")
-    tidy(axes)
+    finish(axes, ylim=(0, 1.15 * max(*times, naive * 1e3)), xlabel="bucket size", ylabel="time of a step (ms)")
     return figure

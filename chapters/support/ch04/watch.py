@@ -1,7 +1,5 @@
 """What chapter 4 watches data parallelism with: a step on the model clock, and training runs with a planted mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

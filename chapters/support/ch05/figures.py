@@ -1,14 +1,13 @@
 """Figures of chapter 5: what each rank holds at each ZeRO stage, and when stage 3 gathers and frees."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from visualize.style import COLOURS, INK, PAPER, Picture, ink_on, picture
+from chapters.support.draw import box, show_time
+from visualize.style import COLOURS, INK, PAPER, Picture, picture
 
 STATE = ("parameters", "gradients", "optimizer")
 HATCHES = ("", "///", "...")
@@ -108,25 +107,18 @@ def draw_gather_and_free(slots: Sequence[Slot]) -> Picture:
     names = {"AG": "all_gather", "F": "forward", "B": "backward", "RS": "reduce_scatter"}
     whole: dict[int, float] = {}  # since when a unit's parameters are whole, or on their way
     for slot in slots:
-        colour, middle = COLOURS[names[slot.action]], (slot.start + slot.end) / 2
-        left, width = slot.start, slot.end - slot.start
-        axes.add_patch(Rectangle((left, slot.unit - 0.25), width, 0.5, facecolor=colour, edgecolor=INK))
-        axes.text(middle, slot.unit, slot.action, ha="center", va="center", fontsize=8, color=ink_on(colour))
+        corner, size = (slot.start, slot.unit - 0.25), (slot.end - slot.start, 0.5)
+        box(axes, corner, size, COLOURS[names[slot.action]], slot.action, va="center", edgecolor=INK)
         if slot.action == "AG":
             whole[slot.unit] = slot.start
         if slot.frees:
             _free(axes, slot.unit, whole.pop(slot.unit), slot.end)
-    axes.set_yticks(range(units), [f"unit {unit}" for unit in range(units)], fontsize=9)
     axes.set_ylim(units - 0.5, -0.6)
-    axes.set_xlim(0, 1.01 * max(slot.end for slot in slots))
-    axes.set_xticks([])
-    axes.set_xlabel(
+    label = (
         "time on one rank.  AG all-gather, F forward, B backward, RS reduce-scatter\n"
-        "grey: the unit's parameters are whole or arriving; thick line: they are freed",
-        fontsize=9,
+        "grey: the unit's parameters are whole or arriving; thick line: they are freed"
     )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
+    show_time(axes, [f"unit {unit}" for unit in range(units)], 1.01 * max(slot.end for slot in slots), label)
     return figure
 
 

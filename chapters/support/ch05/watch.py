@@ -1,7 +1,5 @@
 """What chapter 5 watches the ZeRO stages with: memory, bytes and bits of a run, a step on the model clock, mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,15 +1,12 @@
 """Figures of chapter 6: a Transformer block over t ranks with its shapes, and how matrices are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from visualize.style import DARK, GREY, INK, LINES, MINT, PAPER, YELLOW, Picture, ink_on, picture
-
-RANKS = (*LINES, GREY, YELLOW)
+from chapters.support.draw import RANKS, box
+from visualize.style import DARK, INK, MINT, PAPER, Picture, picture
 
 # (title of the block; the mapping that enters a pair and what its backward sends; the same of the one that leaves it)
 PLAIN = ("tensor parallelism: f and g", "f", "backward:\nall-reduce", "g", "forward:\nall-reduce")
@@ -41,10 +38,7 @@ def plot_cuts(matrices: Sequence[tuple[str, int, int, int, int]], ranks: int) ->
             corner = (left, -(piece + 1) * step) if dim == 0 else (left + piece * step, -rows)
             size = (columns, step) if dim == 0 else (step, rows)
             colour = RANKS[piece % ranks % len(RANKS)]
-            axes.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor="white", linewidth=0.6))
-            centre = (corner[0] + size[0] / 2, corner[1] + size[1] / 2)
-            look = {"fontsize": 8, "ha": "center", "va": "center_baseline", "color": ink_on(colour)}
-            axes.text(*centre, str(piece % ranks), **look)
+            box(axes, corner, size, colour, str(piece % ranks), edgecolor="white", linewidth=0.6)
         for group in range(1, groups):
             place = left + group * columns / groups
             axes.plot([place, place], [0, -rows], color=INK, linewidth=1.6)

@@ -1,7 +1,5 @@
 """The activations that one layer keeps for backward, for chapter 6: measured with the library's ledger."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

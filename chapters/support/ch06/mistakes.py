@@ -4,8 +4,6 @@ A mistake is a context in which one function or class of the library is replaced
 once: ranks that are threads enter it together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients of a tensor-parallel GPT, joined from the ranks and compared with one device, for chapter 6."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of chapter 7: paths through a schedule, overlap with all-to-alls, and sliders that change a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from chapters.support.draw import box
 from chapters.support.show import in_notebook
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Time, simulate
@@ -17,7 +16,7 @@ from minipar.parallel.pipeline.check import check
 from minipar.parallel.pipeline.schedules import SCHEDULES, make
 from visualize.boxes import KINDS
 from visualize.schedule import NAMES, gallery, plot_schedule
-from visualize.style import COLOURS, INK, Picture, ink_on, picture
+from visualize.style import COLOURS, INK, Picture, picture
 
 Named = tuple[str, int, int]  # an action of a hand-written list: kind, microbatch, stage
 PHASES = {"warm-up": ("#DDDDDD", "///"), "steady state": ("#FFFFFF", ""), "cool-down": ("#DDDDDD", "\\\\\\")}
@@ -74,13 +73,10 @@ def _draw_path(axes: Axes, one: MarkedPath) -> None:
     for (kind, microbatch, rank), (begin, end) in one.times.items():
         start, length, y = float(begin), float(end - begin), rank * step
         look = {"edgecolor": "white", "linewidth": 0.8, "zorder": 2}
-        axes.add_patch(Rectangle((start, y + 0.05), length, 0.9, facecolor=COLOURS[kind], **look))
+        box(axes, (start, y + 0.05), (length, 0.9), COLOURS[kind], str(microbatch), **look)
         if (kind, microbatch, rank) in marked:
             frame = {"fill": False, "edgecolor": INK, "linewidth": 2.0, "zorder": 4}
             axes.add_patch(Rectangle((start, y + 0.05), length, 0.9, gid="path", **frame))
-        middle = (start + length / 2, y + 0.5)
-        look = {"ha": "center", "va": "center_baseline", "fontsize": 8, "zorder": 5}
-        axes.text(*middle, str(microbatch), color=ink_on(COLOURS[kind]), **look)
     for rank in range(rows):
         slots = sorted(times for named, times in one.times.items() if named[2] == rank)
         if one.ahead:

@@ -13,8 +13,6 @@ Neither equals synchronous training. Each equals, bit for bit, one device that c
 old weights (`stale_reference`). Stages own their weights, so the head has an embedding of its own (`untie`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

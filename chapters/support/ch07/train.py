@@ -1,7 +1,5 @@
 """Runs of the trainer as a pipeline, for chapter 7: compared with one device, on the model clock, and with replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ A layout is given as flags of the command line. `on_eight` runs a function on ei
 started eight, else on eight threads of rank 0. Results are JSON's, so that they can be gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass

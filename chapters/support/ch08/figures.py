@@ -1,7 +1,5 @@
 """Figures of chapter 8: the grid of ranks, layouts side by side, placements of the axes on hosts, a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from chapters.support.draw import finish
 from visualize import parse_trace, plot_timeline
 from visualize.mesh import LOOKS
 from visualize.style import GREY, INK, LINES, MINT, PAPER, SKY, YELLOW, Picture, picture, signed_percent, tidy
@@ -189,10 +188,7 @@ def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Pic
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.14e3 * max(times.values()))
-    axes.set_xlabel("time of one step (ms, model clock)")
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
+    finish(axes, xlim=(0, 1.14e3 * max(times.values())), xlabel="time of one step (ms, model clock)", bars="y")
     handles = [Patch(color=REST, label=f"every axis on the fast link: {ideal * 1e3:.0f} ms")]
     slow = dict.fromkeys(axis for axis, _ in times)
     handles += [Patch(color=LOOKS[axis][0], label=f"added by {axis} between hosts") for axis in slow]

@@ -1,7 +1,5 @@
 """The instruments of chapter 9 that may notice a mistake in the planner (section 9.6)."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from minipar.parallel.pipeline.actions import peak_live

@@ -1,7 +1,5 @@
 """Figures of chapters 9 and 10: what a layout costs before anything runs, and what a planner foresees."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
+from chapters.support.draw import finish
 from visualize.plan import MEMORY, TIME
-from visualize.style import GREY, INK, LINES, PAPER, Picture, ink_on, picture, tidy
+from visualize.style import GREY, INK, LINES, PAPER, Picture, ink_on, picture
 
 Parts = Mapping[str, float]
 
@@ -43,11 +42,8 @@ def plot_fit(panels: Mapping[str, Mapping[str, Parts]], room: float, most: float
         axes.axvline(room / 1e9, color=INK, linestyle="--", linewidth=1.4)
         axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
         axes.invert_yaxis()
-        axes.set_xlim(0, most / 1e9 * 1.16)
-        axes.set_xlabel(f"GB on the fullest rank (dashed: {room / 1e9:.0f} GB)")
-        axes.set_title(title, loc="left", fontsize=10)
-        tidy(axes)
-        axes.grid(visible=False, axis="y")
+        label = f"GB on the fullest rank (dashed: {room / 1e9:.0f} GB)"
+        finish(axes, title, size=9, xlim=(0, most / 1e9 * 1.16), xlabel=label, bars="y")
     handles = [Patch(color=colour, label=part) for part, colour in MEMORY.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     return figure
@@ -66,11 +62,8 @@ def plot_wires(panels: Mapping[str, tuple[str, Mapping[int, Parts]]]) -> Picture
             colour, line = (INK, "--") if part == "compute" else (TIME[part], "-")
             label = "computation" if part == "compute" else part
             axes.plot(list(curve), list(curve.values()), f"{line}o", color=colour, markersize=5, label=label)
-        axes.set_yscale("log")
         powers(axes, list(points))
-        axes.set_xlabel(what)
-        axes.set_title(title, loc="left", fontsize=10)
-        tidy(axes)
+        finish(axes, title, size=9, yscale="log", xlabel=what)
     drawn[0].set_ylabel("seconds of a step, nothing hidden")
     handles, labels = drawn[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
@@ -86,12 +79,8 @@ def plot_bubbles(panels: Mapping[str, tuple[str, Mapping[str, Mapping[int, float
             axes.plot(list(curve), list(curve.values()), f"-{mark}", color=colour, markersize=5, label=name)
         axes.axhline(0.1, color=GREY, linestyle=":", linewidth=1.2)
         powers(axes, sorted({x for curve in curves.values() for x in curve}))
-        axes.set_xlabel(what)
-        axes.set_title(title, loc="left", fontsize=10)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=9)
-        tidy(axes)
+        finish(axes, title, legend="best", size=9, xlabel=what, ylim=(0, None))
     drawn[0].set_ylabel("bubble: idle / total")
     return figure
 
@@ -116,8 +105,7 @@ def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, flo
         axes.set_yscale("log")
         powers(axes, sorted({n for points in models.values() for n in points}))
         axes.margins(x=0.12)
-        axes.set_xlabel(f"{kind} GPUs (at each point: MFU)")
-        tidy(axes)
+        finish(axes, xlabel=f"{kind} GPUs (at each point: MFU)")
     drawn[0].set_ylabel("tokens per second")
     handles, labels = drawn[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
@@ -147,13 +135,10 @@ def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], flo
             left += 1.0
         left += 0.6
     axes.set_xticks(places, names, fontsize=8 if count > 8 else 9)
-    axes.set_xlim(-0.7, left - 0.9)
-    axes.set_ylim(0, 1.16)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylabel("of a step's time (above the bars: MFU)")
-    tidy(axes)
-    axes.grid(visible=False, axis="x")
+    label = "of a step's time (above the bars: MFU)"
+    finish(axes, xlim=(-0.7, left - 0.9), ylim=(0, 1.16), ylabel=label, bars="x")
     handles = [Patch(color=colour, label=part) for part, colour in TIME.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     return figure

@@ -1,7 +1,5 @@
 """The instruments of chapter 10 that may notice a mistake in the planner (section 10.8)."""
 
-from __future__ import annotations
-
 from chapters.support.ch10.published import KORTHIKANTI, NARAYANAN, narayanan
 from chapters.support.training import make_trainer
 from minipar.comm import Communicator, run_local

@@ -1,7 +1,5 @@
 """Figures of chapter 10: predictions beside what was printed and measured, and what depends on each constant."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from matplotlib.artist import Artist
@@ -9,7 +7,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from visualize.style import BLUE, INK, LINES, ORANGE, Picture, picture, signed_percent, tidy
+from chapters.support.draw import finish
+from visualize.style import BLUE, INK, LINES, ORANGE, Picture, picture, signed_percent
 
 
 def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> Picture:
@@ -30,10 +29,8 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     reach = max([1.5 * band, *(1.25 * abs(ratio - 1) for rows in groups.values() for ratio in rows.values())])
-    axes.set_xlim(1 - reach, 1 + reach)
-    axes.set_xlabel(f"predicted time / printed time (band: {band:.0%})")
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
+    label = f"predicted time / printed time (band: {band:.0%})"
+    finish(axes, xlim=(1 - reach, 1 + reach), xlabel=label, bars="y")
     figure.legend(loc="outside upper center", ncols=len(groups), frameon=False, fontsize=9)
     return figure
 
@@ -67,12 +64,7 @@ def plot_points(panels: Mapping[str, Sequence[tuple[float, float]]], band: float
             axis.set_major_locator(FixedLocator(_marks(*ends)))
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_locator(NullLocator())
-        axes.set_xlim(*ends)
-        axes.set_ylim(*ends)
-        axes.set_aspect("equal")
-        axes.set_title(quantity, loc="left", fontsize=10)
-        axes.set_xlabel("measured")
-        tidy(axes)
+        finish(axes, quantity, size=9, xlim=ends, ylim=ends, aspect="equal", xlabel="measured")
     drawn[0].set_ylabel(f"predicted (band: {band:.0%})")
     return figure
 
@@ -96,12 +88,9 @@ def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, boo
                 if other:
                     axes.plot(moved + (0.05 if moved >= 0 else -0.05) * widest, height, "*", color=INK, markersize=7)
         axes.axvline(0, color=INK, linewidth=1.0)
-        axes.set_xlim(-1.2 * widest, 1.2 * widest)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_xlabel("change of the predicted time of a step")
-        axes.set_title(question, loc="left", fontsize=10)
-        tidy(axes)
-        axes.grid(visible=False, axis="y")
+        reach = (-1.2 * widest, 1.2 * widest)
+        finish(axes, question, size=9, xlim=reach, xlabel="change of the predicted time of a step", bars="y")
     drawn[0].set_yticks(range(len(order)), order, fontsize=9)
     drawn[0].invert_yaxis()
     handles: list[Artist] = [Patch(color=colours[k % 2], label=change) for k, change in enumerate(changes)]

@@ -1,7 +1,5 @@
 """Hundreds of ranks in one thread, for chapter 10: simulations of communication alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from minipar.comm.clock import Clock, Network

@@ -5,8 +5,6 @@ hosts of 8 H100, 256 sequences of 4096 tokens per step, bf16 with gradients accu
 recompute, sequence parallelism, 1F1B. `memory` is in GB of 2^30 bytes.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass, replace
 from functools import cache

@@ -4,8 +4,6 @@ Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, figure 15), Korthikanti
 5), Llama Team 2024 (arXiv 2407.21783, table 4), Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log

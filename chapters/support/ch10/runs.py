@@ -1,7 +1,5 @@
 """Predictions of the planner beside runs of minipar, for chapter 10: on the model clock, and on this machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import gcd
 

@@ -4,8 +4,6 @@ A search for each change would take long. So only layouts that are near the best
 constant by a fifth lets no other one win.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Figures of chapter 11: blocks of a mask, costs, a ring's steps, balance, an all-to-all, and bytes over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,19 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from visualize.style import BLUE, GREY, INK, LINES, MINT, PAPER, VERMILION, YELLOW, Picture, ink_on, picture, tidy
-
-RANKS = (*LINES, GREY, YELLOW)
-
-
-def _bare(axes: Axes, width: float, height: float) -> None:
-    """Show cells of equal sides, the first row on top, without frame and ticks."""
-    axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], aspect="equal")
-    axes.spines[:].set_visible(False)
-
-
-def _label(axes: Axes, x: float, y: float, text: str, colour: str = "white", **look: Any) -> None:
-    axes.text(x, y, text, ha="center", va="center_baseline", color=ink_on(colour), **({"fontsize": 8} | look))
+from chapters.support.draw import RANKS, box, finish, show_cells
+from visualize.style import BLUE, GREY, INK, MINT, PAPER, VERMILION, Picture, picture
 
 
 def _block(axes: Axes, row: int, column: int, colour: str) -> None:
@@ -43,11 +30,12 @@ def plot_mask(blocks: int) -> Picture:
     for row in range(blocks):
         for column in range(blocks):
             _block(axes, row, column, MINT if column < row else BLUE)
-            kind = "skipped" if column > row else "full" if column < row else ""
-            _label(axes, column + 0.5, row + 0.5, kind, fontsize=6.5)
-    _bare(axes, blocks, blocks)
-    axes.set_xlabel("keys")
-    axes.set_ylabel("queries")
+            if column != row:
+                kind = "skipped" if column > row else "full"
+                look = {"ha": "center", "va": "center_baseline", "fontsize": 6.5, "color": INK}
+                axes.text(column + 0.5, row + 0.5, kind, **look)
+    show_cells(axes, blocks, blocks)
+    axes.set(aspect="equal", xlabel="keys", ylabel="queries")
     looks = {"skipped": PAPER, "full": MINT, "diagonal: masked": BLUE}
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour, label=name) for name, colour in looks.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
@@ -68,9 +56,7 @@ def plot_costs(lengths: Sequence[int], costs: Mapping[str, Sequence[tuple[float,
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("T, tokens")
-        axes.set_title(title, fontsize=9, loc="left")
-        tidy(axes)
+        finish(axes, title, xlabel="T, tokens")
     left.legend(frameon=False, fontsize=8)
     return figure
 
@@ -88,16 +74,11 @@ def plot_ring(ranks: int) -> Picture:
                 text = f"dK dV\nof {owner}" if home else f"K V of {owner}"
                 if axes is backward and not home:
                     text += f"\n+ dK dV of {owner}"
-                axes.add_patch(
-                    Rectangle((step, rank), 0.94, 0.94, facecolor=colour, edgecolor=INK if home else colour, lw=1.5)
-                )
-                axes.text(step + 0.47, rank + 0.47, text, fontsize=7, ha="center", va="center", color=ink_on(colour))
-        _bare(axes, steps, ranks)
-        axes.set_aspect("auto")
+                look = {"edgecolor": INK if home else colour, "linewidth": 1.5}
+                box(axes, (step, rank), (0.94, 0.94), colour, text, fontsize=7, va="center", **look)
+        columns = [f"step {step}" if step < ranks else "home" for step in range(steps)]
+        show_cells(axes, steps, ranks, [f"rank {rank}" for rank in range(ranks)], columns, side=0.94)
         axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xticks(np.arange(steps) + 0.47, [f"step {s}" if s < ranks else "home" for s in range(steps)])
-        axes.set_yticks(np.arange(ranks) + 0.47, [f"rank {rank}" for rank in range(ranks)])
-        axes.tick_params(length=0, labelsize=8)
     return figure
 
 
@@ -113,9 +94,9 @@ def plot_balance(places: Mapping[str, Sequence[Sequence[int]]], work: Mapping[st
         for row in owner:
             for column in owner:
                 _block(table, row, column, RANKS[owner[row]])
-        _bare(table, len(owner), len(owner))
-        table.set_yticks(np.arange(len(owner)) + 0.5, [f"chunk {row}: rank {owner[row]}" for row in range(len(owner))])
-        table.tick_params(length=0, labelsize=8)
+        rows = [f"chunk {row}: rank {owner[row]}" for row in range(len(owner))]
+        show_cells(table, len(owner), len(owner), rows)
+        table.set_aspect("equal")
         table.set_title(f"{order}: who computes which scores", fontsize=9, loc="left")
         _draw_steps(steps, work[order])
     return figure
@@ -132,11 +113,8 @@ def _draw_steps(axes: Axes, work: np.ndarray) -> None:
             )
             axes.add_patch(Rectangle((begin, rank + 0.1), work[step, rank], 0.8, facecolor=RANKS[rank]))
         axes.axvline(begins[step + 1], color=INK, linewidth=0.8)
-    axes.set(xlim=(0, begins[-1] * 1.001), ylim=(ranks, 0))
-    axes.set_yticks(np.arange(ranks) + 0.5, [f"rank {rank}" for rank in range(ranks)])
+    show_cells(axes, begins[-1] * 1.001, ranks, [f"rank {rank}" for rank in range(ranks)])
     axes.set_xticks((begins[:-1] + begins[1:]) / 2, [f"step {step}" for step in range(len(longest))])
-    axes.tick_params(length=0, labelsize=8)
-    axes.spines[:].set_visible(False)
     share = work.sum() / (ranks * begins[-1])
     axes.set_title(f"busy (coloured) and waiting: {100 * share:.0f} % of the time is work", fontsize=9, loc="left")
 
@@ -151,23 +129,14 @@ def plot_ulysses(ranks: int) -> Picture:
         for token in range(ranks):
             for head in range(ranks):
                 rank = head if by_head else token
-                colour = RANKS[rank]
-                axes.add_patch(Rectangle((head, token), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
-                _label(axes, head + 0.5, token + 0.5, f"rank {rank}", colour)
-        _bare(axes, ranks, ranks)
-        axes.set_xlabel("heads")
+                box(axes, (head, token), (1, 1), RANKS[rank], f"rank {rank}", edgecolor="white", linewidth=1.5)
+        show_cells(axes, ranks, ranks)
+        axes.set(aspect="equal", xlabel="heads")
         axes.set_title(title, fontsize=9, loc="left")
     panels[0].set_ylabel("tokens")
-    panels[1].annotate(
-        "all-to-all",
-        (-0.02, 0.5),
-        (-0.32, 0.5),
-        xycoords="axes fraction",
-        fontsize=8,
-        ha="center",
-        va="center",
-        arrowprops={"arrowstyle": "-|>", "color": INK},
-    )
+    arrow = {"arrowstyle": "-|>", "color": INK}
+    look = {"xycoords": "axes fraction", "fontsize": 8, "ha": "center", "va": "center", "arrowprops": arrow}
+    panels[1].annotate("all-to-all", (-0.02, 0.5), (-0.32, 0.5), **look)
     return figure
 
 
@@ -182,10 +151,9 @@ def plot_crossover(
         for name, colour, marker in (("ring", BLUE, "o"), ("all-gather", GREY, "^"), ("ulysses", VERMILION, "s")):
             values = [float(elements(c, group)[name]) for c in ranks]
             axes.plot(ranks, values, color=colour, marker=marker, markersize=3.5, label=name)
-        axes.set(xlabel="c, ranks of cp", ylim=(0, None), xticks=ranks[::2])
         queries = "one head" if group == 1 else f"{group} heads"
-        axes.set_title(f"{queries} of queries per head of keys", fontsize=9, loc="left")
-        tidy(axes)
+        title = f"{queries} of queries per head of keys"
+        finish(axes, title, xlabel="c, ranks of cp", ylim=(0, None), xticks=ranks[::2])
     panels[0].set_ylabel("elements sent per token, in h", fontsize=8)
     panels[0].legend(frameon=False, fontsize=8)
     return figure

@@ -4,8 +4,6 @@ The chapter builds the ring, and gives its three functions: held(r, c, order), t
 kv, order); backward(comm, q, kv, out, lse, dout, order, short).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

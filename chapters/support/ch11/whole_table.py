@@ -1,7 +1,5 @@
 """Attention with the whole table of scores, and the memory and time of attention on one device, for chapter 11."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from time import thread_time

@@ -1,7 +1,5 @@
 """A small Mixtral that chapter 12 trains on one device with different options of its routers."""
 
-from __future__ import annotations
-
 from chapters.support.training import make_trainer
 from minipar.comm import serial
 

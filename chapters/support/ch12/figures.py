@@ -1,18 +1,13 @@
 """Figures of chapter 12: a router's choice, rows on their way to experts, bytes of ep and dp, mistakes, balance."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from visualize.style import BLUE, GREEN, GREY, INK, LINES, VERMILION, YELLOW, Picture, ink_on, picture, tidy
-
-RANKS = (*LINES, GREY, YELLOW)
+from chapters.support.draw import RANKS, box, finish, show_cells
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, VERMILION, Picture, picture, tidy
 
 
 def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, moved: int) -> Picture:
@@ -58,18 +53,11 @@ def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
     for axes, (title, lists) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         for rank, rows in enumerate(lists):
             for place, (token, expert) in enumerate(rows):
-                _row(axes, place, rank, f"{chr(ord('a') + token)}{expert}", RANKS[expert // each])
-        axes.set(xlim=(0, longest), ylim=(ranks, 0), xticks=[])
-        axes.set_yticks(np.arange(ranks) + 0.45, [f"rank {rank}" for rank in range(ranks)])
-        axes.tick_params(length=0, labelsize=8)
-        axes.spines[:].set_visible(False)
+                text = f"{chr(ord('a') + token)}{expert}"
+                box(axes, (place, rank), (0.92, 0.88), RANKS[expert // each], text, fontsize=7.5)
+        show_cells(axes, longest, ranks, [f"rank {rank}" for rank in range(ranks)], side=0.9)
         axes.set_title(title, fontsize=9, loc="left")
     return figure
-
-
-def _row(axes: Axes, place: int, rank: int, text: str, colour: str) -> None:
-    axes.add_patch(Rectangle((place, rank), 0.92, 0.88, facecolor=colour))
-    axes.text(place + 0.46, rank + 0.44, text, fontsize=7.5, ha="center", va="center_baseline", color=ink_on(colour))
 
 
 def plot_ep_or_dp(
@@ -84,9 +72,8 @@ def plot_ep_or_dp(
         axes.axvline(crossing, color=GREY, linewidth=0.8, linestyle="--")
         look: dict[str, Any] = {"ha": "right", "va": "top", "rotation": 90, "fontsize": 8}
         axes.text(crossing, 0.98, f"{crossing:,.0f}", transform=axes.get_xaxis_transform(), **look)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of a rank", ylabel="elements sent per layer and rank")
-    axes.legend(frameon=False, fontsize=8)
-    tidy(axes)
+    labels = {"xlabel": "tokens of a rank", "ylabel": "elements sent per layer and rank"}
+    finish(axes, legend="best", xscale="log", yscale="log", **labels)
     return figure
 
 
@@ -101,9 +88,7 @@ def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
                 run[curve], color=colour, linewidth=3 if is_right else 1, alpha=0.35 if is_right else 1, label=name
             )
     for axes, title in ((left, "loss"), (right, "gradient norm")):
-        axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xlabel("step")
-        tidy(axes)
+        finish(axes, title, xlabel="step")
     left.legend(frameon=False, fontsize=7.5)
     return figure
 
@@ -117,9 +102,8 @@ def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
         looks = [RANKS[expert % len(RANKS)] for expert in range(load.shape[1])]
         axes.stackplot(np.arange(len(load)), 100 * shares.T, colors=looks, linewidth=0)
         busiest = shares[-(len(shares) // 4 or 1) :].max(axis=1).mean() * load.shape[1]
-        axes.set_title(f"{name}\nbusiest: {busiest:.1f} x the mean", fontsize=9, loc="left")
-        axes.set(xlim=(0, len(load) - 1), ylim=(0, 100), xlabel="step")
-        tidy(axes)
+        title = f"{name}\nbusiest: {busiest:.1f} x the mean"
+        finish(axes, title, xlim=(0, len(load) - 1), ylim=(0, 100), xlabel="step")
     panels[0].set_ylabel("rows of each expert, %", fontsize=8)
     return figure
 

@@ -4,8 +4,6 @@ Each is a Trainer with one method changed. A run has four ranks, which are threa
 experts than most steps have uses for, so that some have no tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

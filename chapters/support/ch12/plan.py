@@ -1,7 +1,5 @@
 """The planner's best layout of Mixtral 8x7B on 64 H100 with 4 million tokens in a step, for chapter 12."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from minipar.plan.cluster import GPUS, Cluster

@@ -1,13 +1,12 @@
 """Figures of chapter 13: the bits of formats, a weight that stands still, loss scaling, sums of p gradients, losses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.patches import Rectangle
 
+from chapters.support.draw import finish, show_cells
 from visualize.style import (
     BLUE,
     GREEN,
@@ -42,10 +41,8 @@ def plot_bits(formats: Mapping[str, tuple[int, int]]) -> Picture:
                 axes.text(place + size / 2, row + 0.5, str(size), color=ink_on(colour), weight="bold", **look)
             place += size
     widest = max(1 + sum(sizes) for sizes in formats.values())
-    axes.set(xlim=(0, widest), ylim=(len(formats), 0), xticks=[])
-    axes.set_yticks(np.arange(len(formats)) + 0.5, list(formats))
-    axes.tick_params(length=0, labelsize=9)
-    axes.spines[:].set_visible(False)
+    show_cells(axes, widest, len(formats), list(formats))
+    axes.tick_params(labelsize=9)
     handles = [Rectangle((0, 0), 1, 1, facecolor=colour, label=part) for part, colour in PARTS.items()]
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower right")
     return figure
@@ -60,9 +57,7 @@ def plot_weight(curves: Mapping[str, Sequence[float]], half_ulp: float) -> Pictu
     looks = ((INK, 1.0, "--"), (VERMILION, 2.2, "-"), (BLUE, 2.2, "-"), (GREEN, 1.4, "-"))
     for (name, values), (colour, width, line) in zip(curves.items(), looks, strict=False):
         axes.plot(values, color=colour, linewidth=width, linestyle=line, label=name, drawstyle="steps-post")
-    axes.set(xlabel="step", ylabel="weight")
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
-    tidy(axes)
+    finish(axes, legend="upper left", xlabel="step", ylabel="weight")
     return figure
 
 
@@ -83,14 +78,12 @@ def plot_scales(sizes: np.ndarray, shift: int, errors: Mapping[str, Sequence[flo
     left.margins(y=0.35)
     for x, text in ((-19, "sub-\nnormal"), (1, "fp16, normal")):
         left.text(x, 0.98, text, transform=left.get_xaxis_transform(), fontsize=7.5, ha="center", va="top")
-    left.set(xlabel="log2 of the absolute value", ylabel="share of the values, %", xlim=(-48, 18))
-    left.legend(frameon=False, fontsize=8, loc="center left")
+    labels = {"xlabel": "log2 of the absolute value", "ylabel": "share of the values, %"}
+    finish(left, legend="center left", xlim=(-48, 18), **labels)
     for (name, values), colour in zip(errors.items(), (VERMILION, BLUE), strict=False):
         right.plot(scales, values, color=colour, marker="o", markersize=3, label=name)
-    right.set(yscale="log", xlabel="log2 of the loss scale", ylabel="relative error of the gradient")
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        tidy(axes)
+    labels = {"xlabel": "log2 of the loss scale", "ylabel": "relative error of the gradient"}
+    finish(right, legend="best", yscale="log", **labels)
     return figure
 
 
@@ -107,8 +100,7 @@ def plot_ring_error(ranks: Sequence[int], curves: Mapping[str, Sequence[float]],
     axes.set(xscale="log", yscale="log", xlabel="p, terms of the sum", ylabel="largest error / sum of |G|")
     axes.set_xticks(ranks, [str(p) for p in ranks])
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
-    tidy(axes)
+    finish(axes, legend="best")
     return figure
 
 
@@ -151,9 +143,7 @@ def plot_losses(runs: Mapping[str, Sequence[float]], window: int) -> Picture:
         for axes, start in ((left, 0), (right, 2 * len(means) // 3)):
             axes.plot(steps[start:], means[start:], color=colour, linewidth=width, linestyle=line, label=name)
     for axes, title in ((left, "loss"), (right, "the last third")):
-        axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xlabel("step")
-        tidy(axes)
+        finish(axes, title, xlabel="step")
     left.legend(frameon=False, fontsize=8)
     return figure
 

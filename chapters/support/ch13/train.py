@@ -1,7 +1,5 @@
 """A small GPT that chapter 13 trains in several precisions, its gradients, and two trainers with one thing changed."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
