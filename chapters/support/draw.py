@@ -1,4 +1,4 @@
-"""What figures of several chapters draw in the same way: finished panels, boxes with a word, grids, rows of time."""
+"""Draw what figures of several chapters draw alike: finished panels, boxes with a word, grids, rows of time."""
 
 from collections.abc import Sequence
 from typing import Any

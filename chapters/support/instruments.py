@@ -1,4 +1,4 @@
-"""Instruments with which chapters 4, 5, 6, 8 and 12 notice a planted mistake: bits, compared on one rank or on all."""
+"""Compare bits on one rank or on all, to notice a mistake that chapters 4, 5, 6, 8 and 12 plant."""
 
 import hashlib
 from collections.abc import Iterable

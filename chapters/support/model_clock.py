@@ -1,4 +1,4 @@
-"""Programs of chapters 3, 4 and 7 on simulated ranks: threads of this process, on the model clock, under a trace."""
+"""Run programs of chapters 3, 4 and 7 on simulated ranks: threads, on the model clock, under a trace."""
 
 from collections.abc import Callable
 from typing import Any

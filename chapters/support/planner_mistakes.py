@@ -1,4 +1,4 @@
-"""Mistakes that chapters 9 and 10 plant in the planner, each for the length of a `with` block."""
+"""Plant mistakes in the planner, each for the length of a `with` block (sections 9.6 and 10.8)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Work dealt out to the ranks of a chapter, and values from all ranks. They travel as JSON: tuples become lists."""
+"""Deal work out to the ranks, and gather values from all. They travel as JSON: tuples become lists."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The three models of chapters 9 and 10, the planner's first choice for each on a cluster, and what pictures need."""
+"""Plan the three models of chapters 9 and 10, and prepare what pictures need (sections 9.4 and 9.5)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

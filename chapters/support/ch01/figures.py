@@ -1,4 +1,4 @@
-"""The figure of chapter 1: a small graph with its values, its gradients and the order of backward."""
+"""Draw the figure of section 1.1: a small graph with its values, its gradients and the order of backward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

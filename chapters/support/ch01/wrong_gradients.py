@@ -1,4 +1,4 @@
-"""Two operations of chapter 1 with a right forward and a wrong backward, as they were found in real code."""
+"""Plant two mistakes in section 1.7: a right forward with a wrong backward, as found in real code."""
 
 import math
 from collections.abc import Callable

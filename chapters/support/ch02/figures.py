@@ -1,4 +1,4 @@
-"""Figures of chapter 2: a Transformer block and what it keeps, shares of a step, memory over backward."""
+"""Draw for chapter 2: a block and what it keeps (2.1), shares of a step (2.4), memory over backward (2.8)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

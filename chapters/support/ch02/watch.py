@@ -1,4 +1,4 @@
-"""A GPT's training step under observation, for chapter 2: the slope of its loss, and the memory that it holds.
+"""Watch a GPT's training step: the slope of its loss (sections 2.2, 2.9), and the memory it holds (2.8).
 
 Also one GPT with a planted mistake: a backward that forgets the skip paths.
 """

@@ -1,4 +1,4 @@
-"""Figures of chapter 3: the blocks of an array on each rank, step by step, and the times of the algorithms."""
+"""Draw for chapter 3: the blocks on each rank (3.3, 3.4), and the times of the algorithms (3.7)."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Watch chapter 3's collectives: blocks (3.2 to 3.5), messages (3.6), time against MPI's own (3.8), timelines (3.9)."""
+"""Watch collectives: blocks (3.3, 3.4), messages (3.6), time beside MPI's own (3.5, 3.8), timelines (3.9)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Figures of chapter 4: the life of a bucket, and the time of a step by bucket size."""
+"""Draw for section 4.4: the life of a bucket, and the time of a step by bucket size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What chapter 4 watches data parallelism with: a step on the model clock, and training runs with a planted mistake."""
+"""Watch data parallelism: a step on the model clock (sections 4.4, 4.7), runs with a mistake (4.5, 4.8)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -107,18 +107,14 @@ class LocalCount(DistributedDataParallel):
             bucket.gradient *= self.comm.size
 
 
-class KeepsGradients(DistributedDataParallel):
+class KeepsGradients(LocalCount):
     """Mistake 3: each rank steps on the mean gradient of its own samples; then `after_step` averages the parameters."""
 
     def reduce(self, bucket: Bucket) -> None:
-        ranks, bucket.comm = bucket.comm, serial()
+        ranks = bucket.comm
+        bucket.comm = serial()
         super().reduce(bucket)
         bucket.comm = ranks
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        for bucket in self.buckets:
-            bucket.gradient *= self.comm.size
 
     def after_step(self) -> None:
         for parameter in self.parameters():

@@ -1,4 +1,4 @@
-"""Figures of chapter 5: what each rank holds at each ZeRO stage, and when stage 3 gathers and frees."""
+"""Draw for chapter 5: what each rank holds at each stage (5.1), when stage 3 gathers and frees (5.4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

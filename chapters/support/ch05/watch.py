@@ -1,4 +1,4 @@
-"""What chapter 5 watches the ZeRO stages with: memory, bytes and bits of a run, a step on the model clock, mistakes."""
+"""Watch the ZeRO stages: memory, bytes and bits (5.3 to 5.5, 5.9), the model clock (5.6), mistakes (5.10)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

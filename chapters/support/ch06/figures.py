@@ -1,4 +1,4 @@
-"""Figures of chapter 6: a Transformer block over t ranks with its shapes, and how matrices are cut."""
+"""Draw for chapter 6: a block over t ranks with its shapes (6.3, 6.9), and how matrices are cut (6.4)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Five mistakes that chapter 6 plants in tensor parallelism, and the checks that may notice them.
+"""Plant five mistakes in tensor parallelism, and run the checks that may notice them (section 6.12).
 
 A mistake is a context in which one function or class of the library is replaced by a wrong one. A process enters it
 once: ranks that are threads enter it together.
@@ -16,13 +16,14 @@ from chapters.support.instruments import same_on_all_ranks
 from chapters.support.share_work import from_all
 from chapters.support.whole_runs import compare
 from minipar.autograd import Tensor, linear
-from minipar.comm import wire_bytes
 from minipar.nn import clip_grad_norm, squared_norm
 from minipar.parallel.tensor import vocabulary
 from minipar.parallel.tensor.layers import Border, RowLinear
 from minipar.parallel.tensor.mappings import TensorGroup
 from minipar.parallel.tensor.plan import TensorParallel
 from minipar.parallel.tensor.vocabulary import vocab_parallel_cross_entropy_sum
+from minipar.parallel.traffic import predicted_traffic
+from minipar.train.from_config import step_layout
 from minipar.train.trainer import Trainer
 
 
@@ -76,17 +77,7 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 def bytes_per_step(trainer: Trainer) -> int:
     """Return what a correct step sends over tp: layers, embedding, head, loss, norm, and replicated gradients."""
-    config, tp = trainer.model.config, trainer.mesh.tp
-    tokens = trainer.samples_per_microbatch * config.n_positions
-
-    def ring(elements: int) -> int:
-        return wire_bytes("all_reduce", "ring", elements, 8, tp.size, tp.rank)
-
-    expected = (4 * config.n_layer + 2) * ring(tokens * config.n_embd) + ring(tokens) + ring(2 * tokens)
-    expected += wire_bytes("all_reduce", "ordered", 1, 8, tp.size, tp.rank)
-    if trainer.config.mesh.sequence_parallel:
-        expected += sum(ring(sum(p.size for p in b.parameters if not is_split(p))) for b in trainer.ddp.buckets)
-    return expected
+    return predicted_traffic(step_layout(trainer.config), trainer.mesh.world.rank)["tp"]
 
 
 def examine(trainer: Trainer, single: Mapping[int, tuple[Any, Any]]) -> tuple[set[str], float]:

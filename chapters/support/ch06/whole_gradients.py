@@ -1,4 +1,4 @@
-"""Gradients of a tensor-parallel GPT, joined from the ranks and compared with one device, for chapter 6."""
+"""Join a tensor-parallel GPT's gradients and compare them with one device (sections 6.6, 6.8 and 6.9)."""
 
 from contextlib import nullcontext
 from typing import Any

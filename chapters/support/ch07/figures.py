@@ -1,4 +1,4 @@
-"""Figures of chapter 7: paths through a schedule, overlap with all-to-alls, and sliders that change a schedule."""
+"""Draw for chapter 7: paths (7.3, 7.5), overlap (7.5), the table of schedules (7.6), sliders at its end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +172,7 @@ def explore_schedules() -> Any:
     display(static)
 
     looks = {"continuous_update": False, "style": {"description_width": "9em"}}
+    names = [(NAMES.get(name, name), name) for name in SCHEDULES]
 
     def number(label: str, value: int, high: int) -> Any:
         return ipywidgets.IntSlider(value=value, min=1, max=high, description=label, **looks)
@@ -180,12 +181,7 @@ def explore_schedules() -> Any:
         return ipywidgets.FloatSlider(value=value, min=low, max=4, step=0.1, description=label, **looks)
 
     controls = {
-        "name": ipywidgets.Dropdown(
-            options=[(NAMES.get(name, name), name) for name in SCHEDULES],
-            value="1f1b",
-            description="schedule",
-            style=looks["style"],
-        ),
+        "name": ipywidgets.Dropdown(options=names, value="1f1b", description="schedule", style=looks["style"]),
         "p": number("ranks p", 4, 8),
         "m": number("microbatches m", 8, 32),
         "v": number("interleaved: v", 2, 4),

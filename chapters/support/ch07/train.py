@@ -1,4 +1,4 @@
-"""Runs of the trainer as a pipeline, for chapter 7: compared with one device, on the model clock, and with replicas."""
+"""Train pipelines beside one device (7.7), on the model clock (7.9), with replicas (7.10), mistaken (7.12)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

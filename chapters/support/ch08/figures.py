@@ -1,4 +1,4 @@
-"""Figures of chapter 8: the grid of ranks, layouts side by side, placements of the axes on hosts, a checkpoint."""
+"""Draw for chapter 8: the grid (8.1), layouts (8.3), axes on slow links (8.5), a checkpoint's files (8.6)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The instruments of chapter 9 that may notice a mistake in the planner (section 9.6)."""
+"""Notice mistakes in the planner's memory and traffic (section 9.6)."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Figures of chapters 9 and 10: what a layout costs before anything runs, and what a planner foresees."""
+"""Draw for chapter 9: memory (9.2), wires (9.3), bubbles and the order of decisions (9.4), scaling (9.5)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

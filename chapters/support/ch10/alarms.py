@@ -1,4 +1,4 @@
-"""The instruments of chapter 10 that may notice a mistake in the planner (section 10.8)."""
+"""Notice mistakes in the planner by a run and by what was printed (section 10.8)."""
 
 from chapters.support.ch10.published import KORTHIKANTI, NARAYANAN, narayanan
 from chapters.support.training import make_trainer

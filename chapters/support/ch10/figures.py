@@ -1,4 +1,4 @@
-"""Figures of chapter 10: predictions beside what was printed and measured, and what depends on each constant."""
+"""Draw for chapter 10: predicted over measured (10.3, 10.5), and what depends on each constant (10.6)."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Runs of the Ultra-Scale Playbook next to the planner's predictions of them, for chapter 10 and for tests/plan.
+"""Predict runs of the Ultra-Scale Playbook, for section 10.5 and for tests/plan.
 
 RECORD has 1,018 runs of nanotron that the authors of the Ultra-Scale Playbook (Hugging Face 2025) measured for it:
 hosts of 8 H100, 256 sequences of 4096 tokens per step, bf16 with gradients accumulated in fp32, flash attention, no

@@ -1,4 +1,4 @@
-"""Printed speeds of training runs, and the planner's predictions of them, for chapter 10.
+"""Predict the printed speeds of training runs (section 10.5).
 
 Narayanan et al. 2021 (arXiv 2104.04473, tables 1 and 2, figure 15), Korthikanti et al. 2022 (arXiv 2205.05198, table
 5), Llama Team 2024 (arXiv 2407.21783, table 4), Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288).

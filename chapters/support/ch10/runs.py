@@ -1,4 +1,4 @@
-"""Predictions of the planner beside runs of minipar, for chapter 10: on the model clock, and on this machine."""
+"""Predict runs of minipar on the model clock (sections 10.1, 10.2 and 10.9) and on this machine (10.3)."""
 
 from dataclasses import replace
 from math import gcd

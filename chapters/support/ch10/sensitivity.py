@@ -1,4 +1,4 @@
-"""How much the planner's answers depend on its assumptions, for chapter 10.
+"""Measure how much the planner's answers depend on its assumptions (section 10.6).
 
 A search for each change would take long. So only layouts that are near the best one are compared: a change of a
 constant by a fifth lets no other one win.

@@ -1,4 +1,4 @@
-"""Figures of chapter 11: blocks of a mask, costs, a ring's steps, balance, an all-to-all, and bytes over ranks."""
+"""Draw for chapter 11: a mask (11.2), costs (11.4), a ring (11.5), balance (11.6), the rivals (11.7)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""An attention layer on plain arrays over the ranks of cp, for chapter 11: rotary positions, loss, gradients, mistakes.
+"""Train attention on plain arrays over the ranks of cp, right (section 11.8) and with mistakes (11.9).
 
 The chapter builds the ring, and gives its three functions: held(r, c, order), the chunks of a rank; forward(comm, q,
 kv, order); backward(comm, q, kv, out, lse, dout, order, short).

@@ -1,4 +1,4 @@
-"""Attention with the whole table of scores, and the memory and time of attention on one device, for chapter 11."""
+"""Compute attention with the whole table of scores (11.2, 11.3), and measure it on one device (11.4)."""
 
 import tracemalloc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A small Mixtral that chapter 12 trains on one device with different options of its routers."""
+"""Train a small Mixtral on one device with different options of its routers (section 12.7)."""
 
 from chapters.support.training import make_trainer
 from minipar.comm import serial

@@ -1,4 +1,4 @@
-"""Figures of chapter 12: a router's choice, rows on their way to experts, bytes of ep and dp, mistakes, balance."""
+"""Draw for chapter 12: a choice (12.2), rows sent (12.4, 12.5), mistakes (12.6), and balance (12.7)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

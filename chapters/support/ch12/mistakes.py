@@ -1,4 +1,4 @@
-"""Four mistakes that chapter 12 plants in the training of a mixture of experts, and the checks that may notice them.
+"""Plant four mistakes in a mixture of experts, and run the checks that may notice them (section 12.6).
 
 Each is a Trainer with one method changed. A run has four ranks, which are threads: dp 2, tp 2, ep 2. There are more
 experts than most steps have uses for, so that some have no tokens.

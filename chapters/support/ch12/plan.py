@@ -1,4 +1,4 @@
-"""The planner's best layout of Mixtral 8x7B on 64 H100 with 4 million tokens in a step, for chapter 12."""
+"""Plan Mixtral 8x7B on 64 H100 with 4 million tokens in a step (section 12.9)."""
 
 from typing import Any
 

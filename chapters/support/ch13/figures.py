@@ -1,4 +1,4 @@
-"""Figures of chapter 13: the bits of formats, a weight that stands still, loss scaling, sums of p gradients, losses."""
+"""Draw for chapter 13: bits (13.1), a weight (13.2), scales (13.4), sums (13.5, 13.6), losses (13.8)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
