@@ -1,13 +1,15 @@
-"""Draw what figures of several chapters draw alike: finished panels, boxes with a word, grids, rows of time."""
+"""Draw what figures of several chapters draw alike: panels, legends, notes, boxes, grids, rows of time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
-from visualize.style import GREY, LINES, YELLOW, ink_on, tidy
+from visualize.style import GREY, INK, LINES, YELLOW, ink_on, tidy
 
 RANKS = (*LINES, GREY, YELLOW)  # a colour for each rank, and for what it holds
 
@@ -26,6 +28,24 @@ def finish(axes: Axes, title: str = "", legend: str = "", size: float = 8, bars:
     tidy(axes)
     if bars:
         axes.grid(visible=False, axis=bars)
+
+
+def legend_outside(
+    figure: Figure, handles: Sequence[Artist], place: str = "upper center", ncols: int = 0, **look: Any
+) -> None:
+    """Explain what is drawn in all panels, beside them: in one row, or in `ncols` columns."""
+    look = {"frameon": False, "fontsize": 9} | look
+    figure.legend(handles=handles, loc=f"outside {place}", ncols=ncols or len(handles), **look)
+
+
+def patches(colours: Mapping[str, str]) -> list[Artist]:
+    """Return what a legend shows for colours, given by name."""
+    return [Patch(color=colour, label=name) for name, colour in colours.items()]
+
+
+def note(axes: Axes, text: str, spot: tuple[float, float], shift: tuple[float, float], **look: Any) -> None:
+    """Write a text so many points beside a spot of the data."""
+    axes.annotate(text, spot, xytext=shift, textcoords="offset points", color=INK, **look)
 
 
 def box(

@@ -92,8 +92,7 @@ def _draw_edge(axes: Axes, user: tuple[float, float], used: tuple[float, float],
         start, end, bend = (x1, -HEIGHT / 2), (x2 + 0.25 * (x1 > x2) * WIDTH, y2 + HEIGHT / 2), 0.0
         spot = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
     arrow = f"arc3,rad={bend}"
-    axes.add_patch(
-        FancyArrowPatch(start, end, connectionstyle=arrow, arrowstyle="-|>", mutation_scale=12, color=VERMILION)
-    )
+    look = {"arrowstyle": "-|>", "mutation_scale": 12, "color": VERMILION}
+    axes.add_patch(FancyArrowPatch(start, end, connectionstyle=arrow, **look))
     box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     axes.text(*spot, contribution, ha="center", va="center", color=VERMILION, fontsize=9, bbox=box, zorder=2.5)

@@ -114,9 +114,8 @@ def plot_shares(bars: Mapping[str, Mapping[str, float]]) -> Picture:
             share = 100 * bar.get(part, 0.0) / total
             axes.barh(place, share, left=left, height=0.66, color=colour, edgecolor="white", linewidth=0.8)
             if share >= 4:
-                axes.text(
-                    left + share / 2, place, f"{share:.0f}", ha="center", va="center", color=ink_on(colour), fontsize=9
-                )
+                look = {"ha": "center", "va": "center", "color": ink_on(colour), "fontsize": 9}
+                axes.text(left + share / 2, place, f"{share:.0f}", **look)
             left += share
     for part, colour in zip(parts, PARTS * len(parts), strict=False):
         axes.barh(0, 0, color=colour, label=part)

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from chapters.support.draw import finish, show_time
+from chapters.support.draw import finish, note, show_time
 from visualize.style import BLUE, COLOURS, GREEN, INK, PAPER, VERMILION, Picture, byte_label, ink_on, picture
 
 ROWS = ("backward\ncompletes gradients", "a bucket\ncounts them", "all-reduces\nunder way", "synchronize")
@@ -37,9 +37,8 @@ def draw_life_of_buckets(gradients: Sequence[tuple[str, float, int]], sending: S
             axes.text((left + right) / 2, 1.3, f"{number} of {len(times)}", ha="center", va="center", fontsize=8)
         axes.text(start + 0.1, 0.72, f"bucket {bucket}", ha="left", va="center", fontsize=8)
         wire = max(wire, times[-1])  # a communicator sends one bucket after the other
-        axes.annotate(
-            "", (wire, 1.6), (times[-1], 1.4), arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
-        )
+        arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (wire, 1.6), (times[-1], 1.4), arrowprops=arrow)
         _box(axes, 2, wire, sending[bucket], COLOURS["all_reduce"], f"bucket {bucket}")
         wire += sending[bucket]
     if wire > end:
@@ -74,9 +73,7 @@ def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computati
     axes.plot(sizes, times, "o-", color=BLUE, linewidth=1.8, label="buckets (their number above each point)")
     axes.axhline(computation * 1e3, color=GREEN, linestyle="--", linewidth=1.5, label="computation alone")
     for row, size, time in zip(rows, sizes, times, strict=True):
-        axes.annotate(
-            str(row["buckets"]), (size, time), xytext=(0, 8), textcoords="offset points", ha="center", color=INK
-        )
+        note(axes, str(row["buckets"]), (size, time), (0, 8), ha="center")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))
     axes.legend(frameon=False, loc="lower right")

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from chapters.support.draw import box
+from chapters.support.draw import box, legend_outside
 from chapters.support.show import in_notebook
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Durations, Time, simulate
@@ -57,7 +57,7 @@ def plot_paths(panels: Mapping[str, MarkedPath], note: str) -> Picture:
     kinds = [kind for kind in KINDS if any(kind == named[0] for one in panels.values() for named in one.times)]
     handles = [Patch(facecolor=COLOURS[kind], label=KINDS[kind]) for kind in kinds]
     handles.append(Patch(facecolor="white", edgecolor=INK, linewidth=2, label="longest path"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8.5)
+    legend_outside(figure, handles, "lower center", fontsize=8.5)
     grid[-1].set_xlabel(f"time ({note}; number in a box: its microbatch)", fontsize=8.5, color=INK)
     return figure
 
@@ -104,10 +104,8 @@ def _draw_phases(axes: Axes, slots: Sequence[tuple[Time, Time]], ahead: int, y: 
             axes.add_patch(Rectangle((float(start), y), float(end - start), 0.34, gid=name, **look))
             label = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
             if float(end - start) >= 3:
-                axes.text(
-                    float(start + end) / 2, y + 0.17, name, ha="center", va="center", fontsize=8, color=INK, zorder=3,
-                    bbox=label,
-                )  # fmt: skip
+                text = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "zorder": 3, "bbox": label}
+                axes.text(float(start + end) / 2, y + 0.17, name, **text)
 
 
 def picture_of(name: str, p: int, m: int, v: int, durations: Durations) -> Picture:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from chapters.support.draw import finish
+from chapters.support.draw import finish, legend_outside, note, patches
 from visualize import parse_trace, plot_timeline
 from visualize.mesh import LOOKS
 from visualize.style import GREY, INK, LINES, MINT, PAPER, SKY, YELLOW, Picture, picture, signed_percent, tidy
@@ -47,9 +47,8 @@ def plot_grid(sizes: Mapping[str, int], per_host: int) -> Picture:
         axes.add_patch(host)
         axes.text(-0.88, top - 0.12, f"host {first // per_host}", va="top", fontsize=9, color=INK)
         stages = range(first // (tp * dp), last // (tp * dp) + 1)
-        axes.text(
-            -0.88, top - 0.37, "\n".join(f"stage pp {stage}" for stage in stages), va="top", fontsize=8, color=INK
-        )
+        names = "\n".join(f"stage pp {stage}" for stage in stages)
+        axes.text(-0.88, top - 0.37, names, va="top", fontsize=8, color=INK)
     for axis, (stride, size) in strides.items():
         colour, dashes = LOOKS[axis]
         for r in ranks:
@@ -71,7 +70,7 @@ def plot_grid(sizes: Mapping[str, int], per_host: int) -> Picture:
         Line2D([], [], color=LOOKS[axis][0], linestyle=LOOKS[axis][1], linewidth=2.2, label=f"{axis}: {stride} apart")
         for axis, (stride, _) in strides.items()
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9, handlelength=3.2)
+    legend_outside(figure, handles, handlelength=3.2)
     return figure
 
 
@@ -144,10 +143,9 @@ def plot_layouts(
         top.plot(steps, losses, linestyle="", markersize=size, label=label, **look)
         bottom.plot(steps, apart, linewidth=1.0, markersize=size, **look)
     bottom.plot(steps, bound, color=GREY, linestyle="--", linewidth=1.6)
-    look = {"textcoords": "offset points", "ha": "right", "va": "top", "color": INK, "fontsize": 9}
-    bottom.annotate("the bound for rounding", (steps[-1], bound[-1]), xytext=(0, -6), **look)
+    note(bottom, "the bound for rounding", (steps[-1], bound[-1]), (0, -6), ha="right", va="top", fontsize=9)
     bottom.axhline(EPSILON, color=GREY, linestyle=":", linewidth=1.2)
-    bottom.annotate("one rounding, $2^{-52}$", (steps[-1], EPSILON), xytext=(0, -4), **look)
+    note(bottom, "one rounding, $2^{-52}$", (steps[-1], EPSILON), (0, -4), ha="right", va="top", fontsize=9)
     bottom.set_yscale("log")
     bottom.set_ylim(EPSILON / 8, 8 * max(bound))
     bottom.yaxis.set_major_locator(LogLocator())
@@ -179,8 +177,7 @@ def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Pic
             axes.barh(place, ideal * 1e3, height=0.72, color=REST)
             axes.barh(place, (seconds - ideal) * 1e3, left=ideal * 1e3, height=0.72, color=LOOKS[axis][0])
             text = f"{seconds * 1e3:.0f} ms, {signed_percent(seconds / ideal)}"
-            spot = (seconds * 1e3, place)
-            axes.annotate(text, spot, xytext=(6, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+            note(axes, text, (seconds * 1e3, place), (6, 0), va="center", fontsize=9)
             ticks.append((place, f"{axis} on {link}"))
             place += 1
         place += 0.6
@@ -189,10 +186,10 @@ def plot_placements(ideal: float, times: Mapping[tuple[str, str], float]) -> Pic
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     finish(axes, xlim=(0, 1.14e3 * max(times.values())), xlabel="time of one step (ms, model clock)", bars="y")
-    handles = [Patch(color=REST, label=f"every axis on the fast link: {ideal * 1e3:.0f} ms")]
+    colours = {f"every axis on the fast link: {ideal * 1e3:.0f} ms": REST}
     slow = dict.fromkeys(axis for axis, _ in times)
-    handles += [Patch(color=LOOKS[axis][0], label=f"added by {axis} between hosts") for axis in slow]
-    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    colours |= {f"added by {axis} between hosts": LOOKS[axis][0] for axis in slow}
+    legend_outside(figure, patches(colours), ncols=2)
     return figure
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from chapters.support.draw import finish
+from chapters.support.draw import finish, legend_outside, note, patches
 from visualize.plan import MEMORY, TIME
 from visualize.style import GREY, INK, LINES, PAPER, Picture, ink_on, picture
 
@@ -36,16 +36,15 @@ def plot_fit(panels: Mapping[str, Mapping[str, Parts]], room: float, most: float
                 axes.barh(place, width / 1e9, 0.68, left / 1e9, color=colour, edgecolor="white", linewidth=0.6)
                 left += width
             text = f"{total / 1e9:.0f}" + ("  $\\rightarrow$" if total > most else "")
-            look = {"va": "center", "fontsize": 9, "color": INK, "weight": "bold" if total > room else "normal"}
+            weight = "bold" if total > room else "normal"
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-            axes.annotate(text, (left / 1e9, place), xytext=(5, 0), textcoords="offset points", bbox=behind, **look)
+            note(axes, text, (left / 1e9, place), (5, 0), va="center", fontsize=9, weight=weight, bbox=behind)
         axes.axvline(room / 1e9, color=INK, linestyle="--", linewidth=1.4)
         axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
         axes.invert_yaxis()
         label = f"GB on the fullest rank (dashed: {room / 1e9:.0f} GB)"
         finish(axes, title, size=9, xlim=(0, most / 1e9 * 1.16), xlabel=label, bars="y")
-    handles = [Patch(color=colour, label=part) for part, colour in MEMORY.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    legend_outside(figure, patches(MEMORY))
     return figure
 
 
@@ -65,8 +64,7 @@ def plot_wires(panels: Mapping[str, tuple[str, Mapping[int, Parts]]]) -> Picture
         powers(axes, list(points))
         finish(axes, title, size=9, yscale="log", xlabel=what)
     drawn[0].set_ylabel("seconds of a step, nothing hidden")
-    handles, labels = drawn[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    legend_outside(figure, drawn[0].get_legend_handles_labels()[0])
     return figure
 
 
@@ -100,15 +98,13 @@ def plot_scaling(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, flo
             axes.plot(gpus, tokens, f"-{mark}", color=colour, markersize=6, label=model)
             axes.plot(gpus, [tokens[0] * n / gpus[0] for n in gpus], "--", color=colour, linewidth=1.0)
             for n, (speed, mfu) in points.items():
-                look = {"ha": "left", "va": "top", "fontsize": 8, "color": INK}
-                axes.annotate(f"{mfu:.0%}", (n, speed), xytext=(4, -5), textcoords="offset points", **look)
+                note(axes, f"{mfu:.0%}", (n, speed), (4, -5), ha="left", va="top", fontsize=8)
         axes.set_yscale("log")
         powers(axes, sorted({n for points in models.values() for n in points}))
         axes.margins(x=0.12)
         finish(axes, xlabel=f"{kind} GPUs (at each point: MFU)")
     drawn[0].set_ylabel("tokens per second")
-    handles, labels = drawn[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    legend_outside(figure, drawn[0].get_legend_handles_labels()[0])
     return figure
 
 
@@ -139,8 +135,7 @@ def plot_spending(bars: Mapping[str, Mapping[str, tuple[Mapping[str, float], flo
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     label = "of a step's time (above the bars: MFU)"
     finish(axes, xlim=(-0.7, left - 0.9), ylim=(0, 1.16), ylabel=label, bars="x")
-    handles = [Patch(color=colour, label=part) for part, colour in TIME.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    legend_outside(figure, patches(TIME), "lower center")
     return figure
 
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.artist import Artist
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from chapters.support.draw import finish
+from chapters.support.draw import finish, legend_outside, note, patches
 from visualize.style import BLUE, INK, LINES, ORANGE, Picture, picture, signed_percent
 
 
@@ -22,16 +20,15 @@ def plot_predictions(groups: Mapping[str, Mapping[str, float]], band: float) -> 
         places = [len(names) + k for k in range(len(rows))]
         axes.plot(list(rows.values()), places, mark, color=colour, markersize=7, linestyle="", label=group)
         for place, ratio in zip(places, rows.values(), strict=True):
-            look = {"va": "center", "ha": "right" if ratio < 1 else "left", "fontsize": 8, "color": INK}
-            way = (-8 if ratio < 1 else 8, 0)
-            axes.annotate(signed_percent(ratio), (ratio, place), xytext=way, textcoords="offset points", **look)
+            side, shift = ("right", (-8, 0)) if ratio < 1 else ("left", (8, 0))
+            note(axes, signed_percent(ratio), (ratio, place), shift, va="center", ha=side, fontsize=8)
         names += rows
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     reach = max([1.5 * band, *(1.25 * abs(ratio - 1) for rows in groups.values() for ratio in rows.values())])
     label = f"predicted time / printed time (band: {band:.0%})"
     finish(axes, xlim=(1 - reach, 1 + reach), xlabel=label, bars="y")
-    figure.legend(loc="outside upper center", ncols=len(groups), frameon=False, fontsize=9)
+    legend_outside(figure, axes.get_legend_handles_labels()[0])
     return figure
 
 
@@ -93,7 +90,7 @@ def plot_tornado(panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, boo
         finish(axes, question, size=9, xlim=reach, xlabel="change of the predicted time of a step", bars="y")
     drawn[0].set_yticks(range(len(order)), order, fontsize=9)
     drawn[0].invert_yaxis()
-    handles: list[Artist] = [Patch(color=colours[k % 2], label=change) for k, change in enumerate(changes)]
-    handles.append(Line2D([], [], color=INK, marker="*", linestyle="", label="another layout becomes the best"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    star = Line2D([], [], color=INK, marker="*", linestyle="", label="another layout becomes the best")
+    named = dict(zip(changes, colours, strict=True))
+    legend_outside(figure, [*patches(named), star])
     return figure

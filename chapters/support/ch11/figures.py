@@ -18,9 +18,8 @@ def _block(axes: Axes, row: int, column: int, colour: str) -> None:
     if column < row:
         axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
     elif column == row:
-        axes.add_patch(
-            Polygon([(column, row), (column, row + 1), (column + 1, row + 1)], facecolor=colour, edgecolor="white")
-        )
+        corners = [(column, row), (column, row + 1), (column + 1, row + 1)]
+        axes.add_patch(Polygon(corners, facecolor=colour, edgecolor="white"))
 
 
 def plot_mask(blocks: int) -> Picture:
@@ -108,10 +107,9 @@ def _draw_steps(axes: Axes, work: np.ndarray) -> None:
     begins = np.concatenate([[0], np.cumsum(longest)])
     for step, begin in enumerate(begins[:-1]):
         for rank in range(ranks):
-            axes.add_patch(
-                Rectangle((begin, rank + 0.1), longest[step], 0.8, facecolor="white", edgecolor=GREY, lw=0.5)
-            )
-            axes.add_patch(Rectangle((begin, rank + 0.1), work[step, rank], 0.8, facecolor=RANKS[rank]))
+            corner, frame = (begin, rank + 0.1), {"facecolor": "white", "edgecolor": GREY, "linewidth": 0.5}
+            axes.add_patch(Rectangle(corner, longest[step], 0.8, **frame))
+            axes.add_patch(Rectangle(corner, work[step, rank], 0.8, facecolor=RANKS[rank]))
         axes.axvline(begins[step + 1], color=INK, linewidth=0.8)
     show_cells(axes, begins[-1] * 1.001, ranks, [f"rank {rank}" for rank in range(ranks)])
     axes.set_xticks((begins[:-1] + begins[1:]) / 2, [f"step {step}" for step in range(len(longest))])

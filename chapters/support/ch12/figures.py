@@ -84,9 +84,8 @@ def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
     for (name, run), colour in zip(runs.items(), (INK, *LINES), strict=False):
         for axes, curve in ((left, "losses"), (right, "norms")):
             is_right = colour == INK
-            axes.plot(
-                run[curve], color=colour, linewidth=3 if is_right else 1, alpha=0.35 if is_right else 1, label=name
-            )
+            look = {"linewidth": 3, "alpha": 0.35} if is_right else {"linewidth": 1, "alpha": 1}
+            axes.plot(run[curve], color=colour, label=name, **look)
     for axes, title in ((left, "loss"), (right, "gradient norm")):
         finish(axes, title, xlabel="step")
     left.legend(frameon=False, fontsize=7.5)
