@@ -1,1 +1,1 @@
-"""What the chapters import: on top what several use, in chNN/ what chapter NN alone draws, counts, runs and plants."""
+"""The code that chapters import: on top what several use, in chNN/ what chapter NN alone draws, runs and plants."""

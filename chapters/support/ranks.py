@@ -28,7 +28,7 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0  # for processes that are being stopped in order
 SHARED = "/dev/shm"
 
-_clusters: list[Cluster] = []  # of this kernel, the one that runs
+_clusters: list[Cluster] = []  # this kernel's, while it runs
 
 
 def start_ranks(n: int) -> Cluster | None:

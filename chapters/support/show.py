@@ -84,7 +84,7 @@ def source_html(text: str) -> str:
     return f'<pre style="{SOURCE_STYLE}">{lines}</pre>'
 
 
-_printed: dict[str, int] = {}  # of each script: the line up to which its headings are printed
+_printed: dict[str, int] = {}  # the line up to which each script's headings are printed
 
 
 def print_headings() -> None:

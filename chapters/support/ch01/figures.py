@@ -19,7 +19,7 @@ class Result(Protocol):
     rules: Sequence[Callable[[float], float]]
 
 
-WIDTH, HEIGHT, STEP, DROP = 1.6, 0.9, 2.9, 2.3  # of a box, and from one box to the next
+WIDTH, HEIGHT, STEP, DROP = 1.6, 0.9, 2.9, 2.3  # a box's sides, and the ways from one box to the next
 ORDINALS = ("1st", "2nd", "3rd")
 
 

@@ -10,7 +10,7 @@ from chapters.support.draw import finish
 from minipar.nn import GPTConfig
 from visualize.style import BLUE, GREY, INDIGO, INK, LINES, ORANGE, PAPER, YELLOW, Picture, ink_on, picture
 
-PARTS = (BLUE, YELLOW, INDIGO, ORANGE, GREY)  # of lightnesses that grey print tells apart
+PARTS = (BLUE, YELLOW, INDIGO, ORANGE, GREY)  # grey print tells their lightnesses apart
 
 Moment = tuple[str, int, int]  # where, bytes held there, the most held since the moment before
 

@@ -73,11 +73,11 @@ class ForgottenResidual(GPT):
 
 @dataclass
 class Step:
-    """What a forward and a backward held and computed."""
+    """The memory that a forward and a backward held, and the operations that they computed."""
 
     kept: int  # bytes of the floating-point arrays that the graph keeps after forward, parameters aside
     held: int  # bytes that tracemalloc sees then
-    operations: int  # of the matrix products, forward and backward
+    operations: int  # operations of the matrix products, forward and backward
     moments: list[Moment]  # after each block in forward and in backward
 
     @property

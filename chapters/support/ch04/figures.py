@@ -20,7 +20,7 @@ def draw_life_of_buckets(gradients: Sequence[tuple[str, float, int]], sending: S
     """
     figure = picture(7.0, 3.5)
     axes = figure.add_subplot()
-    complete: list[list[float]] = [[] for _ in sending]  # of each bucket: when its gradients are complete
+    complete: list[list[float]] = [[] for _ in sending]  # when each bucket's gradients are complete
     starts: list[float] = []
     now = 0.0
     for name, seconds, bucket in gradients:

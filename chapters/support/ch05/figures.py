@@ -50,7 +50,7 @@ def draw_model_state(whole: Sequence[int], ranks: int) -> Picture:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a rank does with a unit from `start` to `end`: AG is an all-gather, RS a reduce-scatter, F and B compute.
+    """An action of a rank on a unit from `start` to `end`: AG is an all-gather, RS a reduce-scatter, F and B compute.
 
     `frees`: the unit's parameters are freed at the end.
     """

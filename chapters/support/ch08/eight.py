@@ -225,7 +225,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a step took on the model clock; bytes and messages of rank 0 by axis; the events of all ranks if traced."""
+    """The seconds of a step on the model clock, rank 0's bytes and messages by axis, and if traced all ranks' events."""
 
     seconds: float
     traffic: dict[str, tuple[float, int]]

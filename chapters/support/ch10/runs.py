@@ -106,7 +106,7 @@ def collective_of_512(what: str) -> tuple[float, float]:
 # ---- this machine ----------------------------------------------------------------------------------------------------
 
 GPT_MIDDLE = ModelConfig(layers=8, hidden=128, heads=8, seq_len=32, vocab_size=256)
-SAMPLES = 24  # of the global batch
+SAMPLES = 24  # samples of the global batch
 SHAPES = [  # hidden, heads, sequence, samples
     Shape(64, 4, 32, 2, vocab_size=256),
     Shape(64, 4, 64, 6, vocab_size=256),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-HEADS, WIDTH = 4, 64  # of what is measured
+HEADS, WIDTH = 4, 64  # the size of the attention that is measured
 
 
 def full(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
