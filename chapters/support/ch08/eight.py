@@ -225,7 +225,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of a step on the model clock, rank 0's bytes and messages by axis, and if traced all ranks' events."""
+    """The seconds of a step on the model clock, rank 0's traffic by axis, and all ranks' events if traced."""
 
     seconds: float
     traffic: dict[str, tuple[float, int]]
