@@ -28,12 +28,12 @@ def main(rank):
         with torch.autocast(
             "cpu", torch.float16
         ):  # products in float16; the weights stay in float32, and are the masters
-            loss = ddp(torch.full((4, 8), 0.1)).square().mean() / 16
+            loss = ddp(torch.full((4, 8), 0.1)).float().square().mean() / 16  # in float32: 2^16 is beyond float16
         if step == 1 and rank == 1:
             loss = loss * torch.inf  # an overflow on one process only
         scaler.scale(loss).backward()
-        # The scaler looks at this process's gradients only. DDP has summed them, so all see the infinity; where gradients
-        # are sharded, torch has ShardedGradScaler. minipar looks at the norm, which all ranks compute together.
+        # The scaler looks at this process's gradients only. DDP has summed them, so all see the infinity; for sharded
+        # gradients torch has ShardedGradScaler. minipar looks at the norm, which all ranks compute together.
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

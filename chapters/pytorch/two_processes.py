@@ -1,4 +1,4 @@
-"""The start of every twin: processes of torch.distributed over gloo, on this machine, and a number to compare arrays by."""
+"""The start of every twin: processes of torch.distributed over gloo on this machine; and a checksum of arrays."""
 
 import tempfile
 import time

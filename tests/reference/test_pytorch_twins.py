@@ -1,8 +1,8 @@
 """Claims about chapters/pytorch: what each twin prints is what minipar computes from the same values.
 
-The twins run torch.distributed over gloo, in processes of their own; minipar's ranks are threads. Integers, orders, shapes
-and promised bits are compared with ==. Other figures may differ by TOLERANCE: torch's products and functions round
-otherwise than NumPy's.
+The twins run torch.distributed over gloo, in processes of their own; minipar's ranks are threads. Integers, orders,
+shapes and promised bits are compared with ==. Other figures may differ by TOLERANCE: torch's products and functions
+round otherwise than NumPy's.
 """
 
 import ast
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import zlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import ml_dtypes
