@@ -21,7 +21,8 @@ def contribution(rank):
 
 def ring(x):
     """Set x to the sum of all processes' x. Return the bytes that this process has sent: torch counts none."""
-    p, r, sent = dist.get_world_size(), dist.get_rank(), 0
+    p, r = dist.get_world_size(), dist.get_rank()
+    sent = 0
     chunks = x.chunk(p)  # views of x
     for step in range(2 * (p - 1)):
         leaving, arriving = chunks[(r - 1 - step) % p], chunks[(r - 2 - step) % p]
@@ -29,7 +30,10 @@ def ring(x):
         pair = [P2POp(dist.isend, leaving, (r + 1) % p), P2POp(dist.irecv, received, (r - 1) % p)]
         for work in dist.batch_isend_irecv(pair):  # 3.1's `exchange`
             work.wait()
-        arriving.copy_(arriving + received if step < p - 1 else received)  # reduce-scatter, then all-gather
+        if step < p - 1:  # reduce-scatter
+            arriving += received
+        else:  # all-gather
+            arriving.copy_(received)
         sent += leaving.nbytes
     return sent
 

@@ -20,15 +20,21 @@ def gradient(rank, divisor):
     weights = np.random.default_rng(0)
     for parameter in model.parameters():
         parameter.data = torch.tensor(weights.normal(size=parameter.shape) / 4)
-    ddp, buckets = DistributedDataParallel(model), []
-    ddp.register_comm_hook(None, lambda _, bucket: buckets.append(bucket.buffer()) or allreduce_hook(None, bucket))
+    sent = []
+
+    def hook(group, bucket):  # DDP calls it when all gradients of a bucket are there
+        sent.append(bucket.buffer().nbytes)
+        return allreduce_hook(group, bucket)
+
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, hook)
     random = np.random.default_rng([4, rank])
     x, y = torch.tensor(random.normal(size=(32, 8))), torch.tensor(random.integers(0, 10, 32))
     y[TARGETS[rank] :] = -100  # cross_entropy ignores these
     loss_sum = cross_entropy(ddp(x), y, reduction="sum")
-    (loss_sum / divisor).backward()  # DDP sends each bucket as soon as its gradients are there
+    (loss_sum / divisor).backward()
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return loss_sum.detach(), flat, sum(bucket.nbytes for bucket in buckets)
+    return loss_sum.detach(), flat, sum(sent)
 
 
 def main(rank):

@@ -30,13 +30,12 @@ class Block(nn.Module):
 
 
 def main(rank):
-    block, kept = Block(), {}
-    pairs = dict.fromkeys(["q", "k", "v", "c_fc"], ColwiseParallel()) | dict.fromkeys(
-        ["c_proj", "c_out"], RowwiseParallel()
-    )
-    parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), pairs)
+    block, kept = Block(), {}  # kept: elements of each storage, which views share
+    columns = dict.fromkeys(("q", "k", "v", "c_fc"), ColwiseParallel())
+    rows = dict.fromkeys(("c_proj", "c_out"), RowwiseParallel())
+    parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), columns | rows)
 
-    def keep(tensor):  # autograd calls it for all that it saves for backward
+    def keep(tensor):  # autograd calls it for each tensor that it saves for backward
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         kept[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes() // local.itemsize
         return tensor

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp
 from two_processes import checksum, start
 
-HEADS, T, WIDTH = 4, 24, 4  # one sample
+SHAPE = (4, 1, 4, 24, 4)  # q, k, v and dout; samples, heads, tokens, elements of a head
 attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what scaled_dot_product_attention calls: with lse
 attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 sent = []  # bytes of each message
@@ -26,15 +26,17 @@ def pass_on(x):
 
 
 def blocks(kv):
-    """Yield the keys and values that pass by: (step, they, are they this process's own). Those of later tokens too."""
+    """Yield (step, keys and values that pass by, whether they are this process's own)."""
     for step in range(dist.get_world_size()):
         yield step, kv, step == 0
-        kv = pass_on(kv) if step < dist.get_world_size() - 1 else kv
+        if step < dist.get_world_size() - 1:
+            kv = pass_on(kv)
 
 
 def main(rank):
-    c, mine = dist.get_world_size(), lambda x: x.chunk(dist.get_world_size(), dim=2)[rank].contiguous()
-    q, k, v, dout = (mine(torch.tensor(x)) for x in np.random.default_rng(11).normal(size=(4, 1, HEADS, T, WIDTH)))
+    c = dist.get_world_size()
+    # This process's tokens: (1, 4, T/c, 4) each.
+    q, k, v, dout = torch.tensor(np.random.default_rng(11).normal(size=SHAPE)).chunk(c, dim=3)[rank].contiguous()
     out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf).double()
     for step, kv, own in blocks(torch.stack([k, v])):
         if step <= rank:  # keys of earlier tokens, or own ones; the rank waits while others compute (11.6)

@@ -17,7 +17,8 @@ TOKENS = [7, 8]  # of each process
 
 
 def main(rank):
-    ranks, random = dist.get_world_size(), np.random.default_rng(12)
+    ranks = dist.get_world_size()
+    random = np.random.default_rng(12)
     tokens, router = random.normal(size=(2, sum(TOKENS), H)), torch.tensor(random.normal(size=(E, H)))
     experts = torch.tensor(random.normal(size=(E, 3, F, H))).chunk(ranks)[rank].clone().requires_grad_()
     x, dy = (torch.tensor(each).split(TOKENS)[rank] for each in tokens)
@@ -42,7 +43,8 @@ def main(rank):
     y.backward(dy)  # dispatch and combine in exchanged roles
 
     others = sum(leaving) - leaving[rank] + sum(arriving) - arriving[rank]  # rows, in forward; as many in backward
-    sent, every = 2 * others * H * 8 + (E - E // ranks) * 8, [None] * ranks
+    sent = 2 * others * H * 8 + (E - E // ranks) * 8  # and the counts
+    every = [None] * ranks
     dist.all_gather_object(every, (counts.tolist(), sent, [checksum(each) for each in (y, x.grad, experts.grad)]))
     if rank == 0:
         for r, (rows_of, nbytes, sums) in enumerate(every):

@@ -22,8 +22,10 @@ def main(rank):
     dist.all_reduce(terms)  # each addition is rounded to bfloat16
 
     torch.manual_seed(0)
-    ddp, taken = DistributedDataParallel(torch.nn.Linear(8, 1)), []
-    optimizer, scaler = torch.optim.AdamW(ddp.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    taken = []
     for step in range(3):
         with torch.autocast(
             "cpu", torch.float16

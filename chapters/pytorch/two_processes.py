@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-LIMIT = 120  # seconds, for one message and for the whole program
+LIMIT = 300  # seconds, for one message and for the whole program
 
 
 def start(main, processes=2):
