@@ -690,6 +690,8 @@ if rank == 0:
 # longer. On CUDA, PyTorch's `work.wait()` makes the current *stream* wait and not the CPU. And NCCL does not document
 # in which order it adds; it may change with the number of ranks, the algorithm and the size.
 #
+# The same in PyTorch: `chapters/pytorch/ch03.py`.
+#
 # ## 3.12 Problems
 #
 # 1. The gradient of 7 billion parameters in 16 bits is added up over 64 GPUs with a ring. Each link carries 50 GB/s in

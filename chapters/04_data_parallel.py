@@ -655,6 +655,8 @@ for name, wrapper, catching in (
 # | `Bucket.gradient` | `gradient_as_bucket_view=True` | the contiguous gradient buffer |
 # | `all_reduce(..., async_op=True)`, `wait` | the same names in `torch.distributed` | |
 #
+# The same in PyTorch: `chapters/pytorch/ch04.py`.
+#
 # ## 4.10 Problems
 #
 # 1. A model has 1.5 billion parameters and fp32 gradients. How many GB does each rank send per step, among 8 ranks and

@@ -688,6 +688,8 @@ for name, wrap, right, catching in (
 # | `deferred=True` | the device `meta` | `deepspeed.zero.Init` |
 # | `wrapper.parameters()`: shards | `model.parameters()`: DTensors | the optimizer's fp32 partitions |
 #
+# The same in PyTorch: `chapters/pytorch/ch05.py`.
+#
 # ## 5.12 Problems
 #
 # 1. A model of 13 billion parameters is trained in mixed precision on 8 GPUs of 80 GB. Activations and buffers take 20

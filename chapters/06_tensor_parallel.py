@@ -818,6 +818,8 @@ for name in MISTAKES:
 # | `sequence=True` | `SequenceParallel` | `--sequence-parallel` |
 # | `MaskSlice` | DTensor's random number tracker | `get_cuda_rng_tracker().fork()` |
 #
+# The same in PyTorch: `chapters/pytorch/ch06.py`.
+#
 # ## 6.14 Problems
 #
 # 1. A GPU has $B = 4$ samples of $T = 2048$ tokens, $h = 4096$ and $t = 8$. How many bytes does a rank send per layer

@@ -807,6 +807,8 @@ for what, kind in (("4. counted twice", train_pipelines.CountsTwice), ("5. dropp
 # | `load_csv`, `lower` | `_load_csv`, `_add_send_recv` | D: the instructions of a `PipeSchedule` |
 # | the tied embedding | left to the user | M: an embedding group; D: `TiedLayerSpec` |
 #
+# The same in PyTorch: `chapters/pytorch/ch07.py`.
+#
 # ## 7.14 Problems
 #
 # 1. **$p = 8$.** How many microbatches does 1F1B need for a bubble *below* 0.1? And interleaving with $v = 2$?

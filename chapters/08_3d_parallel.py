@@ -663,6 +663,8 @@ with TemporaryDirectory() as records:
 # DCP names a piece by a box in the whole tensor; here a piece is a range of a flattened part, because ZeRO's chunks are
 # cut from flat buckets. FSDP2 cuts each parameter along dim 0, so boxes are enough for it.
 #
+# The same in PyTorch: `chapters/pytorch/ch08.py`.
+#
 # ## 8.9 Problems
 #
 # 1. dp 4 x tp 2 x pp 3 on hosts of eight. Which coordinates has rank 17, and which ranks are in its rows? Which axes

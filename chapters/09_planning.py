@@ -792,6 +792,8 @@ for name, choice in zip(EXPECTED, shared(comm, recommended, [(name,) for name in
 # | sequence parallelism | `SequenceParallel` | M: `--sequence-parallel` |
 # | flash attention | `scaled_dot_product_attention` | M: `--use-flash-attn` |
 #
+# The same in PyTorch: `chapters/pytorch/ch09.py`.
+#
 # ### Worked problems
 #
 # 1. **Memory.** From which $d$ on does a model of $h$ = 5120, $L$ = 40, $a$ = 40, $V$ = 51200, $T$ = 2048 fit into 0.92

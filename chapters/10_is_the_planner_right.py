@@ -608,6 +608,8 @@ for name, (noticed, choice) in zip(EXPECTED, shared(comm, examined, [(name,) for
 # | `gathers_ahead` | `fully_shard`'s prefetch | M: `--overlap-param-gather` |
 # | sums behind weight gradients | | M: `--tp-comm-overlap` |
 #
+# The same in PyTorch: `chapters/pytorch/ch10.py`.
+#
 # ### Worked problems
 #
 # 1. **Pencil.** 10.1's run with 16 microbatches in the place of 8. Which of its three parts change, and to what?

@@ -740,6 +740,8 @@ for cp in (k for k in range(2, c + 1) if c % k == 0):
 # | `--context-parallel ulysses` | | `--cp-comm-type a2a`; DeepSpeed's `DistributedAttention` |
 # | zig-zag | its load balancer, "head-tail" | always on |
 #
+# The same in PyTorch: `chapters/pytorch/ch11.py`.
+#
 # ## 11.12 What to choose when
 #
 # Blockwise attention costs one more product in backward and saves the table: use it. The rest is a question of what is

@@ -771,6 +771,8 @@ comm.barrier()
 # DeepSpeed-MoE (Rajbhandari et al. 2022, arXiv 2201.05596) and GShard (Lepikhin et al. 2020, arXiv 2006.16668) send
 # padded arrays of a fixed capacity.
 #
+# The same in PyTorch: `chapters/pytorch/ch12.py`.
+#
 # ## 12.11 Problems
 #
 # 1. Mixtral 8x22B has $h = 6144$, $f = 16\,384$, 56 layers, 8 experts of which 2 are used, $h_{kv} = 1024$ and $V =

@@ -711,6 +711,8 @@ assert found[0] < 2**-8 < found[1] < 2**-4 < found[2]
 #
 # The names are alike, the defaults are not always.
 #
+# The same in PyTorch: `chapters/pytorch/ch13.py`.
+#
 # ## 13.11 Problems
 #
 # 1. AdamW's steps are $3 \cdot 10^{-4}$, and there are no masters. Up to which size do bf16 weights learn? And fp16

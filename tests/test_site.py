@@ -17,6 +17,7 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("chapters/[0-9]*.ipynb"),
     *ROOT.glob("chapters/exercises/*.md"),
+    *ROOT.glob("chapters/pytorch/*.md"),
 ]
 NAMES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
 

@@ -23,6 +23,7 @@ chapters/[0-9]*
 docs/site/explorers
 docs/site/gallery
 chapters/exercises/README
+chapters/pytorch/README
 docs/examples/README
 ```
 
@@ -47,6 +48,7 @@ include_patterns = [
     "SECURITY.md",
     "chapters/[0-9]*.ipynb",
     "chapters/exercises/README.md",
+    "chapters/pytorch/README.md",
     "docs/*.md",
     "docs/examples/README.md",
     "docs/site/*.md",
