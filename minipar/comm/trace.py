@@ -135,11 +135,11 @@ class TimedWork(Work):
         super().begin(self._time_message(steps) if self.is_message else self._time(steps), result)
         self.clock.resume(self.called)
 
-    def run(self, async_op: bool) -> Any:
+    def run(self, wait: bool) -> Any:
         """Run as far as possible, or to the end, before which the rank does not continue."""
         self.asked = self.clock.now()
-        result = super().run(async_op)
-        if not async_op or (self.is_message and self.done):
+        result = super().run(wait)
+        if wait or (self.is_message and self.done):
             self.clock.resume(max(self.asked, self.link.time))
         else:
             self.clock.resume(self.asked)
