@@ -186,6 +186,10 @@ MUTANTS = [
         "minipar/comm/launch.py",
         "comm/test_launch.py comm/test_leaving.py",
         ("launch: a wrong timeout is seen once MPI starts", "start_mpi(wait_timeout())", "start_mpi(1800.0)"),
+    ),
+    *mistakes(
+        "minipar/comm/ending.py",
+        "comm/test_launch.py comm/test_leaving.py",
         ("launch: a usage error exits with 1", "        code = 2\n", "        code = 1\n"),
         ("launch: Ctrl-C exits with 1", "code = 130", "code = 1"),
     ),
