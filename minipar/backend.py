@@ -117,7 +117,7 @@ def from_host(array: np.ndarray) -> Array:
     return array if xp.module is np else xp.asarray(array)
 
 
-def synchronize() -> None:
+def wait_for_device() -> None:
     """Wait until the device has done its queued work. NumPy's is done when a call returns."""
     if hasattr(xp.module, "cuda"):
         xp.module.cuda.get_current_stream().synchronize()

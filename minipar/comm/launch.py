@@ -86,7 +86,7 @@ def main(fn: Callable[[Communicator], object]) -> NoReturn:
 def world() -> Communicator:
     """Return the communicator of all ranks, those of mpirun or this process alone.
 
-    Collective; sets up this process.
+    All ranks call it. It sets up this process.
 
     From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the
     whole job. UsageError if a launcher started several ranks but MPI is not installed, has one

@@ -191,7 +191,7 @@ class TimedWork(Work):
 def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
     """Forget all events and record from now on.
 
-    Collective. Wall clocks of all ranks are set to 0 together.
+    All ranks call it. Wall clocks of all ranks are set to 0 together.
     """
     comm.barrier()
     if isinstance(comm.clock, WallClock):
@@ -217,7 +217,7 @@ def unseen(comm: Any) -> Iterator[None]:
 def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0.
 
-    Collective.
+    All ranks call it.
 
     otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the
     slowest axis first.

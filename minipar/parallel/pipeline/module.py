@@ -137,7 +137,7 @@ class PipelineModule(Module, Owner):
         """Copy this rank's part of a whole `state`, in any layout, into its parameters.
 
         Every rank gives all of it. UsageError, on every rank, with all differences of names and
-        shapes that one rank sees; then nothing changes. Collective.
+        shapes that one rank sees; then nothing changes. All ranks call it.
         """
         self.mesh.world.agree("; ".join(self._differences(state)))
         for p in self.parameters():
