@@ -9,8 +9,8 @@ MUTANTS = [
         ("tensor: a row layer's bias counts t times", "y + self.bias", "y + self.bias * self.border.group.size"),
         (
             "tensor: another rank's tokens look up row 0",
-            "leave(y * is_own[..., None].astype(self.weight.dtype))",
-            "leave(y)",
+            "        y = y * is_own[..., None].astype(self.weight.dtype)\n",
+            "",
         ),
         ("tensor: sequence parallelism gathers along the samples", "SEQUENCE = 1 ", "SEQUENCE = 0 "),
         (
