@@ -15,11 +15,8 @@ MOST_TOKENS = 76_000
 DEEPEST = 3
 
 # Package: the limits of tokens per line of code and of the percentage of long lines.
-DENSE = {
-    "minipar/autograd": (10.8, 10.8),
-    "minipar/nn": (10.6, 16.4),
-}
-TOKENS_TODAY = 115_200  # 5,573 of them are the comparison of two runs, which was in visualize/
+DENSE = {"minipar/autograd": (10.8, 10.8), "minipar/nn": (10.6, 16.4)}
+TOKENS_TODAY = 115_200  # 5,670 of them are the comparison of two runs, which was in visualize/
 
 # The classes that are deeper than the goal.
 DEEP = {"minipar/nn/moe.py:Mixtral": 4}

@@ -26,7 +26,7 @@ from minipar.memory import hold
 
 CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
 SAY_SECONDS = 30.0  # rank 0 says so after waiting as long, then after twice that, and so on
-RECORDED = 64  # operations that a rank remembers for the report after a timeout
+RECORDED = 8  # operations that a rank remembers for its report after a timeout
 
 
 class Engine:

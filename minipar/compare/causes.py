@@ -1,10 +1,11 @@
-"""The usual meaning of a difference between two runs: the name of a group of parameters, and the causes of a ratio."""
+"""A difference between two runs and its usual meaning: the name of a group of parameters, and the causes."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 # What it usually means if B's gradient is this many times A's, and if A's is this many times B's.
@@ -33,6 +34,18 @@ GROUPS = {
     "the head": r"(^|\.)lm_head\.",
     "the experts": r"expert",
 }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Parameters, or the same part of each, that differ by one ratio B / A; None if no ratio fits."""
+
+    quantity: str  # gradient, loss, grad_norm or update
+    ratio: float | None
+    group: str
+    parameters: tuple[str, ...]
+    causes: tuple[str, ...]
+    not_finite: str = ""  # "A", "B" or "A and B": the runs in which a value is infinite or nan
 
 
 def part_of(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str:

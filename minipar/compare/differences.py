@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minipar.cli import UsageParser, report, write_json, write_out
-from minipar.compare.causes import CAUSES
+from minipar.compare.causes import CAUSES, Difference
 from minipar.compare.records import Run, read_run, read_step
-from minipar.compare.step_comparison import Difference, StepComparison
+from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError, printable
 
 MOST = 0.01  # the largest relative difference that rounding explains

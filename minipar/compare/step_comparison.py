@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from minipar.compare.causes import CLIPPED, MEANS, OTHER, Sizes, causes, describe, part_of
+from minipar.compare.causes import CLIPPED, MEANS, OTHER, Difference, Sizes, causes, describe, part_of
 from minipar.record import strips
 
 NEARLY_PARALLEL = 0.8  # the cosine of two gradients that are sums of the same parts, with other weights
@@ -18,18 +18,6 @@ NOT_FINITE = "an overflow (inf) or inf - inf, 0 / 0 (nan) on some rank: the reco
 UPDATE = "weight decay, betas, eps, clipping or optimizer state"
 
 Arrays = Mapping[str, np.ndarray]  # a step's loss, grad_norm, gradient/NAME and update/NAME
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Parameters, or the same part of each, that differ by one ratio B / A; None if no ratio fits."""
-
-    quantity: str  # gradient, loss, grad_norm or update
-    ratio: float | None
-    group: str
-    parameters: tuple[str, ...]
-    causes: tuple[str, ...]
-    not_finite: str = ""  # "A", "B" or "A and B": the runs in which a value is infinite or nan
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,7 @@ class StepComparison:
         key = f"{kind}/{name}"
         finite_in_a = np.isfinite(self.a[key]).all(axis=0)
         finite_in_b = np.isfinite(self.b[key]).all(axis=0)
-        bad: np.ndarray = ~(finite_in_a & finite_in_b)
+        bad: np.ndarray = np.logical_not(finite_in_a & finite_in_b)
         start = 0
         for dim, count in enumerate(strips(self.shapes[name])):
             along = [bool(each) for each in bad[start : start + count]]

@@ -165,7 +165,7 @@ class Trainer:
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
-        keys = self._dropout_keys(step, samples)
+        keys = DropoutKeys(self.config.run.seed, step, samples)  # the same masks in every layout
         with phase(self.mesh.world, "forward"), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with phase(self.mesh.world, "backward"), self.ddp.scaled_backward():
@@ -181,7 +181,7 @@ class Trainer:
         # wait for it.
         for m in range(self.config.data.microbatches):
             samples = self.samples(self.mesh.dp.rank, m)
-            keys.append(self._dropout_keys(step, samples))
+            keys.append(DropoutKeys(self.config.run.seed, step, samples))
             if self.mesh.pp.rank in (self.pipeline.first, self.pipeline.last):
                 batches.append(self.batches.batch(step, samples))
         return run_schedule(
@@ -193,10 +193,6 @@ class Trainer:
             gradient=self.scaler.scale / self.tokens_per_step,
             last_microbatch=self.last_microbatch,
         )
-
-    def _dropout_keys(self, step: int, samples: range) -> DropoutKeys:
-        """Return the keys from which these samples' dropout masks are drawn, the same in every layout."""
-        return DropoutKeys(self.config.run.seed, step, samples)
 
     def update(self, step: int, loss: float, grad_norm: float) -> int | None:
         """Update the parameters, unless the step is skipped, and always the routers' biases.
