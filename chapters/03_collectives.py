@@ -641,8 +641,8 @@ if rank == 0:
 #
 # **3. One rank does not call** (`if loss > threshold: ...`). On threads it is known at once. Over MPI a rank that ends
 # its program tells the others, which then name it. A rank that only computes, or waits for something else, is found
-# when `MINIPAR_TIMEOUT` seconds have passed: every rank writes its last operations to a file, and the error names the
-# rank that is behind.
+# when `MINIPAR_TIMEOUT` seconds have passed: every rank prints its last operations, and the error names the rank that
+# is behind.
 #
 # A mean that is divided by $p$ twice, before the all-reduce and after it, is harder to see: the loss still falls, and
 # Adam is nearly blind to the scale of gradients. A check needs no training, only two ranks: *the mean of equal arrays

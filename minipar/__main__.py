@@ -23,7 +23,10 @@ HELP = "usage: minipar COMMAND ...\n\n" + "".join(
 
 
 def main() -> None:
-    """Run the sub-command that the command line names. Without one, print the list; exit with 2 for an unknown one."""
+    """Run the sub-command that the command line names.
+
+    Without one, print the list; exit with 2 for an unknown one.
+    """
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         module, _ = COMMANDS[name]

@@ -1,7 +1,8 @@
 """The array module (NumPy on the CPU, CuPy on a GPU), chosen once for the process, and the settings of the process.
 
-All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for values on the device. Only `to_host` and
-`from_host` copy between device and host. CuPy refuses every other copy, and so does the tests' stand-in for it.
+All other code writes `xp.add`, `xp.matmul`, ... and never names NumPy for values on the device.
+Only `to_host` and `from_host` copy between device and host. CuPy refuses every other copy, and so
+does the tests' stand-in for it.
 """
 
 import ctypes
@@ -31,8 +32,8 @@ _thread_pools = cache(ThreadpoolController)  # finding the libraries takes milli
 def one_blas_thread() -> Any:
     """Limit BLAS to one thread from now on. As a context manager, restore the limit at the end.
 
-    Ranks are the parallelism: 8 ranks that each start a BLAS thread per core slow one another down tenfold.
-    OPENBLAS_NUM_THREADS or MKL_NUM_THREADS, set by the user, has priority.
+    Ranks are the parallelism: 8 ranks that each start a BLAS thread per core slow one another down
+    tenfold. OPENBLAS_NUM_THREADS or MKL_NUM_THREADS, set by the user, has priority.
     """
     if "OPENBLAS_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ:
         return nullcontext()
@@ -42,9 +43,10 @@ def one_blas_thread() -> Any:
 def prepare_process() -> None:
     """Set this process up as a rank: BLAS has one thread, and malloc keeps freed arrays for the next ones.
 
-    `launch`, `main` and `world` call it; importing minipar changes nothing. By default glibc returns large arrays to
-    the system, and each step gets its activations as new pages, which the kernel fills with zeros. The price is that a
-    process keeps its peak. NB: PyTorch's caching allocator does the same on a GPU.
+    `launch`, `main` and `world` call it; importing minipar changes nothing. By default glibc
+    returns large arrays to the system, and each step gets its activations as new pages, which the
+    kernel fills with zeros. The price is that a process keeps its peak. NB: PyTorch's caching
+    allocator does the same on a GPU.
     """
     one_blas_thread()
     try:
@@ -52,13 +54,17 @@ def prepare_process() -> None:
     except (AttributeError, OSError, TypeError):  # macOS, musl, Windows: there is none
         return
     mallopt(M_TRIM_THRESHOLD, -1)  # -1: never
-    # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB. Larger arrays are then mapped as before.
+    # Before 2.35 glibc refuses (0) more than half a thread's heap, 32 MiB. Larger arrays are then
+    # mapped as before.
     if not mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):
         mallopt(M_MMAP_THRESHOLD, 2**25)
 
 
 class _ArrayModule:
-    """A stand-in for the chosen module. It remembers the module's attributes, so `xp.add` costs one dict lookup."""
+    """A stand-in for the chosen module.
+
+    It remembers the module's attributes, so `xp.add` costs one dict lookup.
+    """
 
     module: Any = np
 
@@ -78,7 +84,10 @@ def use(module: Any) -> None:
 
 @contextmanager
 def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
-    """Set a context variable inside a `with` block. Ranks that are threads of one process do not share its value."""
+    """Set a context variable inside a `with` block.
+
+    Ranks that are threads of one process do not share its value.
+    """
     token = variable.set(value)
     try:
         yield value
@@ -87,7 +96,10 @@ def setting(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
 
 
 def use_device(device: str, rank: int = 0) -> None:
-    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's). UsageError if CuPy or a GPU is missing."""
+    """Choose "cpu" (NumPy) or "cuda" (CuPy, GPU `rank` modulo the host's).
+
+    UsageError if CuPy or a GPU is missing.
+    """
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: expected cpu or cuda")
     if device == "cpu":
@@ -117,7 +129,7 @@ def from_host(array: np.ndarray) -> Array:
     return array if xp.module is np else xp.asarray(array)
 
 
-def synchronize() -> None:
+def wait_for_device() -> None:
     """Wait until the device has done its queued work. NumPy's is done when a call returns."""
     if hasattr(xp.module, "cuda"):
         xp.module.cuda.get_current_stream().synchronize()

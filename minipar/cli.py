@@ -1,4 +1,4 @@
-"""What command lines share: a parser that raises UsageError, and output that a full disk cannot break."""
+"""The parser of all command lines, which raises UsageError, and output that a full disk cannot break."""
 
 import argparse
 import json

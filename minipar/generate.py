@@ -1,4 +1,7 @@
-"""Print a text and what a trained model adds. The left end of a text longer than the model's positions is cut off."""
+"""Print a text and what a trained model adds.
+
+The left end of a text longer than the model's positions is cut off.
+"""
 
 import os
 import sys
@@ -27,7 +30,10 @@ NUMBERS: dict[str, tuple[Any, int, str]] = {  # default, least, help
 
 
 def load(directory: str) -> Any:
-    """Load the model of a model directory, or of the newest checkpoint in a directory. UsageError."""
+    """Load the model of a model directory, or of the newest checkpoint in a directory.
+
+    UsageError.
+    """
     if not os.path.isdir(directory) or os.path.exists(os.path.join(directory, "config.json")):
         return load_pretrained(directory)
     config = parse([f"--resume={os.path.join(directory, '')}"])

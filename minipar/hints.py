@@ -4,8 +4,9 @@ import difflib
 import re
 from collections.abc import Iterable
 
-# Flags of Megatron-LM, DeepSpeed, Hugging Face, nanoGPT, torchrun and vLLM, without dashes and underscores, and ours.
-# Of several flags of ours the first that the command has is named. What follows a flag is its value, or how it differs.
+# Flags of Megatron-LM, DeepSpeed, Hugging Face, nanoGPT, torchrun and vLLM, without dashes and
+# underscores, and ours. Of several flags of ours the first that the command has is named. What
+# follows a flag is its value, or how it differs.
 FOREIGN = {
     "zero": ("--zero-stage",),
     "zerooptimizationstage": ("--zero-stage",),
@@ -138,7 +139,10 @@ def letters(name: str) -> str:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return the choice that is spelled most like `name`, or "". Case and punctuation do not count."""
+    """Return the choice that is spelled most like `name`, or "".
+
+    Case and punctuation do not count.
+    """
     spelled = {letters(choice): choice for choice in choices}
     close = difflib.get_close_matches(letters(name), spelled, n=1, cutoff=0.7)
     return spelled[close[0]] if close else ""

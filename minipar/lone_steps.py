@@ -1,7 +1,9 @@
-"""A record that an optimizer stepped without any strategy. Optimizers make it, and `launch` reads it at its end.
+"""A record that an optimizer stepped without any strategy.
 
-Ranks that train and send no message have probably forgotten the wrapper. Neither side can see that alone: nn knows no
-ranks, and comm knows no optimizers.
+Optimizers make it, and `launch` reads it at its end.
+
+Ranks that train and send no message have probably forgotten the wrapper. Neither side can see that
+alone: nn knows no ranks, and comm knows no optimizers.
 """
 
 _steps: list[None] = []  # one entry per step; appending is safe from several threads

@@ -1,8 +1,9 @@
 """The memory ledger: the bytes that a rank holds, by kind and at every moment.
 
-Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A ledger that is
-`recording()` adds the array's bytes to its sum and subtracts them when the array is freed, which it learns from a weak
-reference. Scratch arrays inside one operation, Python objects, and allocations of the MPI library do not count.
+Code that creates an array which outlives the call names its kind: `hold("gradients", array)`. A
+ledger that is `recording()` adds the array's bytes to its sum and subtracts them when the array is
+freed, which it learns from a weak reference. Scratch arrays inside one operation, Python objects,
+and allocations of the MPI library do not count.
 """
 
 import threading
@@ -13,16 +14,19 @@ from typing import Any
 
 from minipar.backend import Array, setting, xp
 
-# parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the arrays that forward
-# keeps for backward, and the gradients that pass through backward. buffers are copies that live briefly: gathered
-# parameters, gradients before they are reduced, messages.
+# parameters, gradients and optimizer are the model state of the ZeRO paper. activations are the
+# arrays that forward keeps for backward, and the gradients that pass through backward. buffers are
+# copies that live briefly: gathered parameters, gradients before they are reduced, messages.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 _recording: "ContextVar[MemoryLedger | None]" = ContextVar("memory_ledger", default=None)
 
 
 def hold(kind: str, *arrays: Any) -> None:
-    """Record that the memory of these arrays is of this kind; the first kind stays. Other values are ignored."""
+    """Record that the memory of these arrays is of this kind; the first kind stays.
+
+    Other values are ignored.
+    """
     if (ledger := _recording.get()) is not None:
         for array in arrays:
             if isinstance(array, xp.ndarray):
@@ -64,7 +68,8 @@ class MemoryLedger:
         self.moments: list[tuple[str, tuple[int, ...]]] = []
         self.phase = "setup"
         self._live: set[int] = set()  # the ids of the arrays that own this memory
-        # A message in flight may hold an array's last reference, and another rank's thread may drop it.
+        # A message in flight may hold an array's last reference, and another rank's thread may drop
+        # it.
         self._lock = threading.RLock()
 
     def recording(self) -> "AbstractContextManager[MemoryLedger]":

@@ -91,7 +91,7 @@ def test_names_are_those_of_the_real_cupy(device):
         assert not hasattr(sa, name)
     assert not hasattr(sa.linalg, "matrix_transpose_of_nothing")
     assert not hasattr(device, "ctypes") and not hasattr(device, "itemset") and not hasattr(device, "data")
-    assert not hasattr(sa, "cuda")  # backend.synchronize asks
+    assert not hasattr(sa, "cuda")  # backend.wait_for_device asks
 
 
 def test_keywords_are_those_of_the_real_cupy(device):
@@ -185,7 +185,7 @@ def test_backend_runs_on_it():
         x = backend.from_host(HOST)
         assert isinstance(x, sa.ndarray) and not backend.is_host(x)
         np.testing.assert_array_equal(backend.to_host(backend.xp.multiply(x, 2.0)), HOST * 2)
-        backend.synchronize()
+        backend.wait_for_device()
     assert backend.xp.module is np
 
 

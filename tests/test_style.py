@@ -9,13 +9,15 @@ CODE = sorted(path for package in ("minipar", "visualize") for path in (ROOT / p
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 MOST_LINES = 400  # of one file
-MOST_BAD_OPENINGS = 3  # of 100 docstrings
 LONGEST_NAME = 60  # of a test
 
 # A docstring's first sentence has its subject or its verb first.
 BAD_OPENING = re.compile(
-    r"(What|Which|Who|Whose|Where|When|How|If|Of|In|On|For|With|By|Into|From|To|At|After|Before|Until|While|As)\b"
+    r"(What|Which|Who|Whose|Where|When|How|If|Of|In|On|For|With|By|Into|From|To|At|After|Before|Until|While|As"
+    r"|That|Those)\b"
 )
+# The files that still have such docstrings, and how many.
+OPENINGS_LEFT = {"minipar/autograd/backward.py": 1, "minipar/nn/moe.py": 2, "minipar/nn/optim.py": 2}
 
 
 def docstrings(source: str) -> list[str]:
@@ -28,10 +30,14 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_few_docstrings_open_with_a_clause_or_a_preposition():
-    texts = [(path, text) for path in CODE for text in docstrings(path.read_text(encoding="utf-8"))]
-    bad = [f"{name(path)}: {text.splitlines()[0]}" for path, text in texts if BAD_OPENING.match(text)]
-    assert len(bad) * 100 <= MOST_BAD_OPENINGS * len(texts), f"{len(bad)} of {len(texts)}:\n" + "\n".join(bad)
+def test_no_docstring_opens_with_a_clause_or_a_preposition():
+    found = {}
+    for path in CODE:
+        texts = docstrings(path.read_text(encoding="utf-8"))
+        bad = [text.splitlines()[0] for text in texts if BAD_OPENING.match(text)]
+        if len(bad) > OPENINGS_LEFT.get(name(path), 0):
+            found[name(path)] = bad
+    assert found == {}
 
 
 def test_a_file_has_at_most_400_lines():

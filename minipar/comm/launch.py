@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from minipar.backend import prepare_process
 from minipar.comm.communicator import Communicator
-from minipar.comm.ending import abort_with_traceback, everyone_fails
+from minipar.comm.ending import abort_with_traceback, end_every_rank
 from minipar.comm.threads import run_local, serial
 from minipar.comm.work import wait_timeout
 from minipar.errors import UsageError
@@ -40,30 +40,10 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
         return _launch_threads(partial(_run, main, before), threads)
     with one_line_errors():
         comm = world()
-    code: str | int | None
     try:
         return _run(main, before, comm)
-    except KeyboardInterrupt:
-        # mpirun passes Ctrl-C on to every rank. The first one ends them all, without their tracebacks.
-        if comm.rank == 0:
-            print("minipar: interrupted", file=sys.stderr, flush=True)
-        code = 130
-        everyone = comm.size == 1
-    except (UsageError, MemoryError) as error:
-        code = 2
-        everyone = everyone_fails(comm)
-        if comm.rank == 0 or not everyone:
-            print_error(error)
-    except SystemExit as leaving:
-        code = leaving.code
-        everyone = code in (0, None) or everyone_fails(comm)
-        if not everyone:
-            print(f"minipar: rank {comm.rank} exits with {code!r}, and not every rank does", file=sys.stderr)
-    if not everyone:
-        from minipar.comm.mpi import abort
-
-        abort(code if isinstance(code, int) else 1)
-    sys.exit(code)  # also where another rank's abort came first: this one's then returns
+    except (KeyboardInterrupt, UsageError, MemoryError, SystemExit) as error:
+        end_every_rank(comm, error)
 
 
 def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -> Any:
@@ -106,7 +86,7 @@ def main(fn: Callable[[Communicator], object]) -> NoReturn:
 def world() -> Communicator:
     """Return the communicator of all ranks, those of mpirun or this process alone.
 
-    Collective; sets up this process.
+    All ranks call it. It sets up this process.
 
     From here on an uncaught exception on any rank prints `rank r:` and its traceback and ends the
     whole job. UsageError if a launcher started several ranks but MPI is not installed, has one

@@ -8,12 +8,10 @@ sendable, MPI's own or not.
 import math
 import os
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ from minipar.comm.operation import USER_TAGS, meaning
 from minipar.comm.transport import Link, Message, Request, has_returned
 from minipar.errors import CommunicationError
 from minipar.robust_start import mpirun
-from minipar.robust_start.report import write_report
 
 BYTE = MPI.BYTE
 
@@ -34,10 +31,10 @@ YIELD_TESTS = 400
 FIRST_SLEEP = 50e-6  # seconds
 LONGEST_SLEEP = 1e-3
 
-# Tags of notices: I leave; I leave with a usage error; I wrote my report, write yours; I have this exception.
+# Tags of notices: I leave; I leave with a usage error; I printed my report, print yours; I have this exception.
 LEFT, FAILED, REPORTED, RAISED = range(4)
 LEFT_SECONDS = 2.0  # after it, the last messages of a rank that has left must have arrived
-REPORT_SECONDS = 2.0  # for the other ranks to write their reports
+REPORT_SECONDS = 2.0  # for the other ranks to print their reports
 RAISED_SECONDS = 1.0  # for other ranks to have the same exception, which one of them prints
 
 STATUS = MPI.Status()  # read at once after each test, so one serves all (one thread per rank calls MPI)
@@ -81,7 +78,7 @@ class _Receive(Message):
 
 
 class Notices:
-    """The messages between ranks outside of operations: a rank leaves, fails, or has written a report."""
+    """The messages between ranks outside of operations: a rank leaves, fails, or has printed a report."""
 
     def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
@@ -140,44 +137,35 @@ class Notices:
         if same := [str(rank) for rank in range(self.rank + 1, self.size) if raised.get(rank) == digest]:
             sys.stderr.write(f"minipar: the same on rank {', '.join(same)}\n")
 
-    def write(self, request: Request, engine: Any, seconds: float = 0.0) -> str:
-        """Write this rank's report, and tell the others, who then write theirs.
-
-        Return the files' common name.
-        """
-        folder = Path(tempfile.gettempdir(), f"minipar-{os.getuid()}")
-        operations = "\n".join(f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent))
-        text = f"{request.describe()}\nlast operations, the newest first:\n{operations}\n"
-        try:
-            write_report(folder / f"rank-{self.rank}.txt", text)
-        except OSError as error:
-            problem = f"its report cannot be written to {error.filename}: {error.strerror}"
-            print(f"minipar: rank {self.rank}: {problem}\n{text}", end="", file=sys.stderr, flush=True)
-        self.send(REPORTED, engine.operations, seconds)
-        return f"{folder}/rank-*.txt"
+    def print_report(self, request: Request, engine: Any) -> None:
+        """Print what this rank waits for and its last operations. Tell the others, who then do the same."""
+        if self.rank in self.arrived[REPORTED]:
+            return
+        operations = [f"{axis}: {meaning(tag)}" for axis, tag in reversed(engine.recent)]
+        text = f"{request.describe()}; last operations, the newest first: {'; '.join(operations)}"
+        print(f"minipar: {text}", file=sys.stderr, flush=True)
+        self.send(REPORTED, engine.operations)
 
     def look(self, request: Request, seconds: float, engine: Any) -> None:
-        """Write a report if another rank has.
+        """Print a report if another rank has.
 
         CommunicationError if the rank that has to act for `request` has left.
         """
         self.receive()
-        if self.arrived[REPORTED] and self.rank not in self.arrived[REPORTED]:
-            self.write(request, engine)
+        if self.arrived[REPORTED]:
+            self.print_report(request, engine)
         if seconds > LEFT_SECONDS and request.peer in self.arrived[LEFT]:
             raise CommunicationError(f"{request.describe()}: {has_returned(request.peer)}")
 
     def report(self, request: Request, engine: Any) -> str:
-        """Make every rank write what it waits for and its last operations.
-
-        Return where, and which rank is behind.
-        """
-        files, counts = self.write(request, engine, REPORT_SECONDS), self.arrived[REPORTED]
-        if silent := [str(rank) for rank in range(self.size) if rank not in counts]:
-            behind = f"rank {', '.join(silent)} does not answer: it computes, or is stopped"
-        else:
-            behind = f"rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
-        return f"; {behind}; what each rank waits for, and its last operations, are in {files}"
+        """Make every rank print what it waits for and its last operations. Say which rank is behind."""
+        self.print_report(request, engine)
+        self.wait(REPORTED, range(self.size), time.monotonic() + REPORT_SECONDS)
+        counts = self.arrived[REPORTED]
+        silent = [str(rank) for rank in range(self.size) if rank not in counts]
+        if silent:
+            return f"; rank {', '.join(silent)} does not answer: it computes, or is stopped"
+        return f"; rank {min(counts, key=lambda rank: counts[rank])} has called the fewest operations"
 
 
 class MPITransport:

@@ -135,11 +135,11 @@ class TimedWork(Work):
         super().begin(self._time_message(steps) if self.is_message else self._time(steps), result)
         self.clock.resume(self.called)
 
-    def run(self, async_op: bool) -> Any:
+    def run(self, wait: bool) -> Any:
         """Run as far as possible, or to the end, before which the rank does not continue."""
         self.asked = self.clock.now()
-        result = super().run(async_op)
-        if not async_op or (self.is_message and self.done):
+        result = super().run(wait)
+        if wait or (self.is_message and self.done):
             self.clock.resume(max(self.asked, self.link.time))
         else:
             self.clock.resume(self.asked)
@@ -191,7 +191,7 @@ class TimedWork(Work):
 def start_trace(comm: Any) -> None:  # a Communicator, which imports this file
     """Forget all events and record from now on.
 
-    Collective. Wall clocks of all ranks are set to 0 together.
+    All ranks call it. Wall clocks of all ranks are set to 0 together.
     """
     comm.barrier()
     if isinstance(comm.clock, WallClock):
@@ -217,7 +217,7 @@ def unseen(comm: Any) -> Iterator[None]:
 def save_chrome_trace(path: str, comm: Any, mesh: Any = None) -> None:
     """Stop recording and write all ranks' events to `path` as {"traceEvents": [...]} on rank 0.
 
-    Collective.
+    All ranks call it.
 
     otherData names the clock and, if it is given, the mesh: {"pp": PP, "dp": DP, "tp": TP}, the
     slowest axis first.

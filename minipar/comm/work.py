@@ -26,7 +26,7 @@ from minipar.memory import hold
 
 CHECK_EVERY = 16  # unsuccessful tests between two looks at the clock
 SAY_SECONDS = 30.0  # rank 0 says so after waiting as long, then after twice that, and so on
-RECORDED = 64  # operations that a rank remembers for the report after a timeout
+RECORDED = 8  # operations that a rank remembers for its report after a timeout
 
 
 class Engine:
@@ -48,13 +48,15 @@ class Engine:
         self.unwaited: dict[Work, str] = {}  # asynchronous operations, and the line of the program that issued each
         self.timeout = wait_timeout()
 
-    def wait(self, request: Request) -> None:
-        """Wait for `request`, and advance all operations.
+    def wait(self, work: "Work", request: Request) -> None:
+        """Wait until `work` has the message that it misses, and advance all operations.
 
         CommunicationError if its rank left, or after the timeout.
         """
-        attempt, start, said = 0, time.monotonic(), SAY_SECONDS
-        while not request.test():
+        attempt = 0
+        start = time.monotonic()
+        said = SAY_SECONDS
+        while work.missing is request:
             self.progress()
             self.transport.pause(attempt, request)
             attempt += 1
@@ -68,6 +70,7 @@ class Engine:
                 if seconds > self.timeout:
                     text = f"{request.describe()}: nothing for {self.timeout:g} s (MINIPAR_TIMEOUT)"
                     raise CommunicationError(text + (notices.report(request, self) if notices is not None else ""))
+            Work.run(work, wait=False)
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -90,7 +93,7 @@ class Engine:
             if stream.queue:  # a callback of another stream's operation may have emptied it
                 # This runs all of the queue, the oldest first. It is Work's `run` and not TimedWork's,
                 # because the caller has not asked for this operation, and waiting takes no CPU time.
-                Work.run(stream.queue[-1], async_op=True)
+                Work.run(stream.queue[-1], wait=False)
 
 
 def wait_timeout() -> float:
@@ -136,8 +139,9 @@ class Stream:
         place = "" if axis == "world" else f" ({axis} rank {self.rank})"
         self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
-        self._memory = np.empty(0, np.uint8)
-        self._views: dict[tuple[int, np.dtype], np.ndarray] = {}  # kept, because making a view takes longer
+        self._scratch = np.empty(0, np.uint8)
+        # The arrays that `scratch` has returned, by size and dtype: to find one takes less time than to make it.
+        self._scratch_views: dict[tuple[int, np.dtype], np.ndarray] = {}
 
     def next_tag(self, operation: Operation) -> int:
         """Return the tag of the next operation, and record it."""
@@ -149,15 +153,15 @@ class Stream:
 
     def scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Return memory for `count` elements, the same for all operations: they run one after the other."""
-        view = self._views.get((count, dtype))
+        view = self._scratch_views.get((count, dtype))
         if view is None:
             nbytes = count * dtype.itemsize
-            if nbytes > self._memory.nbytes:
-                self._memory = np.empty(nbytes, np.uint8)
-                hold("buffers", self._memory)
-                self._views.clear()
-            view = self._memory[:nbytes].view(dtype)
-            self._views[count, dtype] = view
+            if nbytes > self._scratch.nbytes:
+                self._scratch_views.clear()  # they are views of the smaller memory
+                self._scratch = np.empty(nbytes, np.uint8)
+                hold("buffers", self._scratch)
+            view = self._scratch[:nbytes].view(dtype)
+            self._scratch_views[count, dtype] = view
         return view
 
 
@@ -207,6 +211,7 @@ class Work:
         self.is_message = is_message
         self.missing: Request | None = None  # the message that has to complete first
         self.done = False
+        self.error: BaseException | None = None  # what has ended the operation early
         self._callbacks: list[Callable[[], object]] = []
 
     def begin(self, steps: Steps, result: Any) -> None:
@@ -220,15 +225,17 @@ class Work:
         stream.queue.append(self)
         stream.engine.streams[stream] = None
 
-    def run(self, async_op: bool) -> Any:
-        """Run the operations of the stream, the oldest first, until this one is finished.
+    def run(self, wait: bool) -> Any:
+        """Run the operations of the stream, the oldest first, until this one is finished, and return its result.
 
-        Return its result. With `async_op`, run only as far as messages have arrived, and return
-        this Work.
+        Without `wait`, run only as far as messages have arrived, and return this Work. An error is
+        raised to whoever runs the operation, and again to its own caller.
         """
-        try:
-            while not self.done:
-                work = self if self.is_message else self.stream.queue[0]
+        if self.error is not None:
+            raise self.error
+        while not self.done:
+            work = self if self.is_message else self.stream.queue[0]
+            try:
                 if work.missing is None or work.missing.test():
                     work.missing = None
                     for request in work.requests:
@@ -237,26 +244,35 @@ class Work:
                             break
                     else:
                         work.finish()
-                elif async_op:
+            except BaseException as error:
+                work.fail(error)
+                raise
+            if work.missing is not None:
+                if not wait:
                     return self
-                else:
-                    self.stream.engine.wait(work.missing)
-        except BaseException:
-            if self in self.stream.queue:
-                self.stream.queue.remove(self)  # so that other streams do not raise the error again
-            raise
-        return self if async_op else self._result
+                self.stream.engine.wait(work, work.missing)
+        return self._result if wait else self
 
     def finish(self) -> None:
         """Leave the queue; the next operation begins."""
         self.done = True
         if not self.is_message:
-            stream = self.stream
-            stream.queue.popleft()
-            if not stream.queue:
-                del stream.engine.streams[stream]
+            self.leave_queue()
         if self._callbacks:
             self.call_back()
+
+    def fail(self, error: BaseException) -> None:
+        """End the operation with an error. It leaves the queue, so that waits for others do not raise it again."""
+        self.error = error
+        if self in self.stream.queue:
+            self.leave_queue()
+
+    def leave_queue(self) -> None:
+        """Give the oldest operation's turn to the next one."""
+        stream = self.stream
+        stream.queue.popleft()
+        if not stream.queue:
+            del stream.engine.streams[stream]
 
     def then(self, call: Callable[[], object]) -> None:
         """Call `call()` once the operation is finished; what it issues starts no earlier on a logical clock."""
@@ -271,7 +287,7 @@ class Work:
 
     def test(self) -> bool:
         """Advance the operation if possible, and return True once it is finished."""
-        self.run(async_op=True)
+        self.run(wait=False)
         if self.done:
             self.stream.engine.unwaited.pop(self, None)
         return self.done
@@ -281,6 +297,6 @@ class Work:
 
         Return its result: the array, None for a message that was sent.
         """
-        self.run(async_op=False)
+        self.run(wait=True)
         self.stream.engine.unwaited.pop(self, None)
         return self._result

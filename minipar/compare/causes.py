@@ -1,10 +1,11 @@
-"""The usual meaning of a difference between two runs: the name of a group of parameters, and the causes of a ratio."""
+"""A difference between two runs and its usual meaning: the name of a group of parameters, and the causes."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 # What it usually means if B's gradient is this many times A's, and if A's is this many times B's.
@@ -35,6 +36,18 @@ GROUPS = {
 }
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Parameters, or the same part of each, that differ by one ratio B / A; None if no ratio fits."""
+
+    quantity: str  # gradient, loss, grad_norm or update
+    ratio: float | None
+    group: str
+    parameters: tuple[str, ...]
+    causes: tuple[str, ...]
+    not_finite: str = ""  # "A", "B" or "A and B": the runs in which a value is infinite or nan
+
+
 def part_of(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str:
     """Name the strips of a dim that differ: one tp rank's part, of q, k and v side by side too, or their places.
 
@@ -44,7 +57,8 @@ def part_of(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str
     for tp, groups in product(tps, (1, 3)):
         owners = [i * groups * tp // count % tp for i in range(count)]
         own = {owner for owner, differs in zip(owners, different, strict=True) if differs}
-        if tp > 1 and count % (tp * groups) == 0 and len(own) == 1 and sum(different) == count // tp:
+        fits = tp > 1 and count % (tp * groups) == 0
+        if fits and len(own) == 1 and sum(different) == count // tp:
             return f"tp rank {own.pop()}'s part (of {tp}) of "
     places = [i for i, differs in enumerate(different) if differs]
     return f"{len(places)} of {count} strips ({places[0]} to {places[-1]}) along dim {dim} of "
@@ -52,32 +66,41 @@ def part_of(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str
 
 def describe(names: Sequence[str], every: Iterable[str]) -> str:
     """Describe a group of the model's parameters in words."""
-    chosen, whole = set(names), set(every)
+    chosen = set(names)
+    whole = set(every)
     for words, pattern in GROUPS.items():
         members = {name for name in whole if re.search(pattern, name)}
         if members and chosen in (members, whole - members):
             return words if chosen == members else f"all parameters but {words}"
     # Of transformer.h.3.ln_1.weight: block 3, parameter ln_1.weight.
-    blocks = {name: (int(match[1]), match[2]) for name in every if (match := re.search(r"\.(\d+)\.(.*)", name))}
+    blocks: dict[str, tuple[int, str]] = {}
+    for name in every:
+        match = re.search(r"\.(\d+)\.(.*)", name)
+        if match:
+            blocks[name] = (int(match[1]), match[2])
     numbers = sorted({blocks[name][0] for name in names if name in blocks})
     inside = {name for name in blocks if blocks[name][0] in numbers}
     if numbers and inside <= chosen:
         rest = "".join(f" and {name}" for name in names if name not in inside)
-        return f"blocks {numbers[0]} to {numbers[-1]}{rest}" if len(numbers) > 1 else f"block {numbers[0]}{rest}"
+        if len(numbers) == 1:
+            return f"block {numbers[0]}{rest}"
+        return f"blocks {numbers[0]} to {numbers[-1]}{rest}"
     kinds = dict.fromkeys(blocks[name][1] for name in names if name in blocks)
     if chosen == {name for name in blocks if blocks[name][1] in kinds}:
         return f"{', '.join(kinds)} of every block"
     if len(names) <= 3:
         return ", ".join(names)
     order = list(every)
-    has_all = order.index(names[-1]) - order.index(names[0]) == len(names) - 1
-    return f"{'' if has_all else 'some from '}{names[0]} to {names[-1]}"
+    distance = order.index(names[-1]) - order.index(names[0])
+    some = "" if distance == len(names) - 1 else "some from "
+    return f"{some}{names[0]} to {names[-1]}"
 
 
 def causes(quantity: str, ratio: float, sizes: Sizes, difference: float = 0.0) -> tuple[str, ...]:
     """Return the usual causes of B = ratio * A; `difference` is B - A of the loss."""
     if ratio in (0, math.inf):
-        return (f"missing in {'B' if ratio == 0 else 'A'}: detached, frozen, not sent, or never added",)
+        run = "B" if ratio == 0 else "A"
+        return (f"missing in {run}: detached, frozen, not sent, or never added",)
     found = []
     for name, meanings in CAUSES.items():
         for size in sorted(sizes.get(name, ())):

@@ -1,6 +1,7 @@
 """`python -m minipar.compare A B`: whether two recorded runs are equal, or where they part, by which factor, and why.
 
-A and B are directories that `minipar.train --record`, or any loop with `minipar.record.Record`, wrote. It needs no MPI.
+A and B are directories that `minipar.train --record`, or any loop with `minipar.record.Record`,
+wrote. It needs no MPI.
 """
 
 import json
@@ -10,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minipar.cli import UsageParser, report, write_json, write_out
-from minipar.compare.causes import CAUSES
+from minipar.compare.causes import CAUSES, Difference
 from minipar.compare.records import Run, read_run, read_step
-from minipar.compare.step_comparison import Difference, StepComparison
+from minipar.compare.step_comparison import StepComparison
 from minipar.errors import UsageError, printable
 
 MOST = 0.01  # the largest relative difference that rounding explains
@@ -22,8 +23,9 @@ MOST = 0.01  # the largest relative difference that rounding explains
 class Finding:
     """The outcome: the first step that differs, None if none does, and its differences.
 
-    The differences come in this order: values that are not finite, gradients, the loss, the norm, updates. Of each,
-    groups with a ratio that has a known cause come first, then the others, those of most parameters first.
+    The differences come in this order: values that are not finite, gradients, the loss, the norm,
+    updates. Of each, groups with a ratio that has a known cause come first, then the others, those
+    of most parameters first.
     """
 
     steps: int  # compared: those that both runs recorded
@@ -42,17 +44,19 @@ class Finding:
 def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding:
     """Compare two records step by step.
 
-    Rounding explains a relative difference of 1000 machine epsilons of the coarser dtype in step 0, that much more in
-    each further one, and never more than 1 %; in updates without a common factor 8 times as much; or `bound` in every
-    step. A parameter is compared on the scale of its
-    largest strip. A value that is not finite, in one run or in both, is a difference; but see `StepComparison.skipped`.
+    Rounding explains a relative difference of 1000 machine epsilons of the coarser dtype in step 0,
+    that much more in each further one, and never more than 1 %; in updates without a common factor
+    8 times as much; or `bound` in every step. A parameter is compared on the scale of its largest
+    strip. A value that is not finite, in one run or in both, is a difference; but see
+    `StepComparison.skipped`.
 
-    UsageError if the runs have different parameters, or no step in common, or are one and the same, or if both skipped
-    every step in common.
+    UsageError if the runs have different parameters, or no step in common, or are one and the same,
+    or if both skipped every step in common.
     """
     if os.path.realpath(a) == os.path.realpath(b):
         raise UsageError(f"{a} and {b} are the same record")
-    run_a, run_b = read_run(a), read_run(b)
+    run_a = read_run(a)
+    run_b = read_run(b)
     _check_shapes(run_a, run_b)
     steps = sorted(run_a.steps.keys() & run_b.steps.keys())
     if not steps:
@@ -61,7 +65,8 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
     eps = max(run_a.eps, run_b.eps)
     first: int | None = None
     found: list[Difference] = []
-    ratios, skipped = {}, []
+    ratios = {}
+    skipped = []
     last: StepComparison | None = None
     for step in steps:
         rounding = min(1000 * eps * (step + 1), MOST)
@@ -78,14 +83,22 @@ def compare(a: str | Path, b: str | Path, bound: float | None = None) -> Finding
         if comparison.skipped:
             skipped.append(step)
         if first is None:
-            before = last if step - 1 in run_a.steps and step - 1 in run_b.steps else None
-            found = comparison.differences(before)
+            has_step_before = step - 1 in run_a.steps and step - 1 in run_b.steps
+            found = comparison.differences(last if has_step_before else None)
             first = step if found else None
         last = comparison
     if len(skipped) == len(steps) and first is None:
         raise UsageError(f"{a} and {b} both skipped every step that they have in common, which proves nothing")
     recorded = len(run_a.steps), len(run_b.steps)
-    return Finding(len(steps), recorded, len(run_a.shapes), first, tuple(found), ratios, tuple(skipped))
+    return Finding(
+        steps=len(steps),
+        recorded=recorded,
+        parameters=len(run_a.shapes),
+        step=first,
+        differences=tuple(found),
+        ratios=ratios,
+        skipped=tuple(skipped),
+    )
 
 
 def _check_shapes(a: Run, b: Run) -> None:

@@ -31,7 +31,10 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """Read what a record says of its run. UsageError if the directory is no record, or one without a step."""
+    """Read what a record says of its run.
+
+    UsageError if the directory is no record, or one without a step.
+    """
     path = Path(directory)
     if not os.path.isfile(path / "run.json"):  # a pipe or a device may have no end
         raise UsageError(f"there is no record in {path}: no file run.json")
@@ -52,10 +55,15 @@ def read_run(directory: str | Path) -> Run:
 
 
 def read_step(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Read loss, grad_norm, gradient/NAME and update/NAME of a step. UsageError if the file is something else."""
+    """Read loss, grad_norm, gradient/NAME and update/NAME of a step.
+
+    UsageError if the file is something else.
+    """
     expected: dict[str, tuple[int, ...]] = {"loss": (), "grad_norm": ()}
     for name, shape in shapes.items():
-        expected |= dict.fromkeys((f"gradient/{name}", f"update/{name}"), (2, sum(strips(shape))))
+        norms_and_projections = (2, sum(strips(shape)))
+        expected[f"gradient/{name}"] = norms_and_projections
+        expected[f"update/{name}"] = norms_and_projections
     if not path.is_file():
         raise UsageError(f"{path} is not a file")
     try:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from minipar.compare.causes import CLIPPED, MEANS, OTHER, Sizes, causes, describe, part_of
+from minipar.compare.causes import CLIPPED, MEANS, OTHER, Difference, Sizes, causes, describe, part_of
 from minipar.record import strips
 
 NEARLY_PARALLEL = 0.8  # the cosine of two gradients that are sums of the same parts, with other weights
@@ -18,18 +18,6 @@ NOT_FINITE = "an overflow (inf) or inf - inf, 0 / 0 (nan) on some rank: the reco
 UPDATE = "weight decay, betas, eps, clipping or optimizer state"
 
 Arrays = Mapping[str, np.ndarray]  # a step's loss, grad_norm, gradient/NAME and update/NAME
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Parameters, or the same part of each, that differ by one ratio B / A; None if no ratio fits."""
-
-    quantity: str  # gradient, loss, grad_norm or update
-    ratio: float | None
-    group: str
-    parameters: tuple[str, ...]
-    causes: tuple[str, ...]
-    not_finite: str = ""  # "A", "B" or "A and B": the runs in which a value is infinite or nan
 
 
 @dataclass(frozen=True)
@@ -50,21 +38,32 @@ class StepComparison:
     def skipped(self) -> bool:
         """True if both runs left out the update, because gradients of the same parameters were not finite.
 
-        That is fp16's normal work. The gradients that are not finite in both are then not compared; nor are the norms.
+        That is fp16's normal work. The gradients that are not finite in both are then not compared;
+        nor are the norms.
         """
         runs = self.a, self.b
-        moved = any(run[f"update/{name}"].any() for name in self.shapes for run in runs)
-        return not moved and not any(np.isfinite(run["grad_norm"]) for run in runs)
+        for run in runs:
+            if np.isfinite(run["grad_norm"]):
+                return False
+            for name in self.shapes:
+                if run[f"update/{name}"].any():
+                    return False
+        return True
 
     def where_not_finite(self, key: str) -> str:
         """Return in which runs an array has a value that is not finite: "", "A", "B" or "A and B"."""
-        found = [run for run, arrays in (("A", self.a), ("B", self.b)) if not np.isfinite(arrays[key]).all()]
+        found = []
+        for run, arrays in (("A", self.a), ("B", self.b)):
+            if not np.isfinite(arrays[key]).all():
+                found.append(run)
         return " and ".join(found)
 
     def wrongly_not_finite(self, key: str) -> str:
         """Return the same, but "" for what is not finite in both runs in a step that both skipped."""
         runs = self.where_not_finite(key)
-        return "" if self.skipped and runs == "A and B" else runs
+        if self.skipped and runs == "A and B":
+            return ""
+        return runs
 
     def not_finite(self) -> list[Difference]:
         """Return every quantity that is not finite in either run, the parameters grouped by run and part."""
@@ -81,17 +80,23 @@ class StepComparison:
         for name in self.shapes:
             runs = self.wrongly_not_finite(f"{kind}/{name}")
             if runs:
-                groups.setdefault((runs, self._part_not_finite(kind, name)), []).append(name)
-        found = [
-            Difference(kind, None, part + describe(names, self.shapes), tuple(names), (NOT_FINITE,), runs)
-            for (runs, part), names in groups.items()
-        ]
+                part = self._part_not_finite(kind, name)
+                groups.setdefault((runs, part), []).append(name)
+        found = []
+        for (runs, part), names in groups.items():
+            group = part + describe(names, self.shapes)
+            found.append(Difference(kind, None, group, tuple(names), (NOT_FINITE,), runs))
         return _in_order(found)
 
     def _part_not_finite(self, kind: str, name: str) -> str:
-        """Name the strips that are not finite along the first dim in which some are; "" if all are in every dim."""
+        """Name the strips that are not finite along the first dim in which some are.
+
+        Return "" if all are in every dim.
+        """
         key = f"{kind}/{name}"
-        bad: np.ndarray = np.logical_or(~np.isfinite(self.a[key]).all(axis=0), ~np.isfinite(self.b[key]).all(axis=0))
+        finite_in_a = np.isfinite(self.a[key]).all(axis=0)
+        finite_in_b = np.isfinite(self.b[key]).all(axis=0)
+        bad: np.ndarray = np.logical_not(finite_in_a & finite_in_b)
         start = 0
         for dim, count in enumerate(strips(self.shapes[name])):
             along = [bool(each) for each in bad[start : start + count]]
@@ -104,12 +109,16 @@ class StepComparison:
 
     @cached_property
     def noise(self) -> float:
-        """The norm below which a strip's gradient is rounding: that of the keys' bias is zero, and is never exactly."""
+        """The norm below which a strip's gradient is rounding.
+
+        That of the keys' bias is zero, and is never exactly.
+        """
         largest = 0.0
         for name in self.shapes:
             for run in (self.a, self.b):
                 gradient = np.abs(run[f"gradient/{name}"])
-                largest = max(largest, float(gradient.max(initial=0.0, where=np.isfinite(gradient))))
+                finite = np.isfinite(gradient)
+                largest = max(largest, float(gradient.max(initial=0.0, where=finite)))
         return min(64 * self.eps, 1e-3) * largest
 
     def differences(self, before: StepComparison | None = None) -> list[Difference]:
@@ -127,7 +136,8 @@ class StepComparison:
 
     def of_value(self, name: str) -> list[Difference]:
         """Return the difference of the loss or of the gradient norm, if there is one and both are finite, in a list."""
-        a, b = float(self.a[name]), float(self.b[name])
+        a = float(self.a[name])
+        b = float(self.b[name])
         if self.where_not_finite(name) or self._values_equal(a, b):
             return []
         ratio = b / a if a else math.inf
@@ -140,7 +150,8 @@ class StepComparison:
     def of_gradients(self, before: StepComparison | None = None) -> list[Difference]:
         """Group the parameters whose gradients differ; one group if the gradients of the step before are still in them.
 
-        All gradients without a constant ratio to A's are one group, with causes that fit their length and direction.
+        All gradients without a constant ratio to A's are one group, with causes that fit their
+        length and direction.
         """
         left = None
         if before is not None and not before.skipped:
@@ -149,23 +160,30 @@ class StepComparison:
             return [left]
         found = []
         for ratio, part, names in self._groups("gradient"):
-            reasons = self._causes_without_ratio(names) if ratio is None else causes("gradient", ratio, self.sizes)
-            found.append(Difference("gradient", ratio, part + describe(names, self.shapes), tuple(names), reasons))
+            if ratio is None:
+                reasons = self._causes_without_ratio(names)
+            else:
+                reasons = causes("gradient", ratio, self.sizes)
+            group = part + describe(names, self.shapes)
+            found.append(Difference("gradient", ratio, group, tuple(names), reasons))
         return _in_order(found)
 
     def of_updates(self) -> list[Difference]:
         """Group the parameters whose updates differ."""
         found = []
         for ratio, part, names in self._groups("update"):
-            reasons = (UPDATE,) if ratio is None else causes("update", ratio, self.sizes)
-            found.append(Difference("update", ratio, part + describe(names, self.shapes), tuple(names), reasons))
+            reasons: tuple[str, ...] = (UPDATE,)
+            if ratio is not None:
+                reasons = causes("update", ratio, self.sizes)
+            group = part + describe(names, self.shapes)
+            found.append(Difference("update", ratio, group, tuple(names), reasons))
         return _in_order(found)
 
     def _groups(self, kind: str) -> list[tuple[float | None, str, list[str]]]:
         """Return (ratio, part, names) of the parameters that differ by one ratio in one part.
 
-        Where a gradient is little more than rounding, any ratio near it fits. Such a parameter joins the largest group
-        that explains it, rather than being one of its own.
+        Where a gradient is little more than rounding, any ratio near it fits. Such a parameter
+        joins the largest group that explains it, rather than being one of its own.
         """
         groups: dict[tuple[str, str], tuple[float | None, str, list[str]]] = {}
         uncertain = []
@@ -182,9 +200,10 @@ class StepComparison:
             groups.setdefault(key, (ratio, part, []))[2].append(name)
         for name, ratio in uncertain:
             largest = sorted(groups.values(), key=lambda group: -len(group[2]))
-            fitting = [group for group in largest if group[1] == "" and self._explains(kind, name, group[0])]
-            if fitting:
-                fitting[0][2].append(name)
+            for other, part, names in largest:
+                if part == "" and self._explains(kind, name, other):
+                    names.append(name)
+                    break
             else:
                 groups[name, ""] = (ratio, "", [name])
         order = list(self.shapes)
@@ -193,21 +212,29 @@ class StepComparison:
         return list(groups.values())
 
     def _is_uncertain(self, kind: str, name: str) -> bool:
-        a, b = self.a[f"{kind}/{name}"], self.b[f"{kind}/{name}"]
+        a = self.a[f"{kind}/{name}"]
+        b = self.b[f"{kind}/{name}"]
         return self.noise > CERTAIN * max(np.abs(a).max(), np.abs(b).max())
 
     def _explains(self, kind: str, name: str, ratio: float | None) -> bool:
         if ratio is None:
             return True
-        a, b = self.a[f"{kind}/{name}"], self.b[f"{kind}/{name}"]
+        a = self.a[f"{kind}/{name}"]
+        b = self.b[f"{kind}/{name}"]
         return self.same(_times(ratio, a), b)
 
     def ratio(self, kind: str, name: str) -> tuple[float | None, str]:
-        """Return the ratio of one parameter's gradient or update, and the part of it that differs; "" is all of it."""
-        a, b = self.a[f"{kind}/{name}"], self.b[f"{kind}/{name}"]
-        if kind == "update":  # AdamW divides a gradient by its own size, and would make an update of rounding alone
+        """Return the ratio of one parameter's gradient or update, and the part of it that differs.
+
+        The part "" is all of it.
+        """
+        a = self.a[f"{kind}/{name}"]
+        b = self.b[f"{kind}/{name}"]
+        if kind == "update":
+            # AdamW divides a gradient by its own size, and would make an update of rounding alone.
+            # A gradient is exactly zero in an expert without tokens, which decays.
             gradient = np.maximum(self.a[f"gradient/{name}"][0], self.b[f"gradient/{name}"][0])
-            certain = (gradient > self.noise) | (gradient == 0)  # exactly zero: an expert without tokens, which decays
+            certain = (gradient > self.noise) | (gradient == 0)
             a, b = a * certain, b * certain
         whole = self.factor(a, b)
         if whole is None and kind == "update" and self._is_amplified(a, b):
@@ -216,7 +243,10 @@ class StepComparison:
             return whole, ""
         start = 0
         for dim, count in enumerate(strips(self.shapes[name])):
-            factors = [self.factor(a[:, i : i + 1], b[:, i : i + 1]) for i in range(start, start + count)]
+            factors = []
+            for i in range(start, start + count):
+                strip = slice(i, i + 1)
+                factors.append(self.factor(a[:, strip], b[:, strip]))
             wrong = [r for r in factors if r is not None and r != 1]
             if wrong and None not in factors and np.allclose(wrong, wrong[0], rtol=1e-3):
                 return wrong[0], part_of([r != 1 for r in factors], dim, self.sizes.get("tp", ()))
@@ -230,12 +260,15 @@ class StepComparison:
         if np.abs(a).max() <= self.noise:
             return math.inf
         r = _fit(b[1], a[1])
-        return r if self.same(_times(r, a), b) else None
+        if self.same(_times(r, a), b):
+            return r
+        return None
 
     def _is_amplified(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Return whether updates differ by no factor and so little that it is rounding, made larger by AdamW.
 
-        It divides a gradient by its own size plus eps: where single elements are about eps, rounding is a part of them.
+        It divides a gradient by its own size plus eps: where single elements are about eps,
+        rounding is a part of them.
         """
         if self.update_limit is None or abs(_fit(b[1], a[1]) - 1) > self.limit:
             return False
@@ -246,19 +279,26 @@ class StepComparison:
         return np.array_equal(a, b) or self._within(self.limit, a, b)
 
     def _within(self, limit: float, a: np.ndarray, b: np.ndarray) -> bool:
-        return bool(np.abs(a - b).max() <= limit * max(np.abs(a).max(), np.abs(b).max()) + self.noise)
+        largest = max(np.abs(a).max(), np.abs(b).max())
+        return bool(np.abs(a - b).max() <= limit * largest + self.noise)
 
     def norm_ratios(self) -> dict[str, float | None]:
-        """Return B's gradient norm / A's for each parameter, None where the gradients are equal, nan if not finite."""
+        """Return B's gradient norm / A's for each parameter.
+
+        It is None where the gradients are equal, and nan if one is not finite.
+        """
         ratios: dict[str, float | None] = {}
         for name in self.shapes:
-            a, b = self.a[f"gradient/{name}"], self.b[f"gradient/{name}"]
-            if self.where_not_finite(f"gradient/{name}"):
-                ratios[name] = math.nan if self.wrongly_not_finite(f"gradient/{name}") else None
+            key = f"gradient/{name}"
+            a = self.a[key]
+            b = self.b[key]
+            if self.where_not_finite(key):
+                ratios[name] = math.nan if self.wrongly_not_finite(key) else None
                 continue
             with np.errstate(over="ignore"):
                 equal = self.same(a, b)
-            norm_a, norm_b = math.hypot(*a[0]), math.hypot(*b[0])
+            norm_a = math.hypot(*a[0])
+            norm_b = math.hypot(*b[0])
             if equal:
                 ratios[name] = None
             else:
@@ -270,20 +310,26 @@ class StepComparison:
     def _left_from(self, before: StepComparison) -> Difference | None:
         """Return the difference "the gradients of the step before are still in these", if all that differs is that.
 
-        Projections are linear: those of one run are then those of the other, plus c times those of the step before. c
-        is one number for all parameters: 1, or less if the gradients were clipped meanwhile.
+        Projections are linear: those of one run are then those of the other, plus c times those of
+        the step before. c is one number for all parameters: 1, or less if the gradients were
+        clipped meanwhile.
         """
-        finite = [name for name in self.shapes if not self.where_not_finite(f"gradient/{name}")]
-        ratios = {name: self.ratio("gradient", name)[0] for name in finite}
+        ratios = {}
+        for name in self.shapes:
+            if not self.where_not_finite(f"gradient/{name}"):
+                ratios[name], _ = self.ratio("gradient", name)
         names = [name for name, ratio in ratios.items() if ratio != 1]
         if all(ratios[name] is not None for name in names):  # a constant ratio says more
             return None
-        for run, more, less, last in (("B", self.b, self.a, before.b), ("A", self.a, self.b, before.a)):
+        pairs = (("B", self.b, self.a, before.b), ("A", self.a, self.b, before.a))
+        for run, more, less, last in pairs:
             c = _fit(_joined(more, names) - _joined(less, names), _joined(last, names))
             if 0.01 < c < 1.001 and all(self._is_sum(name, more, less, c, last) for name in names):
                 times = "" if c > 0.999 else f"{c:.4g} times "
-                cause = f"{times}the gradient of the step before is still in {run}'s: no zero_grad between the steps"
-                return Difference("gradient", None, describe(names, self.shapes), tuple(names), (cause,))
+                cause = f"{times}the gradient of the step before is still in {run}'s"
+                cause += ": no zero_grad between the steps"
+                group = describe(names, self.shapes)
+                return Difference("gradient", None, group, tuple(names), (cause,))
         return None
 
     def _is_sum(self, name: str, whole: Arrays, part: Arrays, c: float, other: Arrays) -> bool:
@@ -296,13 +342,15 @@ class StepComparison:
     def _causes_without_ratio(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the usual causes of gradients of no constant ratio, those that fit their direction and length first.
 
-        A sum of the same parts with other weights, as of ranks that count too much or clip, points almost where the
-        right one does, in every parameter that has a gradient. What each rank clips is shorter, and its loss is right.
+        A sum of the same parts with other weights, as of ranks that count too much or clip, points
+        almost where the right one does, in every parameter that has a gradient. What each rank
+        clips is shorter, and its loss is right.
         """
         others = [name for name in self.shapes if name not in names]
         if any(np.abs(self.a[f"gradient/{name}"]).max() > self.noise for name in others):
             return (OTHER,)
-        a, b = _joined(self.a, names), _joined(self.b, names)
+        a = _joined(self.a, names)
+        b = _joined(self.b, names)
         r = _fit(b, a)
         found = []
         if r > 0 and r * _fit(a, b) > NEARLY_PARALLEL**2:
@@ -318,10 +366,12 @@ class StepComparison:
         for name, shape in self.shapes.items():
             norms = self.b[f"gradient/{name}"][0, : strips(shape)[0]]
             squares += float(norms @ norms)
-        norm, recorded = float(self.b["grad_norm"]), math.sqrt(squares)
-        if norm > 1.01 * recorded:
-            return f" (B's grad_norm is {norm:.4g}, but the norm of its recorded gradients is {recorded:.4g})"
-        return ""
+        norm = float(self.b["grad_norm"])
+        recorded = math.sqrt(squares)
+        if norm <= 1.01 * recorded:
+            return ""
+        what = f"the norm of its recorded gradients is {recorded:.4g}"
+        return f" (B's grad_norm is {norm:.4g}, but {what})"
 
 
 def _in_order(found: Sequence[Difference]) -> list[Difference]:

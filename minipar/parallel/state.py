@@ -118,7 +118,7 @@ def gather_state(
 
     `comm` is the group of ranks that hold the whole model together: the world of a mesh.
     `parameters` are what this rank's optimizer holds. `values` are arrays of the same shapes to
-    collect instead, such as complete gradients. Collective. Each element is sent to rank 0 once,
+    collect instead, such as complete gradients. All ranks call it. Each element is sent to rank 0 once,
     in one message per rank; the pieces go ahead as control data.
     """
     own = owned_pieces(parameters)

@@ -8,5 +8,4 @@ launchers    which launcher started this process, and whether it belongs to mpi4
 mpirun       what a rank says to MPICH's mpirun, over the connection that MPI uses later
 start        the ranks meet, the shared memory of each host is checked once, MPI starts
 watch        a rank that ends meanwhile is named
-report       a file in the temporary directory, which all users share
 """

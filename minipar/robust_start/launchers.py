@@ -6,7 +6,8 @@ from typing import Any
 
 from minipar.errors import UsageError
 
-# Launchers, and the variables in which each process finds the number of processes and its own number.
+# Launchers, and the variables in which each process finds the number of processes and its own
+# number.
 LAUNCHERS = (
     ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
@@ -53,7 +54,8 @@ def check_mpi_library() -> None:
         raise UsageError(f"PMI_FD={descriptor}: {why}; unset PMI_FD, PMI_RANK and PMI_SIZE") from None
     hydra, open_mpi = "PMI_SIZE" in os.environ, "OMPI_COMM_WORLD_SIZE" in os.environ
     try:
-        # mpi4py's wheels choose between libraries and register them here. A build for one library has no choice.
+        # mpi4py's wheels choose between libraries and register them here. A build for one library
+        # has no choice.
         _mpiabi: Any = importlib.import_module("mpi4py._mpiabi")
         library = _mpiabi._get_mpiabi() if "mpi4py.MPI" in _mpiabi._registry else None
     except (ImportError, AttributeError, RuntimeError, OSError):

@@ -1,4 +1,4 @@
-"""While the ranks start, a usage error or Ctrl-C ends every rank with one line."""
+"""Errors while the ranks start: a usage error or Ctrl-C ends every rank with one line."""
 
 import sys
 import time

@@ -34,8 +34,9 @@ def start_mpi(timeout: float) -> None:
         return
     hydra = mpirun.connected()
     if hydra:
-        # Between the ranks of a host MPICH sends through memory of its own. UCX, its library for the network, takes
-        # another 4.3 MB for each rank from the same place: 8 ranks would not start in the 64 MiB of a Docker container.
+        # Between the ranks of a host MPICH sends through memory of its own. UCX, its library for
+        # the network, takes another 4.3 MB for each rank from the same place: 8 ranks would not
+        # start in the 64 MiB of a Docker container.
         os.environ.setdefault("UCX_TLS", "^posix")
     import mpi4py
 
@@ -66,8 +67,8 @@ def prepare_host() -> None:
 
     Ends the job if there is too little memory.
     """
-    # mpirun makes this file when it is first asked for its name, and leaves it if the job is aborted. Without the file
-    # each rank looks at the processors itself.
+    # mpirun makes this file when it is first asked for its name, and leaves it if the job is
+    # aborted. Without the file each rank looks at the processors itself.
     topology = mpirun.value_of("PMI_hwloc_xmlfile")
     if topology.startswith(TOPOLOGY):
         Path(topology).unlink(missing_ok=True)

@@ -38,7 +38,8 @@ def watch(hosts: list[int], timeout: float, started: threading.Event, clean_up: 
             reason = f"MPI has not started within {timeout:g} s (MINIPAR_TIMEOUT): a rank has ended, or comes too late"
         else:
             continue
-        # MPI may have started all the same. The ranks take turns, and the first one that can say it ends all.
+        # MPI may have started all the same. The ranks take turns, and the first one that can say it
+        # ends all.
         if started.wait(WATCH_SECONDS + TURN_SECONDS * (me - first)):
             return
         print(f"minipar: {reason}", file=sys.stderr, flush=True)

@@ -172,7 +172,7 @@ def opening(trainer: Trainer) -> str:
 def evaluate(trainer: Trainer, evaluation: Evaluation | None, result: StepResult) -> float | None:
     """Return the validation loss if it is due after this step.
 
-    Collective; UsageError if it is not finite.
+    All ranks call it. UsageError if it is not finite.
     """
     config = trainer.config
     done = result.step + 1
@@ -187,7 +187,7 @@ def evaluate(trainer: Trainer, evaluation: Evaluation | None, result: StepResult
 def save_if_due(trainer: Trainer, directory: str, result: StepResult, signals: list[int], report: Progress) -> None:
     """Save a checkpoint if it is due after this step.
 
-    SystemExit if a rank has a signal, after saving. Collective.
+    SystemExit if a rank has a signal, after saving. All ranks call it.
     """
     done = result.step + 1
     last = trainer.config.optimizer.steps

@@ -70,7 +70,7 @@ FILE = re.compile(r"rank-\d{5,}\.safetensors")
 def agreeing(comm: Communicator, flag: str) -> Iterator[None]:
     """Turn a file error inside the block on any rank into a UsageError on every rank.
 
-    Collective.
+    All ranks call it.
     """
     message = None
     try:
@@ -179,7 +179,7 @@ def save(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW,
 def _write(comm: Communicator, directory: str | Path, step: int, optimizer: AdamW, header: dict[str, Any]) -> None:
     """Write DIR/step-N after `step` optimizer steps.
 
-    Collective; UsageError on every rank if one of them cannot. `comm` is all ranks of the mesh,
+    All ranks call it. UsageError on every rank if one of them cannot. `comm` is all ranks of the mesh,
     `header` the manifest's entries about the run. Only lists of pieces are sent.
     """
     root = Path(directory)

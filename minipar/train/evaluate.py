@@ -15,7 +15,7 @@ DIGITS = {"bfloat16": 3, "float16": 4, "float32": 5, "float64": 10}  # significa
 def validation_loss(trainer: Trainer, evaluation: Evaluation) -> float:
     """Return the mean loss in nats per token of the evaluation's samples, the same in every layout.
 
-    Collective. Each sample is a batch of its own, so its loss has the same bits on whichever rank
+    All ranks call it. Each sample is a batch of its own, so its loss has the same bits on whichever rank
     it is computed, and losses are added in the order of the samples. Only tensor parallelism adds
     in another order, within its products of matrices. The loss is therefore rounded to DIGITS; two
     losses beside a rounding boundary can still differ, by one in the last digit. Sends what forward

@@ -1,4 +1,4 @@
-"""What a configuration makes: the serial model, its strategies, and the layout from which bytes are predicted."""
+"""The serial model, its strategies, and the layout from which bytes are predicted, made from a configuration."""
 
 from dataclasses import astuple
 from functools import partial

@@ -27,7 +27,7 @@ LONGEST_HOLDER = 200  # characters that are read of what the file says
 def saving_alone(comm: Communicator, directory: str | None) -> Iterator[None]:
     """Keep all other jobs out of `--save DIR` inside the block.
 
-    Collective; UsageError on every rank if one is there. DIR is made if it is missing, and removed
+    All ranks call it. UsageError on every rank if one is there. DIR is made if it is missing, and removed
     if it is still empty at the end: a job that is refused leaves nothing.
     """
     with ExitStack() as until_the_end:

@@ -1,6 +1,7 @@
 """The phases of a step, for the trace and the memory ledger, and the time of its matrix products."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from minipar import memory
 from minipar.autograd import flop_counter
@@ -13,10 +14,12 @@ def start_step() -> None:
     memory.enter("forward", restart=True)
 
 
-def phase(comm: Communicator, name: str) -> AbstractContextManager[None]:
-    """Name a phase of the step, for the trace and for the memory ledger."""
+@contextmanager
+def phase(comm: Communicator, name: str) -> Iterator[None]:
+    """Record the block as a phase of the step, in the trace and in the memory ledger."""
     memory.enter(name)
-    return comm.tracer.region(name)
+    with comm.tracer.region(name):
+        yield
 
 
 def model_clock(comm: Communicator) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineParallel
 def run_schedule(
     executor: PipelineExecutor,
     pipeline: PipelineParallel,
-    ddp: DataParallel,
+    data_parallel: DataParallel,
     *,
     batches: Sequence[tuple[np.ndarray, np.ndarray]],
     keys: Sequence[DropoutKeys],
@@ -48,13 +48,13 @@ def run_schedule(
     def around(action: Action) -> Iterator[None]:
         m = action.microbatch
         enter("forward" if action.kind == "F" else "backward")
-        sync = nullcontext() if m == last_microbatch else ddp.no_sync()
+        sync = nullcontext() if m == last_microbatch else data_parallel.no_sync()
         region = pipeline.comm.tracer.region(str(action))
-        with dropping(keys[m]), sync, ddp.scaled_backward(), region:
+        with dropping(keys[m]), sync, data_parallel.scaled_backward(), region:
             yield
 
     executor.run(tokens, loss, gradient, around)
     pipeline.fetch_tied_gradient()
-    ddp.synchronize()
+    data_parallel.synchronize()
     pipeline.comm.all_reduce(losses, algorithm="ordered")  # zero on all stages but the last
     return float(losses[0])

@@ -48,13 +48,13 @@ class LossScaler:
         for p in parameters:
             p.grad = xp.multiply(p.grad, 1 / self.scale, out=p.grad)
 
-    def update(self, is_finite: bool) -> bool:
+    def update(self, step_is_finite: bool) -> bool:
         """Count a step, change fp16's scale, and return whether training can go on.
 
         In fp16 a step that is not finite halves the scale, and training ends below 1. After
         GOOD_STEPS good steps the scale doubles. All ranks answer alike: their norm is the same.
         """
-        if is_finite:
+        if step_is_finite:
             self.good_steps += 1
             if self.is_fp16 and self.good_steps == GOOD_STEPS:
                 self.scale *= 2

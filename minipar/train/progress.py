@@ -232,7 +232,7 @@ def _length_before(path: str, step: int) -> int:
 
 
 def save_ledgers(path: str, ledger: MemoryLedger, comm: Communicator) -> None:
-    """Write all ranks' ledgers to `path`. Collective; rank 0 writes.
+    """Write all ranks' ledgers to `path`. All ranks call it, and rank 0 writes.
 
     {"kinds": [...], "ranks": [{"rank", "peak", "peak_parts", "moments": [[phase, [bytes of each
     kind]], ...]}, ...]}

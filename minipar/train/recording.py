@@ -1,4 +1,4 @@
-"""The recording of `--record`, which the command line hangs in the trainer."""
+"""The recording of `--record`: callbacks that the command line gives to the trainer."""
 
 from typing import Any
 
@@ -12,8 +12,7 @@ from minipar.train.trainer import StepResult, Trainer
 class Recorder:
     """The record of every further step of a trainer, for `minipar.compare`.
 
-    All methods are collective.
-    Rank 0 is sent all gradients and parameters, and writes.
+    All ranks call each method. Rank 0 is sent all gradients and parameters, and writes.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
@@ -28,13 +27,13 @@ class Recorder:
             facts["tokens"] = trainer.tokens_per_step
             with writing(f"--record {directory}"):
                 self.record = Record(directory, parameters, dtype=config.run.dtype, **facts)
-        trainer.after_backward.append(self.collect_gradients)
-        trainer.after_step.append(self.write)
+        trainer.gradient_callbacks.append(self.collect_gradients)
+        trainer.step_callbacks.append(self.write)
 
     def stop(self) -> None:
         """Record no further steps."""
-        self.trainer.after_backward.remove(self.collect_gradients)
-        self.trainer.after_step.remove(self.write)
+        self.trainer.gradient_callbacks.remove(self.collect_gradients)
+        self.trainer.step_callbacks.remove(self.write)
 
     def collect_gradients(self) -> None:
         """Collect the gradients of the step before they are clipped."""

@@ -1,4 +1,4 @@
-"""How a run resumes: from which checkpoint, with which flags, and whether one device could repeat it.
+"""The resumption of a run: from which checkpoint, with which flags, and whether one device could repeat it.
 
 `find_checkpoint` reads the manifest, `continued` takes the run's flags from it, and
 `check_checkpoint` checks every file.
@@ -90,7 +90,7 @@ def continued(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
 def check_checkpoint(checkpoint: Checkpoint, config: TrainConfig, tokens: Tokens | None, comm: Communicator) -> None:
     """Raise UsageError if a file is damaged or contradicts this run.
 
-    Collective; each rank reads some of the files.
+    All ranks call it, and each reads some of the files.
     """
     saved = checkpoint.flags[-1]
     current = run_flags(config)

@@ -116,7 +116,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many ranks each kind of parallelism takes, and what they share."""
+    """The number of ranks that each kind of parallelism takes, and what the ranks share."""
 
     dp: int | None = None
     tp: int = 1

@@ -1,8 +1,8 @@
 """The training loop: the same program on one device and on any mesh. `Trainer.step` is one step.
 
 The global batch is cut into one share for each data-parallel replica, and each share into
-microbatches. `--record` and `--verify` hang functions of theirs in `after_backward` and
-`after_step`.
+microbatches. `--record` and `--verify` give the trainer functions to call: `gradient_callbacks` and
+`step_callbacks`.
 """
 
 import time
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minipar.backend import from_host, synchronize, xp
+from minipar.backend import from_host, wait_for_device, xp
 from minipar.comm.mesh import DeviceMesh
 from minipar.comm.trace import unseen
 from minipar.nn.layers import DropoutKeys, dropping
@@ -95,9 +95,9 @@ class Trainer:
         self.balance = RouterBalance(self.model, config.model, mesh, self.tokens_per_step)
         self.moes = self.balance.moes
 
-        # Functions that every step calls, and whose time and messages are not the step's.
-        self.after_backward: list[Callable[[], None]] = []  # when gradients are complete and not clipped
-        self.after_step: list[Callable[[StepResult], None]] = []
+        # Every step calls these functions. Their time and their messages are not the step's.
+        self.gradient_callbacks: list[Callable[[], None]] = []  # when gradients are complete and not clipped
+        self.step_callbacks: list[Callable[[StepResult], None]] = []  # when the step is over
 
     def train(self) -> Iterator[StepResult]:
         """Take the configured steps that the checkpoint has not taken, and yield the result of each."""
@@ -111,15 +111,15 @@ class Trainer:
             loss = self.compute_gradient(step)
 
             before = time.perf_counter()
-            for look in self.after_backward:
+            for callback in self.gradient_callbacks:
                 with unseen(self.mesh.world):
-                    look()
+                    callback()
             start += time.perf_counter() - before
 
             with phase(self.mesh.world, "optimizer"):
                 grad_norm = self._clip_grad_norm(self.config.optimizer.clip_grad or None)
                 dropped = self.update(step, loss, grad_norm)
-                synchronize()
+                wait_for_device()
             if self.pipeline is not None:  # outside the phase, because the last stage computes nothing here
                 self.pipeline.send_tied_weight(self.ddp.gather_parameter)
         seconds = time.perf_counter() - start
@@ -127,7 +127,7 @@ class Trainer:
         speed = self.tokens_per_step / seconds
         skipped = self.scaler.skipped if self.scaler.can_skip else None
         result = StepResult(step, loss, grad_norm, seconds, speed, dropped, skipped)
-        for report in self.after_step:
+        for report in self.step_callbacks:
             with unseen(self.mesh.world):
                 report(result)
         return result
@@ -135,7 +135,7 @@ class Trainer:
     def compute_gradient(self, step: int) -> float:
         """Compute the gradient of the global batch's mean loss, not clipped yet; return that loss.
 
-        Collective.
+        All ranks call it.
         """
         start_step()
         self.ddp.zero_grad()
@@ -165,7 +165,7 @@ class Trainer:
         """
         samples = self.samples(replica, microbatch)
         inputs, targets = self.batches.batch(step, samples)
-        keys = self._dropout_keys(step, samples)
+        keys = DropoutKeys(self.config.run.seed, step, samples)  # the same masks in every layout
         with phase(self.mesh.world, "forward"), dropping(keys):
             loss = self.model.loss_sum(from_host(inputs), from_host(targets))
         with phase(self.mesh.world, "backward"), self.ddp.scaled_backward():
@@ -181,7 +181,7 @@ class Trainer:
         # wait for it.
         for m in range(self.config.data.microbatches):
             samples = self.samples(self.mesh.dp.rank, m)
-            keys.append(self._dropout_keys(step, samples))
+            keys.append(DropoutKeys(self.config.run.seed, step, samples))
             if self.mesh.pp.rank in (self.pipeline.first, self.pipeline.last):
                 batches.append(self.batches.batch(step, samples))
         return run_schedule(
@@ -193,10 +193,6 @@ class Trainer:
             gradient=self.scaler.scale / self.tokens_per_step,
             last_microbatch=self.last_microbatch,
         )
-
-    def _dropout_keys(self, step: int, samples: range) -> DropoutKeys:
-        """Return what these samples' dropout masks are drawn from, in every layout the same."""
-        return DropoutKeys(self.config.run.seed, step, samples)
 
     def update(self, step: int, loss: float, grad_norm: float) -> int | None:
         """Update the parameters, unless the step is skipped, and always the routers' biases.
@@ -233,7 +229,7 @@ class Trainer:
     def save(self, directory: str | Path, step: int) -> None:
         """Write a checkpoint after `step` optimizer steps.
 
-        Collective; see `minipar.train.checkpoint.save`.
+        All ranks call it; see `minipar.train.checkpoint.save`.
         """
         history = [] if self.checkpoint is None else self.checkpoint.history
         header = {
@@ -251,7 +247,7 @@ class Trainer:
     def _clip_grad_norm(self, max_norm: float | None) -> float:
         """Scale the gradients down to the norm `max_norm`, and return the norm before.
 
-        Collective.
+        All ranks call it.
         """
         mesh = self.mesh
         return clip_grad_norm(self.ddp.parameters(), max_norm, self.ddp.shard_comm, mesh.tp, mesh.pp)

@@ -51,7 +51,7 @@ def is_exact(config: TrainConfig) -> bool:
 def verify(trainer: Trainer) -> Verdict:
     """Train the steps that are left, check each of them, and return the verdict, the same on every rank.
 
-    Collective.
+    All ranks call it.
     """
     verifier = Verifier(trainer)
     for result in trainer.train():
@@ -60,7 +60,7 @@ def verify(trainer: Trainer) -> Verdict:
 
 
 class Verifier:
-    """The check of one training; make it before the first step. Each method is collective.
+    """The check of one training; make it before the first step. All ranks call each method.
 
     Rank 0 is sent the state and the gradients after each step, and computes alone while the other
     ranks wait. Neither a trace, nor the accounts of bytes and memory, nor the seconds of a step
@@ -78,7 +78,7 @@ class Verifier:
         exact = is_exact(config)
         self.from_start = checkpoint is None or (exact and repeatable(checkpoint, config))
         self.ranks_gradients: dict[str, np.ndarray] = {}  # the last step's, on rank 0
-        trainer.after_backward.append(self._collect_gradients)
+        trainer.gradient_callbacks.append(self._collect_gradients)
         with unseen(self.comm):
             state = whole_state(trainer)
             problem = ""
@@ -247,7 +247,7 @@ class Float32Twin:
     def problem(self, step: int) -> str:
         """Compute a step's gradients, and return on rank 0 how the ranks' differ from one device's.
 
-        Collective.
+        All ranks call it.
         """
         loss = self.ranks.compute_gradient(step)
         gradients = self.ranks.state_dict(gradients=True)
@@ -259,7 +259,7 @@ class Float32Twin:
     def take_parameters(self, trainer: Trainer, state: dict[str, np.ndarray]) -> None:
         """Take the parameters of the run: each rank its own, and one device those of `state`.
 
-        Collective.
+        All ranks call it.
         Sends what the strategy sends after an optimizer step.
         """
         ranks = self.ranks
@@ -334,6 +334,6 @@ def same_on_all_ranks(trainer: Trainer) -> bool:
 
 
 def same_over(comm: Communicator, arrays: list[Any]) -> bool:
-    """Return whether all ranks of `comm` have the same bits in these arrays. Collective; sends a SHA-256."""
+    """Return whether all ranks of `comm` have the same bits in these arrays. All ranks call it. Sends a SHA-256."""
     own = hashlib.sha256(b"".join(to_host(array).tobytes() for array in arrays)).digest()
     return len(set(comm.all_gather_bytes(own))) == 1

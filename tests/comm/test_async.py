@@ -1,5 +1,7 @@
 """Asynchronous work: any order of waiting, many at once, and axes issued in different orders."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -123,3 +125,57 @@ def test_a_message_reaches_an_array_of_a_subclass():
         return x.tolist()
 
     assert run_local(2, program)[1] == [1.0, 1.0, 1.0]
+
+
+def disagree(comm, ready):
+    """Issue an operation on which two ranks disagree. Rank 0 learns it later, rank 1 at once."""
+    if comm.rank == 0:
+        return comm.all_reduce(np.ones(4), async_op=True)
+    ready.wait()
+    with pytest.raises(CommunicationError, match="another number of elements"):
+        comm.all_reduce(np.ones(5), async_op=True)
+    return None
+
+
+def test_an_error_ends_the_operation_that_failed_and_no_other():
+    """A test of the second operation meets the error of the first one."""
+    ready = threading.Event()
+
+    def program(comm):
+        first = disagree(comm, ready)
+        second = comm.all_reduce(np.ones(3), async_op=True)
+        if comm.rank == 0:
+            ready.set()
+            with pytest.raises(CommunicationError, match="operation 1.*another number of elements"):
+                while not second.test():
+                    pass
+            for _ in range(2):
+                with pytest.raises(CommunicationError, match="operation 1.*another number of elements"):
+                    first.wait()
+        assert (second.wait() == 2).all()
+        assert (comm.all_reduce(np.ones(5)) == 2).all()
+
+    run_local(2, program)
+
+
+def test_a_wait_that_meets_another_axis_error_can_be_repeated():
+    ready = threading.Event()
+    met = threading.Event()
+
+    def program(comm):
+        other = comm.split(0, "tp")
+        failing = disagree(other, ready)
+        if comm.rank == 1:
+            met.wait()
+        work = comm.all_reduce(np.ones(3), async_op=True)
+        if comm.rank == 0:
+            ready.set()
+            with pytest.raises(CommunicationError, match="tp rank"):
+                work.wait()
+            met.set()
+        assert (work.wait() == 2).all()
+        if comm.rank == 0:
+            with pytest.raises(CommunicationError, match="tp rank"):
+                failing.wait()
+
+    run_local(2, program)

@@ -338,9 +338,9 @@ def test_a_rank_exits_though_its_abort_returns(error, code, monkeypatch):
     def program(comm):
         raise error
 
-    codes, launching = [], sys.modules["minipar.comm.launch"]
-    monkeypatch.setattr(launching, "world", SecondOfTwo)
-    monkeypatch.setattr(launching, "everyone_fails", lambda comm: False)
+    codes = []
+    monkeypatch.setattr(sys.modules["minipar.comm.launch"], "world", SecondOfTwo)
+    monkeypatch.setattr("minipar.comm.ending.everyone_fails", lambda comm: False)
     monkeypatch.setattr("minipar.comm.mpi.abort", codes.append)
     with pytest.raises(SystemExit) as leaving:
         launch(program)

@@ -1,9 +1,7 @@
 """A rank that leaves, freezes, or never starts ends the job soon, with its number; nothing is left behind."""
 
 import math
-import os
 import re
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launcher import run_mpi
-from sampled import sampled
 
 from minipar.comm import run_local
 from minipar.errors import CommunicationError
-from minipar.robust_start.report import write_report
 
 SECONDS = 60.0
 HEADER = """import os, signal, sys, time
@@ -69,85 +65,24 @@ def test_a_rank_that_has_left_may_have_sent_enough():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_frozen_rank_is_named_and_the_others_report(tmp_path):
+def test_a_frozen_rank_is_named_and_the_others_report():
     program = HEADER + PROGRAM.format(leaving="os.kill(os.getpid(), signal.SIGSTOP)", start="main(program)")
-    result = run_mpi(3, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "3", "TMPDIR": str(tmp_path)})
+    result = run_mpi(3, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "3"})
     assert result.returncode == 1 and "rank 2 does not answer" in result.stderr
-    reports = sorted(tmp_path.glob("minipar-*/rank-*.txt"))
-    assert [path.name[-5] for path in reports] == ["0", "1"]
-    for rank, path in enumerate(reports):
-        waits, _, *operations = path.read_text().splitlines()
-        assert re.match(rf"rank {rank}, all_reduce \w+: receive from rank \d \(", waits), waits
+    reports = sorted(line for line in result.stderr.splitlines() if "last operations" in line)
+    assert len(reports) == 2
+    for rank, report in enumerate(reports):
+        waits, *operations = report.split("; ")
+        assert re.match(rf"minipar: rank {rank}, all_reduce \w+: receive from rank \d \(", waits), waits
+        assert operations[0].startswith("last operations, the newest first: world: all_reduce sum of ")
         assert operations[-1] == "world: barrier of uint8 (dissemination, operation 1)"
 
 
-def test_the_rank_that_is_behind_is_named(tmp_path):
+def test_the_rank_that_is_behind_is_named():
     program = HEADER + PROGRAM.format(leaving="comm.irecv(np.empty(1), 0, 5).wait()", start="main(program)")
-    result = run_mpi(3, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "3", "TMPDIR": str(tmp_path)})
+    result = run_mpi(3, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "3"})
     assert result.returncode == 1 and "rank 2 has called the fewest operations" in result.stderr
-    assert "rank 2, recv: receive from rank 0 (8 bytes, tag 5)" in (next(tmp_path.glob("*/rank-2.txt"))).read_text()
-
-
-def report_is_in_the_way(folder, make, n=2):
-    """Run a job that times out, with what `make` puts at the path of rank 1's report or of the directory."""
-    own = folder / f"minipar-{os.getuid()}"
-    make(own)
-    program = HEADER + "comm = world()\nif comm.rank == 0: time.sleep(60)\ncomm.barrier()"
-    return own, run_mpi(n, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "2", "TMPDIR": str(folder)})
-
-
-def test_a_report_is_in_a_directory_of_the_users_own(tmp_path):
-    def earlier(own):
-        own.mkdir(mode=0o777)
-        (own / "rank-1.txt").write_text("of an earlier job\n" * 1000)
-
-    own, result = report_is_in_the_way(tmp_path, earlier)
-    assert result.returncode == 1 and f"what each rank waits for, and its last operations, are in {own}/rank-*.txt" in (
-        result.stderr
-    )
-    assert (own / "rank-1.txt").read_text().startswith("rank 1, barrier dissemination: receive from rank 0 (")
-    assert "earlier" not in (own / "rank-1.txt").read_text()
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (own, own / "rank-1.txt")] == [0o700, 0o600]
-
-
-IN_THE_WAY = {
-    "a pipe as directory": lambda own: os.mkfifo(own),
-    "a file as directory": lambda own: own.write_text(""),
-    "a link to a directory": lambda own: own.symlink_to(own.parent / "elsewhere"),
-    "a directory as file": lambda own: (own / "rank-1.txt").mkdir(parents=True),
-}
-
-
-@pytest.mark.parametrize("kind", sampled(list(IN_THE_WAY), every=2))
-def test_a_report_that_cannot_be_written_is_printed(kind, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    own, result = report_is_in_the_way(tmp_path, IN_THE_WAY[kind])
-    assert result.returncode == 1 and f"minipar: rank 1: its report cannot be written to {own}" in result.stderr
-    assert "rank 1, barrier dissemination: receive from rank 0 (" in result.stderr
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_what_is_at_a_reports_path_is_replaced(kind, tmp_path):
-    def put(own):
-        own.mkdir()
-        (tmp_path / "precious").write_text("precious")
-        if kind == "pipe":
-            os.mkfifo(own / "rank-1.txt")
-        else:
-            (own / "rank-1.txt").symlink_to(tmp_path / "precious")
-
-    own, result = report_is_in_the_way(tmp_path, put)
-    assert result.returncode == 1 and (own / "rank-1.txt").read_text().startswith("rank 1, barrier")
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-def test_another_users_directory_is_not_written(tmp_path, monkeypatch):
-    (tmp_path / "theirs").mkdir()
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(OSError, match="Not a directory of this user"):
-        write_report(tmp_path / "theirs" / "rank-0.txt", "text")
-    assert list((tmp_path / "theirs").iterdir()) == []
+    assert "minipar: rank 2, recv: receive from rank 0 (8 bytes, tag 5); last operations" in result.stderr
 
 
 def test_rank_0_says_what_it_waits_for_after_a_while():
@@ -189,13 +124,15 @@ def test_without_a_variable_the_timeout_is_1800_seconds(monkeypatch):
     assert run_local(1, lambda comm: comm.engine.timeout) == [1800]
 
 
-def test_a_report_has_the_last_64_operations(tmp_path):
-    program = HEADER + "comm = world()\nfor _ in range(70): comm.barrier()\n"
+def test_a_report_has_the_last_8_operations():
+    program = HEADER + "comm = world()\nfor _ in range(12): comm.barrier()\n"
     program += "if comm.rank == 0: time.sleep(60)\ncomm.all_reduce(np.ones(3))"
-    result = run_mpi(2, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "2", "TMPDIR": str(tmp_path)})
-    _, _, newest, *older = next(tmp_path.glob("*/rank-1.txt")).read_text().splitlines()
-    assert result.returncode == 1 and newest.startswith("world: all_reduce sum of float64")
-    assert older == [f"world: barrier of uint8 (dissemination, operation {i})" for i in range(70, 7, -1)]
+    result = run_mpi(2, program, timeout=SECONDS, env={"MINIPAR_TIMEOUT": "2"})
+    (report,) = [line for line in result.stderr.splitlines() if "last operations" in line]
+    waits, newest, *older = report.split("; ")
+    assert result.returncode == 1 and waits.startswith("minipar: rank 1, all_reduce ")
+    assert newest.startswith("last operations, the newest first: world: all_reduce sum of float64")
+    assert older == [f"world: barrier of uint8 (dissemination, operation {i})" for i in range(12, 5, -1)]
 
 
 def test_a_bad_timeout_under_mpirun_is_one_line():

@@ -128,11 +128,6 @@ MUTANTS = [
         "minipar/comm/work.py",
         "comm/test_collectives.py comm/test_disagreement.py comm/test_threads.py",
         ("traffic: elements are counted as bytes", "count[1] += array.nbytes", "count[1] += array.size"),
-        (
-            "an error is raised again by other streams",
-            "                self.stream.queue.remove(self)",
-            "                pass",
-        ),
     ),
     *mistakes(
         "minipar/comm/work.py",
@@ -142,6 +137,13 @@ MUTANTS = [
             "work = self if self.is_message else self.stream.queue[0]",
             "work = self",
         ),
+        (
+            "an error is raised again by other streams",
+            "        if self in self.stream.queue:\n            self.leave_queue()",
+            "        pass",
+        ),
+        ("the caller of a failed operation is not told", "            raise self.error", "            pass"),
+        ("an error ends another operation than the failed one", "work.fail(error)", "self.fail(error)"),
     ),
     *mistakes(
         "minipar/comm/trace.py",
@@ -184,6 +186,10 @@ MUTANTS = [
         "minipar/comm/launch.py",
         "comm/test_launch.py comm/test_leaving.py",
         ("launch: a wrong timeout is seen once MPI starts", "start_mpi(wait_timeout())", "start_mpi(1800.0)"),
+    ),
+    *mistakes(
+        "minipar/comm/ending.py",
+        "comm/test_launch.py comm/test_leaving.py",
         ("launch: a usage error exits with 1", "        code = 2\n", "        code = 1\n"),
         ("launch: Ctrl-C exits with 1", "code = 130", "code = 1"),
     ),

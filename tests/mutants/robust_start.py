@@ -54,12 +54,4 @@ MUTANTS = [
             "pass",
         ),
     ),
-    *mistakes(
-        "minipar/robust_start/report.py",
-        "comm/test_leaving.py",
-        ("report: what is at its path stays", "path.unlink(missing_ok=True)", "pass"),
-        ("report: in another user's directory", " or there.st_uid != os.getuid()", ""),
-        ("report: links to directories are followed", "folder.lstat()", "folder.stat()"),
-        ("report: everybody may read the directory", "folder.chmod(0o700)", "pass"),
-    ),
 ]

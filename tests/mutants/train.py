@@ -16,8 +16,8 @@ MUTANTS = [
         ("trainer: --seed does not choose the data", " seed=config.run.seed", " seed=0"),
         (
             "trainer: --seed does not choose the masks",
-            "DropoutKeys(self.config.run.seed, step, samples)",
-            "DropoutKeys(0, step, samples)",
+            "keys = DropoutKeys(self.config.run.seed, step, samples)",
+            "keys = DropoutKeys(0, step, samples)",
         ),
         ("trainer: the learning rate starts again after a resume", "step=step,", "step=step - self.first_step,"),
         (

@@ -82,7 +82,7 @@ class PipelineModule(Module, Owner):
 
     def _part(self, stage: Stage, i: int) -> Part:
         module = stage if isinstance(stage, Module) else stage(self.mesh)
-        setattr(self, f"stage{i}", module)  # its parameters are named stage{i}.NAME
+        self.set_submodule(f"stage{i}", module)  # its parameters are named stage{i}.NAME
         return Part(str(i), module, module.parameters())
 
     def check(self, parameters: Sequence[Parameter]) -> None:
@@ -137,7 +137,7 @@ class PipelineModule(Module, Owner):
         """Copy this rank's part of a whole `state`, in any layout, into its parameters.
 
         Every rank gives all of it. UsageError, on every rank, with all differences of names and
-        shapes that one rank sees; then nothing changes. Collective.
+        shapes that one rank sees; then nothing changes. All ranks call it.
         """
         self.mesh.world.agree("; ".join(self._differences(state)))
         for p in self.parameters():
@@ -174,7 +174,7 @@ class PipelineModule(Module, Owner):
     @property
     def loss_module(self) -> Module | None:
         """The last stage, on the ranks that hold it."""
-        return getattr(self, f"stage{self.count - 1}", None)
+        return dict(self.named_modules()).get(f"stage{self.count - 1}")
 
     def forward(self, x: Array, y: Array) -> Tensor:
         m = self.num_microbatches
@@ -186,20 +186,21 @@ class PipelineModule(Module, Owner):
         targets = np.array_split(y, m)
         totals = np.zeros(2)  # summed loss, count of targets
         scale = 0.0
-        if self.loss_module is not None:
-            totals[1] = self.loss_module.target_count(y)
+        last_stage = self.loss_module
+        if last_stage is not None:
+            totals[1] = last_stage.target_count(y)
             dp.all_reduce(totals, algorithm="ordered")
             scale = 1 / max(1.0, totals[1])
 
         def loss(i: int, stage_input: Any) -> Tensor:
-            assert self.loss_module is not None
-            value = self.loss_module.loss_sum(stage_input, from_host(targets[i]))
+            assert last_stage is not None
+            value = last_stage.loss_sum(stage_input, from_host(targets[i]))
             totals[0] += value.item()
             return value
 
         self.executor.run(lambda i: from_host(inputs[i]), loss, scale, lambda action: nullcontext())
         mean = np.zeros(1)
-        if self.loss_module is not None:
+        if last_stage is not None:
             loss_sum = dp.all_reduce(totals[:1].copy(), algorithm="ordered")
             mean[0] = float(loss_sum[0]) * scale
         return Tensor(self.mesh.pp.all_reduce(mean, algorithm="ordered")[0])

@@ -108,7 +108,8 @@ class _EnterLinear(LinearFunction):
             wait = self.border.group.start_sum_part(dx, SEQUENCE)
         else:
             wait = self.border.group.start_sum(dx)
-        return LazyGradient(lambda out: wait()), dweight, dbias, None, None
+        summed = LazyGradient(lambda out: wait())
+        return summed, dweight, dbias, None, None
 
 
 def split(parameter: Parameter, shard: Shard) -> None:
@@ -183,7 +184,8 @@ class VocabEmbedding(Module):
         is_own = (local >= 0) & (local < rows)
         # Row 0 stands in for the rows of other ranks, and is multiplied by zero.
         y = embedding(self.weight, xp.where(is_own, local, 0))
-        return self.border.leave(y * is_own[..., None].astype(self.weight.dtype))
+        y = y * is_own[..., None].astype(self.weight.dtype)
+        return self.border.leave(y)
 
 
 class PositionEmbedding(Module):

@@ -70,7 +70,12 @@ class TensorGroup:
         """Start `sum` and return the function that waits for its result."""
         own = xp.array(x, dtype=self.sum_dtype(x), order="C")
         work = self.comm.all_reduce(own, algorithm=self.reduction, async_op=True)
-        return lambda: work.wait().astype(x.dtype, copy=False)
+
+        def wait() -> Array:
+            total = work.wait()
+            return total.astype(x.dtype, copy=False)
+
+        return wait
 
     def part(self, x: Array, dim: int) -> Array:
         """Return this rank's part of x along `dim`, as a view.
@@ -78,12 +83,14 @@ class TensorGroup:
         The number of ranks must divide the length of `dim`.
         """
         size = x.shape[dim] // self.size  # one rank's part has as many
-        own = slice(self.rank * size, (self.rank + 1) * size)
+        start = self.rank * size
+        own = slice(start, start + size)
         return x[(slice(None),) * dim + (own,)]
 
     def gather(self, x: Array, dim: int) -> Array:
         """Join the parts of all ranks along `dim`. All parts have the shape of x."""
-        gathered = self.comm.all_gather(xp.ascontiguousarray(x, dtype=self.dtype), algorithm=GATHER[self.reduction])
+        sent = xp.ascontiguousarray(x, dtype=self.dtype)
+        gathered = self.comm.all_gather(sent, algorithm=GATHER[self.reduction])
         parts = gathered.reshape(self.size, *x.shape)
         whole = xp.concatenate(list(parts), axis=dim)
         return whole.astype(x.dtype, copy=False)
@@ -97,7 +104,12 @@ class TensorGroup:
         # The ranks' parts come one after the other in memory: (t, ...).
         parts = xp.stack(xp.split(x, self.size, axis=dim), dtype=self.sum_dtype(x))
         work = self.comm.reduce_scatter(parts, algorithm=self.reduction, async_op=True)
-        return lambda: work.wait().reshape(parts.shape[1:]).astype(x.dtype, copy=False)
+
+        def wait() -> Array:
+            own = work.wait().reshape(parts.shape[1:])
+            return own.astype(x.dtype, copy=False)
+
+        return wait
 
 
 def _same(x: Array) -> Array:
@@ -121,7 +133,9 @@ def all_gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     Each rank then uses the whole differently. Backward sums the ranks' gradients of the whole, and
     keeps this rank's part of the sum.
     """
-    return mapping(x, partial(group.gather, dim=dim), partial(group.sum_part, dim=dim))
+    gather = partial(group.gather, dim=dim)
+    sum_part = partial(group.sum_part, dim=dim)
+    return mapping(x, gather, sum_part)
 
 
 def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -129,4 +143,6 @@ def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
     Backward joins the gradients of all parts, so that each term has the whole gradient.
     """
-    return mapping(x, partial(group.sum_part, dim=dim), partial(group.gather, dim=dim))
+    gather = partial(group.gather, dim=dim)
+    sum_part = partial(group.sum_part, dim=dim)
+    return mapping(x, sum_part, gather)

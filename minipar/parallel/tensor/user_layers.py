@@ -17,9 +17,19 @@ class ColumnParallelLinear(ColumnLinear):
     """
 
     def __init__(
-        self, n_in: int, n_out: int, comm: Communicator, *, name: str, groups: int = 1,
-        bias: bool = True, transposed: bool = False, seed: int = 0, dtype: str = "float32", std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        n_in: int,
+        n_out: int,
+        comm: Communicator,
+        *,
+        name: str,
+        groups: int = 1,
+        bias: bool = True,
+        transposed: bool = False,
+        seed: int = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_out/(groups*tp)", n_out, groups * group.size, EQUAL)
         layer = Linear(
@@ -40,9 +50,18 @@ class RowParallelLinear(RowLinear):
     """
 
     def __init__(
-        self, n_in: int, n_out: int, comm: Communicator, *, name: str,
-        bias: bool = True, transposed: bool = False, seed: int = 0, dtype: str = "float32", std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        n_in: int,
+        n_out: int,
+        comm: Communicator,
+        *,
+        name: str,
+        bias: bool = True,
+        transposed: bool = False,
+        seed: int = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         group = TensorGroup(comm)
         check_divides(f"{name}: n_in/tp", n_in, group.size, EQUAL)
         layer = Linear(
@@ -57,9 +76,16 @@ class VocabParallelEmbedding(VocabEmbedding):
     """A VocabEmbedding for a user's own model. The arguments after `name` are Embedding's."""
 
     def __init__(
-        self, count: int, dim: int, comm: Communicator, *, name: str,
-        seed: int = 0, dtype: str = "float32", std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        count: int,
+        dim: int,
+        comm: Communicator,
+        *,
+        name: str,
+        seed: int = 0,
+        dtype: str = "float32",
+        std: float = 0.02,
+    ) -> None:
         group = TensorGroup(comm)
         layer = Embedding(count, dim, name=name, seed=seed, dtype=dtype, std=std, deferred=True)
         split(layer.weight, group.shard(0, count))
