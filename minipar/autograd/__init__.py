@@ -18,9 +18,11 @@ from minipar.autograd.fused import (
     swiglu,
 )
 from minipar.autograd.guards import IGNORE_INDEX, check_ids, check_targets
+from minipar.autograd.mapping import mapping
+from minipar.autograd.modes import grad_enabled, no_grad, randomness
 from minipar.autograd.recompute import checkpoint
 from minipar.autograd.rules import Gradient, LazyGradient
-from minipar.autograd.tensor import Function, Tensor, grad_enabled, mapping, no_grad, operation, randomness
+from minipar.autograd.tensor import Function, Tensor, operation
 
 relu = Tensor.relu  # functions, as in torch.nn.functional
 softmax = Tensor.softmax

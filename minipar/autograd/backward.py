@@ -19,18 +19,26 @@ from minipar.backend import Array, setting
 from minipar.memory import hold
 
 node_numbers = itertools.count()  # also numbers optimizers' updates, to tell what came first
-Leaf = Any  # a Tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up
+
+
+class Leaf(Protocol):
+    """A Tensor that nothing computed, such as a parameter: gradients are added up in it."""
+
+    hooks: list[Callable[[Any], None]]
+
+    def accumulate(self, contribution: Array | LazyGradient) -> None: ...
 
 
 class Node(Protocol):
-    """What a backward pass knows of an operation in the graph (tensor.Function).
+    """A node of the graph: an operation that has run (tensor.Function), and where its inputs come from.
 
-    For each input that needs a gradient, either `edges` has the node that computed the input, or `leaves` has the input
-    itself. Neither keeps the array of a computed input, which is freed unless a node has saved it.
+    For each input that needs a gradient, either `input_nodes` has the node that computed the input,
+    or `input_leaves` has the input itself. Neither keeps the array of a computed input, which is
+    freed unless a node has saved it.
     """
 
-    edges: "tuple[Node | None, ...]"  # for each input
-    leaves: tuple[Leaf | None, ...]  # for each input
+    input_nodes: "tuple[Node | None, ...]"
+    input_leaves: tuple[Any, ...]  # a Leaf or None for each input
     number: int
     freed: bool
 
@@ -55,25 +63,26 @@ def run_backward(root: Node, gradient: Array) -> None:
         while nodes:
             node = nodes.pop()  # the largest number: all users of its output are done
             results = input_gradients(node, gradients.pop(node, None))
-            edges = node.edges
-            leaves = node.leaves
+            input_nodes = node.input_nodes
+            input_leaves = node.input_leaves
             node.free()
-            # Leaves first: while an input's gradient is still on its way from other ranks (a LazyGradient that waits),
-            # the weight's gradient is computed.
-            for leaf, result in zip(leaves, results, strict=True):
+            # Leaves first: while an input's gradient is still on its way from other ranks (a
+            # LazyGradient that waits), the weight's gradient is computed.
+            for leaf, result in zip(input_leaves, results, strict=True):
                 if leaf is None:
                     continue
                 if deferred is not None and isinstance(result, LazyGradient):
                     deferred.append((leaf, result, current))
                 else:
                     current.close_use(leaf, result)
-            for edge, result in zip(edges, results, strict=True):
-                if edge is None or result is None:
+            for input_node, result in zip(input_nodes, results, strict=True):
+                if input_node is None or result is None:
                     continue
                 if isinstance(result, LazyGradient):
                     result = result.compute(None)
-                # Not in place: others may hold the same array.
-                gradients[edge] = gradients[edge] + result if edge in gradients else result
+                if input_node in gradients:
+                    result = gradients[input_node] + result  # not in place: others may hold it
+                gradients[input_node] = result
             del results  # frees what the next node's backward does not need
 
 
@@ -86,11 +95,11 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
         node = stack.pop()
         if node.freed:
             raise ValueError("backward() a second time through the same graph: its saved arrays are already freed")
-        for edge in node.edges:
-            if edge is not None and edge not in nodes:
-                nodes.add(edge)
-                stack.append(edge)
-        for leaf in node.leaves:
+        for input_node in node.input_nodes:
+            if input_node is not None and input_node not in nodes:
+                nodes.add(input_node)
+                stack.append(input_node)
+        for leaf in node.input_leaves:
             if leaf is not None:
                 check_unchanged(leaf, node.number)
                 uses[leaf] += 1
@@ -100,7 +109,7 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
 def input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
     """Run the node's backward. Return a gradient or None for each input; all None if none has reached the node."""
     if grad is None:
-        return [None] * len(node.edges)
+        return [None] * len(node.input_nodes)
     results = precision.backward(node, grad)
     hold("activations", *results)
     return results

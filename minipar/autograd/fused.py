@@ -40,7 +40,7 @@ class LinearFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
         self.transposed = transposed
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=self.at_backward(1, weight))
+        self.save_for_backward(x=rows, weight=self.getter(1, weight))
         y = product(rows, weight.T if transposed else weight)  # (N, out)
         if bias is not None:
             y += bias
@@ -99,7 +99,7 @@ class _LayerNorm(Function):
         variance = xp.einsum("...i,...i->...", xhat, xhat)[..., None] / x.shape[-1]  # (..., 1)
         rstd = 1 / xp.sqrt(variance + eps)
         xhat *= rstd
-        self.save_for_backward(xhat=xhat, rstd=rstd, weight=self.at_backward(1, weight))
+        self.save_for_backward(xhat=xhat, rstd=rstd, weight=self.getter(1, weight))
         y = xhat * weight
         if bias is not None:
             y += bias

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from minipar.autograd.tensor import Tensor, no_grad
+from minipar.autograd.modes import no_grad
+from minipar.autograd.tensor import Tensor
 from minipar.backend import from_host, to_host
 
 STEP = 1e-6

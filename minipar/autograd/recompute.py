@@ -6,7 +6,8 @@ NB: activation checkpointing; torch.utils.checkpoint.checkpoint.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, randomness
+from minipar.autograd.modes import grad_enabled, no_grad, randomness
+from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, setting
 
 

@@ -176,8 +176,8 @@ class Dropout(Module):
 
         Each sample's whole mask is drawn, and this rank's part of it is kept.
         """
-        keys: DropoutKeys | None = randomness.get()
-        if self.p == 0 or keys is None:
+        keys = randomness.get()
+        if self.p == 0 or not isinstance(keys, DropoutKeys):
             return None
         if len(keys.samples) != shape[0]:
             raise ValueError(f"dropout {self.name}: {shape[0]} samples, but keys for {len(keys.samples)}")

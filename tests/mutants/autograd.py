@@ -51,8 +51,8 @@ MUTANTS = [
         "autograd/test_graph.py autograd/test_autograd.py",
         (
             "backward: the last user's gradient replaces those before it",
-            "gradients[edge] + result if edge in gradients else result",
-            "result",
+            "result = gradients[input_node] + result",
+            "pass",
         ),
         ("backward: callbacks run after an inner pass too", "    if outer is None:", "    if True:"),
         ("backward: a recomputed block's input stays until the outer pass ends", "del self.uses[leaf]", "pass"),
@@ -107,7 +107,7 @@ MUTANTS = [
     *mistakes(
         "minipar/autograd/rules.py",
         "autograd/test_graph.py autograd/test_autograd.py",
-        ("division: the divisor's gradient has the wrong sign", "lambda g, a, b: -g", "lambda g, a, b: g"),
+        ("division: the divisor's gradient has the wrong sign", "-g * a / (b * b)", "g * a / (b * b)"),
         ("tanh: a sign in the derivative", "g * (1 - y * y)", "g * (1 + y * y)"),
         ("indexing: repeated elements keep one gradient", "xp.add.at(full, index, g)", "full[index] = g"),
         ("transpose: backward permutes as forward", "g.transpose(inverse)", "g.transpose(order)"),
@@ -138,7 +138,7 @@ MUTANTS = [
             "is_top / is_top.sum(axis=dim, keepdims=True)",
             "is_top / 1",
         ),
-        ("swapaxes: backward leaves the dims", "lambda g: g.swapaxes(dim, other)", "lambda g: g"),
+        ("swapaxes: backward leaves the dims", "g.swapaxes(dim, other)", "g"),
     ),
     *mistakes(
         "minipar/autograd/guards.py",
