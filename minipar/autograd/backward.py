@@ -1,7 +1,8 @@
 """The backward pass: a loop over the nodes of the graph, its callbacks, and weight gradients that are put off.
 
-Nodes are numbered as they are created, so every input of a node has a smaller number than the node itself. Visiting
-the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
+Nodes are numbered as they are created, so every input of a node has a smaller number than the node
+itself. Visiting the numbers from large to small is therefore a topological order, and backward is a
+plain loop without recursion.
 """
 
 import itertools
@@ -140,8 +141,9 @@ _running: ContextVar[BackwardPass | None] = ContextVar("running_backward", defau
 def running_pass(uses: Counter[Leaf]) -> Iterator[BackwardPass]:
     """Add these uses of leaves to the pass that is running, or start one.
 
-    A backward inside a backward (recompute) adds to the outer pass's count, which already holds the checkpointed call's
-    own use of each parameter. So a parameter's hooks run only when every use everywhere is done.
+    A backward inside a backward (recompute) adds to the outer pass's count, which already holds the
+    checkpointed call's own use of each parameter. So a parameter's hooks run only when every use
+    everywhere is done.
     """
     outer = _running.get()
     current = BackwardPass() if outer is None else outer
@@ -156,9 +158,10 @@ def running_pass(uses: Counter[Leaf]) -> Iterator[BackwardPass]:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call `callback()` once, when the outermost backward pass that is running now ends without an error.
 
-    Callbacks run in the order in which they were queued. Under `defer_weight_gradients` they run at the end of the half
-    that queued them: the backward pass itself, or `DeferredGradients.run()`. ValueError outside of a backward pass.
-    NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback.
+    Callbacks run in the order in which they were queued. Under `defer_weight_gradients` they run at
+    the end of the half that queued them: the backward pass itself, or `DeferredGradients.run()`.
+    ValueError outside of a backward pass. NB: PyTorch's DistributedDataParallel calls
+    torch.autograd.Variable._execution_engine.queue_callback.
     """
     current = _running.get()
     if current is None:
@@ -183,6 +186,7 @@ _deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default
 def defer_weight_gradients() -> AbstractContextManager[DeferredGradients]:
     """Compute only input gradients (kind `I`) in backward passes inside the block, and put off weight gradients (`W`).
 
-    The `run()` of the queue that this yields computes them, in pipeline bubbles (Zero Bubble, arXiv 2401.10241, 2.1).
+    The `run()` of the queue that this yields computes them, in pipeline bubbles (Zero Bubble, arXiv
+    2401.10241, 2.1).
     """
     return setting(_deferral, DeferredGradients())

@@ -89,8 +89,8 @@ MUTANTS = [
         ("layer norm: backward forgets the mean's gradient", "dx -= dx.mean(axis=-1, keepdims=True)", "dx -= 0"),
         ("rms norm: centers as layer norm does", "if self.centers else x.copy()", "if True else x.copy()"),
         ("swiglu: backward forgets the gate's own slope", "(sigmoid + silu * (1 - sigmoid))", "sigmoid"),
-        ("rotary: backward rotates forward", "_rotate(g[..., :a], -angles)", "_rotate(g[..., :a], angles)"),
-        ("rotary: neighbours are pairs", "array.reshape(shape)", "array.reshape(*shape[:3], half, 2).swapaxes(-1, -2)"),
+        ("rotary: backward rotates forward", "_rotate(g[..., :start_k], -angles)", "_rotate(g[..., :start_k], angles)"),
+        ("rotary: neighbours are pairs", "x.reshape(shape)", "x.reshape(*shape[:3], half, 2).swapaxes(-1, -2)"),
         ("gelu: another constant", "GELU_CUBIC = 0.044715", "GELU_CUBIC = 0.04715"),
         ("gelu: a factor of the derivative", "inner *= 3 * GELU_CUBIC", "inner *= 2 * GELU_CUBIC"),
         (
@@ -98,11 +98,7 @@ MUTANTS = [
             "dlogits *= xp.where(counted, grad, 0)[:, None]",
             "dlogits *= grad",
         ),
-        (
-            "dropout: what stays is not scaled in backward",
-            "lambda g, keep: g * keep * scale",
-            "lambda g, keep: g * keep",
-        ),
+        ("dropout: what stays is not scaled in backward", "return g * keep * scale", "return g * keep"),
     ),
     *mistakes(
         "minipar/autograd/rules.py",
