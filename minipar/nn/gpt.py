@@ -1,7 +1,8 @@
 """GPT-2 (Radford et al. 2019), exactly: the same function, the same names and shapes as Hugging Face's GPT2LMHeadModel.
 
-Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head tied to the token
-embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary. transformer.py says what strategies change.
+Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head
+tied to the token embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary.
+transformer.py says what strategies change.
 """
 
 import math
@@ -99,11 +100,12 @@ class Block(Module):
 class GPT(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention probabilities, after
-    attention and after the MLP. It acts only inside `layers.dropping(keys)`. The other arguments are LanguageModel's.
-    Matrices start from N(0, initializer_range^2), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). Each block
-    adds two outputs to x; the std of their projections, `c_proj`, is divided by sqrt(2 n_layer). ValueError for a
-    sequence longer than `n_positions`.
+    `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention
+    probabilities, after attention and after the MLP. It acts only inside `layers.dropping(keys)`.
+    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range^2), biases
+    from 0 and gains from 1 (GPT-2 paper, section 2.3). Each block adds two outputs to x; the std of
+    their projections, `c_proj`, is divided by sqrt(2 n_layer). ValueError for a sequence longer
+    than `n_positions`.
     """
 
     config_type = GPTConfig

@@ -1,9 +1,10 @@
 """Linear, Embedding, LayerNorm, RMSNorm and Dropout, and the generators from which weights and masks are drawn.
 
-Random values come from counter-based generators that are keyed by a name and never by a rank. A layer of the same name
-and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
-whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
-batch. Whoever computes a sample, or a part of it, draws that one mask and takes its part of it.
+Random values come from counter-based generators that are keyed by a name and never by a rank. A
+layer of the same name and seed therefore starts from the same weights in every layout: a rank that
+holds a slice takes that slice of the whole. A dropout mask is drawn for each sample, keyed by the
+layer's name, the step and the sample's index in the global batch. Whoever computes a sample, or a
+part of it, draws that one mask and takes its part of it.
 """
 
 import hashlib
@@ -16,8 +17,10 @@ import numpy as np
 
 from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
+from minipar.nn.deferred import placeholder
 from minipar.nn.guards import check_columns, check_probability
-from minipar.nn.module import Module, Parameter, placeholder
+from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -71,8 +74,9 @@ def as_tensor(x: Any, dtype: Any) -> Tensor:
 class Linear(Module):
     """x @ weight + bias: (..., in) -> (..., out). x may be a Tensor or an array, which is converted to weight's dtype.
 
-    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D). If `transposed` it is (out, in), as in
-    torch.nn.Linear and Llama's checkpoints. It is drawn from N(0, std^2) by `name` and `seed`; the bias starts as 0.
+    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D). If `transposed` it
+    is (out, in), as in torch.nn.Linear and Llama's checkpoints. It is drawn from N(0, std^2) by
+    `name` and `seed`; the bias starts as 0.
     """
 
     def __init__(
@@ -155,7 +159,8 @@ def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
 class MaskSlice:
     """The part of a dropout mask that a rank applies.
 
-    The whole mask is `count` times as long along `dim` of (B, ...), and `part(indices)` selects this rank's indices.
+    The whole mask is `count` times as long along `dim` of (B, ...), and `part(indices)` selects
+    this rank's indices.
     """
 
     dim: int

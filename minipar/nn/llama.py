@@ -1,8 +1,9 @@
 """Llama (Touvron et al. 2023), exactly: the function, names and shapes of Hugging Face's LlamaForCausalLM.
 
-Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of k and v, and no
-biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads of k and v of d = h/a elements each,
-f the MLP's inner size, V vocabulary. Matrices are (out, in). transformer.py says what strategies change.
+Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of
+k and v, and no biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads
+of k and v of d = h/a elements each, f the MLP's inner size, V vocabulary. Matrices are (out, in).
+transformer.py says what strategies change.
 """
 
 from collections.abc import Callable
@@ -127,8 +128,8 @@ class Block(Module):
 class Llama(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging
-    Face's code.
+    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range), gains from
+    1, as in Hugging Face's code.
     """
 
     config_type = LlamaConfig

@@ -1,9 +1,10 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088), exactly: the function and files of Hugging Face's MixtralForCausalLM.
 
-A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of them. A token's result
-is their mean, weighted by the router's probabilities. No token is dropped, unless experts are given a capacity. Shapes:
-N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send (expert parallelism). An
-assignment is a (token, slot): a token and one of its k experts.
+A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of
+them. A token's result is their mean, weighted by the router's probabilities. No token is dropped,
+unless experts are given a capacity. Shapes: N = B T tokens, M rows that this rank's experts
+multiply: N k, or what other ranks send (expert parallelism). An assignment is a (token, slot): a
+token and one of its k experts.
 """
 
 from collections.abc import Callable
@@ -76,9 +77,10 @@ class Expert(Module):
 def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
     """Return a router's probabilities (N, E). Backward counts the loads (B, E), and adds the auxiliary loss's gradient.
 
-    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share of
-    its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
-    gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it in backward.
+    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961):
+    f_e is the share of its T k assignments that expert e gets, a constant, and P_e the mean of its
+    T tokens' probabilities. A token's gradient is therefore E f_e / T. NB: Megatron's
+    MoEAuxLossAutoScaler also adds it in backward.
     """
 
     def gradient(g: Array, loads: np.ndarray) -> Array:
@@ -126,8 +128,9 @@ def rows_by_expert(indices: Array, experts: int) -> Rows:
 def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     """Give each expert `capacity` rows.
 
-    They are for the tokens in their order whose first choice the expert is, then for those whose second choice it is,
-    and so on. Rows that are left over hold token 0, and nobody reads their results.
+    They are for the tokens in their order whose first choice the expert is, then for those whose
+    second choice it is, and so on. Rows that are left over hold token 0, and nobody reads their
+    results.
     """
     n, k = indices.shape
     chosen = indices.T.reshape(-1)  # (k N,): all first choices, then all second choices
@@ -150,13 +153,15 @@ def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
-    `load` (E,) counts this rank's assignments to each expert, in all backward passes until it is set to zero.
-    `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch). `bias` (E,)
-    is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664). With a
-    `capacity_factor` an expert gets `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
+    `load` (E,) counts this rank's assignments to each expert, in all backward passes until it is
+    set to zero. `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens
+    of the global batch). `bias` (E,) is added to the probabilities where experts are chosen, and
+    only there (Wang et al. 2024, arXiv 2408.15664). With a `capacity_factor` an expert gets
+    `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
 
-    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `enter` and
-    `leave`, context parallelism `sum_loads`, with which samples get all their tokens' loads.
+    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism
+    replaces `enter` and `leave`, context parallelism `sum_loads`, with which samples get all their
+    tokens' loads.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
@@ -179,7 +184,8 @@ class MoE(Module):
     def route(self, x: Tensor, samples: int = 1) -> tuple[Array, Tensor]:
         """Return each token's k most probable experts, the first of equals first, and their weights; both (N, k).
 
-        The probabilities are a softmax over all experts. The weights are those of the k, divided by their sum.
+        The probabilities are a softmax over all experts. The weights are those of the k, divided by
+        their sum.
         """
         logits = self.gate(x)  # (N, E)
         powers = (logits - logits.data.max(axis=-1, keepdims=True)).exp()
@@ -197,8 +203,8 @@ class MoE(Module):
     def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
         """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h).
 
-        What is beyond an expert's capacity counts as zero; the weights of a token's other experts stay, as in the
-        Switch Transformer.
+        What is beyond an expert's capacity counts as zero; the weights of a token's other experts
+        stay, as in the Switch Transformer.
         """
         n, k = indices.shape
         if self.capacity_factor is None:

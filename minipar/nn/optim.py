@@ -1,6 +1,7 @@
 """SGD, AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
 
-An element's new value depends on that element's history alone, so any sharding of the parameters gives the same bits.
+An element's new value depends on that element's history alone, so any sharding of the parameters
+gives the same bits.
 """
 
 import math
@@ -12,7 +13,6 @@ import numpy as np
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.lone_steps import count_step
 from minipar.memory import hold
-from minipar.nn.module import Parameter, owners_of, zero_grad
 from minipar.nn.optim_guards import (
     check_gradients,
     check_max_norm,
@@ -25,6 +25,7 @@ from minipar.nn.optim_guards import (
     list_of,
     refuse_groups,
 )
+from minipar.nn.parameter import Parameter, owners_of, zero_grad
 
 BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they stay in a core's cache
 
@@ -59,7 +60,8 @@ class Optimizer:
     def step(self) -> None:
         """Update the parameters. Their owners, each once, act before gradients are read and after the update.
 
-        RuntimeError if no parameter has a gradient, and if a step has used one of the gradients already.
+        RuntimeError if no parameter has a gradient, and if a step has used one of the gradients
+        already.
         """
         owners = owners_of(self.parameters)
         for owner in owners:
@@ -114,8 +116,8 @@ class SGD(Optimizer):
 class MasterWeights:
     """Master weights: the float32 copies that an optimizer updates, because 2 bytes are too coarse for small updates.
 
-    `copies` has a float32 array for each parameter in 2 bytes, and None for each other one.
-    Source: Micikevicius et al. 2018, section 3.1.
+    `copies` has a float32 array for each parameter in 2 bytes, and None for each other one. Source:
+    Micikevicius et al. 2018, section 3.1.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -144,7 +146,8 @@ class MasterWeights:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
-    Step t, with moments m (`exp_avg`) and v (`exp_avg_sq`), gradient g, and weight decay wd (0 below two dims):
+    Step t, with moments m (`exp_avg`) and v (`exp_avg_sq`), gradient g, and weight decay wd (0
+    below two dims):
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
@@ -203,8 +206,8 @@ class AdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state on the host, in torch's format: `state` by parameter and `param_groups`.
 
-        Of a model that is split or sharded it is this rank's part alone, and `holds` says which elements those are:
-        every rank saves its own. Parameters are not in it.
+        Of a model that is split or sharded it is this rank's part alone, and `holds` says which
+        elements those are: every rank saves its own. Parameters are not in it.
         """
         numbers = range(len(self.parameters))
         state = {}
@@ -239,8 +242,8 @@ class AdamW(Optimizer):
 def squared_norm(arrays: Iterable[Array]) -> float:
     """Return the sum of all squares, in float64, array after array and block after block in order.
 
-    Ranks that hold a chunk each, and one device that goes through the same chunks, get the same bits. On a device a
-    block is a whole array, because a launch costs more than the cache saves.
+    Ranks that hold a chunk each, and one device that goes through the same chunks, get the same
+    bits. On a device a block is a whole array, because a launch costs more than the cache saves.
     """
     total = 0.0
     for array in arrays:
@@ -256,8 +259,8 @@ def squared_norm(arrays: Iterable[Array]) -> float:
 def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None) -> float:
     """Scale all gradients by max_norm / (norm + 1e-6) if their 2-norm is larger than `max_norm`; return that norm.
 
-    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is not given there.
-    UsageError unless `max_norm` is a number larger than 0, or None.
+    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is
+    not given there. UsageError unless `max_norm` is a number larger than 0, or None.
     """
     check_max_norm(max_norm)
     parameters = list(parameters)
@@ -278,7 +281,8 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
 def learning_rate(step: int, *, lr: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
     """Return the learning rate of step 0, 1, ...: nanoGPT's warm-up lr (step+1)/(warmup+1), then the schedule.
 
-    "constant" is lr, "cosine" falls to lr/10 at the last step. Raises ValueError for another schedule.
+    "constant" is lr, "cosine" falls to lr/10 at the last step. Raises ValueError for another
+    schedule.
     """
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)

@@ -1,13 +1,14 @@
 """The common part of GPT-2 and Llama: the sizes that others read, and the parts that run one after another.
 
-Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel ones, divides each
-attention's heads, and replaces the two functions that see the whole vocabulary, `project` and `criterion`. Where
-several layers read one input, their block calls `enter` first, and a layer of experts ends with `leave`: both are
-`identity` until tensor parallelism fills them. Context parallelism replaces each `attention`, and `positions`. Both
-give `mask_slices` to each Dropout that sees a part of an activation. Pipeline parallelism runs a range of `parts` on
-each rank. A tied token embedding may then be on two ranks, so the head has a leaf of its own (`head_weight`), whose
-gradient is added before the step. Data parallelism and ZeRO move all parameters into flat storage and add gradient
-hooks. ZeRO stage 3 wraps the `run` of each part, too.
+Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel
+ones, divides each attention's heads, and replaces the two functions that see the whole vocabulary,
+`project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
+a layer of experts ends with `leave`: both are `identity` until tensor parallelism fills them.
+Context parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each
+Dropout that sees a part of an activation. Pipeline parallelism runs a range of `parts` on each
+rank. A tied token embedding may then be on two ranks, so the head has a leaf of its own
+(`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO move all
+parameters into flat storage and add gradient hooks. ZeRO stage 3 wraps the `run` of each part, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from minipar.backend import Array, xp
 from minipar.errors import check_memory
 from minipar.nn.guards import array_of, check_config, check_size, check_tokens, float_dtype
 from minipar.nn.layers import Init
-from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.module import Module, Part
+from minipar.nn.parameter import Parameter
 
 
 class TransformerConfig:
@@ -76,7 +78,8 @@ def identity(x: Tensor) -> Tensor:
 class SelfAttention(Module):
     """The base of the models' attention layers: the sizes and the function that strategies change.
 
-    `heads` of q, and `kv_heads` of k and of v, are computed here. `attention` is `causal_attention` of these heads.
+    `heads` of q, and `kv_heads` of k and of v, are computed here. `attention` is `causal_attention`
+    of these heads.
     """
 
     heads: int
@@ -87,10 +90,11 @@ class SelfAttention(Module):
 class LanguageModel(Module):
     """A decoder-only Transformer: tokens (B, T) -> logits (B, T, V). The base class of GPT and Llama.
 
-    `seed` and the parameters' names determine the initial weights (see layers.py). `recompute=True` keeps only each
-    block's input and runs the block again in backward. With `deferred=True` the parameters have no values yet.
-    `attention` is a method of `causal_attention`, `dtype` is NumPy's name or bf16, fp16, fp32 or fp64. A subclass has a
-    `config_type`, makes its layers, and then calls `assemble`.
+    `seed` and the parameters' names determine the initial weights (see layers.py). `recompute=True`
+    keeps only each block's input and runs the block again in backward. With `deferred=True` the
+    parameters have no values yet. `attention` is a method of `causal_attention`, `dtype` is NumPy's
+    name or bf16, fp16, fp32 or fp64. A subclass has a `config_type`, makes its layers, and then
+    calls `assemble`.
     """
 
     config_type: type[TransformerConfig]

@@ -121,14 +121,18 @@ MUTANTS = [
         ("dropout: drops what should stay", "dtype=np.float32) >= self.p", "dtype=np.float32) < self.p"),
     ),
     *mistakes(
-        "minipar/nn/module.py",
+        "minipar/nn/parameter.py",
         "nn/test_optim.py nn/test_module.py nn/test_gpt.py",
-        ("module: biases decay too", "self.decays = self.ndim >= 2", "self.decays = self.ndim >= 1"),
+        ("parameter: biases decay too", "self.decays = self.ndim >= 2", "self.decays = self.ndim >= 1"),
         (
-            "module: a tied gradient is added again and again",
+            "parameter: a tied gradient is added again and again",
             "                self.accumulate(leaf.grad)\n            leaf.grad = None",
             "                self.accumulate(leaf.grad)",
         ),
+    ),
+    *mistakes(
+        "minipar/nn/module.py",
+        "nn/test_optim.py nn/test_module.py nn/test_gpt.py",
         ("module: ignored targets are counted", "int((y != IGNORE_INDEX).sum())", "int(y.size)"),
         (
             "module: loading replaces a parameter's storage",
