@@ -6,7 +6,7 @@ import re
 import reprlib
 import stat
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str
     kind = model.config.model_type
     config = {
         **_REQUIRED_SETTINGS[kind],
-        **asdict(model.config),
+        **model.config.to_dict(),
         **(dict.fromkeys(_DROPOUT, model.drop.p) | {"n_inner": None} if isinstance(model, GPT) else {}),
         "model_type": kind,
         "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{type(model).__name__}ForCausalLM"],
