@@ -111,8 +111,8 @@ class InputGradient(NamedTuple):
 
     input: int  # its index
     function: Callable[..., Any]
-    names: list[str]  # of the saved arrays that the function gets besides g
-    shape: tuple[int, ...]  # of the input, which may have been broadcast
+    names: list[str]  # what it gets besides g, by the names in `saved`
+    shape: tuple[int, ...]  # the input's, which may have been broadcast
 
 
 class Operation(Function):

@@ -37,7 +37,7 @@ class TransformerConfig(ABC):
     vocab_size: int
     initializer_range: float
     tie_word_embeddings: bool  # whether the head is the token embedding
-    num_local_experts: int  # of a Mixtral; no other model has experts
+    num_local_experts: int  # only a Mixtral has experts
 
     @property
     @abstractmethod

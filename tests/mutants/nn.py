@@ -115,8 +115,8 @@ MUTANTS = [
         ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
         (
             "dropout: every rank takes the first slice of a mask",
-            "cut.part(np.arange(mask.shape[cut.dim]))",
-            "np.arange(mask.shape[cut.dim] // cut.count)",
+            "each.select(np.arange(mask.shape[each.dim]))",
+            "np.arange(mask.shape[each.dim] // each.count)",
         ),
         ("dropout: drops what should stay", "dtype=np.float32) >= self.p", "dtype=np.float32) < self.p"),
     ),
