@@ -17,9 +17,7 @@ DEEPEST = 3
 # Package: the limits of tokens per line of code and of the percentage of long lines.
 DENSE = {
     "minipar": (10.0, 11.7),
-    "minipar/autograd": (10.8, 10.8),
     "minipar/compare": (11.1, 14.2),
-    "minipar/nn": (10.6, 16.4),
     "minipar/parallel/tensor": (11.0, 8.0),
     "minipar/robust_start": (10.0, 9.0),
 }
@@ -33,7 +31,6 @@ COMPUTED_NAMES = {
     "minipar/nn/llama.py": 1,
     "minipar/nn/module.py": 2,
     "minipar/nn/optim.py": 1,
-    "minipar/nn/transformer.py": 1,
     "minipar/parallel/pipeline/module.py": 2,
     "minipar/parallel/zero_optimizer.py": 1,
 }
