@@ -474,7 +474,7 @@ say(f"counted: {sum(traffic.values()):,} bytes, of which {small:,} for the loss"
 
 # %%
 every, own = Dropout("h.0.attn.attn_dropout", 0.3), Dropout("h.0.attn.attn_dropout", 0.3)
-own.mask_slices.append(MaskSlice(dim=1, count=t, part=lambda heads: np.split(heads, t)[rank]))
+own.mask_slices.append(MaskSlice(dim=1, count=t, select=lambda heads: np.split(heads, t)[rank]))
 with dropping(DropoutKeys(seed=0, step=0, samples=range(B))):
     whole, kept = every.mask((B, a, T, T)), own.mask((B, a // t, T, T))
 assert np.array_equal(kept, np.split(whole, t, axis=1)[rank])

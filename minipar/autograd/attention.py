@@ -360,10 +360,10 @@ def causal_attention(
     """Compute softmax(q k^T / sqrt(d) + causal mask) v for every head: (B, T, h).
 
     qkv (B, T, (a + 2n) d) has the `heads` of q next to the `kv_heads` (None: as many) of k and
-    those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. `method` is
-    one of METHODS: "full" keeps scores and masks, "blockwise" makes scores again in backward, and
-    its memory grows as T; "auto" is full up to one block of tokens, and with dropout. UsageError
-    for dropout in blocks.
+    those of v. With `keep` (B, a, T, T), booleans, the probabilities go through dropout. `method`
+    is one of METHODS: "full" keeps scores and masks, "blockwise" makes scores again in backward,
+    and its memory grows as T; "auto" is full up to one block of tokens, and with dropout.
+    UsageError for dropout in blocks.
     """
     if method not in METHODS:
         raise ValueError(f"attention {method!r}: expected one of {', '.join(METHODS)}")

@@ -1,7 +1,8 @@
 """The backward pass: a loop over the nodes of the graph, its callbacks, and weight gradients that are put off.
 
-Nodes are numbered as they are created, so every input of a node has a smaller number than the node itself. Visiting
-the numbers from large to small is therefore a topological order, and backward is a plain loop without recursion.
+Nodes are numbered as they are created, so every input of a node has a smaller number than the node
+itself. Visiting the numbers from large to small is therefore a topological order, and backward is a
+plain loop without recursion.
 """
 
 import itertools
@@ -19,18 +20,26 @@ from minipar.backend import Array, setting
 from minipar.memory import hold
 
 node_numbers = itertools.count()  # also numbers optimizers' updates, to tell what came first
-Leaf = Any  # a Tensor that nothing computed, such as a parameter: the end of an edge, where gradients are added up
+
+
+class Leaf(Protocol):
+    """A Tensor that nothing computed, such as a parameter: gradients are added up in it."""
+
+    hooks: list[Callable[[Any], None]]
+
+    def accumulate(self, contribution: Array | LazyGradient) -> None: ...
 
 
 class Node(Protocol):
-    """What a backward pass knows of an operation in the graph (tensor.Function).
+    """A node of the graph: an operation that has run (tensor.Function), and where its inputs come from.
 
-    For each input that needs a gradient, either `edges` has the node that computed the input, or `leaves` has the input
-    itself. Neither keeps the array of a computed input, which is freed unless a node has saved it.
+    For each input that needs a gradient, either `input_nodes` has the node that computed the input,
+    or `input_leaves` has the input itself. Neither keeps the array of a computed input, which is
+    freed unless a node has saved it.
     """
 
-    edges: "tuple[Node | None, ...]"  # for each input
-    leaves: tuple[Leaf | None, ...]  # for each input
+    input_nodes: "tuple[Node | None, ...]"
+    input_leaves: tuple[Any, ...]  # a Leaf or None for each input
     number: int
     freed: bool
 
@@ -55,25 +64,26 @@ def run_backward(root: Node, gradient: Array) -> None:
         while nodes:
             node = nodes.pop()  # the largest number: all users of its output are done
             results = input_gradients(node, gradients.pop(node, None))
-            edges = node.edges
-            leaves = node.leaves
+            input_nodes = node.input_nodes
+            input_leaves = node.input_leaves
             node.free()
-            # Leaves first: while an input's gradient is still on its way from other ranks (a LazyGradient that waits),
-            # the weight's gradient is computed.
-            for leaf, result in zip(leaves, results, strict=True):
+            # Leaves first: while an input's gradient is still on its way from other ranks (a
+            # LazyGradient that waits), the weight's gradient is computed.
+            for leaf, result in zip(input_leaves, results, strict=True):
                 if leaf is None:
                     continue
                 if deferred is not None and isinstance(result, LazyGradient):
                     deferred.append((leaf, result, current))
                 else:
                     current.close_use(leaf, result)
-            for edge, result in zip(edges, results, strict=True):
-                if edge is None or result is None:
+            for input_node, result in zip(input_nodes, results, strict=True):
+                if input_node is None or result is None:
                     continue
                 if isinstance(result, LazyGradient):
                     result = result.compute(None)
-                # Not in place: others may hold the same array.
-                gradients[edge] = gradients[edge] + result if edge in gradients else result
+                if input_node in gradients:
+                    result = gradients[input_node] + result  # not in place: others may hold it
+                gradients[input_node] = result
             del results  # frees what the next node's backward does not need
 
 
@@ -86,11 +96,11 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
         node = stack.pop()
         if node.freed:
             raise ValueError("backward() a second time through the same graph: its saved arrays are already freed")
-        for edge in node.edges:
-            if edge is not None and edge not in nodes:
-                nodes.add(edge)
-                stack.append(edge)
-        for leaf in node.leaves:
+        for input_node in node.input_nodes:
+            if input_node is not None and input_node not in nodes:
+                nodes.add(input_node)
+                stack.append(input_node)
+        for leaf in node.input_leaves:
             if leaf is not None:
                 check_unchanged(leaf, node.number)
                 uses[leaf] += 1
@@ -100,7 +110,7 @@ def reachable(root: Node) -> tuple[list[Node], Counter[Leaf]]:
 def input_gradients(node: Node, grad: Array | None) -> Sequence[Any]:
     """Run the node's backward. Return a gradient or None for each input; all None if none has reached the node."""
     if grad is None:
-        return [None] * len(node.edges)
+        return [None] * len(node.input_nodes)
     results = precision.backward(node, grad)
     hold("activations", *results)
     return results
@@ -131,8 +141,9 @@ _running: ContextVar[BackwardPass | None] = ContextVar("running_backward", defau
 def running_pass(uses: Counter[Leaf]) -> Iterator[BackwardPass]:
     """Add these uses of leaves to the pass that is running, or start one.
 
-    A backward inside a backward (recompute) adds to the outer pass's count, which already holds the checkpointed call's
-    own use of each parameter. So a parameter's hooks run only when every use everywhere is done.
+    A backward inside a backward (recompute) adds to the outer pass's count, which already holds the
+    checkpointed call's own use of each parameter. So a parameter's hooks run only when every use
+    everywhere is done.
     """
     outer = _running.get()
     current = BackwardPass() if outer is None else outer
@@ -147,9 +158,10 @@ def running_pass(uses: Counter[Leaf]) -> Iterator[BackwardPass]:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call `callback()` once, when the outermost backward pass that is running now ends without an error.
 
-    Callbacks run in the order in which they were queued. Under `defer_weight_gradients` they run at the end of the half
-    that queued them: the backward pass itself, or `DeferredGradients.run()`. ValueError outside of a backward pass.
-    NB: PyTorch's DistributedDataParallel calls torch.autograd.Variable._execution_engine.queue_callback.
+    Callbacks run in the order in which they were queued. Under `defer_weight_gradients` they run at
+    the end of the half that queued them: the backward pass itself, or `DeferredGradients.run()`.
+    ValueError outside of a backward pass. NB: PyTorch's DistributedDataParallel calls
+    torch.autograd.Variable._execution_engine.queue_callback.
     """
     current = _running.get()
     if current is None:
@@ -174,6 +186,7 @@ _deferral: ContextVar[DeferredGradients | None] = ContextVar("deferral", default
 def defer_weight_gradients() -> AbstractContextManager[DeferredGradients]:
     """Compute only input gradients (kind `I`) in backward passes inside the block, and put off weight gradients (`W`).
 
-    The `run()` of the queue that this yields computes them, in pipeline bubbles (Zero Bubble, arXiv 2401.10241, 2.1).
+    The `run()` of the queue that this yields computes them, in pipeline bubbles (Zero Bubble, arXiv
+    2401.10241, 2.1).
     """
     return setting(_deferral, DeferredGradients())

@@ -1,16 +1,18 @@
-"""The operations of a Transformer but attention, each one node: fewer passes over memory, fewer arrays for backward.
+"""The operations of a Transformer but attention, each one node of the graph.
 
-Shapes: B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are LazyGradients.
+One node makes fewer passes over memory than several, and keeps fewer arrays for backward. Shapes:
+B samples, T tokens per sample, h hidden, V vocabulary, N = B*T rows. Weight gradients are
+LazyGradients.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from minipar.autograd.guards import IGNORE_INDEX, check_targets, check_whole_logits
-from minipar.autograd.rules import Gradient, LazyGradient
+from minipar.autograd.rules import Gradient, LazyGradient, Result
 from minipar.autograd.tensor import Function, Tensor, operation
 from minipar.backend import Array, setting, xp
 
@@ -20,13 +22,14 @@ _flop_counter: ContextVar[Callable[[int], None] | None] = ContextVar("flop_count
 
 
 def flop_counter(count: Callable[[int], None]) -> AbstractContextManager[Any]:
-    """Call `count` with the operations of each matrix product of these layers and of attention in the block."""
+    """Call `count` with the operations of each matrix product in the block, attention's too."""
     return setting(_flop_counter, count)
 
 
 def product(a: Array, b: Array, out: Array | None = None) -> Array:
     """Multiply matrices (n, k) and (k, m), or stacks of them, and count the 2 n k m operations of each."""
-    if (count := _flop_counter.get()) is not None:
+    count = _flop_counter.get()
+    if count is not None:
         count(2 * a.size * b.shape[-1])
     return xp.matmul(a, b, out=out)
 
@@ -37,61 +40,83 @@ def as_rows(x: Array) -> Array:
 
 
 class LinearFunction(Function):
+    """The node of `linear`."""
+
     def forward(self, x: Array, weight: Array, bias: Array | None, transposed: bool) -> Array:
         self.transposed = transposed
         rows = as_rows(x)  # (N, in)
-        self.save_for_backward(x=rows, weight=self.at_backward(1, weight))
-        y = product(rows, weight.T if transposed else weight)  # (N, out)
+        self.save_for_backward(x=rows, weight=self.getter(1, weight))
+        matrix = weight.T if transposed else weight  # (in, out)
+        y = product(rows, matrix)  # (N, out)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def backward(self, grad: Array, x: Array, weight: Callable[[], Array]) -> Any:
         g = as_rows(grad)  # (N, out)
+
+        def compute_dweight(out: Array | None) -> Array:
+            if self.transposed:
+                return product(g.T, x, out)  # (out, in)
+            return product(x.T, g, out)  # (in, out)
+
+        def compute_dbias(out: Array | None) -> Array:
+            return g.sum(axis=0, out=out)  # (out,)
+
         dx = None
-        dweight = None
-        dbias = None
         if self.needs[0]:
-            w = weight()  # (in, out), or (out, in) if transposed
-            dx = product(g, w if self.transposed else w.T)
+            w = weight()
+            matrix = w if self.transposed else w.T  # (out, in)
+            dx = product(g, matrix)
             dx = dx.reshape(*grad.shape[:-1], x.shape[-1])
-        if self.needs[1]:
-            left, right = (g, x) if self.transposed else (x, g)
-            dweight = LazyGradient(lambda out: product(left.T, right, out))
-        if self.needs[2]:
-            dbias = LazyGradient(lambda out: g.sum(axis=0, out=out))
+        dweight = LazyGradient(compute_dweight) if self.needs[1] else None
+        dbias = LazyGradient(compute_dbias) if self.needs[2] else None
         return dx, dweight, dbias, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    """Compute x @ weight + bias: (..., in) -> (..., out). weight is (in, out) as GPT-2's, (out, in) if `transposed`."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:  # fmt: skip
+    """Compute x @ weight + bias: (..., in) -> (..., out).
+
+    weight is (in, out), as GPT-2's, or (out, in) if `transposed`.
+    """
     return LinearFunction.apply(x, weight, bias, transposed)
 
 
+def add_rows(rows: Array, index: Array, out: Array) -> Array:
+    """Set out[v] to the sum of the rows (N, h) whose index (N,) is v. Returns `out` (V, h).
+
+    It takes a third of the time of `add.at`.
+    """
+    out[...] = 0
+    order = xp.argsort(index, kind="stable")
+    ordered = index[order]
+    starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # where each index's rows begin
+    out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
+    return out
+
+
 @operation
-def embedding(weight: Any, index: Array) -> Any:
+def embedding(weight: Array, index: Array) -> Result:
     """Look up rows of `weight` (V, h) by an integer array of any shape: (...,) -> (..., h)."""
     shape = weight.shape
 
-    def scatter(g: Array, index: Array, out: Array | None) -> Array:
-        """Set out[v] to the sum of the rows of g whose index is v, in a third of the time of `add.at`."""
-        rows, tokens = g.reshape(-1, shape[1]), index.reshape(-1)  # (N, h), (N,)
-        out = xp.empty(shape, dtype=rows.dtype) if out is None else out
-        out[...] = 0
-        order = xp.argsort(tokens, kind="stable")
-        ordered = tokens[order]
-        starts = xp.flatnonzero(xp.diff(ordered, prepend=-1))  # where each token's rows begin
-        out[ordered[starts]] = xp.add.reduceat(rows[order], starts, axis=0)
-        return out
+    def dweight(g: Array, index: Array) -> LazyGradient:
+        rows = g.reshape(-1, shape[1])  # (N, h)
 
-    def gradient(g: Array, index: Array) -> LazyGradient:
-        return LazyGradient(lambda out: scatter(g, index, out))
+        def compute(out: Array | None) -> Array:
+            if out is None:
+                out = xp.empty(shape, dtype=rows.dtype)
+            return add_rows(rows, index.reshape(-1), out)
 
-    return weight[index], Gradient(gradient, index=index)
+        return LazyGradient(compute)
+
+    return weight[index], Gradient(dweight, index=index)
 
 
 class _LayerNorm(Function):
-    """LayerNorm; without a bias RMSNorm, which does not center."""
+    """The node of `layer_norm`; without a bias of `rms_norm`, which does not center."""
 
     def forward(self, x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
         self.centers = bias is not None
@@ -99,15 +124,17 @@ class _LayerNorm(Function):
         variance = xp.einsum("...i,...i->...", xhat, xhat)[..., None] / x.shape[-1]  # (..., 1)
         rstd = 1 / xp.sqrt(variance + eps)
         xhat *= rstd
-        self.save_for_backward(xhat=xhat, rstd=rstd, weight=self.at_backward(1, weight))
+        self.save_for_backward(xhat=xhat, rstd=rstd, weight=self.getter(1, weight))
         y = xhat * weight
         if bias is not None:
             y += bias
         return y
 
-    def backward(self, grad: Array, xhat: Array, rstd: Array, weight: Callable[[], Array]) -> Any:
-        # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means over the last dim.
-        # RMSNorm has no mean(g), which comes from centering.
+    def backward(
+        self, grad: Array, xhat: Array, rstd: Array, weight: Callable[[], Array]
+    ) -> Any:  # fmt: skip
+        # With y = xhat w + b:  dx = rstd (g - mean(g) - xhat mean(g xhat)),  g = grad w,  means
+        # over the last dim. RMSNorm has no mean(g), which comes from centering.
         w = weight()
         rows = tuple(range(grad.ndim - 1))
         gx = grad * xhat
@@ -123,19 +150,26 @@ class _LayerNorm(Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Normalize over the last dim (Ba et al. 2016): (..., h) -> (..., h). The variance divides by h, as PyTorch's."""
+    """Normalize over the last dim (Ba et al. 2016): (..., h) -> (..., h).
+
+    The variance divides by h, as PyTorch's.
+    """
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Divide by the root of the mean square over the last dim (Zhang and Sennrich 2019): (..., h) -> (..., h)."""
+    """Divide by the root of the mean square over the last dim: (..., h) -> (..., h).
+
+    Source: Zhang and Sennrich 2019.
+    """
     return _LayerNorm.apply(x, weight, None, eps)
 
 
 @operation
-def gelu(x: Array) -> Any:
+def gelu(x: Array) -> Result:
     """Apply GPT-2's `gelu_new`, the tanh approximation (Hendrycks and Gimpel 2016)."""
-    # t = tanh(s (x + c x^3)); gelu = x (1 + t) / 2. Products, not powers: x**3 is many times slower than x*x*x.
+    # With t = tanh(s (x + c x^3)), gelu = x (1 + t) / 2.
+    # Products, not powers: x**3 is many times slower than x*x*x.
     t = x * x
     t *= GELU_CUBIC
     t += 1
@@ -145,8 +179,9 @@ def gelu(x: Array) -> Any:
     y = (t + 1) * x
     y *= 0.5
 
-    def gradient(g: Array, x: Array, t: Array) -> Array:
-        # d gelu / dx = (1 + t)/2 + x (1 - t^2) s (1 + 3 c x^2) / 2 = (1 + t) (1 + (1 - t) x s (1 + 3 c x^2)) / 2
+    def dx(g: Array, x: Array, t: Array) -> Array:
+        # d gelu / dx = (1 + t)/2 + x (1 - t^2) s (1 + 3 c x^2) / 2
+        #             = (1 + t) (1 + (1 - t) x s (1 + 3 c x^2)) / 2
         inner = x * x
         inner *= 3 * GELU_CUBIC * GELU_SCALE
         inner += GELU_SCALE
@@ -160,20 +195,25 @@ def gelu(x: Array) -> Any:
         inner *= g
         return inner
 
-    return y, Gradient(gradient, x=x, t=t)
+    return y, Gradient(dx, x=x, t=t)
 
 
 @operation
-def _concatenate(*arrays: Array, dim: int) -> Any:
+def _concatenate(*arrays: Array, dim: int) -> Result:
     axis = dim % arrays[0].ndim
     before = (slice(None),) * axis
 
-    def gradient(start: int, stop: int) -> Callable[[Array], Array]:
-        """Return the function from the gradient of the result to that of the array in start:stop."""
-        return lambda g: g[(*before, slice(start, stop))]
+    def take(start: int, stop: int, g: Array) -> Array:
+        """Return the gradient of the array that is in start:stop of the result."""
+        return g[(*before, slice(start, stop))]
 
-    ends = [0, *itertools.accumulate(array.shape[axis] for array in arrays)]
-    return xp.concatenate(arrays, axis=axis), *itertools.starmap(gradient, itertools.pairwise(ends))
+    gradients = []
+    start = 0
+    for array in arrays:
+        stop = start + array.shape[axis]
+        gradients.append(partial(take, start, stop))
+        start = stop
+    return xp.concatenate(arrays, axis=axis), *gradients
 
 
 def concatenate(tensors: Sequence[Tensor | Array], dim: int = 0) -> Tensor:
@@ -182,57 +222,85 @@ def concatenate(tensors: Sequence[Tensor | Array], dim: int = 0) -> Tensor:
 
 
 @operation
-def swiglu(gate: Array, up: Array) -> Any:
+def swiglu(gate: Array, up: Array) -> Result:
     """Compute silu(gate) * up with silu(x) = x / (1 + exp(-x)) (Shazeer 2020); both (..., f)."""
     sigmoid = 0.5 + 0.5 * xp.tanh(0.5 * gate)  # exp(-x) would overflow
     silu = gate * sigmoid
 
-    def of_gate(g: Array, up: Array, sigmoid: Array, silu: Array) -> Array:
+    def dgate(g: Array, up: Array, sigmoid: Array, silu: Array) -> Array:
         # d silu / dx = s + x s (1 - s) = s + silu (1 - s)
         return g * up * (sigmoid + silu * (1 - sigmoid))
 
-    dgate = Gradient(of_gate, up=up, sigmoid=sigmoid, silu=silu)
-    dup = Gradient(lambda g, silu: g * silu, silu=silu)
-    return silu * up, dgate, dup
+    def dup(g: Array, silu: Array) -> Array:
+        return g * silu
+
+    of_gate = Gradient(dgate, up=up, sigmoid=sigmoid, silu=silu)
+    of_up = Gradient(dup, silu=silu)
+    return silu * up, of_gate, of_up
 
 
 def _rotate(x: Array, angles: Array) -> Array:
-    """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d) by its token's angles (T, d/2)."""
+    """Rotate the pairs (x_i, x_(i + d/2)) of each head of x (B, T, heads d), by (T, d/2) angles."""
     out = xp.empty(x.shape, dtype=x.dtype)
     half = angles.shape[-1]
-    shape = (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)  # (B, T, heads, 2, d/2)
-    pairs, rotated = (array.reshape(shape) for array in (x, out))  # the second is a view of out
-    first, second = pairs[..., 0, :], pairs[..., 1, :]  # (B, T, heads, d/2)
-    cos, sin = (function(angles)[:, None].astype(x.dtype) for function in (xp.cos, xp.sin))  # (T, 1, d/2)
+    shape = (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)
+    pairs = x.reshape(shape)  # (B, T, heads, 2, d/2)
+    rotated = out.reshape(shape)  # a view of out
+    first = pairs[..., 0, :]  # (B, T, heads, d/2)
+    second = pairs[..., 1, :]
+    cos = xp.cos(angles)[:, None].astype(x.dtype)  # (T, 1, d/2)
+    sin = xp.sin(angles)[:, None].astype(x.dtype)
     rotated[..., 0, :] = first * cos - second * sin
     rotated[..., 1, :] = second * cos + first * sin
     return out
 
 
 @operation
-def rotary(q: Array, k: Array, v: Array, positions: Array, size: int, theta: float = 10000.0) -> Any:
-    """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and put q, k and v next to each other.
+def rotary(
+    q: Array, k: Array, v: Array, positions: Array, size: int, theta: float = 10000.0
+) -> Result:  # fmt: skip
+    """Rotate the heads of q and k by their tokens' positions (Su et al. 2021), and join q, k and v.
 
-    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) -> (B, T, (a + 2n) d) for `causal_attention`, with
-    heads of d = `size` elements. Elements i and i + d/2 are a pair, as in Hugging Face's code (in Meta's, 2i and 2i+1);
-    at position p it is rotated by the angle p theta^(-2i/d).
+    (B, T, a d), (B, T, n d), (B, T, n d), integer positions (T,) -> (B, T, (a + 2n) d) for
+    `causal_attention`, with heads of d = `size` elements. Elements i and i + d/2 are a pair, as in
+    Hugging Face's code (in Meta's, 2i and 2i+1); at position p it is rotated by the angle
+    p theta^(-2i/d).
     """
-    angles = positions[:, None] * theta ** (xp.arange(0, size, 2) / -size)  # (T, d/2), float64 whatever the dtype
-    a, b = q.shape[-1], q.shape[-1] + k.shape[-1]
+    frequencies = theta ** (xp.arange(0, size, 2) / -size)  # (d/2,), float64 whatever the dtype
+    angles = positions[:, None] * frequencies  # (T, d/2)
+    start_k = q.shape[-1]
+    start_v = start_k + k.shape[-1]
+
+    def dq(g: Array, angles: Array) -> Array:
+        return _rotate(g[..., :start_k], -angles)
+
+    def dk(g: Array, angles: Array) -> Array:
+        return _rotate(g[..., start_k:start_v], -angles)
+
+    def dv(g: Array) -> Array:
+        return g[..., start_v:]
+
     packed = xp.concatenate([_rotate(q, angles), _rotate(k, angles), v], axis=-1)
-    dq = Gradient(lambda g, angles: _rotate(g[..., :a], -angles), angles=angles)
-    dk = Gradient(lambda g, angles: _rotate(g[..., a:b], -angles), angles=angles)
-    return packed, dq, dk, lambda g: g[..., b:]
+    return packed, Gradient(dq, angles=angles), Gradient(dk, angles=angles), dv
 
 
 @operation
-def dropout(x: Any, keep: Array, probability: float) -> Any:
-    """Zero x where `keep` (booleans) is False, and scale the rest by 1/(1 - probability) (Srivastava et al. 2014)."""
+def dropout(x: Array, keep: Array, probability: float) -> Result:
+    """Zero x where `keep` (booleans) is False, and scale the rest by 1/(1 - probability).
+
+    Source: Srivastava et al. 2014.
+    """
     scale = 1 / (1 - probability)
-    return x * keep * scale, Gradient(lambda g, keep: g * keep * scale, keep=keep)
+
+    def dx(g: Array, keep: Array) -> Array:
+        return g * keep * scale
+
+    return x * keep * scale, Gradient(dx, keep=keep)
 
 
 class CrossEntropyFunction(Function):
+    """The node of `cross_entropy_sum`."""
+
     def forward(self, logits: Array, targets: Array) -> Array:
         self.shape = logits.shape
         logits = as_rows(logits)  # (N, V)
@@ -245,8 +313,13 @@ class CrossEntropyFunction(Function):
         xp.exp(p, out=p)
         total = p.sum(axis=-1, keepdims=True)
         p /= total
-        # one_hot: each row's one-hot vector is 1 at its target.
-        self.save_for_backward(probabilities=p, rows=rows, targets=targets, counted=counted, one_hot=1)
+        self.save_for_backward(
+            probabilities=p,
+            rows=rows,
+            targets=targets,
+            counted=counted,
+            one_hot=1,  # each row's one-hot vector is 1 at its target
+        )
         return xp.where(counted, xp.log(total[:, 0]) - correct, 0).sum()
 
     def backward(
@@ -261,9 +334,9 @@ class CrossEntropyFunction(Function):
 def cross_entropy_sum(logits: Tensor, targets: Array) -> Tensor:
     """Sum -log softmax(logits)[target], in nats, over the positions whose target is not -100.
 
-    logits (..., V), integer targets (...,). As ranks may have unequal counts of targets, a mean is left to the caller.
-    UsageError for a target that is not below V, for targets of another shape (flat ones are fine), and for logits that
-    are a rank's part of a split vocabulary.
+    logits (..., V), integer targets (...,). As ranks may have unequal counts of targets, a mean is
+    left to the caller. UsageError for a target that is not below V, for targets of another shape
+    (flat ones are fine), and for logits that are a rank's part of a split vocabulary.
     """
     if logits.node is not None:
         check_whole_logits(logits.shape[-1], logits.node.part_of)

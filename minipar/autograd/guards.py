@@ -28,8 +28,9 @@ def check_requires_grad(requires_grad: bool) -> None:
 def check_unchanged(leaf: Any, number: int) -> None:
     """Raise RuntimeError if an optimizer has changed a leaf since the node of this number read it.
 
-    Backward would multiply by the new values, and its result be the gradient of neither the old model nor the new one.
-    A leaf that was given other values, or its old ones, is fine. NB: PyTorch compares versions of the values.
+    Backward would multiply by the new values, and its result be the gradient of neither the old
+    model nor the new one. A leaf that was given other values, or its old ones, is fine. NB: PyTorch
+    compares versions of the values.
     """
     if getattr(leaf, "changed_at", -1) > number and leaf.changed_values is leaf.data:
         why = "the optimizer has changed the parameters since this loss was computed"
@@ -64,8 +65,9 @@ def check_whole_logits(columns: int, part_of: int | None) -> None:
 def check_ids(ids: Array, count: int, what: str, where: str = "", ignored: int | None = None) -> None:
     """Raise UsageError, with the first wrong id and its place, unless all ids are in 0..count-1 or `ignored`.
 
-    NumPy would take -1 as the last row, and a rank that holds a part of the vocabulary would take any id as another
-    rank's. On a GPU the check waits for the ids, as `loss.item()` waits for the loss.
+    NumPy would take -1 as the last row, and a rank that holds a part of the vocabulary would take
+    any id as another rank's. On a GPU the check waits for the ids, as `loss.item()` waits for the
+    loss.
     """
     if ids.dtype.kind not in "iu":
         raise UsageError(f"{what}s of dtype {ids.dtype}: expected integers")

@@ -33,7 +33,7 @@ def backward(node: Any, grad: Array) -> Sequence[Any]:
     cast_saved(node, "float32")
     gradients = as_tuple(node.backward(cast_floats(grad, "float32"), **node.saved))
     rounded = []
-    for gradient, leaf in zip(gradients, node.leaves, strict=True):
+    for gradient, leaf in zip(gradients, node.input_leaves, strict=True):
         if leaf is None:
             gradient = cast_floats(gradient, node.narrow)
         elif leaf.grad_buffer is None:

@@ -6,37 +6,49 @@ NB: activation checkpointing; torch.utils.checkpoint.checkpoint.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minipar.autograd.tensor import Function, Tensor, grad_enabled, no_grad, randomness
+from minipar.autograd.modes import grad_enabled, no_grad, randomness
+from minipar.autograd.tensor import Function, Tensor
 from minipar.backend import Array, setting
 
 
 class _Checkpoint(Function):
+    """The node of `checkpoint`."""
+
     widens = False
 
     def forward(self, function: Callable[..., Tensor], arity: int, *arrays: Array) -> Array:
-        # Only the function's own inputs are kept; parameters are listed as inputs so that they count as used here.
+        # Only the function's own inputs are kept. The parameters after them are inputs of this
+        # node, too, so that they count as used here.
         inputs = arrays[:arity]
         self.save_for_backward(function=function, inputs=inputs)
         self.randomness = randomness.get()
         with no_grad():
-            return function(*[Tensor(array) for array in inputs]).data
+            output = function(*[Tensor(array) for array in inputs])
+        return output.data
 
-    def backward(self, grad: Array, function: Callable[..., Tensor], inputs: Sequence[Array]) -> Any:
-        needs = self.needs[2 : 2 + len(inputs)]
-        tensors = [Tensor(array, need) for array, need in zip(inputs, needs, strict=True)]
-        with setting(randomness, self.randomness), setting(grad_enabled, True):  # even inside `no_grad`
+    def backward(
+        self, grad: Array, function: Callable[..., Tensor], inputs: Sequence[Array]
+    ) -> tuple[Any, ...]:  # fmt: skip
+        needs = self.needs[2:]  # the first two inputs are `function` and `arity`
+        tensors = []
+        for array, need in zip(inputs, needs, strict=False):
+            tensors.append(Tensor(array, need))
+        with setting(randomness, self.randomness), setting(grad_enabled, True):  # even in `no_grad`
             output = function(*tensors)
         output.backward(grad)  # parameters receive their gradients in here
         gradients = [tensor.grad for tensor in tensors]
-        parameters = len(self.needs) - 2 - len(inputs)
-        return (None, None, *gradients, *[None] * parameters)
+        no_gradients = [None] * (len(needs) - len(inputs))  # for the parameters
+        return None, None, *gradients, *no_gradients
 
 
-def checkpoint(function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-    """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again (Chen et al. 2016).
+def checkpoint(
+    function: Callable[..., Tensor], *inputs: Tensor, parameters: Sequence[Tensor] = ()
+) -> Tensor:  # fmt: skip
+    """Compute `function(*inputs)` and keep only `inputs`; backward runs the function again.
 
-    The second run computes the same bits, with the same dropout masks. NB: recompute, or activation checkpointing.
-    `parameters` are the leaves that `function` uses besides `inputs`. They are listed so that no gradient hook runs
-    before this block's backward, and so that the result requires a gradient even if no input does.
+    The second run computes the same bits, with the same dropout masks. `parameters` are the leaves
+    that `function` uses besides `inputs`. They are listed so that no gradient hook runs before this
+    block's backward, and so that the result requires a gradient even if no input does. NB:
+    recompute, or activation checkpointing (Chen et al. 2016).
     """
     return _Checkpoint.apply(function, len(inputs), *inputs, *parameters)

@@ -1,59 +1,51 @@
 """Tensor, and Function, which records the graph that a backward pass goes through.
 
-Most operations of Tensor are rules on arrays (rules.py). An operation that does more is a Function: it saves something
-cheaper than its inputs, computes a gradient later, or computes a whole block again (recompute.py).
+Most operations of Tensor are rules on arrays (rules.py). An operation that does more is a Function:
+it saves something cheaper than its inputs, computes a gradient later, or computes a whole block
+again (recompute.py).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, Self
 
 import numpy as np
 
 from minipar.autograd import precision, rules
 from minipar.autograd.backward import Node, node_numbers, run_backward, unbroadcast
 from minipar.autograd.guards import check_one_element, check_requires_grad
-from minipar.autograd.rules import Gradient, LazyGradient
-from minipar.backend import Array, setting, xp
+from minipar.autograd.modes import grad_enabled
+from minipar.autograd.rules import Dims, Gradient, LazyGradient
+from minipar.backend import Array, xp
 from minipar.memory import hold
 
 SHOWN = 8  # elements of a tensor whose values are printed; of a larger one the shape is
 P = ParamSpec("P")
-ArrayFunction = Callable[[Array], Array]
-grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
-# The keys that random operations draw from. Dropout sets them (nn/layers.py); a recomputed block draws with them again.
-randomness: ContextVar[Any] = ContextVar("randomness", default=None)
-
-
-def no_grad() -> AbstractContextManager[Any]:
-    """Compute without recording a graph."""
-    return setting(grad_enabled, False)
 
 
 class Function:
     """A differentiable operation. The instance that `apply` creates is the node of the graph.
 
-    Subclasses write `forward(self, *inputs) -> array`, to which Tensor arguments arrive as arrays. It calls
-    `save_for_backward(name=array)` with what backward needs. They also write `backward(self, grad, name)`, which gets
-    what was saved, and returns the gradient or a tuple of gradients: one for each input, None where there is none. A
-    gradient may be a LazyGradient. `needs[i]` is True if input i needs one. Backward never changes its argument
-    `grad`, which other nodes may hold, too.
-    NB: torch.autograd.Function, where backward finds the arrays in ctx.saved_tensors.
+    Subclasses write `forward(self, *inputs) -> array`, to which Tensor arguments arrive as arrays.
+    It calls `save_for_backward(name=array)` with what backward needs. They also write
+    `backward(self, grad, name)`, which gets what was saved, and returns the gradient or a tuple of
+    gradients: one for each input, None where there is none. A gradient may be a LazyGradient.
+    `needs[i]` is True if input i needs one. Backward never changes its argument `grad`, which other
+    nodes may hold, too. NB: torch.autograd.Function, where backward finds the arrays in
+    ctx.saved_tensors.
     """
 
     number: int
-    part_of: int | None = None  # the whole length of the result's last dim, where the result is one rank's part of it
-    widens = True  # read by precision.py: False in a function that only moves values, which runs on 2 bytes as they are
+    part_of: int | None = None  # the whole length of the result's last dim, if this rank has a part
+    widens = True  # read by precision.py: False in a function that only moves values
     narrow: Any = None  # written by precision.py: the inputs' dtype, if it has 2 bytes
 
     def __init__(self) -> None:
         self.needs: tuple[bool, ...] = ()
-        self.edges: tuple[Node | None, ...] = ()
-        self.leaves: tuple[Tensor | None, ...] = ()
+        self.input_nodes: tuple[Node | None, ...] = ()
+        self.input_leaves: tuple[Tensor | None, ...] = ()
         self.saved: dict[str, Any] = {}
         self.freed = False
 
@@ -72,36 +64,39 @@ class Function:
         """Keep these arrays for backward, which gets them under the same names."""
         self.saved = saved
 
-    def at_backward(self, i: int, array: Array) -> Callable[[], Array]:
-        """Return a getter of input i, to be saved instead of the array if the input may be a parameter.
+    def getter(self, i: int, array: Array) -> Callable[[], Array]:
+        """Return a function that returns input i, to be saved in the array's place.
 
-        ZeRO stage 3 frees a parameter between forward and backward and gathers it again in another place.
+        It is for an input that may be a parameter: ZeRO stage 3 frees it between forward and
+        backward and gathers it again in another place.
         """
-        leaf = self.leaves[i]
-        return (lambda: array) if leaf is None else (lambda: leaf.data)
+        leaf = self.input_leaves[i]
+        if leaf is None:
+            return lambda: array
+        return lambda: leaf.data
 
     def free(self) -> None:
         """Drop what forward saved. Backward goes through a node once."""
         self.saved = {}
-        self.edges = ()
-        self.leaves = ()
+        self.input_nodes = ()
+        self.input_leaves = ()
         self.freed = True
 
     def operation_name(self) -> str:
+        """Return the operation's name, for errors and for lists of the graph."""
         return type(self).__name__
 
 
 def record(node: Function, inputs: Sequence[Any]) -> Tensor:
-    """Run a node's forward. The result refers to the node if gradients are on and an input needs one."""
+    """Run a node's forward. The result refers to the node if an input needs a gradient."""
+    enabled = grad_enabled.get()
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     arrays = [x.data if isinstance(x, Tensor) else x for x in inputs]
-    if grad_enabled.get():
-        node.needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in inputs])
-    else:
-        node.needs = (False,) * len(inputs)
-    ends = list(zip(inputs, node.needs, strict=True))
-    node.edges = tuple([x.node if need else None for x, need in ends])
-    node.leaves = tuple([x if need and x.node is None else None for x, need in ends])
+    node.needs = tuple([enabled and isinstance(x, Tensor) and x.requires_grad for x in inputs])
+    needed = [x if need else None for x, need in zip(inputs, node.needs, strict=True)]
+    # An input that needs a gradient was computed by a node, or it is a leaf.
+    node.input_nodes = tuple([None if x is None else x.node for x in needed])
+    node.input_leaves = tuple([None if x is None or x.node is not None else x for x in needed])
     output = Tensor(precision.forward(node, arrays, tensors))
     hold("activations", output.data, *node.saved.values())
     if any(node.needs):
@@ -111,15 +106,23 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
     return output
 
 
+class InputGradient(NamedTuple):
+    """How an Operation computes the gradient of one input."""
+
+    input: int  # its index
+    function: Callable[..., Any]
+    names: list[str]  # what it gets besides g, by the names in `saved`
+    shape: tuple[int, ...]  # the input's, which may have been broadcast
+
+
 class Operation(Function):
-    """The node of an `operation`: its rule, and the functions of the gradients that its inputs need."""
+    """The node of an `operation`: its rule, and the gradients of the inputs that need one."""
 
     def __init__(self, rule: Callable[..., Any], options: dict[str, Any]) -> None:
         super().__init__()
         self.rule = rule
         self.options = options
-        # For each input that needs a gradient: its index, the function, the names of the function's arrays, its shape.
-        self.gradients: list[tuple[int, Callable[..., Any], list[str], tuple[int, ...]]] = []
+        self.gradients: list[InputGradient] = []
 
     def operation_name(self) -> str:
         return self.rule.__name__.strip("_").capitalize()
@@ -131,7 +134,8 @@ class Operation(Function):
                 continue
             if not isinstance(gradient, Gradient):
                 gradient = Gradient(gradient)
-            self.gradients.append((i, gradient.function, list(gradient.saved), inputs[i].shape))
+            names = list(gradient.saved)
+            self.gradients.append(InputGradient(i, gradient.function, names, inputs[i].shape))
             self.saved.update(gradient.saved)
         return output
 
@@ -146,11 +150,12 @@ class Operation(Function):
 def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     """Make an operation on tensors from a rule on arrays.
 
-    The rule returns its result, then for each of its inputs, in order, the gradient: a function from the gradient g of
-    the result to that of the input, or a `Gradient`, which names the arrays that the function gets besides g.
-    Broadcasting is undone afterwards. Inputs at the end that get no gradient (a dim, an index) have no function.
-    Constants (Python numbers, arrays) may be given instead of tensors. Inputs are given by position; keyword arguments
-    go to the rule as they are. Within a rule, one name is one array. A gradient may be lazy.
+    The rule returns its result, then for each of its inputs, in order, the gradient: a function
+    from the gradient g of the result to that of the input, or a `Gradient`, which names the arrays
+    that the function gets besides g. Broadcasting is undone afterwards. Inputs at the end that get
+    no gradient (a dim, an index) have no function. Constants (Python numbers, arrays) may be given
+    instead of tensors. Inputs are given by position; keyword arguments go to the rule as they are.
+    Within a rule, one name is one array. A gradient may be lazy.
     """
 
     @functools.wraps(rule)
@@ -160,38 +165,24 @@ def operation(rule: Callable[P, Any]) -> Callable[P, Tensor]:
     return apply
 
 
-class _Mapping(Function):
-    """The node of `mapping`."""
-
-    widens = False
-
-    def forward(self, x: Array, function: ArrayFunction, adjoint: ArrayFunction) -> Array:
-        self.save_for_backward(adjoint=adjoint)
-        return function(x)
-
-    def backward(self, grad: Array, adjoint: ArrayFunction) -> Any:
-        return adjoint(grad), None, None
-
-
-def mapping(x: Any, function: ArrayFunction, adjoint: ArrayFunction) -> Tensor:
-    """Apply `function`; backward applies `adjoint`. In these functions strategies send, or start an action."""
-    return _Mapping.apply(x, function, adjoint)
-
-
 class Tensor:
-    """An array, and the node that computed it. A leaf's gradient is added up in `grad`, which is None before.
+    """An array, and the node that computed it; a leaf's gradient is added up in `grad`.
 
-    Operations, each with its gradient (docs/operations.md is a table of them, and of functions such as `concatenate`):
+    Operations, each with its gradient (docs/operations.md is a table of them, and of functions such
+    as `concatenate`):
 
         x + y, x - y, x * y, x / y, -x, x ** 2, x @ y, x[index]
         exp, log, tanh, relu, softmax, sum, mean, max, reshape, transpose, swapaxes
 
-    y is a tensor, an array or a Python number; shapes broadcast as NumPy's.
-    A leaf may have a `grad_buffer`, a view into flat storage: gradients are written there, and `grad` is that buffer.
+    y is a tensor, an array or a Python number; shapes broadcast as NumPy's. `grad` is None before
+    the first gradient. A leaf may have a `grad_buffer`, a view into flat storage: gradients are
+    written there, and `grad` is that buffer.
     """
 
-    __slots__ = ("__weakref__", "data", "grad", "grad_buffer", "grad_dtype", "hooks", "node", "requires_grad")
-    __array_ufunc__ = None  # `numpy_array * tensor` must reach Tensor.__rmul__, not loop over elements
+    __slots__ = (
+        "__weakref__", "data", "grad", "grad_buffer", "grad_dtype", "hooks", "node", "requires_grad"
+    )  # fmt: skip
+    __array_ufunc__ = None  # `array * tensor` must reach __rmul__, not loop over elements
 
     def __init__(self, data: Array, requires_grad: bool = False) -> None:
         # NumPy's reductions and 0-d arithmetic give scalars; CuPy's give 0-d arrays, as we do.
@@ -203,17 +194,29 @@ class Tensor:
         self.node: Function | None = None
         self.hooks: list[Callable[[Any], None]] = []
 
-    shape = property(lambda self: self.data.shape)
-    ndim = property(lambda self: self.data.ndim)
-    size = property(lambda self: self.data.size)
-    dtype = property(lambda self: self.data.dtype)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        return self.data.size
+
+    @property
+    def dtype(self) -> Any:
+        return self.data.dtype
 
     def __repr__(self) -> str:
         values = str(self.data.tolist()) if self.size <= SHOWN else f"shape {self.shape}"
-        return f"{type(self).__name__}({values}, {self.dtype}{', requires_grad=True' if self.requires_grad else ''})"
+        needs = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}({values}, {self.dtype}{needs})"
 
     def item(self) -> float:
-        """Return the value of a tensor of one element as a Python number. ValueError for more elements, or none."""
+        """Return the value of a tensor of one element. ValueError for more elements, or none."""
         check_one_element(self.shape, self.size)
         return self.data.item()
 
@@ -230,25 +233,29 @@ class Tensor:
         """Return a tensor of the same data outside of the graph."""
         return Tensor(self.data)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Callable[[], None]:
-        """Call `hook(self)` once in each backward pass, when all uses of this leaf are added up. Returns its remover.
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Self], None]) -> Callable[[], None]:
+        """Call `hook(self)` once in each backward pass, when all uses of this leaf are added up.
 
-        NB: PyTorch has the same name; there the hook runs after each accumulation.
+        Returns its remover. NB: PyTorch has the same name; there the hook runs after each
+        accumulation.
         """
         if self.node is not None:
-            raise ValueError("hooks are for leaves: this tensor was computed by " + self.node.operation_name())
+            name = self.node.operation_name()
+            raise ValueError(f"hooks are for leaves: this tensor was computed by {name}")
         self.hooks.append(hook)
-        return lambda: self.hooks.remove(hook)
+        return functools.partial(self.hooks.remove, hook)
 
     def backward(self, gradient: Array | None = None) -> None:
-        """Add d(self)/d(leaf), times `gradient` (default 1, for one element), to `grad` of every leaf below.
+        """Add d(self)/d(leaf), times `gradient`, to `grad` of every leaf below.
 
-        The graph is consumed: what forward saved is freed as the pass goes through it. ValueError for a tensor without
-        a graph, a missing or misshapen `gradient`, and a second backward through the same graph.
+        `gradient` is 1 if it is not given, for one element. The graph is consumed: what forward
+        saved is freed as the pass goes through it. ValueError for a tensor without a graph, a
+        missing or misshapen `gradient`, and a second backward through the same graph.
         """
         if gradient is None:
             if self.size != 1:
-                raise ValueError(f"backward() without a gradient needs one element, but the shape is {self.shape}")
+                problem = f"needs one element, but the shape is {self.shape}"
+                raise ValueError(f"backward() without a gradient {problem}")
             gradient = xp.ones_like(self.data)
         if gradient.shape != self.shape:
             raise ValueError(f"gradient of shape {gradient.shape} for a tensor of shape {self.shape}")
@@ -259,7 +266,7 @@ class Tensor:
             run_backward(self.node, gradient)
 
     def accumulate(self, contribution: Array | LazyGradient) -> None:
-        """Add a contribution to `grad`; the first one is written into `grad_buffer`, if there is one."""
+        """Add a gradient to `grad`; the first is written into `grad_buffer`, if there is one."""
         lazy = isinstance(contribution, LazyGradient)
         if self.grad is not None:
             self.grad += contribution.compute(None) if lazy else contribution
@@ -269,8 +276,9 @@ class Tensor:
             self.grad_buffer[...] = contribution
             self.grad = self.grad_buffer
         else:
-            self.grad = xp.array(contribution)  # a copy: other edges may hold the same array
-        hold("buffers", self.grad)  # flat gradient storage has been named already; this is a gradient outside it
+            self.grad = xp.array(contribution)  # a copy: other nodes may hold the same array
+        # Flat gradient storage has been named already; this may be a gradient outside it.
+        hold("buffers", self.grad)
 
     # Operations. The rule of each is in rules.py.
 
@@ -293,7 +301,7 @@ class Tensor:
     transpose = operation(rules.transpose)
     swapaxes = operation(rules.swapaxes)
 
-    def mean(self, dim: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+    def mean(self, dim: Dims = None, keepdims: bool = False) -> Tensor:
         """Return the mean over a dim, over several, or over all."""
         total = self.sum(dim, keepdims)
         return total * (total.size / self.size)
@@ -301,10 +309,10 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return self * -1
 
-    def __rsub__(self, other: Any) -> Tensor:
+    def __rsub__(self, other: Array) -> Tensor:
         return Tensor.__sub__(other, self)
 
-    def __rtruediv__(self, other: Any) -> Tensor:
+    def __rtruediv__(self, other: Array) -> Tensor:
         return Tensor.__truediv__(other, self)
 
     def __rmatmul__(self, other: Array) -> Tensor:

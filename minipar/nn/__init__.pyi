@@ -1,5 +1,6 @@
 """The public names; lazy_loader reads this file, and so do editors and type checkers."""
 
+from .deferred import placeholder as placeholder
 from .gpt import GPT as GPT
 from .gpt import GPTConfig as GPTConfig
 from .layers import Dropout as Dropout
@@ -13,10 +14,7 @@ from .layers import dropping as dropping
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .module import Module as Module
-from .module import Owner as Owner
-from .module import Parameter as Parameter
 from .module import Part as Part
-from .module import placeholder as placeholder
 from .moe import Mixtral as Mixtral
 from .moe import MixtralConfig as MixtralConfig
 from .moe import MoE as MoE
@@ -26,3 +24,5 @@ from .optim import Optimizer as Optimizer
 from .optim import clip_grad_norm as clip_grad_norm
 from .optim import learning_rate as learning_rate
 from .optim import squared_norm as squared_norm
+from .parameter import Owner as Owner
+from .parameter import Parameter as Parameter

@@ -1,7 +1,8 @@
-"""GPT-2 (Radford et al. 2019), exactly: the same function, the same names and shapes as Hugging Face's GPT2LMHeadModel.
+"""GPT-2 (Radford et al. 2019), exactly: function, names and shapes of Hugging Face's GPT2LMHeadModel.
 
-Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head tied to the token
-embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary. transformer.py says what strategies change.
+Pre-LayerNorm blocks, learned positions, tanh GELU, scores scaled by 1/sqrt(head size), output head
+tied to the token embedding. Shapes: B samples, T tokens per sample, h hidden, V vocabulary.
+transformer.py says what strategies change.
 """
 
 import math
@@ -12,6 +13,7 @@ from minipar.autograd import Tensor, gelu
 from minipar.backend import Array
 from minipar.nn.layers import Dropout, Embedding, Init, LayerNorm, Linear
 from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 
 
@@ -29,15 +31,26 @@ class GPTConfig(TransformerConfig):
 
     model_type = "gpt2"
     tie_word_embeddings = True
-    n_kv_head = property(lambda self: self.n_head)
-    n_inner = property(lambda self: 4 * self.n_embd)
-    # c_attn has 3 h^2 elements, its c_proj h^2, c_fc 4 h^2 and its c_proj 4 h^2.
-    layer_matrices = property(lambda self: 12 * self.n_embd**2)
+
+    @property
+    def n_kv_head(self) -> int:
+        return self.n_head
+
+    @property
+    def n_inner(self) -> int:
+        return 4 * self.n_embd
+
+    @property
+    def layer_matrices(self) -> int:
+        # c_attn has 3 h^2 elements, its c_proj h^2, c_fc 4 h^2 and its c_proj 4 h^2.
+        return 12 * self.n_embd**2
 
     @property
     def parameters(self) -> int:
         h = self.n_embd
-        return (self.vocab_size + self.n_positions) * h + self.n_layer * (self.layer_matrices + 13 * h) + 2 * h
+        embeddings = (self.vocab_size + self.n_positions) * h
+        layer = self.layer_matrices + 13 * h
+        return embeddings + self.n_layer * layer + 2 * h
 
     def build(self, **options: Any) -> "GPT":
         return GPT(self, **options)
@@ -45,8 +58,9 @@ class GPTConfig(TransformerConfig):
 
 def norm_of(model: "GPT") -> LayerNorm:
     """Make a LayerNorm over the hidden dim."""
+    config = model.config
     # All values are deferred until `assemble` computes them.
-    return LayerNorm(model.config.n_embd, model.config.layer_norm_epsilon, model.dtype, deferred=True)
+    return LayerNorm(config.n_embd, config.layer_norm_epsilon, model.dtype, deferred=True)
 
 
 class Attention(SelfAttention):
@@ -54,17 +68,19 @@ class Attention(SelfAttention):
 
     def __init__(self, model: "GPT", name: str) -> None:
         h = model.config.n_embd
-        self.heads = self.kv_heads = model.config.n_head
+        self.heads = model.config.n_head
+        self.kv_heads = model.config.n_head
         self.attention = model.attention
         self.c_attn = Linear(h, 3 * h, name=f"{name}.c_attn", **model.init)
         self.c_proj = Linear(h, h, name=f"{name}.c_proj", **model.residual_init)
-        self.attn_dropout = Dropout(f"{name}.attn_dropout", model.dropout)
-        self.resid_dropout = Dropout(f"{name}.resid_dropout", model.dropout)
+        self.attn_dropout = Dropout(f"{name}.attn_dropout", model.drop_probability)
+        self.resid_dropout = Dropout(f"{name}.resid_dropout", model.drop_probability)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.c_attn(x)  # (B, T, 3h)
+        batch, length, _ = qkv.shape
         # True where a probability stays; None without dropout. It is applied inside attention.
-        keep = self.attn_dropout.mask((qkv.shape[0], self.heads, qkv.shape[1], qkv.shape[1]))
+        keep = self.attn_dropout.mask((batch, self.heads, length, length))
         y = self.attention(qkv, self.heads, self.kv_heads, keep, self.attn_dropout.p)  # (B, T, h)
         return self.resid_dropout(self.c_proj(y))  # (B, T, h)
 
@@ -76,7 +92,7 @@ class MLP(Module):
         h = model.config.n_embd
         self.c_fc = Linear(h, 4 * h, name=f"{name}.c_fc", **model.init)
         self.c_proj = Linear(4 * h, h, name=f"{name}.c_proj", **model.residual_init)
-        self.dropout = Dropout(f"{name}.dropout", model.dropout)
+        self.dropout = Dropout(f"{name}.dropout", model.drop_probability)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(gelu(self.c_fc(x))))  # (B, T, 4h) inside
@@ -99,35 +115,48 @@ class Block(Module):
 class GPT(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention probabilities, after
-    attention and after the MLP. It acts only inside `layers.dropping(keys)`. The other arguments are LanguageModel's.
-    Matrices start from N(0, initializer_range^2), biases from 0 and gains from 1 (GPT-2 paper, section 2.3). Each block
-    adds two outputs to x; the std of their projections, `c_proj`, is divided by sqrt(2 n_layer). ValueError for a
-    sequence longer than `n_positions`.
+    `dropout` is the probability everywhere GPT-2 has it: after the embedding, on the attention
+    probabilities, after attention and after the MLP. It acts only inside `layers.dropping(keys)`.
+    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range^2), biases
+    from 0 and gains from 1 (GPT-2 paper, section 2.3). Each block adds two outputs to x; the std of
+    their projections, `c_proj`, is divided by sqrt(2 n_layer). ValueError for a sequence longer
+    than `n_positions`.
     """
 
     config_type = GPTConfig
+    config: GPTConfig
 
     def __init__(
-        self, config: GPTConfig, seed: int = 0, dtype: str = "float32", recompute: bool = False,
-        deferred: bool = False, attention: str = "auto", *, dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        config: GPTConfig,
+        seed: int = 0,
+        dtype: str = "float32",
+        recompute: bool = False,
+        deferred: bool = False,
+        attention: str = "auto",
+        *,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__(config, seed, dtype, recompute, deferred, attention)
         small = config.initializer_range / math.sqrt(2 * config.n_layer)
-        self.residual_init: Init = {**self.init, "std": small}
-        self.dropout = dropout
+        self.residual_init = Init(seed=seed, dtype=self.dtype, std=small, deferred=True)
+        self.drop_probability = dropout
         self.wte = Embedding(config.vocab_size, config.n_embd, name="wte", **self.init)
         self.wpe = Embedding(config.n_positions, config.n_embd, name="wpe", **self.init)
         self.drop = Dropout("drop", dropout)
-        self.h = [Block(self, f"h.{i}") for i in range(config.n_layer)]
+        blocks = {f"h.{i}": Block(self, f"h.{i}") for i in range(config.n_layer)}
+        self.h = list(blocks.values())
         self.ln_f = norm_of(self)
-        self.assemble([self.wte.weight, self.wpe.weight], {f"h.{i}": b for i, b in enumerate(self.h)}, self.ln_f)
+        self.assemble([self.wte.weight, self.wpe.weight], blocks, self.ln_f)
 
-    token_embedding = property(lambda self: self.wte.weight)
+    @property
+    def token_embedding(self) -> Parameter:
+        return self.wte.weight
 
     def embed(self, tokens: Array) -> Tensor:
         """Add the embeddings of tokens and positions: integers (B, T) -> (B, T, h)."""
         length = tokens.shape[1]
         if length > self.config.n_positions:
-            raise ValueError(f"sequence of {length} tokens, but the model has {self.config.n_positions} positions")
+            has = f"the model has {self.config.n_positions} positions"
+            raise ValueError(f"sequence of {length} tokens, but {has}")
         return self.drop(self.wte(tokens) + self.wpe(self.positions(length)))

@@ -1,9 +1,10 @@
-"""Linear, Embedding, LayerNorm, RMSNorm and Dropout, and the generators from which weights and masks are drawn.
+"""Linear, Embedding, LayerNorm, RMSNorm and Dropout, and the generators of weights and masks.
 
-Random values come from counter-based generators that are keyed by a name and never by a rank. A layer of the same name
-and seed therefore starts from the same weights in every layout: a rank that holds a slice takes that slice of the
-whole. A dropout mask is drawn for each sample, keyed by the layer's name, the step and the sample's index in the global
-batch. Whoever computes a sample, or a part of it, draws that one mask and takes its part of it.
+Random values come from counter-based generators that are keyed by a name and never by a rank. A
+layer of the same name and seed therefore starts from the same weights in every layout: a rank that
+holds a slice takes that slice of the whole. A dropout mask is drawn for each sample, keyed by the
+layer's name, the step and the sample's index in the global batch. Whoever computes a sample, or a
+slice of it, draws that one mask and takes its slice of it.
 """
 
 import hashlib
@@ -16,8 +17,10 @@ import numpy as np
 
 from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
+from minipar.nn.deferred import placeholder
 from minipar.nn.guards import check_columns, check_probability
-from minipar.nn.module import Module, Parameter, placeholder
+from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -40,7 +43,9 @@ class Init(TypedDict):
     deferred: bool
 
 
-def drawn(name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, deferred: bool) -> Parameter:
+def drawn(
+    name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, deferred: bool
+) -> Parameter:  # fmt: skip
     """Make a parameter of values from N(0, std^2), drawn by name.
 
     With `deferred` they are drawn when `materialize` or `move_to` is called.
@@ -63,16 +68,20 @@ def constant(value: float, size: int, dtype: str, deferred: bool) -> Parameter:
     return Parameter(placeholder((size,), dtype), make, deferred)
 
 
-def as_tensor(x: Any, dtype: Any) -> Tensor:
+def as_tensor(x: Tensor | Array, dtype: Any) -> Tensor:
     """Return x if it is a Tensor, else a Tensor of the array x in this dtype."""
-    return x if isinstance(x, Tensor) else Tensor(xp.asarray(x, dtype=dtype))
+    if isinstance(x, Tensor):
+        return x
+    return Tensor(xp.asarray(x, dtype=dtype))
 
 
 class Linear(Module):
-    """x @ weight + bias: (..., in) -> (..., out). x may be a Tensor or an array, which is converted to weight's dtype.
+    """The layer x @ weight + bias: (..., in) -> (..., out).
 
-    NB: weight is (in, out), as in GPT-2's checkpoints (Hugging Face's Conv1D). If `transposed` it is (out, in), as in
-    torch.nn.Linear and Llama's checkpoints. It is drawn from N(0, std^2) by `name` and `seed`; the bias starts as 0.
+    x may be a Tensor or an array, which is converted to weight's dtype. NB: weight is (in, out), as
+    in GPT-2's checkpoints (Hugging Face's Conv1D). If `transposed` it is (out, in), as in
+    torch.nn.Linear and Llama's checkpoints. It is drawn from N(0, std^2) by `name` and `seed`; the
+    bias starts as 0.
     """
 
     def __init__(
@@ -86,14 +95,15 @@ class Linear(Module):
 
     def forward(self, x: Tensor | Array) -> Tensor:
         x = as_tensor(x, self.weight.dtype)
-        check_columns("Linear", self.weight.shape[1 if self.transposed else 0], x.shape)
+        inputs = self.weight.shape[1] if self.transposed else self.weight.shape[0]
+        check_columns("Linear", inputs, x.shape)
         return linear(x, self.weight, self.bias, self.transposed)
 
 
 class Embedding(Module):
-    """Rows of weight (count, dim) by index: integers (...,) -> (..., dim). It is drawn as Linear's.
+    """The rows of a matrix (count, dim) by index: integers (...,) -> (..., dim).
 
-    UsageError for an index that is not in 0..count-1.
+    The matrix is drawn as Linear's. UsageError for an index that is not in 0..count-1.
     """
 
     def __init__(
@@ -107,17 +117,19 @@ class Embedding(Module):
     def forward(self, index: Array) -> Tensor:
         return embedding(self.weight, self.checked(index))
 
-    def checked(self, index: Any) -> Array:
+    def checked(self, index: Array) -> Array:
         """Return the index as an array, every element of which is in 0..count-1."""
-        index = index if isinstance(index, xp.ndarray) else xp.asarray(index)
+        index = xp.asarray(index)
         check_ids(index, self.count, "token", where=f" of {self.name}")
         return index
 
 
 class LayerNorm(Module):
-    """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size). x is a Tensor or an array."""
+    """LayerNorm over the last dim with a gain and a bias: (..., size) -> (..., size)."""
 
-    def __init__(self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False) -> None:
+    def __init__(
+        self, size: int, eps: float = 1e-5, dtype: str = "float32", deferred: bool = False
+    ) -> None:  # fmt: skip
         self.weight = constant(1, size, dtype, deferred)
         self.bias = constant(0, size, dtype, deferred)
         self.eps = eps
@@ -127,9 +139,11 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """RMSNorm over the last dim with a gain: (..., size) -> (..., size). x is a Tensor or an array."""
+    """RMSNorm over the last dim with a gain: (..., size) -> (..., size)."""
 
-    def __init__(self, size: int, eps: float = 1e-6, dtype: str = "float32", deferred: bool = False) -> None:
+    def __init__(
+        self, size: int, eps: float = 1e-6, dtype: str = "float32", deferred: bool = False
+    ) -> None:  # fmt: skip
         self.weight = constant(1, size, dtype, deferred)
         self.eps = eps
 
@@ -139,57 +153,70 @@ class RMSNorm(Module):
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """The keys of a forward pass's masks: the run's seed, the step, and the samples' indices in the global batch."""
+    """The keys of a forward pass's masks."""
 
-    seed: int
+    seed: int  # the run's
     step: int
-    samples: Sequence[int]
+    samples: Sequence[int]  # their indices in the global batch
 
 
-def dropping(keys: DropoutKeys) -> AbstractContextManager[Any]:
-    """Apply dropout with these keys in forward passes inside the block. Dropout is off outside of such a block."""
+def dropping(keys: DropoutKeys) -> AbstractContextManager[DropoutKeys]:
+    """Apply dropout with these keys in forward passes inside the block.
+
+    Dropout is off outside of such a block.
+    """
     return setting(randomness, keys)
 
 
 @dataclass(frozen=True)
 class MaskSlice:
-    """The part of a dropout mask that a rank applies.
+    """The slice of a dropout mask that a rank applies.
 
-    The whole mask is `count` times as long along `dim` of (B, ...), and `part(indices)` selects this rank's indices.
+    The whole mask is `count` times as long along `dim` of (B, ...). `select` returns this rank's
+    ones of the indices along it.
     """
 
     dim: int
     count: int
-    part: Callable[[np.ndarray], np.ndarray]
+    select: Callable[[np.ndarray], np.ndarray]
 
 
 class Dropout(Module):
-    """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p). (B, ...) -> (B, ...)."""
+    """Dropout: each element is zero with probability `p`, the others are scaled by 1/(1 - p).
+
+    (B, ...) -> (B, ...).
+    """
 
     def __init__(self, name: str, p: float) -> None:
         check_probability(p)
-        self.name, self.p = name, p  # the masks are drawn by name
-        self.mask_slices: list[MaskSlice] = []  # where the layer applies a part of each mask; the outer cut first
+        self.name = name  # the masks are drawn by it
+        self.p = p
+        # Where the layer applies a slice of each mask. The first one slices the whole mask, the
+        # next one what the first has left.
+        self.mask_slices: list[MaskSlice] = []
 
     def mask(self, shape: tuple[int, ...]) -> Array | None:
-        """Return this rank's mask for an array of this shape, True where an element stays. None while dropout is off.
+        """Return this rank's mask for an array of this shape, True where an element stays.
 
-        Each sample's whole mask is drawn, and this rank's part of it is kept.
+        Each sample's whole mask is drawn, and this rank's slice of it is kept. The result is None
+        while dropout is off.
         """
-        keys: DropoutKeys | None = randomness.get()
-        if self.p == 0 or keys is None:
+        keys = randomness.get()
+        if self.p == 0 or not isinstance(keys, DropoutKeys):
             return None
         if len(keys.samples) != shape[0]:
-            raise ValueError(f"dropout {self.name}: {shape[0]} samples, but keys for {len(keys.samples)}")
+            problem = f"{shape[0]} samples, but keys for {len(keys.samples)}"
+            raise ValueError(f"dropout {self.name}: {problem}")
         whole = list(shape)
-        for cut in self.mask_slices:
-            whole[cut.dim] *= cut.count
+        for each in self.mask_slices:
+            whole[each.dim] *= each.count
         mask = np.empty(whole, dtype=bool)
         for row, sample in zip(mask, keys.samples, strict=True):
             stream = generator(keys.seed, f"dropout {self.name} {keys.step} {sample}")
             row[...] = stream.random(whole[1:], dtype=np.float32) >= self.p
-        for cut in self.mask_slices:
-            mask = mask.take(cut.part(np.arange(mask.shape[cut.dim])), axis=cut.dim)
+        for each in self.mask_slices:
+            own = each.select(np.arange(mask.shape[each.dim]))
+            mask = mask.take(own, axis=each.dim)
         return from_host(mask)
 
     def forward(self, x: Tensor) -> Tensor:

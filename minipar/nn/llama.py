@@ -1,11 +1,12 @@
 """Llama (Touvron et al. 2023), exactly: the function, names and shapes of Hugging Face's LlamaForCausalLM.
 
-Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of k and v, and no
-biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads of k and v of d = h/a elements each,
-f the MLP's inner size, V vocabulary. Matrices are (out, in). transformer.py says what strategies change.
+Blocks with RMSNorm before each half, rotary positions, SwiGLU, several heads of q for each head of
+k and v, and no biases. Shapes: B samples, T tokens per sample, h hidden, a heads of q and n heads
+of k and v of d = h/a elements each, f the MLP's inner size, V vocabulary. Matrices are (out, in).
+transformer.py says what strategies change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from minipar.autograd import Tensor, rotary, swiglu
 from minipar.backend import Array
 from minipar.nn.layers import Embedding, Init, Linear, RMSNorm
 from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig, identity
 
 
@@ -34,30 +36,55 @@ class LlamaConfig(TransformerConfig):
     tie_word_embeddings: bool = False
 
     model_type = "llama"
-    n_embd = property(lambda self: self.hidden_size)
-    n_inner = property(lambda self: self.intermediate_size)
-    n_layer = property(lambda self: self.num_hidden_layers)
-    n_head = property(lambda self: self.num_attention_heads)
-    n_kv_head = property(lambda self: self.num_key_value_heads)
-    head_size = property(lambda self: self.n_embd // self.n_head)
-    n_positions = property(lambda self: self.max_position_embeddings)
+
+    @property
+    def n_positions(self) -> int:
+        return self.max_position_embeddings
+
+    @property
+    def n_embd(self) -> int:
+        return self.hidden_size
+
+    @property
+    def n_layer(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def n_head(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def n_kv_head(self) -> int:
+        heads = self.num_key_value_heads
+        return self.n_head if heads is None else heads
+
+    @property
+    def n_inner(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
 
     def __post_init__(self) -> None:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         super().__post_init__()
         if self.head_size % 2:
-            raise ValueError(f"hidden/heads = {self.n_embd}/{self.n_head} is odd, but rotary positions rotate pairs")
+            quotient = f"hidden/heads = {self.n_embd}/{self.n_head}"
+            raise ValueError(f"{quotient} is odd, but rotary positions rotate pairs")
 
     @property
     def layer_matrices(self) -> int:
-        """q, o: h^2 elements each; k, v: h n d each; gate, up, down: h f each."""
-        return self.n_embd * (2 * self.n_embd + 2 * self.n_kv_head * self.head_size + 3 * self.n_inner)
+        # q, o: h^2 elements each; k, v: h n d each; gate, up, down: h f each.
+        h = self.n_embd
+        return h * (2 * h + 2 * self.n_kv_head * self.head_size + 3 * self.n_inner)
 
     @property
     def parameters(self) -> int:
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size
-        return (embeddings + 2 * self.n_layer + 1) * self.n_embd + self.n_layer * self.layer_matrices
+        norms = 2 * self.n_layer + 1
+        return (embeddings + norms) * self.n_embd + self.n_layer * self.layer_matrices
 
     def build(self, **options: Any) -> "Llama":
         return Llama(self, **options)
@@ -78,9 +105,16 @@ class Attention(SelfAttention):
 
     def __init__(self, model: "Llama", name: str) -> None:
         config = model.config
-        h, kv = config.n_embd, config.n_kv_head * config.head_size
-        self.heads, self.kv_heads = config.n_head, config.n_kv_head
-        self.attention, self.positions = model.attention, lambda length: model.positions(length)
+        h = config.n_embd
+        kv = config.n_kv_head * config.head_size
+        self.heads = config.n_head
+        self.kv_heads = config.n_kv_head
+        self.attention = model.attention
+
+        def positions(length: int) -> Array:
+            return model.positions(length)  # context parallelism replaces the model's
+
+        self.positions = positions
         self.enter: Callable[[Tensor], Tensor] = identity
         self.rotary = partial(rotary, size=config.head_size, theta=config.rope_theta)
         self.q_proj = projection(h, h, f"{name}.q_proj", model.init)
@@ -90,7 +124,9 @@ class Attention(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # three layers read it
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, h), (B, T, n d), (B, T, n d)
+        q = self.q_proj(x)  # (B, T, h)
+        k = self.k_proj(x)  # (B, T, n d)
+        v = self.v_proj(x)  # (B, T, n d)
         qkv = self.rotary(q, k, v, self.positions(q.shape[1]))  # (B, T, (a + 2n) d)
         return self.o_proj(self.attention(qkv, self.heads, self.kv_heads))  # (B, T, h)
 
@@ -99,7 +135,8 @@ class MLP(Module):
     """A gated MLP: (B, T, h) -> (B, T, f) -> (B, T, h)."""
 
     def __init__(self, model: "Llama", name: str) -> None:
-        h, f = model.config.n_embd, model.config.n_inner
+        h = model.config.n_embd
+        f = model.config.n_inner
         self.enter: Callable[[Tensor], Tensor] = identity
         self.gate_proj = projection(h, f, f"{name}.gate_proj", model.init)
         self.up_proj = projection(h, f, f"{name}.up_proj", model.init)
@@ -124,32 +161,51 @@ class Block(Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Body(Module):
+    """All of a Llama but the head. Hugging Face's name of it is `model`."""
+
+    def __init__(self, model: "Llama", names: Sequence[str]) -> None:
+        config = model.config
+        name = "model.embed_tokens"
+        self.embed_tokens = Embedding(config.vocab_size, config.n_embd, name=name, **model.init)
+        self.layers = [model.make_block(name) for name in names]
+        self.norm = norm_of(model)
+
+
 class Llama(LanguageModel):
     """The language model: tokens (B, T) -> logits (B, T, V).
 
-    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range), gains from 1, as in Hugging
-    Face's code.
+    The other arguments are LanguageModel's. Matrices start from N(0, initializer_range), gains from
+    1, as in Hugging Face's code.
     """
 
-    config_type = LlamaConfig
-    block: type[Block] = Block
+    config_type: type[LlamaConfig] = LlamaConfig
+    config: LlamaConfig
 
     def __init__(
-        self, config: LlamaConfig, seed: int = 0, dtype: str = "float32", recompute: bool = False,
-        deferred: bool = False, attention: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        config: LlamaConfig,
+        seed: int = 0,
+        dtype: str = "float32",
+        recompute: bool = False,
+        deferred: bool = False,
+        attention: str = "auto",
+    ) -> None:
         super().__init__(config, seed, dtype, recompute, deferred, attention)
         names = [f"model.layers.{i}" for i in range(config.n_layer)]
-        model: Any = Module()  # Hugging Face's name of all but the head
-        model.embed_tokens = Embedding(config.vocab_size, config.n_embd, name="model.embed_tokens", **self.init)
-        model.layers = [self.block(self, name) for name in names]
-        model.norm = norm_of(self)
-        self.model: Any = model
+        self.model = Body(self, names)
         if not config.tie_word_embeddings:
             self.lm_head = projection(config.n_embd, config.vocab_size, "lm_head", self.init)
-        self.assemble([self.token_embedding], dict(zip(names, model.layers, strict=True)), model.norm)
+        blocks = dict(zip(names, self.model.layers, strict=True))
+        self.assemble([self.token_embedding], blocks, self.model.norm)
 
-    token_embedding = property(lambda self: self.model.embed_tokens.weight)
+    def make_block(self, name: str) -> Module:
+        """Make a layer. Mixtral makes one with experts."""
+        return Block(self, name)
+
+    @property
+    def token_embedding(self) -> Parameter:
+        return self.model.embed_tokens.weight
 
     def embed(self, tokens: Array) -> Tensor:
         return self.model.embed_tokens(tokens)

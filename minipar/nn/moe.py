@@ -1,9 +1,10 @@
-"""Mixtral (Jiang et al. 2024, arXiv 2401.04088), exactly: the function and files of Hugging Face's MixtralForCausalLM.
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088), as Hugging Face's MixtralForCausalLM: function and files.
 
-A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of them. A token's result
-is their mean, weighted by the router's probabilities. No token is dropped, unless experts are given a capacity. Shapes:
-N = B T tokens, M rows that this rank's experts multiply: N k, or what other ranks send (expert parallelism). An
-assignment is a (token, slot): a token and one of its k experts.
+A Llama in which each layer has E MLPs, the experts, and a router that sends each token to k of
+them. A token's result is their mean, weighted by the router's probabilities. No token is dropped,
+unless experts are given a capacity. Shapes: N = B T tokens, M rows that this rank's experts
+multiply: N k, or what other ranks send (expert parallelism). An assignment is a (token, slot): a
+token and one of its k experts.
 """
 
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from minipar.autograd import Gradient, Tensor, concatenate, embedding, operation, swiglu
+from minipar.autograd import Function, Tensor, concatenate, embedding, swiglu
 from minipar.backend import Array, from_host, to_host, xp
-from minipar.nn.llama import Attention, Block, Llama, LlamaConfig, norm_of, projection
+from minipar.nn.llama import Attention, Llama, LlamaConfig, norm_of, projection
 from minipar.nn.module import Module
 from minipar.nn.transformer import identity
 
@@ -37,33 +38,39 @@ class MixtralConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_experts_per_tok > self.num_local_experts:
-            raise ValueError(f"top-k {self.num_experts_per_tok} is more than experts {self.num_local_experts}")
+            k = self.num_experts_per_tok
+            raise ValueError(f"top-k {k} is more than experts {self.num_local_experts}")
 
     @property
     def layer_matrices(self) -> int:
-        """Those that a token is multiplied with: attention's, the router's h E elements, and 3 h f in each of k."""
+        # Attention's, the router's h E elements, and 3 h f in each of k experts.
         experts = 3 * (self.num_experts_per_tok - 1) * self.n_inner  # Llama counts one
         return super().layer_matrices + self.n_embd * (experts + self.num_local_experts)
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token uses: all, but for the experts that it is not sent to."""
+        """Return the parameters that one token uses: all, but for those of idle experts."""
         return super().parameters
 
     @property
     def parameters(self) -> int:
         idle = self.num_local_experts - self.num_experts_per_tok
-        return self.active_parameters + self.n_layer * idle * 3 * self.n_embd * self.n_inner
+        expert = 3 * self.n_embd * self.n_inner
+        return self.active_parameters + self.n_layer * idle * expert
 
     def build(self, **options: Any) -> "Mixtral":
         return Mixtral(self, **options)
 
 
 class Expert(Module):
-    """One expert, a gated MLP: (M, h) -> (M, f) -> (M, h). w1 is the gate, w3 the up and w2 the down projection."""
+    """One expert, a gated MLP: (M, h) -> (M, f) -> (M, h).
+
+    w1 is the gate, w3 the up and w2 the down projection.
+    """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
-        h, f = model.config.n_embd, model.config.n_inner
+        h = model.config.n_embd
+        f = model.config.n_inner
         self.w1 = projection(h, f, f"{name}.w1", model.init)
         self.w2 = projection(f, h, f"{name}.w2", model.init)
         self.w3 = projection(h, f, f"{name}.w3", model.init)
@@ -72,27 +79,41 @@ class Expert(Module):
         return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
-@operation
-def balanced(probabilities: Any, layer: "MoE", loads: np.ndarray) -> Any:
-    """Return a router's probabilities (N, E). Backward counts the loads (B, E), and adds the auxiliary loss's gradient.
+class Balance(Function):
+    """The identity on a router's probabilities (N, E), whose backward balances the experts.
 
-    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961): f_e is the share of
-    its T k assignments that expert e gets, a constant, and P_e the mean of its T tokens' probabilities. A token's
-    gradient is therefore E f_e / T. NB: Megatron's MoEAuxLossAutoScaler also adds it in backward.
+    Backward adds the auxiliary loss's gradient, and counts the layer's loads. A forward may be run
+    for evaluation, or twice (recompute); the backward of a batch runs once.
+    NB: Megatron's MoEAuxLossAutoScaler also adds the gradient in backward.
     """
 
-    def gradient(g: Array, loads: np.ndarray) -> Array:
-        load = loads.sum(axis=0)
-        layer.load += load
-        layer.dropped += int(np.maximum(load - layer.capacity(len(g)), 0).sum())
-        if not layer.aux_loss:
-            return g
-        sums = layer.sum_loads(loads)
-        f = sums / sums.sum(axis=1, keepdims=True)
-        each = layer.aux_loss * f.shape[1] * f.repeat(len(g) // max(len(f), 1), axis=0)  # (N, E)
-        return g + from_host(each.astype(g.dtype))
+    def forward(self, probabilities: Array, layer: "MoE", loads: np.ndarray) -> Array:
+        self.layer = layer
+        if self.needs[0]:
+            self.save_for_backward(loads=loads)
+        return probabilities
 
-    return probabilities, Gradient(gradient, loads=loads)
+    def backward(self, grad: Array, loads: np.ndarray) -> Any:
+        layer = self.layer
+        layer.count(loads, tokens=len(grad))
+        if layer.aux_loss:
+            sums = layer.sum_loads(loads)
+            auxiliary = auxiliary_gradient(sums, len(grad), layer.aux_loss)
+            grad = grad + from_host(auxiliary.astype(grad.dtype))
+        return grad, None, None
+
+
+def auxiliary_gradient(loads: np.ndarray, tokens: int, coefficient: float) -> np.ndarray:
+    """Return `coefficient` times the auxiliary loss's gradient: loads (B, E) -> (N, E).
+
+    A sample's auxiliary loss in a layer is E sum_e f_e P_e (Fedus et al. 2021, arXiv 2101.03961):
+    f_e is the share of its T k assignments that expert e gets, a constant, and P_e the mean of its
+    T tokens' probabilities. A token's gradient is therefore E f_e / T; the 1/T is in `coefficient`.
+    """
+    samples, experts = loads.shape
+    f = loads / loads.sum(axis=1, keepdims=True)
+    by_token = f.repeat(tokens // max(samples, 1), axis=0)  # (N, E)
+    return coefficient * experts * by_token
 
 
 def count_loads(indices: Array, samples: int, experts: int) -> np.ndarray:
@@ -106,7 +127,7 @@ def count_loads(indices: Array, samples: int, experts: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that experts multiply, which are sorted by expert, and where each token finds its results."""
+    """The rows that experts multiply, sorted by expert, and where tokens find their results."""
 
     tokens: Array  # (M,): the token in each row
     counts: np.ndarray  # (E,): the rows of each expert
@@ -115,7 +136,10 @@ class Rows:
 
 
 def rows_by_expert(indices: Array, experts: int) -> Rows:
-    """Give each assignment a row, sorted by expert and then by token. `indices` (N, k) are the tokens' experts."""
+    """Give each assignment a row, sorted by expert and then by token.
+
+    `indices` (N, k) are the tokens' experts.
+    """
     chosen = indices.reshape(-1)  # (N k,)
     order = xp.argsort(chosen, kind="stable")  # the assignment in each row
     counts = to_host(xp.bincount(chosen, minlength=experts))
@@ -126,14 +150,16 @@ def rows_by_expert(indices: Array, experts: int) -> Rows:
 def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     """Give each expert `capacity` rows.
 
-    They are for the tokens in their order whose first choice the expert is, then for those whose second choice it is,
-    and so on. Rows that are left over hold token 0, and nobody reads their results.
+    They are for the tokens in their order whose first choice the expert is, then for those whose
+    second choice it is, and so on. Rows that are left over hold token 0, and nobody reads their
+    results.
     """
     n, k = indices.shape
     chosen = indices.T.reshape(-1)  # (k N,): all first choices, then all second choices
     order = xp.argsort(chosen, kind="stable")  # by expert, then by choice, then by token
     expert = chosen[order]
-    number = xp.arange(n * k) - xp.searchsorted(expert, expert)  # counts each expert's assignments from 0
+    # Each expert's assignments are numbered from 0.
+    number = xp.arange(n * k) - xp.searchsorted(expert, expert)
     fits = number < capacity
     kept = order[fits]
     row = (expert * capacity + number)[fits]
@@ -143,20 +169,28 @@ def rows_within_capacity(indices: Array, experts: int, capacity: int) -> Rows:
     places[kept] = row
     is_kept = xp.zeros(n * k, dtype=int)
     is_kept[kept] = 1
-    counts = np.full(experts, capacity)
-    return Rows(tokens=tokens, counts=counts, places=places.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T)
+    return Rows(
+        tokens=tokens, counts=np.full(experts, capacity), places=places.reshape(k, n).T, is_kept=is_kept.reshape(k, n).T
+    )
+
+
+def own_loads(loads: np.ndarray) -> np.ndarray:
+    """Return the loads, as where this rank has all tokens of its samples."""
+    return loads
 
 
 class MoE(Module):
     """A layer of experts: (B, T, h) -> (B, T, h).
 
-    `load` (E,) counts this rank's assignments to each expert, in all backward passes until it is set to zero.
-    `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens of the global batch). `bias` (E,)
-    is added to the probabilities where experts are chosen, and only there (Wang et al. 2024, arXiv 2408.15664). With a
-    `capacity_factor` an expert gets `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
+    `load` (E,) counts this rank's assignments to each expert, in all backward passes until it is
+    set to zero. `aux_loss` is the auxiliary loss's coefficient in the mean loss / (layers x tokens
+    of the global batch). `bias` (E,) is added to the probabilities where experts are chosen, and
+    only there (Wang et al. 2024, arXiv 2408.15664). With a `capacity_factor` an expert gets
+    `capacity` rows of each forward pass; `dropped` counts the others, as `load` does.
 
-    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism replaces `enter` and
-    `leave`, context parallelism `sum_loads`, with which samples get all their tokens' loads.
+    Expert parallelism keeps some of the `experts` and replaces `run_experts`. Tensor parallelism
+    replaces `enter` and `leave`, context parallelism `sum_loads`, with which samples get all their
+    tokens' loads.
     """
 
     def __init__(self, model: "Mixtral", name: str) -> None:
@@ -166,9 +200,12 @@ class MoE(Module):
         self.experts = [Expert(model, f"{name}.experts.{e}") for e in range(count)]
         self.enter: Callable[[Tensor], Tensor] = identity
         self.leave: Callable[[Tensor], Tensor] = identity
-        self.load, self.dropped, self.bias, self.aux_loss = np.zeros(count, np.int64), 0, np.zeros(count), 0.0
+        self.load = np.zeros(count, np.int64)
+        self.dropped = 0
+        self.bias = np.zeros(count)
+        self.aux_loss = 0.0
         self.capacity_factor: float | None = None
-        self.sum_loads: Any = lambda loads: loads
+        self.sum_loads: Callable[[np.ndarray], np.ndarray] = own_loads
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)  # the router and the experts read it
@@ -177,28 +214,39 @@ class MoE(Module):
         return self.leave(self.compute(tokens, indices, weights).reshape(*x.shape))
 
     def route(self, x: Tensor, samples: int = 1) -> tuple[Array, Tensor]:
-        """Return each token's k most probable experts, the first of equals first, and their weights; both (N, k).
+        """Return each token's k most probable experts and their weights; both (N, k).
 
-        The probabilities are a softmax over all experts. The weights are those of the k, divided by their sum.
+        Of equally probable ones the first comes first. The probabilities are a softmax over all
+        experts. The weights are those of the k, divided by their sum.
         """
         logits = self.gate(x)  # (N, E)
         powers = (logits - logits.data.max(axis=-1, keepdims=True)).exp()
         probabilities = powers / powers.sum(-1, keepdims=True)
         scores = probabilities.data + from_host(self.bias)
         indices = xp.argsort(-scores, axis=-1, kind="stable")[:, : self.top_k]
-        probabilities = balanced(probabilities, self, count_loads(indices, samples, len(self.load)))
-        chosen = probabilities[xp.arange(len(indices))[:, None], indices]
+        loads = count_loads(indices, samples, len(self.load))
+        probabilities = Balance.apply(probabilities, self, loads)
+        token = xp.arange(len(indices))[:, None]
+        chosen = probabilities[token, indices]
         return indices, chosen / chosen.sum(-1, keepdims=True)
 
+    def count(self, loads: np.ndarray, tokens: int) -> None:
+        """Count the loads (B, E) of a backward pass of N tokens, and what is beyond the capacity."""
+        load = loads.sum(axis=0)
+        self.load += load
+        self.dropped += int(np.maximum(load - self.capacity(tokens), 0).sum())
+
     def capacity(self, tokens: int) -> int:
-        """Return the most rows that an expert takes of this many tokens: ceil(factor N k / E), or all N."""
-        return ceil(min(tokens, (self.capacity_factor or np.inf) * tokens * self.top_k / len(self.load)))
+        """Return the most rows that an expert takes of N tokens: ceil(factor N k / E), or all N."""
+        if not self.capacity_factor:
+            return tokens
+        return ceil(min(tokens, self.capacity_factor * tokens * self.top_k / len(self.load)))
 
     def compute(self, x: Tensor, indices: Array, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the results of each token's experts, the most probable one's first: (N, h).
+        """Return the weighted sum of the results of each token's experts: (N, h).
 
-        What is beyond an expert's capacity counts as zero; the weights of a token's other experts stay, as in the
-        Switch Transformer.
+        The most probable expert's comes first. What is beyond an expert's capacity counts as zero;
+        the weights of a token's other experts stay, as in the Switch Transformer.
         """
         n, k = indices.shape
         if self.capacity_factor is None:
@@ -206,17 +254,20 @@ class MoE(Module):
         else:
             rows = rows_within_capacity(indices, len(self.load), self.capacity(n))
             weights = weights * rows.is_kept.astype(weights.dtype)
-        results = self.run_experts(embedding(x, rows.tokens), rows.counts)  # (M, h), one product per expert
+        inputs = embedding(x, rows.tokens)  # (M, h)
+        results = self.run_experts(inputs, rows.counts)  # (M, h)
         by_token = embedding(results, rows.places)  # (N, k, h)
         return (by_token * weights.reshape(n, k, 1)).sum(1)
 
     def run_experts(self, xs: Tensor, counts: np.ndarray) -> Tensor:
-        """Run expert e on the e-th stretch, of counts[e] rows, of xs (M, h), which are sorted by expert: (M, h).
+        """Run expert e on its counts[e] rows of xs (M, h), which are sorted by expert: (M, h).
 
         An expert without rows gets a gradient of zeros, so that its weights decay like all others.
         """
-        stretches = zip(self.experts, np.cumsum(counts), counts, strict=True)
-        return concatenate([expert(xs[stop - count : stop]) for expert, stop, count in stretches])
+        results = []
+        for expert, stop, count in zip(self.experts, np.cumsum(counts), counts, strict=True):
+            results.append(expert(xs[stop - count : stop]))
+        return concatenate(results)
 
 
 def moe_layers(model: Module) -> list[Any]:
@@ -224,10 +275,8 @@ def moe_layers(model: Module) -> list[Any]:
     return [module for _, module in model.named_modules() if isinstance(module, MoE)]
 
 
-class MixtralBlock(Block):
+class MixtralBlock(Module):
     """Llama's layer with experts in the place of its MLP."""
-
-    mlp: Any = property(lambda self: self.block_sparse_moe)
 
     def __init__(self, model: "Mixtral", name: str) -> None:
         self.self_attn = Attention(model, f"{name}.self_attn")
@@ -235,9 +284,20 @@ class MixtralBlock(Block):
         self.input_layernorm = norm_of(model)
         self.post_attention_layernorm = norm_of(model)
 
+    @property
+    def mlp(self) -> MoE:
+        return self.block_sparse_moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
 
 class Mixtral(Llama):
     """The language model: tokens (B, T) -> logits (B, T, V). The arguments are Llama's."""
 
     config_type = MixtralConfig
-    block = MixtralBlock
+    config: MixtralConfig
+
+    def make_block(self, name: str) -> MixtralBlock:
+        return MixtralBlock(self, name)

@@ -1,6 +1,7 @@
 """SGD, AdamW, gradient clipping and the learning-rate schedule, in PyTorch's arithmetic.
 
-An element's new value depends on that element's history alone, so any sharding of the parameters gives the same bits.
+An element's new value depends on that element's history alone, so any sharding of the parameters
+gives the same bits.
 """
 
 import math
@@ -12,7 +13,6 @@ import numpy as np
 from minipar.backend import Array, from_host, is_host, to_host, xp
 from minipar.lone_steps import count_step
 from minipar.memory import hold
-from minipar.nn.module import Parameter, owners_of, zero_grad
 from minipar.nn.optim_guards import (
     check_gradients,
     check_max_norm,
@@ -25,12 +25,17 @@ from minipar.nn.optim_guards import (
     list_of,
     refuse_groups,
 )
+from minipar.nn.parameter import Parameter, owners_of, zero_grad
 
-BLOCK = 1 << 15  # elements that `squared_norm` sums at a time on the host: they stay in a core's cache
+# Elements that `squared_norm` sums at a time on the host: they stay in a core's cache.
+BLOCK = 1 << 15
 
 
 class Optimizer:
-    """A list of parameters and the rule `update` for them. Weight decay applies to those of two or more dims."""
+    """A list of parameters and the rule `update` for them.
+
+    Weight decay applies to those of two or more dims.
+    """
 
     lr = 0.0  # the learning rate of a rule that has one
 
@@ -43,7 +48,10 @@ class Optimizer:
             owner.check(self.parameters)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; `optimizer.lr = x` is how a schedule acts. UsageError for a value that cannot be meant."""
+        """Set an attribute; `optimizer.lr = x` is how a schedule acts.
+
+        UsageError for a value that cannot be meant.
+        """
         check_setting(name, value)
         super().__setattr__(name, value)
 
@@ -57,13 +65,15 @@ class Optimizer:
         raise TypeError(f"{type(self).__name__} does not define update")
 
     def step(self) -> None:
-        """Update the parameters. Their owners, each once, act before gradients are read and after the update.
+        """Update the parameters.
 
-        RuntimeError if no parameter has a gradient, and if a step has used one of the gradients already.
+        Their owners, each once, act before gradients are read and after the update. RuntimeError if
+        no parameter has a gradient, and if a step has used one of the gradients already.
         """
         owners = owners_of(self.parameters)
         for owner in owners:
-            owner.check(self.parameters)  # again: a strategy may have been applied since the optimizer was made
+            # Again, as a strategy may have been applied since the optimizer was made.
+            owner.check(self.parameters)
             owner.before_step(self, self.parameters)
         for parameter in self.parameters:
             parameter.fold_tied_gradients()
@@ -85,9 +95,10 @@ class Optimizer:
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum, as torch.optim.SGD: p -= lr v, where v = momentum v + g + wd p.
+    """Stochastic gradient descent with momentum, as torch.optim.SGD.
 
-    wd is `weight_decay`, which is 0 below two dims. Parameters in 2 bytes have no masters here.
+    It computes p -= lr v, where v = momentum v + g + wd p. wd is `weight_decay`, which is 0 below
+    two dims. Parameters in 2 bytes have no masters here.
     """
 
     def __init__(
@@ -112,22 +123,28 @@ class SGD(Optimizer):
 
 
 class MasterWeights:
-    """Master weights: the float32 copies that an optimizer updates, because 2 bytes are too coarse for small updates.
+    """Master weights: the float32 copies that an optimizer updates.
 
-    `copies` has a float32 array for each parameter in 2 bytes, and None for each other one.
-    Source: Micikevicius et al. 2018, section 3.1.
+    2 bytes are too coarse for small updates. `copies` has a float32 array for each parameter in 2
+    bytes, and None for each other one. Source: Micikevicius et al. 2018, section 3.1.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = parameters
-        self.copies: list[Any] = [p.data.astype("float32") if p.dtype.itemsize == 2 else None for p in parameters]
+        self.copies: list[Array | None] = []
+        for p in parameters:
+            self.copies.append(p.data.astype("float32") if p.dtype.itemsize == 2 else None)
 
     def value(self, i: int) -> Array:
         """Return what is updated of parameter i: its copy, or its data."""
-        return self.parameters[i].data if self.copies[i] is None else self.copies[i]
+        copy = self.copies[i]
+        return self.parameters[i].data if copy is None else copy
 
-    def follow(self, i: int) -> None:
-        """Before the first update: take the values of a state that was loaded after the optimizer was made."""
+    def take_loaded(self, i: int) -> None:
+        """Take the values of a state that was loaded after the optimizer was made.
+
+        It is called before the first update.
+        """
         copy = self.copies[i]
         if copy is None:
             return
@@ -136,7 +153,7 @@ class MasterWeights:
             copy[...] = loaded
 
     def round(self, i: int) -> None:
-        """After an update: round the copy to the parameter's 2 bytes."""
+        """Round the updated copy to the parameter's 2 bytes."""
         if self.copies[i] is not None:
             self.parameters[i].data[...] = self.copies[i]
 
@@ -144,7 +161,8 @@ class MasterWeights:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW.
 
-    Step t, with moments m (`exp_avg`) and v (`exp_avg_sq`), gradient g, and weight decay wd (0 below two dims):
+    Step t, with moments m (`exp_avg`) and v (`exp_avg_sq`), gradient g, and weight decay wd (0
+    below two dims):
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
@@ -177,7 +195,7 @@ class AdamW(Optimizer):
     def update(self, i: int, parameter: Parameter, gradient: Array) -> None:
         check_sizes(parameter, self.exp_avg[i])
         if self.steps == 1:
-            self.master_weights.follow(i)
+            self.master_weights.take_loaded(i)
         value = self.master_weights.value(i)
         gradient = gradient.astype(value.dtype, copy=False)
         beta1, beta2 = self.betas
@@ -194,36 +212,49 @@ class AdamW(Optimizer):
         self.master_weights.round(i)
 
     def moments(self, i: int) -> dict[str, Array]:
-        """Return what this optimizer keeps of parameter i, by torch's names; a master for a parameter in 2 bytes."""
+        """Return what this optimizer keeps of parameter i, by torch's names.
+
+        A parameter in 2 bytes also has a master.
+        """
         kept = {"exp_avg": self.exp_avg[i], "exp_avg_sq": self.exp_avg_sq[i]}
         if self.masters[i] is not None:
             kept["master"] = self.masters[i]
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state on the host, in torch's format: `state` by parameter and `param_groups`.
+        """Return a copy of the state on the host, in torch's format.
 
-        Of a model that is split or sharded it is this rank's part alone, and `holds` says which elements those are:
-        every rank saves its own. Parameters are not in it.
+        It has `state` by parameter and `param_groups`. Of a model that is split or sharded it is
+        this rank's part alone, and `holds` says which elements those are: every rank saves its own.
+        Parameters are not in it.
         """
-        numbers = range(len(self.parameters))
+        numbers = list(range(len(self.parameters)))
         state = {}
-        for i in numbers if self.steps else ():
-            arrays = {name: np.array(to_host(array)) for name, array in self.moments(i).items()}
-            state[i] = {"step": self.steps, **arrays}
-        group = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+        if self.steps:
+            for i in numbers:
+                arrays = {name: np.array(to_host(array)) for name, array in self.moments(i).items()}
+                state[i] = {"step": self.steps, **arrays}
+        group = {
+            "lr": self.lr,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "params": numbers,
+        }
         holds = [p.describe() for p in self.parameters]
-        return {"state": state, "param_groups": [{**group, "params": list(numbers)}], "holds": holds}
+        return {"state": state, "param_groups": [group], "holds": holds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned on this rank of the same layout, or from torch's AdamW.
+        """Continue from what `state_dict` returned on this rank, or from torch's AdamW.
 
         ValueError, before anything changes, for other parameters or another layout.
         """
         check_state(state, self.parameters, self.moments)
         (group,) = state["param_groups"]
-        self.lr, self.betas = group["lr"], tuple(group["betas"])
-        self.eps, self.weight_decay = group["eps"], group["weight_decay"]
+        self.lr = group["lr"]
+        self.betas = tuple(group["betas"])
+        self.eps = group["eps"]
+        self.weight_decay = group["weight_decay"]
         self.steps = 0
         for i in range(len(self.parameters)):
             saved = state["state"].get(i)
@@ -239,8 +270,8 @@ class AdamW(Optimizer):
 def squared_norm(arrays: Iterable[Array]) -> float:
     """Return the sum of all squares, in float64, array after array and block after block in order.
 
-    Ranks that hold a chunk each, and one device that goes through the same chunks, get the same bits. On a device a
-    block is a whole array, because a launch costs more than the cache saves.
+    Ranks that hold a chunk each, and one device that goes through the same chunks, get the same
+    bits. On a device a block is a whole array, because a launch costs more than the cache saves.
     """
     total = 0.0
     for array in arrays:
@@ -248,16 +279,20 @@ def squared_norm(arrays: Iterable[Array]) -> float:
         step = BLOCK if is_host(flat) else max(flat.size, 1)
         for start in range(0, flat.size, step):
             block = flat[start : start + step]
-            block = block.astype("float32") if block.dtype.itemsize == 2 else block
+            if block.dtype.itemsize == 2:
+                block = block.astype("float32")
             total += float((block * block).sum(dtype="float64"))
     return total
 
 
-def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None) -> float:
-    """Scale all gradients by max_norm / (norm + 1e-6) if their 2-norm is larger than `max_norm`; return that norm.
+def clip_grad_norm(
+    parameters: Iterable[Parameter], max_norm: float | None, norm: float | None = None
+) -> float:  # fmt: skip
+    """Scale all gradients down to `max_norm` if their 2-norm is larger; return that norm.
 
-    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is not given there.
-    UsageError unless `max_norm` is a number larger than 0, or None.
+    The factor is max_norm / (norm + 1e-6), as PyTorch's.
+    A rank that holds shards of the gradients cannot compute the norm alone, so ValueError if it is
+    not given there. UsageError unless `max_norm` is a number larger than 0, or None.
     """
     check_max_norm(max_norm)
     parameters = list(parameters)
@@ -275,10 +310,14 @@ def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float | None, norm
     return norm
 
 
-def learning_rate(step: int, *, lr: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of step 0, 1, ...: nanoGPT's warm-up lr (step+1)/(warmup+1), then the schedule.
+def learning_rate(
+    step: int, *, lr: float, schedule: str, warmup_steps: int, total_steps: int
+) -> float:  # fmt: skip
+    """Return the learning rate of step 0, 1, ...
 
-    "constant" is lr, "cosine" falls to lr/10 at the last step. Raises ValueError for another schedule.
+    It starts with nanoGPT's warm-up lr (step+1)/(warmup+1), then follows the schedule.
+    "constant" is lr, "cosine" falls to lr/10 at the last step. Raises ValueError for another
+    schedule.
     """
     if step < warmup_steps:
         return lr * (step + 1) / (warmup_steps + 1)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from minipar.backend import Array
 from minipar.errors import UsageError
-from minipar.nn.module import Parameter
+from minipar.nn.parameter import Parameter
 
 
 def check_setting(name: str, value: Any) -> None:
@@ -78,8 +78,9 @@ def check_gradients(parameters: Sequence[Parameter], call: str = "optimizer.step
 def check_unused(parameters: Sequence[Parameter]) -> None:
     """Raise RuntimeError if a step would use gradients a second time, alone or with those of another backward.
 
-    This compares arrays, so a gradient that the program itself has assigned is a new one. Gradients in flat storage
-    are the same array in each step; the strategy that keeps it knows which of them were used.
+    This compares arrays, so a gradient that the program itself has assigned is a new one. Gradients
+    in flat storage are the same array in each step; the strategy that keeps it knows which of them
+    were used.
     """
     for parameter in parameters:
         gradient = parameter.grad

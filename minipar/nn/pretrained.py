@@ -6,7 +6,7 @@ import re
 import reprlib
 import stat
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ _READABLE = ("F64", "F32", "F16", "BF16")  # dtypes, by safetensors' names
 _LARGEST_SIZE = 2**31 - 1
 LONGEST_HEADER = 2**24  # bytes; a header has about 100 for each tensor
 _DROPOUT = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # without these keys transformers assumes 0.1
-# With other values of these settings the model would be another function than the one implemented here.
+# With other values of these settings the model would be another function than the one implemented
+# here.
 _REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "activation_function": "gelu_new",
@@ -122,9 +123,10 @@ def load_pretrained(
 ) -> LanguageModel:
     """Load the model of a directory, converted to `dtype`. With `deferred=True` each tensor is read later.
 
-    The weights are in model.safetensors or, without that, in the files that model.safetensors.index.json names.
-    `options` are those of the model's class. Raises UsageError that names the file, and every misshapen tensor and
-    the first of those that are missing or unexpected.
+    The weights are in model.safetensors or, without that, in the files that
+    model.safetensors.index.json names. `options` are those of the model's class. Raises UsageError
+    that names the file, and every misshapen tensor and the first of those that are missing or
+    unexpected.
     """
     config = load_config(directory)
     path = Path(directory) / "model.safetensors"  # or the index of several files; errors name it
@@ -181,7 +183,8 @@ def load_pretrained(
 def check_header(path: Path) -> None:
     """Raise UsageError if a safetensors file has a header of more than LONGEST_HEADER bytes, or OSError.
 
-    The header is parsed again for each tensor. One that is longer than its file is left to safetensors to refuse.
+    The header is parsed again for each tensor. One that is longer than its file is left to
+    safetensors to refuse.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -210,7 +213,7 @@ def save_pretrained(model: LanguageModel, directory: str | Path, state: dict[str
     kind = model.config.model_type
     config = {
         **_REQUIRED_SETTINGS[kind],
-        **asdict(model.config),
+        **model.config.to_dict(),
         **(dict.fromkeys(_DROPOUT, model.drop.p) | {"n_inner": None} if isinstance(model, GPT) else {}),
         "model_type": kind,
         "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{type(model).__name__}ForCausalLM"],

@@ -11,7 +11,7 @@ from functools import partial
 from minipar.autograd import Tensor
 from minipar.backend import Array
 from minipar.comm.algorithms import chunk_bounds
-from minipar.nn.module import Parameter
+from minipar.nn.parameter import Parameter
 from minipar.parallel.groups import Group
 from minipar.parallel.guards import checksum
 from minipar.parallel.hybrid import GradientComm

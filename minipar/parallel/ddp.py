@@ -14,7 +14,8 @@ from minipar.autograd import Tensor
 from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate, hold
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import BUCKET_BYTES, FIRST_BUCKET_BYTES, Group, by_size, groups_over, prepare

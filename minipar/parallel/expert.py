@@ -26,8 +26,9 @@ from minipar.autograd import Tensor, mapping
 from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
-from minipar.nn.module import Module, Owner, Parameter
+from minipar.nn.module import Module
 from minipar.nn.moe import MoE, moe_layers
+from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.groups import Group, by_unit, groups_over
 from minipar.parallel.guards import check_communicator, check_split, note_split
 from minipar.parallel.placement import place, update

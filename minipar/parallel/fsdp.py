@@ -18,7 +18,9 @@ from minipar.autograd import Tensor, grad_enabled, queue_callback
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate, hold
-from minipar.nn.module import Module, Parameter, Part, placeholder
+from minipar.nn.deferred import placeholder
+from minipar.nn.module import Module, Part
+from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare

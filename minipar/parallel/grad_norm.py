@@ -12,9 +12,9 @@ import numpy as np
 
 from minipar.comm.communicator import Communicator
 from minipar.nn import optim
-from minipar.nn.module import Parameter
 from minipar.nn.optim import squared_norm
 from minipar.nn.optim_guards import check_max_norm
+from minipar.nn.parameter import Parameter
 from minipar.parallel.hybrid import GradientComm
 from minipar.parallel.placement import ParameterShard, Shard, bucket_slice, placement_of
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.module import Module, Part
+from minipar.nn.parameter import Parameter
 from minipar.parallel.guards import check_groups
 from minipar.parallel.placement import Placement, place, placement_of, update
 

@@ -10,7 +10,8 @@ import numpy as np
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError, check_divides
-from minipar.nn.module import Module, Owner, Parameter, owners_of
+from minipar.nn.module import Module
+from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.placement import Partial, Placement, placement_of
 
 

@@ -15,7 +15,7 @@ from minipar.backend import Array, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.work import Work
 from minipar.memory import hold
-from minipar.nn.module import Parameter
+from minipar.nn.parameter import Parameter
 
 
 class Pending(Protocol):

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
-from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.module import Module, Part
+from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel
 from minipar.parallel.context import ContextParallel, context_parallel
 from minipar.parallel.ddp import DistributedDataParallel

@@ -16,8 +16,9 @@ from typing import Any
 from minipar.backend import Array, xp
 from minipar.comm.algorithms import chunk_bounds
 from minipar.errors import UsageError
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module
 from minipar.nn.optim_guards import check_names
+from minipar.nn.parameter import Parameter
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array
 from minipar.memory import allocate
-from minipar.nn.module import Parameter, Part
+from minipar.nn.module import Part
+from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.hybrid import Pending
 from minipar.parallel.placement import ParameterShard, bucket_slice

@@ -15,7 +15,8 @@ import numpy as np
 
 from minipar.backend import Array, to_host, xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 from minipar.parallel.placement import Shard, TensorPlacement, elements_of, placement_of
 
 

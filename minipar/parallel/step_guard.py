@@ -11,8 +11,9 @@ from minipar.autograd import Tensor, queue_callback
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn.module import Module, Owner, Parameter, Updating
+from minipar.nn.module import Module
 from minipar.nn.optim_guards import check_gradients
+from minipar.nn.parameter import Owner, Parameter, Updating
 from minipar.parallel.guards import check_alike, check_parted, check_start
 from minipar.parallel.placement import placement_of
 

@@ -20,7 +20,8 @@ from minipar.autograd import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
-from minipar.nn.module import Module, Parameter, Part
+from minipar.nn.module import Module, Part
+from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, prepare

@@ -6,8 +6,8 @@ from typing import Any
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
-from minipar.nn.module import Parameter, owners_of, zero_grad
 from minipar.nn.optim import Optimizer
+from minipar.nn.parameter import Parameter, owners_of, zero_grad
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.groups import Group, number_units
 from minipar.parallel.guards import (

@@ -11,7 +11,7 @@ from typing import NoReturn
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
-from minipar.nn.module import Parameter
+from minipar.nn.parameter import Parameter
 from minipar.parallel.placement import placement_of
 from minipar.train.checkpoint import Checkpoint
 from minipar.train.settings import RunConfig

@@ -8,7 +8,7 @@ microbatches. `--record` and `--verify` give the trainer functions to call: `gra
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -235,7 +235,7 @@ class Trainer:
         header = {
             "dtype": self.config.run.dtype,
             "data": self.batches.tokens.fingerprint().hex(),
-            "model": asdict(self.model.config),
+            "model": self.model.config.to_dict(),
             "parameters": self.shapes,
             "router_bias": [moe.bias.tolist() for moe in self.moes],
             "loss_scale": [self.scaler.scale, self.scaler.good_steps],

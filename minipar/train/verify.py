@@ -24,7 +24,7 @@ from minipar.backend import from_host, to_host
 from minipar.comm.communicator import Communicator
 from minipar.comm.trace import unseen
 from minipar.nn import optim
-from minipar.nn.module import Parameter
+from minipar.nn.parameter import Parameter
 from minipar.parallel.placement import Shard, placement_of
 from minipar.parallel.state import gather_state
 from minipar.train.one_device import OneDevice

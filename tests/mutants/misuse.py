@@ -64,12 +64,12 @@ NN = [
         ("optim: serial layers of one name", "        check_names(self.parameters)\n", "        pass\n"),
         ("optim: the saved moments are views", "name: np.array(to_host(array))", "name: to_host(array)"),
         ("optim: the steps are not resumed", 'self.steps = int(saved["step"])', "pass"),
-        ("optim: the settings are not resumed", 'self.lr, self.betas = group["lr"],', "self.lr, self.betas = self.lr,"),
+        ("optim: the settings are not resumed", '        self.lr = group["lr"]\n', ""),
         ("optim: masters are not saved", "if self.masters[i] is not None:", "if False:"),
         (
             "optim: squares of 2 bytes in 2 bytes",
-            'block.astype("float32") if block.dtype.itemsize == 2',
-            "block if block.dtype.itemsize == 2",
+            '                block = block.astype("float32")',
+            "                pass",
         ),
         (
             "optim: a cosine rises after its end",

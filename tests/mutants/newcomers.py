@@ -40,7 +40,15 @@ MUTANTS = [
             'yield from _items_of(f"{name}.{i}", item)',
             'yield from [(f"{name}.{i}", item)] * isinstance(item, Parameter | Module)',
         ),
-        ("module: a frozen embedding moves", "leaf.grad is not None and self.requires_grad", "leaf.grad is not None"),
+    ),
+    *mistakes(
+        "minipar/nn/parameter.py",
+        FIFTY,
+        (
+            "parameter: a frozen embedding moves",
+            "leaf.grad is not None and self.requires_grad",
+            "leaf.grad is not None",
+        ),
     ),
     *mistakes(
         "minipar/nn/pretrained.py",

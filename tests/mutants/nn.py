@@ -6,7 +6,7 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/gpt.py",
         "nn/test_epsilon.py nn/test_gpt.py nn/test_dropout.py",
-        ("gpt: layer_norm_epsilon is ignored", "model.config.layer_norm_epsilon, model.dtype", "1e-5, model.dtype"),
+        ("gpt: layer_norm_epsilon is ignored", "config.layer_norm_epsilon, model.dtype", "1e-5, model.dtype"),
         (
             "gpt: residual projections start as large as the rest",
             "config.initializer_range / math.sqrt(2 * config.n_layer)",
@@ -76,12 +76,12 @@ MUTANTS = [
     *mistakes(
         "minipar/nn/moe.py",
         "nn/test_balance.py",
-        ("balance: the shares of the whole batch", "sums.sum(axis=1, keepdims=True)", "sums.sum()"),
-        ("balance: the auxiliary gradient takes the main one's place", "return g + from_host", "return from_host"),
+        ("balance: the shares of the whole batch", "loads.sum(axis=1, keepdims=True)", "loads.sum()"),
+        ("balance: the auxiliary gradient takes the main one's place", "grad = grad + from_host", "grad = from_host"),
         (
             "balance: the load of a forward pass counts",
-            "probabilities = balanced(",
-            "self.load = self.load + loads.sum(axis=0)\n        probabilities = balanced(",
+            "probabilities = Balance.apply(",
+            "self.load = self.load + loads.sum(axis=0)\n        probabilities = Balance.apply(",
         ),
         (
             "capacity: second choices come with their tokens",
@@ -94,7 +94,7 @@ MUTANTS = [
             "weights = weights + 0 * rows.is_kept",
         ),
         ("capacity: one row too many", "fits = number < capacity", "fits = number <= capacity"),
-        ("capacity: nothing counts as dropped", "load - layer.capacity(len(g))", "load - len(g)"),
+        ("capacity: nothing counts as dropped", "load - self.capacity(tokens)", "load - tokens"),
     ),
     *mistakes(
         "minipar/autograd/fused.py",
@@ -115,20 +115,24 @@ MUTANTS = [
         ("dropout: the same masks in every step", "{keys.step} {sample}", "{sample}"),
         (
             "dropout: every rank takes the first slice of a mask",
-            "cut.part(np.arange(mask.shape[cut.dim]))",
-            "np.arange(mask.shape[cut.dim] // cut.count)",
+            "each.select(np.arange(mask.shape[each.dim]))",
+            "np.arange(mask.shape[each.dim] // each.count)",
         ),
         ("dropout: drops what should stay", "dtype=np.float32) >= self.p", "dtype=np.float32) < self.p"),
     ),
     *mistakes(
-        "minipar/nn/module.py",
+        "minipar/nn/parameter.py",
         "nn/test_optim.py nn/test_module.py nn/test_gpt.py",
-        ("module: biases decay too", "self.decays = self.ndim >= 2", "self.decays = self.ndim >= 1"),
+        ("parameter: biases decay too", "self.decays = self.ndim >= 2", "self.decays = self.ndim >= 1"),
         (
-            "module: a tied gradient is added again and again",
+            "parameter: a tied gradient is added again and again",
             "                self.accumulate(leaf.grad)\n            leaf.grad = None",
             "                self.accumulate(leaf.grad)",
         ),
+    ),
+    *mistakes(
+        "minipar/nn/module.py",
+        "nn/test_optim.py nn/test_module.py nn/test_gpt.py",
         ("module: ignored targets are counted", "int((y != IGNORE_INDEX).sum())", "int(y.size)"),
         (
             "module: loading replaces a parameter's storage",

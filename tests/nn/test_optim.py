@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from minipar.nn import SGD, AdamW, Linear, Optimizer, Parameter, clip_grad_norm, learning_rate
-from minipar.nn.module import Owner, owners_of
 from minipar.nn.optim import BLOCK, squared_norm
+from minipar.nn.parameter import Owner, owners_of
 
 RANDOM = np.random.Generator(np.random.Philox(4))
 

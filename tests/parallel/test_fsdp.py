@@ -210,7 +210,7 @@ def test_the_ledger_shows_a_unit_that_is_not_released():
 
 
 def test_the_ledger_shows_a_weight_kept_by_the_graph(monkeypatch):
-    monkeypatch.setattr(Function, "at_backward", lambda self, i, array: lambda: array)
+    monkeypatch.setattr(Function, "getter", lambda self, i, array: lambda: array)
     for (most,) in ledger_of(3, FullyShardedDataParallel, [loss_of]):
         assert most["buffers"] == 2 * BLOCK * 8  # without a graph nothing keeps it
     for (most,) in ledger_of(3, FullyShardedDataParallel, [forward_with_a_graph]):

@@ -26,8 +26,8 @@ from minipar.backend import from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.errors import UsageError
 from minipar.nn.gpt import GPT, GPTConfig
-from minipar.nn.module import Parameter
 from minipar.nn.optim import AdamW
+from minipar.nn.parameter import Parameter
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.schedules import one_f_one_b
 from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, part_groups

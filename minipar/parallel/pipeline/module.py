@@ -11,8 +11,9 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
-from minipar.nn.module import Module, Owner, Parameter, Part, owners_of
+from minipar.nn.module import Module, Part
 from minipar.nn.optim_guards import check_gradients
+from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.guards import check_alike, check_names_over, check_parted
 from minipar.parallel.pipeline.schedules import make

@@ -13,7 +13,8 @@ from minipar.comm.operation import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold
-from minipar.nn.module import Parameter, Part
+from minipar.nn.module import Part
+from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower

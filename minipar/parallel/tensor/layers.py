@@ -19,7 +19,8 @@ from minipar.autograd.fused import LinearFunction
 from minipar.backend import Array, xp
 from minipar.nn.guards import check_columns
 from minipar.nn.layers import Embedding, Linear, as_tensor
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Module
+from minipar.nn.parameter import Parameter
 from minipar.parallel.guards import check_row_input
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor import mappings

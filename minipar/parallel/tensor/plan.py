@@ -17,8 +17,9 @@ from minipar.comm.communicator import Communicator
 from minipar.errors import check_divides
 from minipar.nn import llama
 from minipar.nn.layers import Dropout, MaskSlice
-from minipar.nn.module import Module, Owner, Parameter, Updating
+from minipar.nn.module import Module
 from minipar.nn.moe import MoE
+from minipar.nn.parameter import Owner, Parameter, Updating
 from minipar.nn.transformer import LanguageModel, SelfAttention, TransformerConfig
 from minipar.parallel import placement
 from minipar.parallel.guards import check_same_start, check_split, note_split

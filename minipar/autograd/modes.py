@@ -1,0 +1,15 @@
+"""What holds inside a `with` block: whether a graph is recorded, and the keys of random operations."""
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+
+from minipar.backend import setting
+
+grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
+# Dropout sets these keys (nn/layers.py). A recomputed block draws with them again.
+randomness: ContextVar[object] = ContextVar("randomness", default=None)
+
+
+def no_grad() -> AbstractContextManager[bool]:
+    """Compute without recording a graph."""
+    return setting(grad_enabled, False)
