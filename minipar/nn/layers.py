@@ -16,7 +16,7 @@ import numpy as np
 
 from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
-from minipar.nn.guards import check_columns, check_probability
+from minipar.nn.guards import check_columns, check_made_outside, check_probability
 from minipar.nn.module import Module, Parameter, placeholder
 
 
@@ -45,6 +45,7 @@ def drawn(name: str, shape: tuple[int, ...], seed: int, dtype: str, std: float, 
 
     With `deferred` they are drawn when `materialize` or `move_to` is called.
     """
+    check_made_outside(name)
 
     def make() -> Array:
         return from_host(normal(seed, name, shape, std).astype(dtype))

@@ -43,6 +43,10 @@ class Owner:
     def forget_gradients(self) -> None:
         """Forget the gradients that the strategy itself keeps."""
 
+    def watch_mean(self, loss: Tensor) -> Tensor:
+        """Return the loss of `Module.loss`; its backward may refuse what it would train."""
+        return loss
+
     def check_sum(self, group: Any) -> None:
         """Raise ValueError if an optimizer must not sum these gradients over this group."""
 
@@ -160,7 +164,10 @@ class Module:
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets that count."""
         y = array_of("targets", y)
-        return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
+        mean = self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
+        for owner in owners_of(self.parameters()):
+            mean = owner.watch_mean(mean)
+        return mean
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Yield (name, parameter) pairs; names are joined by dots, as in `h.0.attn.c_attn.weight`."""
