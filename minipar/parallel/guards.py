@@ -10,6 +10,7 @@ import numpy as np
 
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
+from minipar.comm.trace import unseen
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module, Owner, Parameter, owners_of
 from minipar.parallel.placement import Partial, Placement, placement_of
@@ -202,10 +203,14 @@ def check_same_start(comm: Communicator, model: Module) -> None:
 
 
 def check_same_tokens(comm: Communicator, tokens: Array) -> None:
-    """Raise UsageError, on every rank, if ranks that share an embedding have different tokens."""
+    """Raise UsageError, on every rank, if ranks that share an embedding have different tokens.
+
+    Sends a checksum that is not counted.
+    """
     what = f"the ranks of {comm.axis} compute one model together, but were given different batches"
     remedy = "give all of them the same one: cut the global batch by mesh.dp.rank alone"
-    check_alike(comm, [("x", tokens)], what, remedy)
+    with unseen(comm):  # a first step sends what the others send
+        check_alike(comm, [("x", tokens)], what, remedy)
 
 
 def check_freed(parameters: Sequence[Parameter]) -> None:
@@ -222,7 +227,7 @@ def note_same_batch(comm: Communicator, x: Any, y: Any) -> None:
     Sends a checksum as control data. Batches that are no arrays are not compared.
     """
     own = ""
-    if all(isinstance(getattr(array, "dtype", None), np.dtype) and array.size for array in (x, y)):
+    if all(hasattr(array, "strides") and array.size for array in (x, y)):
         own = str(checksum(x, y))
     first: dict[str, int] = {}
     for rank, batch in enumerate(comm.all_gather_bytes(own.encode())):

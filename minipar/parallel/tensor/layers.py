@@ -170,7 +170,7 @@ class VocabEmbedding(Module):
     Each rank looks up the tokens whose rows are in its weight (V/t, h), and has zeros for all other
     tokens. The ranks' results are summed. Rows of zeros pad the weight to a multiple of t rows.
     Sends what `leave` sends. UsageError for a token that is not below V. UsageError on every rank,
-    in the first call, if their tokens differ. It sends a checksum as control data.
+    in the first call, if their tokens differ. It sends a checksum, uncounted.
     """
 
     def __init__(self, layer: Embedding, border: Border) -> None:
