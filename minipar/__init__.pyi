@@ -23,7 +23,7 @@ from .nn.layers import RMSNorm as RMSNorm
 from .nn.llama import Llama as Llama
 from .nn.llama import LlamaConfig as LlamaConfig
 from .nn.module import Module as Module
-from .nn.module import Parameter as Parameter
+from .nn.parameter import Parameter as Parameter
 from .nn.moe import Mixtral as Mixtral
 from .nn.moe import MixtralConfig as MixtralConfig
 from .nn.optim import AdamW as AdamW

@@ -375,7 +375,7 @@ def forgets_the_wrapper(world):
 def trains_with_a_wrapper(world):
     ddp = mp.DistributedDataParallel(gpt(), world)
     optimizer = mp.AdamW(ddp.parameters())
-    ddp.loss(*batch()).backward()
+    ddp.loss(*batch(world.rank)).backward()
     optimizer.step()
 
 
@@ -383,17 +383,37 @@ def says_hello(world):
     return world.rank
 
 
-def sends_and_trains_alone(world):
-    world.all_reduce(np.ones(2))
+def forgets_the_wrapper_and_sends_losses(world):
+    """As a script that prints the mean of all ranks' losses."""
     forgets_the_wrapper(world)
+    for _ in range(10):
+        world.all_reduce(np.ones(2))
 
 
-def test_a_forgotten_wrapper_is_noted_once(capfd):
-    mp.launch(forgets_the_wrapper, threads=2)
+def sums_gradients_by_itself(world):
+    model, optimizer = pair()
+    backward(model, world.rank)
+    for parameter in model.parameters():
+        parameter.fold_tied_gradients()
+        world.all_reduce(parameter.grad)
+    optimizer.step()
+
+
+def sends_parameters_in_two_bytes(world):
+    """As ranks that train for many steps by themselves, and then share what they have learned."""
+    forgets_the_wrapper(world)
+    world.all_reduce(np.ones(sum(p.size for p in gpt().parameters()), "f2"))
+
+
+@pytest.mark.parametrize("program", [forgets_the_wrapper, forgets_the_wrapper_and_sends_losses])
+def test_a_forgotten_wrapper_is_noted_once(program, capfd):
+    mp.launch(program, threads=2)
     assert capfd.readouterr().err.count(NOTE) == 1
 
 
-@pytest.mark.parametrize("program", [trains_with_a_wrapper, says_hello, sends_and_trains_alone])
+@pytest.mark.parametrize(
+    "program", [trains_with_a_wrapper, says_hello, sums_gradients_by_itself, sends_parameters_in_two_bytes]
+)
 def test_other_programs_have_no_note(program, capfd):
     mp.launch(forgets_the_wrapper, threads=1)  # one device
     mp.launch(program, threads=2)

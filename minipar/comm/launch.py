@@ -12,7 +12,7 @@ from minipar.comm.ending import abort_with_traceback, end_every_rank
 from minipar.comm.threads import run_local, serial
 from minipar.comm.work import wait_timeout
 from minipar.errors import UsageError
-from minipar.lone_steps import steps_so_far
+from minipar.lone_steps import smallest_step, steps_so_far
 from minipar.robust_start.exits import refuse_exit_0
 from minipar.robust_start.launchers import check_count, check_mpi_library, started_ranks
 from minipar.robust_start.one_line import one_line_errors, print_error
@@ -32,8 +32,8 @@ def launch(main: Callable[[Communicator], Any], threads: int | None = None) -> A
     Threads raise the first such exception here; one that calls `sys.exit(0)` has returned, as a
     process has.
 
-    Rank 0 prints a note if it has trained a model of its own and sent no message: a wrapper was
-    forgotten.
+    Rank 0 prints a note if it has trained a model of its own and sent less than one gradient: a
+    wrapper was forgotten.
     """
     before = steps_so_far()
     if threads is not None:
@@ -52,7 +52,8 @@ def _run(main: Callable[[Communicator], Any], before: int, comm: Communicator) -
     The process had taken `before` steps without a strategy.
     """
     result = main(comm)
-    trained_alone = steps_so_far() > before and comm.traffic.messages() == 0
+    # A gradient has more than one byte per element.
+    trained_alone = comm.traffic.bytes() < smallest_step(before)
     if trained_alone and comm.rank == 0 and comm.size > 1:
         why = f"each of the {comm.size} ranks trained a model of its own, and no gradients were summed"
         remedy = "train with ddp = mp.DistributedDataParallel(model, world), ddp.loss(x, y) and ddp.parameters()"

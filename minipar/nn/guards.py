@@ -1,12 +1,13 @@
 """Refusals of batches and of layers' inputs: one line each, which shows the values and the remedy."""
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import numpy as np
 
-from minipar.autograd import Tensor
+from minipar.autograd import Tensor, grad_enabled
 from minipar.backend import Array
 from minipar.errors import UsageError
 
@@ -14,6 +15,17 @@ SHOWN = 3  # names in an error; of more, their number is
 
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # NumPy's name of each
+
+
+# True while a data-parallel wrapper computes its loss.
+inside_loss: ContextVar[bool] = ContextVar("inside_loss", default=False)
+
+
+def check_made_outside(name: str) -> None:
+    """Raise UsageError if a wrapper computes its loss now: it would not train this layer."""
+    if inside_loss.get() and grad_enabled.get():
+        why = f'the layer of "{name}" was made inside the loss of a wrapper'
+        raise UsageError(f"{why}, which does not train it: make all layers in __init__")
 
 
 def float_dtype(model: str, dtype: Any) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from minipar.autograd import Tensor, check_ids, dropout, embedding, layer_norm, linear, randomness, rms_norm
 from minipar.backend import Array, from_host, setting, xp
 from minipar.nn.deferred import placeholder
-from minipar.nn.guards import check_columns, check_probability
+from minipar.nn.guards import check_columns, check_made_outside, check_probability
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
 
@@ -50,6 +50,7 @@ def drawn(
 
     With `deferred` they are drawn when `materialize` or `move_to` is called.
     """
+    check_made_outside(name)
 
     def make() -> Array:
         return from_host(normal(seed, name, shape, std).astype(dtype))

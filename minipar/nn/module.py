@@ -12,7 +12,7 @@ import numpy as np
 from minipar.autograd import IGNORE_INDEX, Tensor
 from minipar.backend import from_host, to_host
 from minipar.nn.guards import array_of, check_state, listed, refuse_set
-from minipar.nn.parameter import Parameter, check_holds_values, zero_grad
+from minipar.nn.parameter import Parameter, check_holds_values, owners_of, zero_grad
 
 
 class Module:
@@ -51,7 +51,10 @@ class Module:
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets that count."""
         y = array_of("targets", y)
-        return self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
+        mean = self.loss_sum(x, y) * (1 / max(1, self.target_count(y)))
+        for owner in owners_of(self.parameters()):
+            mean = owner.watch_mean(mean)
+        return mean
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Yield (name, parameter) pairs; names are joined by dots, as in `h.0.attn.c_attn.weight`."""

@@ -85,7 +85,7 @@ class Optimizer:
                 self.update(i, parameter, parameter.grad)
                 parameter.note_update()
         if not owners:
-            count_step()
+            count_step(sum(p.size for p in self.parameters if p.grad is not None))
         for owner in owners:
             owner.after_step()
 

@@ -104,6 +104,10 @@ class Owner:
     def forget_gradients(self) -> None:
         """Forget the gradients that the strategy itself keeps."""
 
+    def watch_mean(self, loss: Tensor) -> Tensor:
+        """Return the loss of `Module.loss`; its backward may refuse what it would train."""
+        return loss
+
     def check_sum(self, group: Any) -> None:
         """Raise ValueError if an optimizer must not sum these gradients over this group."""
 

@@ -35,6 +35,7 @@ from minipar.nn.layers import Dropout, MaskSlice
 from minipar.nn.moe import MoE
 from minipar.nn.transformer import SelfAttention
 from minipar.parallel.guards import check_split, note_split
+from minipar.parallel.step_guard import ContextGuard
 from minipar.parallel.token_order import ContextParallel, check_choice, visible
 from minipar.parallel.ulysses import UlyssesAttention
 
@@ -316,6 +317,7 @@ def context_parallel(
     note_split(model, "context_parallel", comm)
     if context.size == 1:
         return context
+    ContextGuard(comm, model)
     c = context.size
     limit = model.config.n_positions
 

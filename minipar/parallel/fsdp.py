@@ -24,7 +24,7 @@ from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare
-from minipar.parallel.guards import check_wrapping, checksum, refuse_late_state
+from minipar.parallel.guards import check_freed, check_wrapping, checksum, refuse_late_state
 from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
 from minipar.parallel.shards import Chunk, UnitPass, all_shards, allocate_gradient, at_backward, unit_passes
@@ -60,6 +60,7 @@ class Unit(Bucket):
     def unshard(self) -> None:
         """Start to gather the parameters, unless that has started. On d ranks, sends (d-1)/d of their bytes."""
         if self.gathering is None:
+            check_freed(self.parameters)
             self.gathering = self.gather()
 
     def gather(self) -> tuple[Array, Pending]:
@@ -200,7 +201,7 @@ class FullyShardedDataParallel:
 
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it. Backward ends in `after_backward`."""
-        self.guard.before_loss()
+        self.guard.before_loss(x, y)
         return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
 
     def reduce(self, unit: Bucket) -> None:

@@ -1,6 +1,7 @@
 """Refusals that strategies share: what a program gives to one, and ranks that should hold the same and do not."""
 
 import json
+import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from minipar.backend import Array, to_host
 from minipar.comm.communicator import Communicator
+from minipar.comm.trace import unseen
 from minipar.errors import UsageError, check_divides
 from minipar.nn.module import Module
 from minipar.nn.parameter import Owner, Parameter, owners_of
@@ -191,12 +193,52 @@ def check_alike(comm: Communicator, arrays: Iterable[tuple[str, Array]], what: s
 def check_same_start(comm: Communicator, model: Module) -> None:
     """Raise UsageError, on every rank, if the ranks' models differ before `comm` splits them.
 
-    Deferred values are not there to be compared.
+    Of deferred values, the seeds and names are compared by which they will be drawn.
     """
-    held = [(name, p.data) for name, p in model.named_parameters() if p.make is None]
-    if held:
-        what = "tensor_parallel: the ranks' models start from different values"
-        check_alike(comm, held, what, "give all ranks the same seed, and load the same state")
+    held = []
+    for name, p in model.named_parameters():
+        source = np.frombuffer(repr(p.drawn_by).encode(), np.uint8)
+        held.append((name, p.data if p.make is None else source))
+    what = "tensor_parallel: the ranks' models start from different values"
+    check_alike(comm, held, what, "give all ranks the same seed, and load the same state")
+
+
+def check_same_tokens(comm: Communicator, tokens: Array) -> None:
+    """Raise UsageError, on every rank, if ranks that share an embedding have different tokens.
+
+    Sends a checksum that is not counted.
+    """
+    what = f"the ranks of {comm.axis} compute one model together, but were given different batches"
+    remedy = "give all of them the same one: cut the global batch by mesh.dp.rank alone"
+    with unseen(comm):  # a first step sends what the others send
+        check_alike(comm, [("x", tokens)], what, remedy)
+
+
+def check_freed(parameters: Sequence[Parameter]) -> None:
+    """Raise UsageError if a freed parameter has values, which a script has set: they would be lost."""
+    for p in parameters:
+        if any(p.data.strides):  # a placeholder repeats one element
+            what = f"{placement_of(p).name}.data was replaced after the model was wrapped"
+            raise UsageError(f"{what}: call model.load_state_dict(state) before mp.shard")
+
+
+def note_same_batch(comm: Communicator, x: Any, y: Any) -> None:
+    """Print a note if two ranks of `comm` were given the same batch: a script may mean it.
+
+    Sends a checksum as control data. Batches that are no arrays are not compared.
+    """
+    own = ""
+    if all(hasattr(array, "strides") and array.size for array in (x, y)):
+        own = str(checksum(x, y))
+    first: dict[str, int] = {}
+    for rank, batch in enumerate(comm.all_gather_bytes(own.encode())):
+        other = first.setdefault(batch.decode(), rank)
+        if batch and other != rank and comm.rank == 0:
+            same = f"ranks {comm.ranks[other]} and {comm.ranks[rank]} were given the same batch"
+            remedy = f"give each rank of {comm.axis} samples of its own, such as x[rank::ranks]"
+            note = f"minipar: note: {same}, which is then trained on twice; {remedy}"
+            print(note, file=sys.stderr)
+            return
 
 
 def check_parted(comm: Communicator, arrays: Iterable[tuple[str, Array]]) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from minipar.autograd import Tensor, mapping, queue_callback
-from minipar.backend import Array, xp
+from minipar.backend import Array, setting, xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.guards import array_of
+from minipar.nn.guards import array_of, inside_loss
 from minipar.nn.module import Module
 
 
@@ -27,12 +27,12 @@ def global_mean_loss(
 ) -> Tensor:  # fmt: skip
     """Return the mean loss over the targets of all ranks, on every rank; all ranks call it.
 
-    Backward computes this rank's share of the gradient of that mean: each rank divides by the global
-    count, so the sum of the shares is that gradient, however many targets each rank holds. Backward calls
-    `before_backward` first and `after_backward` last. The model has `loss_sum` and `target_count`.
+    Each rank divides by the global count, so the ranks' gradients add up to that of this mean. Backward
+    calls `before_backward` first and `after_backward` last. The model has `loss_sum` and `target_count`.
     """
     y = array_of("targets", y)
-    loss_sum = model.loss_sum(x, y)
+    with setting(inside_loss, True):
+        loss_sum = model.loss_sum(x, y)
     mean, count = global_mean(comm, loss_sum.item(), model.target_count(y))
 
     def forward(local_sum: Array) -> Array:

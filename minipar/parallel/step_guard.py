@@ -7,14 +7,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minipar.autograd import Tensor, queue_callback
+from minipar.autograd import Tensor, grad_enabled, mapping, queue_callback
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
+from minipar.comm.trace import unseen
 from minipar.errors import UsageError
 from minipar.nn.module import Module
 from minipar.nn.optim_guards import check_gradients
 from minipar.nn.parameter import Owner, Parameter, Updating
-from minipar.parallel.guards import check_alike, check_parted, check_start
+from minipar.parallel.guards import check_alike, check_parted, check_start, note_same_batch
 from minipar.parallel.placement import placement_of
 
 ADDED = "backward() after optimizer.step() would add to the gradients of the last step"
@@ -68,8 +69,9 @@ class Guard(Owner):
         self.values = {p: p.data for p in held}  # as the strategy has left them
         self.state = "none"  # gradients are none, local (not summed over the ranks yet), summed, stepped
         self.is_scaled = False  # inside a backward pass of a loss that was divided by the global count
-        self.start_is_compared = False
-        self.step_is_compared = False
+        self.losses = 0
+        self.batch_is_compared = False
+        self.step_is_compared = False  # the next loss need not compare what the steps have left
         self.optimizers: dict[Parameter, weakref.ref[Updating]] = {}  # the last one that has updated each parameter
         self.updated: set[Parameter] = set()  # since gradients were summed, an optimizer has updated these
         for p in dict.fromkeys((*held, *given)):
@@ -79,15 +81,18 @@ class Guard(Owner):
 
     # ---- what the strategy says
 
-    def before_loss(self) -> None:
-        """Compare the ranks' parameters before the first loss, and before the first one that follows a step.
+    def before_loss(self, x: Any, y: Any) -> None:
+        """Compare the ranks' parameters before the first loss, and before losses 2, 3, 5, 9, ... that follow a step.
 
-        ValueError, on every rank, if they differ. Sends checksums as control data.
+        ValueError, on every rank, if they differ. Prints a note if two ranks train on the same
+        first batch. Sends checksums as control data.
         """
         self.is_scaled = False  # a backward pass that failed has left it True
-        if not self.start_is_compared:
-            self.start_is_compared = True
-            self.check_model()
+        self.check_model()
+        if grad_enabled.get() and not self.batch_is_compared:
+            self.batch_is_compared = True
+            note_same_batch(self.strategy.comm, x, y)
+        if self.losses == 0:
             for comm, buckets in by_ranks((bucket.holders, [bucket]) for bucket in self.strategy.buckets):
                 check_start(comm, [bucket.checksum() for bucket in buckets])
         elif not self.step_is_compared:
@@ -95,8 +100,10 @@ class Guard(Owner):
             check_settings(self.strategy.comm, optimizers)  # every rank sends, whether it has made a step or not
             if optimizers:
                 self.step_is_compared = True
-                self.check_model()
                 self.check_divergence()
+        self.losses += 1
+        if is_power_of_two(self.losses):
+            self.step_is_compared = False
 
     def before_backward(self) -> None:
         """Note that a backward pass of the strategy's loss begins; see `begin_pass`."""
@@ -242,6 +249,11 @@ class Guard(Owner):
             raise ValueError(f"tensor or pipeline parallelism has placed this model too: call minipar.{function}")
 
 
+def is_power_of_two(count: int) -> bool:
+    """Return whether ranks are compared again after so many losses or steps: 1, 2, 4, 8, ..."""
+    return count.bit_count() == 1
+
+
 def by_ranks(held: Iterable[tuple[Communicator, Sequence[Any]]]) -> list[tuple[Communicator, list[Any]]]:
     """Join what the same ranks hold."""
     joined: dict[Communicator, list[Any]] = {}
@@ -257,6 +269,35 @@ def check_settings(comm: Communicator, optimizers: Sequence[Updating]) -> None:
         settings.append(("the learning rate", np.array(float(optimizer.lr))))
     remedy = "every rank must do the same in every step: give the optimizers of all ranks one lr, and one schedule"
     check_alike(comm, settings, "the ranks' optimizers have parted", remedy)
+
+
+class ContextGuard(Owner):
+    """The refusal of a forgotten wrapper under context parallelism.
+
+    A gradient covers this rank's tokens alone. A script may sum the gradients in its own way, so
+    what is compared is what the first step makes of the ranks' parameters.
+    """
+
+    def __init__(self, comm: Communicator, model: Module) -> None:
+        self.comm = comm
+        self.is_compared = False
+        self.names = {p: name for name, p in model.named_parameters()}
+        for p in self.names:
+            p.owners.append(self)
+
+    def before_step(self, optimizer: Updating, parameters: Sequence[Parameter]) -> None:
+        """Note what the step updates, but no experts: the ranks may hold different ones."""
+        own = [p for p in parameters if p in self.names]
+        self.updated = [p for p in own if p.placement is None or p.placement.ep is None]
+
+    def after_step(self) -> None:
+        """Raise UsageError, on every rank, if the first step has made their parameters different."""
+        if not self.is_compared:
+            self.is_compared = True
+            what = f"the gradients of {self.comm.axis}, each of a rank's own tokens, were not summed"
+            remedy = "wrap the model over all ranks that hold other tokens, such as mesh.dp_cp"
+            with unseen(self.comm):  # a first step sends what the others send
+                check_alike(self.comm, [(self.names[p], p.data) for p in self.updated], what, remedy)
 
 
 class SummingOptimizer(Protocol):
@@ -277,6 +318,7 @@ class OptimizerGuard(Owner):
         self.optimizer = optimizer
         self.state = "none"  # gradients are none, local, summed over the ranks, stepped
         self.step_is_compared = False
+        self.updates = 0
         for p in optimizer.parameters:
             p.owners.append(self)
             for leaf in (p, *p.ties):
@@ -291,8 +333,22 @@ class OptimizerGuard(Owner):
             raise RuntimeError(f"{why}: clip after the last backward of a step")
         self.state = "local"
 
+    def watch_mean(self, loss: Tensor) -> Tensor:
+        """Return the loss. RuntimeError in a backward that would sum gradients of ranks' means."""
+        ranks = self.optimizer.comm.size
+
+        def backward(grad: Array) -> Array:
+            if ranks > 1 and (grad == 1).all():
+                why = f"ZeroOptimizer would add up the gradients of {ranks} ranks' means"
+                remedy = "divide model.loss_sum(x, y) by the targets of all ranks"
+                remedy += ", or model.loss(x, y) by the ranks if each has as many targets"
+                raise RuntimeError(f"{why}: {remedy}")
+            return grad
+
+        return mapping(loss, lambda value: value, backward)
+
     def before_sum(self, inner: Updating) -> None:
-        """Raise RuntimeError without gradients; after the first step, ValueError if the ranks have parted."""
+        """Raise RuntimeError without gradients; after 1, 2, 4, ... steps ValueError if ranks have parted."""
         check_gradients(self.optimizer.parameters)
         if inner.steps > 0 and not self.step_is_compared:
             self.step_is_compared = True
@@ -311,6 +367,9 @@ class OptimizerGuard(Owner):
     def after_update(self) -> None:
         """Note that the gradients are used up."""
         self.state = "stepped"
+        self.updates += 1
+        if is_power_of_two(self.updates):
+            self.step_is_compared = False
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError: another optimizer would update the parameters a second time."""

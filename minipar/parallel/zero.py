@@ -99,7 +99,7 @@ class ZeroStage1:
 
     def loss(self, x: Any, y: Any) -> Tensor:
         """Return the mean loss over the targets of all ranks. All ranks call it; see loss.py."""
-        self.guard.before_loss()
+        self.guard.before_loss(x, y)
         return global_mean_loss(self.model, self.comm, x, y, self.guard.before_backward, self.after_backward)
 
     def reduce(self, bucket: Bucket) -> None:

@@ -241,11 +241,7 @@ PARALLEL = [
         ("guards: cp over the ranks of tp", "if len(shared) > 1 and", "if False and"),
         ("guards: cp and ep share no ranks", '"tensor_parallel" in (strategy, other)', "True"),
         ("guards: a mesh is an axis", 'if hasattr(comm, "dp_cp"):', "if False:"),
-        (
-            "guards: ranks of tp start differently",
-            "        check_alike(comm, held, what,",
-            "        _ = (comm, held, what,",
-        ),
+        ("guards: ranks of tp start differently", "    check_alike(comm, held, what,", "    _ = (comm, held, what,"),
         ("guards: names of a pipeline's other ranks", "            if other != rank:\n", "            if False:\n"),
     ),
     *mistakes(
@@ -283,5 +279,60 @@ PARALLEL = [
             "if self.comm.size < 1 and (comm.size != count",
         ),
         ("expert: any model has experts", "    if comm.size > 1 and not moe_layers(model):\n", "    if False:\n"),
+    ),
+    *mistakes(
+        "minipar/parallel/step_guard.py",
+        "parallel/test_not_silent.py",
+        (
+            "guard: a model may change after the first loss",
+            "        self.check_model()\n        if grad",
+            "        if self.losses == 0:\n            self.check_model()\n        if grad",
+        ),
+        ("guard: the same batch has no note", "note_same_batch(self.strategy.comm, x, y)", "pass"),
+        ("guard: an evaluated batch has the note", "if grad_enabled.get() and not self.batch", "if not self.batch"),
+        ("guard: ranks are compared once", "if is_power_of_two(self.losses):", "if False:"),
+        ("guard: ranks are compared at every loss", "return count.bit_count() == 1", "return True"),
+        ("zero: ranks are compared once", "if is_power_of_two(self.updates):", "if False:"),
+        ("zero: means are added up", "if ranks > 1 and (grad == 1).all():", "if False:"),
+        ("zero: a divided mean is refused", "if ranks > 1 and (grad == 1).all():", "if ranks > 1:"),
+        (
+            "context: gradients of own tokens are trained",
+            "check_alike(self.comm, [(self.names",
+            "_ = (self.comm, [(self.names",
+        ),
+        ("context: experts are compared", "if p.placement is None or p.placement.ep is None]", "]"),
+    ),
+    *mistakes(
+        "minipar/parallel/guards.py",
+        "parallel/test_not_silent.py",
+        ("guards: values in the place of freed ones", "if any(p.data.strides):", "if False:"),
+        (
+            "guards: deferred values of another seed",
+            "if p.make is None else source",
+            "if p.make is None else source[:0]",
+        ),
+        ("guards: samples alone are a batch", "checksum(x, y)", "checksum(x)"),
+        ("guards: no samples are a batch", " and array.size for array in (x, y))", " for array in (x, y))"),
+        (
+            "guards: each rank notes a batch",
+            "if batch and other != rank and comm.rank == 0:",
+            "if batch and other != rank:",
+        ),
+    ),
+    *mistakes(
+        "minipar/parallel/tensor/layers.py",
+        "parallel/test_not_silent.py",
+        ("tensor: ranks look up other tokens", "check_same_tokens(self.border.group.comm, tokens)", "pass"),
+    ),
+    *mistakes(
+        "minipar/parallel/pipeline/module.py",
+        "parallel/test_not_silent.py",
+        ("module: each stage notes a batch", "if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:", "if True:"),
+    ),
+    *mistakes(
+        "minipar/nn/guards.py",
+        "parallel/test_not_silent.py",
+        ("guards: forward makes layers", "if inside_loss.get() and grad", "if False and grad"),
+        ("guards: no_grad makes no layers", "if inside_loss.get() and grad_enabled.get():", "if inside_loss.get():"),
     ),
 ]

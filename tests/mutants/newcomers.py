@@ -67,8 +67,9 @@ MUTANTS = [
     *mistakes(
         "minipar/comm/launch.py",
         FIFTY,
-        ("launch: nobody notes a forgotten wrapper", "steps_so_far() > before and", "False and"),
-        ("launch: a program that sends has the note", "and comm.traffic.messages() == 0", ""),
+        ("launch: nobody notes a forgotten wrapper", "comm.traffic.bytes() < smallest_step(before)", "False"),
+        ("launch: a program that sends has the note", "comm.traffic.bytes() < smallest_step", "0 < smallest_step"),
+        ("launch: a gradient of two bytes has the note", "comm.traffic.bytes() <", "comm.traffic.bytes() / 8 <"),
         ("launch: every rank has the note", "if trained_alone and comm.rank == 0 and", "if trained_alone and"),
         ("launch: a rank may leave with os._exit(0)", "        refuse_exit_0(comm.rank)\n", "        pass\n"),
     ),

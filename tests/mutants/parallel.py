@@ -257,8 +257,8 @@ MUTANTS = [
         ("guard: ranks may have other learning rates", "check_settings(self.strategy.comm, optimizers)", "pass"),
         (
             "guard: an update on one rank alone",
-            "                self.check_divergence()\n\n",
-            "                pass\n\n",
+            "                self.check_divergence()\n        self.losses",
+            "                pass\n        self.losses",
         ),
         ("guard: two optimizers of one parameter", "reference() not in (None, optimizer):", "False:"),
     ),

@@ -205,7 +205,7 @@ def test_zero_optimizer_sums_by_the_algorithm_it_was_given(algorithm):
     def rank(comm):
         watched, model = Algorithms(comm), MLP()
         optimizer = ZeroOptimizer(model.parameters(), SGD, watched, algorithm, lr=0.1)
-        model.loss(*points(comm.rank)).backward()
+        model.loss_sum(*points(comm.rank)).backward()
         optimizer.step()
         return watched.seen
 
@@ -216,7 +216,7 @@ def test_ordered_sums_of_zero_optimizer_are_one_devices_bits():
     def rank(comm):
         model = MLP()
         optimizer = ZeroOptimizer(model.parameters(), SGD, comm, "ordered", lr=0.1)
-        model.loss(*points(comm.rank)).backward()
+        model.loss_sum(*points(comm.rank)).backward()
         optimizer.step()
         return bits(model.state_dict())
 
@@ -224,7 +224,7 @@ def test_ordered_sums_of_zero_optimizer_are_one_devices_bits():
     total = [np.zeros(p.shape) for p in model.parameters()]
     for other in range(3):
         model.zero_grad()
-        model.loss(*points(other)).backward()
+        model.loss_sum(*points(other)).backward()
         total = [before + p.grad for before, p in zip(total, model.parameters(), strict=True)]
     for p, gradient in zip(model.parameters(), total, strict=True):
         p.grad = gradient

@@ -15,7 +15,7 @@ from minipar.nn.module import Module, Part
 from minipar.nn.optim_guards import check_gradients
 from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.guards import check_alike, check_names_over, check_parted
+from minipar.parallel.guards import check_alike, check_names_over, check_parted, note_same_batch
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
 from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
@@ -160,7 +160,10 @@ class PipelineModule(Module, Owner):
         return problems
 
     def _check_batch(self, x: Array, y: Array) -> None:
-        """Raise ValueError, in the first call, if the ranks of a replica were given different batches."""
+        """Raise ValueError, in the first call, if a replica's ranks were given different batches.
+
+        Print a note if two replicas were given the same one.
+        """
         if not self._batch_checked:
             for comm in (self.mesh.tp, self.mesh.pp):
                 replica = f"the ranks of {comm.axis} compute one replica together"
@@ -170,6 +173,8 @@ class PipelineModule(Module, Owner):
                     f"{replica}, but were given different batches",
                     "cut the global batch by mesh.dp.rank alone",
                 )
+            if self.mesh.pp.rank == 0 and self.mesh.tp.rank == 0:
+                note_same_batch(self.mesh.dp, x, y)
             self._batch_checked = True
 
     @property

@@ -21,7 +21,7 @@ from minipar.nn.guards import check_columns
 from minipar.nn.layers import Embedding, Linear, as_tensor
 from minipar.nn.module import Module
 from minipar.nn.parameter import Parameter
-from minipar.parallel.guards import check_row_input
+from minipar.parallel.guards import check_row_input, check_same_tokens
 from minipar.parallel.placement import Placement, Shard, update
 from minipar.parallel.tensor import mappings
 from minipar.parallel.tensor.mappings import TensorGroup
@@ -171,15 +171,20 @@ class VocabEmbedding(Module):
 
     Each rank looks up the tokens whose rows are in its weight (V/t, h), and has zeros for all other
     tokens. The ranks' results are summed. Rows of zeros pad the weight to a multiple of t rows.
-    Sends what `leave` sends. UsageError for a token that is not below V.
+    Sends what `leave` sends. UsageError for a token that is not below V. UsageError on every rank,
+    in the first call, if their tokens differ. It sends a checksum, uncounted.
     """
 
     def __init__(self, layer: Embedding, border: Border) -> None:
         self.weight = layer.weight
         self.checked = layer.checked
         self.border = border
+        self.is_compared = False
 
     def forward(self, tokens: Array) -> Tensor:
+        if not self.is_compared:
+            self.is_compared = True
+            check_same_tokens(self.border.group.comm, tokens)
         rows = self.weight.shape[0]
         local = self.checked(tokens) - self.border.group.rank * rows
         is_own = (local >= 0) & (local < rows)
