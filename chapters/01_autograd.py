@@ -32,8 +32,8 @@
 # cluster = start_ranks(8)
 
 # %%
-from chapters.support import wrong_gradients
 from chapters.support.caught import catcher
+from chapters.support.ch01 import wrong_gradients
 from chapters.support.show import printer
 from minipar.comm import world
 
@@ -54,7 +54,7 @@ from minipar.autograd.gradcheck import gradcheck
 from minipar.autograd.tensor import record
 
 if comm.rank == 0:  # the one that draws
-    from chapters.support.figures_autograd import plot_backward
+    from chapters.support.ch01.figures import plot_backward
     from chapters.support.show import show, show_source
 
 random = np.random.Generator(np.random.Philox(1))

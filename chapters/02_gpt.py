@@ -43,7 +43,7 @@ import math
 
 import numpy as np
 
-from chapters.support.watch_step import ForgottenResidual, check_matrices_differ, check_slope, saved_bytes, watch_step
+from chapters.support.ch02.watch import ForgottenResidual, check_matrices_differ, check_slope, saved_bytes, watch_step
 from minipar import nn
 from minipar.autograd import Function, Tensor, causal_attention, checkpoint, no_grad
 from minipar.autograd.backward import reachable
@@ -52,7 +52,7 @@ from minipar.nn.layers import generator, normal
 from minipar.train.data import Batches, load_tokens
 
 if comm.rank == 0:  # the one that draws
-    from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
+    from chapters.support.ch02.figures import block_operations, plot_block, plot_memory, plot_shares, shares
     from chapters.support.show import show, show_source
     from visualize import plot_loss
 

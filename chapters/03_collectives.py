@@ -41,13 +41,7 @@ from functools import partial
 import numpy as np
 
 from chapters.support.caught import catcher
-from chapters.support.watch_collectives import (
-    count_calls,
-    measure_all_reduce,
-    mpis_own_all_reduce,
-    timeline,
-    watch_blocks,
-)
+from chapters.support.ch03.watch import count_calls, measure_all_reduce, mpis_own_all_reduce, timeline, watch_blocks
 from minipar.comm import ALGORITHMS, Network, chunk_bounds, run_local, wire_bytes
 from minipar.comm.algorithms import (
     ordered_reduce_scatter,
@@ -62,7 +56,7 @@ p, rank = comm.size, comm.rank
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 caught = catcher(say)  # runs a check that must fail, and prints what it says
 if rank == 0:  # only one rank imports matplotlib: eight imports on two cores take seconds
-    from chapters.support.figures_collectives import plot_blocks, plot_crossover
+    from chapters.support.ch03.figures import plot_blocks, plot_crossover
     from chapters.support.show import show, show_source
     from visualize import plot_bench, plot_bytes
 

@@ -42,9 +42,9 @@ from functools import partial
 import numpy as np
 
 import minipar as mp
-from chapters.support import watch_data_parallel as watch
+from chapters.support.ch04 import watch
+from chapters.support.instruments import same_bits, same_on_all_ranks
 from chapters.support.show import printer
-from chapters.support.watch_data_parallel import same_bits, same_on_all_ranks
 from chapters.support.whole_runs import relative_difference
 from minipar.comm import chunk_bounds, wire_bytes, world
 from minipar.parallel.buckets import BackwardHooks, Bucket
@@ -56,7 +56,7 @@ comm = world()
 rank, d = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.figures_data_parallel import draw_life_of_buckets, plot_bucket_sizes
+    from chapters.support.ch04.figures import draw_life_of_buckets, plot_bucket_sizes
     from chapters.support.show import show, show_source
     from visualize import plot_timeline
 say(f"{d} rank{'s' if d > 1 else ''}")
@@ -594,7 +594,7 @@ assert [round(value, 2) for value in efficiency] == [0.65, 1, 0.14, 0.16]
 # ## 4.8 Mistakes, and what notices them
 #
 # Two mistakes are behind us. Three more, all of them found in real code, are run here on purpose
-# (`chapters/support/watch_data_parallel.py` has them). We look with four instruments:
+# (`chapters/support/ch04/watch.py` has them). We look with four instruments:
 #
 # - **loss**: is the last loss visibly different, by more than 5 %, from the correct run?
 #

@@ -47,9 +47,9 @@ from functools import partial
 import numpy as np
 
 import minipar as mp
-from chapters.support import watch_zero as watch
+from chapters.support.ch05 import watch
+from chapters.support.instruments import same_bits
 from chapters.support.show import printer
-from chapters.support.watch_data_parallel import same_bits
 from minipar.comm import chunk_bounds, wire_bytes, world
 from minipar.memory import MemoryLedger, enter, hold
 from minipar.nn import AdamW, Parameter
@@ -64,7 +64,7 @@ comm = world()
 rank, d = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.figures_zero import draw_gather_and_free, draw_model_state, gather_and_free
+    from chapters.support.ch05.figures import draw_gather_and_free, draw_model_state, gather_and_free
     from chapters.support.show import show, show_source
     from visualize import plot_ledger
 say(f"{d} rank{'s' if d > 1 else ''}")
@@ -620,7 +620,7 @@ for every, elements in ((False, Psi + own), (True, own)):
 #
 # ## 5.10 Mistakes, and what notices them
 #
-# Four mistakes (`chapters/support/watch_zero.py` has them). The instruments:
+# Four mistakes (`chapters/support/ch05/watch.py` has them). The instruments:
 #
 # - **loss**: is the last loss off by more than 5 %?
 #

@@ -39,10 +39,10 @@
 # %%
 import numpy as np
 
-from chapters.support.layer_memory import MEASURED, kept_by_a_layer
-from chapters.support.plant_tensor_mistakes import MISTAKES, examine
+from chapters.support.ch06.layer_memory import MEASURED, kept_by_a_layer
+from chapters.support.ch06.mistakes import MISTAKES, examine
+from chapters.support.ch06.whole_gradients import compare_with_one_device, is_split, joined
 from chapters.support.show import printer
-from chapters.support.whole_gradients import compare_with_one_device, is_split, joined
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor, causal_attention, gelu
 from minipar.comm import DeviceMesh, Network, run_local, wire_bytes, world
@@ -62,7 +62,7 @@ comm = world()
 rank, t = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.figures_tensor import plot_blocks, plot_cuts
+    from chapters.support.ch06.figures import plot_blocks, plot_cuts
     from chapters.support.show import show, show_source
 say(f"{t} rank{'s' if t > 1 else ''}")
 
@@ -395,7 +395,7 @@ assert np.isneginf(logits.data[..., max(0, V - rank * logits.shape[-1]) :]).all(
 # ## 6.6 The proof
 #
 # One forward and backward over $t$ ranks, and the same on one device. Every split gradient is gathered and joined, and
-# every parameter's gradient compared (`chapters/support/whole_gradients.py`).
+# every parameter's gradient compared (`chapters/support/ch06/whole_gradients.py`).
 
 # %%
 worst, traffic = compare_with_one_device(comm, shape, (inputs, targets))

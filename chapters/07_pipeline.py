@@ -43,8 +43,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from chapters.support import train_pipelines
-from chapters.support.pipedream import Staleness, differences_from_one_device
+from chapters.support.ch07 import train as train_pipelines
+from chapters.support.ch07.pipedream import Staleness, differences_from_one_device
 from chapters.support.show import printer
 from minipar.autograd import DeferredGradients, defer_weight_gradients
 from minipar.comm import run_local, world
@@ -58,7 +58,7 @@ comm = world()
 rank, ranks = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support.figures_pipeline import MarkedPath, plot_overlap, plot_paths, schedule_table
+    from chapters.support.ch07.figures import MarkedPath, plot_overlap, plot_paths, schedule_table
     from chapters.support.show import show, show_source
     from visualize import gallery, plot_schedule, plot_schedules
 
@@ -887,6 +887,6 @@ say(f"7. The head takes as long as {head_in_blocks:.2f} blocks.")
 # cluster.stop_cluster_sync()
 
 # %% tags=["active-ipynb"]
-# from chapters.support.figures_pipeline import explore_schedules
+# from chapters.support.ch07.figures import explore_schedules
 #
 # explore_schedules()

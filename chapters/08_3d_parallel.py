@@ -51,8 +51,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from chapters.support import layouts_on_eight as eight
-from chapters.support.layouts_on_eight import AXES, Job, config_of, on_eight, trainer_on
+from chapters.support.ch08 import eight
+from chapters.support.ch08.eight import AXES, Job, config_of, on_eight, trainer_on
 from chapters.support.whole_runs import bound
 from minipar.comm import DeviceMesh, run_local
 from minipar.compare.differences import as_text, compare
@@ -67,7 +67,7 @@ from minipar.train.verify import verify
 rank, size = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support import figures_mesh as figures
+    from chapters.support.ch08 import figures
     from chapters.support.show import show, show_source
     from visualize import mesh_traffic, parse_trace, plot_comparison, plot_mesh
 

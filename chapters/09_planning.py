@@ -51,7 +51,8 @@ from math import isclose
 
 import numpy as np
 
-from chapters.support.mistakes_planning import MISTAKES, alarms, recommended
+from chapters.support.ch09.alarms import alarms
+from chapters.support.planner_mistakes import MISTAKES, recommended
 from chapters.support.share_work import shared
 from chapters.support.three_models import ASK, LARGE, MIDDLE, SHORT, SMALL, fastest, first_choice, scaling, spending
 from minipar.parallel.pipeline.actions import Durations, peak_live, simulate
@@ -66,7 +67,7 @@ from minipar.plan.step_time import UnitPass, overlapped, step_time
 
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support import figures_planning as figures
+    from chapters.support.ch09 import figures
     from chapters.support.show import show, show_source
 
 # %% [markdown]

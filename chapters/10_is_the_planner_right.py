@@ -46,11 +46,9 @@ from math import isclose
 
 import numpy as np
 
-from chapters.support import comparisons_planning as runs
-from chapters.support import playbook_runs as playbook
-from chapters.support import published_runs as published
-from chapters.support import sensitivity
-from chapters.support.mistakes_planning import MISTAKES, bytes_of_a_run, later_alarms, recommended
+from chapters.support.ch10 import playbook, published, runs, sensitivity
+from chapters.support.ch10.alarms import alarms, bytes_of_a_run
+from chapters.support.planner_mistakes import MISTAKES, recommended
 from chapters.support.share_work import shared
 from chapters.support.three_models import LARGE, MIDDLE, SMALL
 from minipar.bench import layouts as bench
@@ -65,7 +63,7 @@ from minipar.plan.step_time import step_time
 
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support import figures_planning as figures
+    from chapters.support.ch10 import figures
     from chapters.support.show import show, show_source
 
 # %% [markdown]
@@ -578,11 +576,11 @@ EXPECTED = {"gathers_once": ["run"], "recomputation_is_useful": ["print"], "bits
 def examined(name):
     """What notices a mistake, and what this planner recommends."""
     with MISTAKES[name]():
-        noticed = later_alarms(sent)
+        noticed = alarms(sent)
     return noticed, recommended(name)
 
 
-assert later_alarms(sent) == []
+assert alarms(sent) == []
 for name, (noticed, choice) in zip(EXPECTED, shared(comm, examined, [(name,) for name in EXPECTED]), strict=True):
     say(f"{name}: noticed by {noticed or 'nothing'}; it recommends {choice['layout']}:")
     say(f"  MFU {choice['claimed_mfu']:.1%} claimed, {choice['mfu']:.1%} really")

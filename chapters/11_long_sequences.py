@@ -42,10 +42,10 @@ from functools import partial
 
 import numpy as np
 
-from chapters.support.ring_layer import Layer, Ring
+from chapters.support.ch11.ring_layer import Layer, Ring
+from chapters.support.ch11.whole_table import full, full_backward, measure_memory_and_time
 from chapters.support.show import printer
 from chapters.support.whole_runs import relative_difference
-from chapters.support.whole_table import full, full_backward, measure_memory_and_time
 from minipar.autograd import Tensor, attention, causal_attention
 from minipar.comm import DeviceMesh, serial, world
 from minipar.parallel.context import METHODS, AllGatherAttention, RingAttention, block_attention
@@ -62,7 +62,7 @@ comm = world()
 rank, c = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support import figures_long_sequences as figures
+    from chapters.support.ch11 import figures
     from chapters.support.show import show, show_source
 say(f"{c} rank{'s' if c > 1 else ''}")
 
@@ -155,7 +155,7 @@ if rank == 0:
 # Here is attention over all blocks. Heads are leading dims: $q$ is $(a_{kv}, a/a_{kv}, T, h/a)$, and $k$ and $v$ are
 # $(a_{kv}, 1, T, h/a)$. In *grouped-query attention* $a/a_{kv}$ heads of queries share one head of keys and values, and
 # NumPy's broadcasting shares it. `full` and `full_backward` are the version with the whole table
-# (`chapters/support/whole_table.py`), to compare with.
+# (`chapters/support/ch11/whole_table.py`), to compare with.
 
 
 # %%
@@ -578,7 +578,7 @@ for name, (beta, tokens) in HIDDEN.items():
 #
 # Here is a whole attention layer around our ring: queries, keys and values of a sample, rotary positions, a loss, and
 # the gradients of the three weights. (Rotary positions turn pairs of a head's elements by angles proportional to the
-# position; backward turns back. The layer is in `chapters/support/ring_layer.py`.) The `mistakes` are for 11.9.
+# position; backward turns back. The layer is in `chapters/support/ch11/ring_layer.py`.) The `mistakes` are for 11.9.
 
 # %%
 if rank == 0:

@@ -41,11 +41,11 @@
 # %%
 import numpy as np
 
-from chapters.support import expert_mistakes as mistakes
-from chapters.support.plan_mixtral import plan_mixtral
+from chapters.support.ch12 import mistakes
+from chapters.support.ch12.balance import train_balance
+from chapters.support.ch12.plan import plan_mixtral
 from chapters.support.share_work import shared
 from chapters.support.show import printer
-from chapters.support.train_balance import train_balance
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, world
@@ -60,7 +60,7 @@ comm = world()
 rank, P = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support import figures_experts as figures
+    from chapters.support.ch12 import figures
     from chapters.support.show import show, show_source
 say(f"{P} rank{'s' if P > 1 else ''}")
 
@@ -532,7 +532,7 @@ for (link, speed), expected in EXPECTED.items():
 # 4. **Idle experts do not decay.** An expert without tokens has no gradient; the optimizer skips it, and its weights do
 # not decay. On one device with more tokens it would not be idle.
 #
-# Each is a trainer of the library with one method changed (`chapters/support/expert_mistakes.py`):
+# Each is a trainer of the library with one method changed (`chapters/support/ch12/mistakes.py`):
 
 # %%
 if rank == 0:

@@ -45,7 +45,7 @@ import math
 import ml_dtypes
 import numpy as np
 
-from chapters.support import train_precision as train
+from chapters.support.ch13 import train
 from chapters.support.share_work import shared
 from chapters.support.show import printer
 from minipar.autograd import precision
@@ -65,7 +65,7 @@ comm = world()
 rank, P = comm.rank, comm.size
 say = printer(rank)  # rank 0 prints and draws; every rank checks
 if rank == 0:
-    from chapters.support import figures_precision as figures
+    from chapters.support.ch13 import figures
     from chapters.support.show import show, show_source
 say(f"{P} rank{'s' if P > 1 else ''}")
 

@@ -1,1 +1,1 @@
-"""The course: NN_name.py and NN_name.ipynb; support/ has the code that chapters import."""
+"""The course: NN_name.py and NN_name.ipynb; support/ has the code that several chapters import, support/chNN/ one's."""

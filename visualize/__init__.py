@@ -1,7 +1,8 @@
 """Pictures of what minipar measured: timelines, loss curves, bytes. Reads files and plain data, never runs training.
 
 Every `plot_*` function returns a `Picture`: a matplotlib Figure that a notebook shows by itself and `save` writes. A
-figure that only one chapter draws is in `chapters/support/`. A name is imported from its file when it is first used.
+figure that only one chapter draws is in `chapters/support/chNN/`. Importing this package imports none of its files: a
+name is imported from its file when it is first used.
 """
 
 import lazy_loader

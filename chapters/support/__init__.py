@@ -1,1 +1,1 @@
-"""What the chapters import: show.py prints, figures_*.py draw, the others count, watch and patch for one chapter."""
+"""The code that chapters import: on top what several use, in chNN/ what chapter NN alone draws, runs and plants."""

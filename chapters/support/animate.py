@@ -4,8 +4,6 @@ Every rank is a thread, and every message that it sends is recorded with its val
 and the ranks whose contributions it sums, so that nothing about an algorithm is assumed here.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

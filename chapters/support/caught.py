@@ -1,6 +1,4 @@
-"""Deliberate mistakes: a check must notice each, and print what it says."""
-
-from __future__ import annotations
+"""Run checks that must notice a deliberate mistake, and print what they say (chapters 1 to 3)."""
 
 from collections.abc import Callable
 from typing import Any

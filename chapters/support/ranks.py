@@ -4,8 +4,6 @@ A kernel that is killed stops nobody. So `python -m chapters.support.ranks PID M
 until the process PID has ended: the controller until the kernel has, and each rank until the controller has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -30,7 +28,7 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 2.0  # for processes that are being stopped in order
 SHARED = "/dev/shm"
 
-_clusters: list[Cluster] = []  # of this kernel, the one that runs
+_clusters: list[Cluster] = []  # this kernel's, while it runs
 
 
 def start_ranks(n: int) -> Cluster | None:

@@ -1,6 +1,4 @@
-"""Jobs dealt out to the ranks of a chapter: each job is done once, and every rank gets all results."""
-
-from __future__ import annotations
+"""Deal work out to the ranks, and gather values from all. They travel as JSON: tuples become lists."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,11 +7,12 @@ from typing import Any
 from minipar.comm import Communicator
 
 
-def shared(comm: Communicator, work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Compute work(*job) for each job, dealt out in turn to the ranks. Return all results, in order, on every rank.
+def from_all(comm: Communicator, value: Any) -> list[Any]:
+    """Return every rank's value, in the order of the ranks, on every rank."""
+    return [json.loads(each) for each in comm.all_gather_bytes(json.dumps(value).encode())]
 
-    Results travel as JSON: tuples arrive as lists.
-    """
-    mine = json.dumps([work(*job) for job in jobs[comm.rank :: comm.size]]).encode()
-    results = [json.loads(part) for part in comm.all_gather_bytes(mine)]
+
+def shared(comm: Communicator, work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Compute work(*job) for each job, dealt out in turn to the ranks. Return all results, in order, on every rank."""
+    results = from_all(comm, [work(*job) for job in jobs[comm.rank :: comm.size]])
     return [results[i % comm.size][i // comm.size] for i in range(len(jobs))]

@@ -3,8 +3,6 @@
 A script also prints its title, its question and the heading of each section, before the first output of that section.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -86,7 +84,7 @@ def source_html(text: str) -> str:
     return f'<pre style="{SOURCE_STYLE}">{lines}</pre>'
 
 
-_printed: dict[str, int] = {}  # of each script: the line up to which its headings are printed
+_printed: dict[str, int] = {}  # the line up to which each script's headings are printed
 
 
 def print_headings() -> None:

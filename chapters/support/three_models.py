@@ -1,6 +1,4 @@
-"""The three models of chapters 9 and 10, the planner's first choice for each on a cluster, and what pictures need."""
-
-from __future__ import annotations
+"""Plan the three models of chapters 9 and 10, and prepare what pictures need (sections 9.4 and 9.5)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,6 +24,8 @@ ASK = SearchSpace(sequence_parallel=True)
 
 Choice = dict[str, Any]
 Place = tuple[str, str, int]  # model, kind of GPU, GPUs
+Bars = dict[str, tuple[dict[str, float], float]]  # for each layout: seconds by part, and MFU
+Curves = dict[str, dict[int, tuple[float, float]]]  # for each model and number of GPUs: tokens per second, and MFU
 
 
 def first_choice(name: str, kind: str, gpus: int) -> Choice | None:
@@ -47,9 +47,9 @@ def first_choice(name: str, kind: str, gpus: int) -> Choice | None:
     }
 
 
-def spending(plans: Mapping[Place, Choice | None], kind: str) -> dict[str, dict[str, tuple[dict[str, float], float]]]:
+def spending(plans: Mapping[Place, Choice | None], kind: str) -> dict[str, Bars]:
     """Return {model: {layout, a word in a line: (seconds by part, MFU)}} for one kind of GPU, smallest model first."""
-    bars: dict[str, dict[str, tuple[dict[str, float], float]]] = {name: {} for name in SHORT.values()}
+    bars: dict[str, Bars] = {name: {} for name in SHORT.values()}
     for (name, gpu, gpus), choice in plans.items():
         if gpu == kind and choice:
             d, t, p = choice["mesh"]
@@ -58,9 +58,9 @@ def spending(plans: Mapping[Place, Choice | None], kind: str) -> dict[str, dict[
     return bars
 
 
-def scaling(plans: Mapping[Place, Choice | None]) -> dict[str, dict[str, dict[int, tuple[float, float]]]]:
+def scaling(plans: Mapping[Place, Choice | None]) -> dict[str, Curves]:
     """Return {kind of GPU: {model: {GPUs: (tokens per second, MFU)}}}."""
-    curves: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    curves: dict[str, Curves] = {}
     for (name, kind, gpus), choice in plans.items():
         if choice:
             points = curves.setdefault(kind.upper(), {}).setdefault(SHORT[name], {})

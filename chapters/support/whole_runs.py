@@ -4,8 +4,6 @@
 bound at the end is both right and sharp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

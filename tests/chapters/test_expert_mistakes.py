@@ -3,7 +3,7 @@
 import pytest
 from sampled import sampled
 
-from chapters.support import expert_mistakes as mistakes
+from chapters.support.ch12 import mistakes
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 from matplotlib.colors import to_rgba
 
-from chapters.support.figures_autograd import plot_backward
-from chapters.support.figures_data_parallel import draw_life_of_buckets, plot_bucket_sizes
-from chapters.support.figures_gpt import block_operations, plot_block, plot_memory, plot_shares, shares
-from chapters.support.figures_mesh import plot_grid, plot_layouts, plot_pieces, plot_placements
+from chapters.support.ch01.figures import plot_backward
+from chapters.support.ch02.figures import block_operations, plot_block, plot_memory, plot_shares, shares
+from chapters.support.ch04.figures import draw_life_of_buckets, plot_bucket_sizes
+from chapters.support.ch08.figures import plot_grid, plot_layouts, plot_pieces, plot_placements
 from minipar.nn import GPT, GPTConfig
 from visualize.style import YELLOW
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support.figures_collectives import plot_blocks, plot_crossover
+from chapters.support.ch03.figures import plot_blocks, plot_crossover
 
 FIRST = np.array([[1, 1], [2, 2]])  # two ranks, two chunks: each rank brings its own bit
 SECOND = np.array([[3, 1], [2, 3]])

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from chapters.support import figures_experts as figures
+from chapters.support.ch12 import figures
 
 
 def test_a_choice_is_drawn_for_each_expert_and_the_slope():

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Polygon, Rectangle
 
-from chapters.support import figures_long_sequences as figures
+from chapters.support.ch11 import figures
 from visualize.style import BLUE, MINT, PAPER
 
 

@@ -5,16 +5,16 @@ from fractions import Fraction
 
 import pytest
 
-from chapters.support import figures_pipeline
-from chapters.support.figures_pipeline import (
+from chapters.support.ch07 import figures as figures_pipeline
+from chapters.support.ch07.figures import (
     PHASES,
     MarkedPath,
     explore_schedules,
-    measured_timeline,
     plot_overlap,
     plot_paths,
     schedule_table,
 )
+from chapters.support.ch07.train import measured_timeline
 from minipar.bench.pipeline import mean_durations
 from minipar.errors import UsageError
 from minipar.parallel.pipeline.actions import Action, Durations, simulate
@@ -26,73 +26,33 @@ def timeline(name="1f1b", p=4, m=8, **durations):
     return simulate(make(name, p, m), Durations(**durations))
 
 
-def chrome(line, steps=2, replicas=1, late=0.0):
-    """The trace of a run: each step `line` in seconds, later steps slower by a tenth, then the optimizer."""
-    events, at = [], late
-    for r in range(len(line.ranks) * replicas):
+def chrome(line, late=0.0):
+    """The trace of a run: a step `line` in seconds, then the optimizer."""
+    events = []
+    for rank, row in enumerate(line.ranks):
         for tid, name in ((0, "computation"), (1, "communication pp, send and receive")):
-            events.append({"ph": "M", "name": "thread_name", "pid": r, "tid": tid, "args": {"name": name}})
-    for step in range(steps):
-        slow = 1 + 0.1 * step
-        for r in range(len(line.ranks) * replicas):
-            for slot in line.ranks[r // replicas]:
-                start, length = float(slot.start) * slow + 0.001 * (r % replicas), float(slot.end - slot.start) * slow
-                event = {"ph": "X", "cat": "computation", "name": str(slot.action), "pid": r, "tid": 0}
-                events.append(event | {"ts": (at + start) * 1e6, "dur": length * 1e6})
-            event = {"ph": "X", "cat": "computation", "name": "optimizer", "pid": r, "tid": 0}
-            events.append(event | {"ts": (at + float(line.makespan) * slow) * 1e6, "dur": 5e5})
-            events.append({"ph": "X", "name": "send", "pid": r, "tid": 1, "ts": at * 1e6, "dur": 1e5})
-        at += float(line.makespan) * slow + 1
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
+        ends = [(str(slot.action), float(slot.start), float(slot.end)) for slot in row]
+        for name, start, end in (*ends, ("optimizer", float(line.makespan), float(line.makespan) + 0.5)):
+            event = {"ph": "X", "cat": "computation", "name": name, "pid": rank, "tid": 0}
+            events.append(event | {"ts": (late + start) * 1e6, "dur": (end - start) * 1e6})
+        events.append({"ph": "X", "name": "send", "pid": rank, "tid": 1, "ts": late * 1e6, "dur": 1e5})
     return {"traceEvents": events[::-1], "otherData": {"clock": "cpu"}}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_measured_timeline_is_the_last_whole_step(name):
+def test_the_measured_timeline_is_that_of_the_step(name):
     line = timeline(name, 2, 4)
-    for step, slow in ((-1, 1.1), (0, 1.0)):
-        got = measured_timeline(parse_trace(chrome(line, late=3.0)), step=step)
-        assert got.schedule.ranks == line.schedule.ranks and got.peak_activations == line.peak_activations
-        assert got.ranks[0][0].start == 0 and got.makespan == pytest.approx(slow * float(line.makespan))
-        assert got.bubble_fraction == pytest.approx(float(line.bubble_fraction))
-
-
-def test_a_step_cut_short_is_no_whole_step():
-    data = chrome(timeline(p=2, m=4))
-    data["traceEvents"] = [e for e in data["traceEvents"] if not (e["name"] == "1B3" and e["ts"] > 15e6)]
-    assert measured_timeline(parse_trace(data)).makespan == pytest.approx(15)
-    with pytest.raises(UsageError, match="step 1: the trace holds 1 whole steps of the pipeline"):
-        measured_timeline(parse_trace(data), step=1)
-
-
-def test_steps_are_told_apart_without_an_optimizer():
-    data = chrome(timeline(p=2, m=4), steps=3)
-    data["traceEvents"] = [event for event in data["traceEvents"] if event["name"] != "optimizer"]
-    assert measured_timeline(parse_trace(data)).makespan == pytest.approx(1.2 * 15)
-
-
-def test_of_several_replicas_one_is_shown():
-    line = timeline("zb-h1", 2, 4)
-    trace = parse_trace(chrome(line, replicas=2))
-    for replica in (0, 1):
-        got = measured_timeline(trace, replica=replica)
-        assert got.schedule.ranks == line.schedule.ranks
-        assert got.bubble_fraction == pytest.approx(float(line.bubble_fraction))
-    with pytest.raises(UsageError, match="replica 2: the trace holds 2 of this pipeline"):
-        measured_timeline(trace, replica=2)
-
-
-def test_a_trace_without_a_pipeline_is_refused():
-    data = chrome(timeline(p=1, m=1))
-    for event in data["traceEvents"]:
-        event["name"] = {"0F0": "forward", "0B0": "backward"}.get(event["name"], event["name"])
-    with pytest.raises(UsageError, match="the trace holds no pipeline actions"):
-        measured_timeline(parse_trace(data))
+    got = measured_timeline(parse_trace(chrome(line, late=3.0)))
+    assert got.schedule.ranks == line.schedule.ranks and got.peak_activations == line.peak_activations
+    assert got.ranks[0][0].start == 0 and got.makespan == pytest.approx(float(line.makespan))
+    assert got.bubble_fraction == pytest.approx(float(line.bubble_fraction))
 
 
 def test_the_prediction_takes_each_stages_mean_times():
     """Where every action takes its stage's mean, prediction and measurement are the same picture."""
     line = timeline("zb-h1", 3, 5, forward=2.0, backward_input=1.5)
-    measured = measured_timeline(parse_trace(chrome(line, steps=1)), name="zb-h1")
+    measured = measured_timeline(parse_trace(chrome(line)))
     durations = mean_durations(measured)
     assert durations.of(Action(1, "I", 3)) == pytest.approx(1.5)
     predicted = simulate(measured.schedule, durations)

@@ -3,19 +3,17 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.support.figures_planning import (
+from chapters.support.ch09.figures import (
     DECISIONS,
     LAST,
     plot_bubbles,
     plot_decisions,
     plot_fit,
-    plot_points,
-    plot_predictions,
     plot_scaling,
     plot_spending,
-    plot_tornado,
     plot_wires,
 )
+from chapters.support.ch10.figures import plot_points, plot_predictions, plot_tornado
 from visualize.plan import MEMORY, TIME
 from visualize.style import BLUE, ORANGE
 

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from chapters.support import figures_precision as figures
+from chapters.support.ch13 import figures
 
 
 def texts_of(legend):

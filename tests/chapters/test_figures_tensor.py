@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.support.figures_tensor import RANKS, block_halves, plot_blocks, plot_cuts
+from chapters.support.ch06.figures import RANKS, block_halves, plot_blocks, plot_cuts
 from minipar.autograd import causal_attention, gelu
 from minipar.comm import run_local
 from minipar.nn import GPT, GPTConfig

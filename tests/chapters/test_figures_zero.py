@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from chapters.support.figures_zero import draw_gather_and_free, draw_model_state, gather_and_free
+from chapters.support.ch05.figures import draw_gather_and_free, draw_model_state, gather_and_free
 from visualize.style import COLOURS
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from chapters.support.mistakes_planning import MISTAKES, alarms, bytes_of_a_run, later_alarms
+from chapters.support.ch09.alarms import alarms
+from chapters.support.ch10 import alarms as chapter_10
+from chapters.support.planner_mistakes import MISTAKES
 from minipar.plan.cluster import GPUS
 from minipar.plan.layout import Layout
 from minipar.plan.model import find_model
@@ -19,17 +21,17 @@ NOTICED = {
 
 @pytest.fixture(scope="module")
 def sent():
-    return bytes_of_a_run()
+    return chapter_10.bytes_of_a_run()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_is_noticed_by_its_instrument(name, sent):
     with MISTAKES[name]():
-        assert (alarms(), later_alarms(sent)) == NOTICED[name]
+        assert (alarms(), chapter_10.alarms(sent)) == NOTICED[name]
 
 
 def test_no_mistake_remains(sent):
-    assert alarms() == [] and later_alarms(sent) == []
+    assert alarms() == [] and chapter_10.alarms(sent) == []
     assert GPUS["a100"].between == 25e9
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from launcher import ROOT
 
-from chapters.support.figures_one_file import KINDS, RANKS, STRATEGIES, draw_four_strategies, held
+from chapters.support.ch00.figures import KINDS, RANKS, STRATEGIES, draw_four_strategies, held
 
 SCRIPT = (ROOT / "chapters" / "00_in_one_file.py").read_text(encoding="utf-8")
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

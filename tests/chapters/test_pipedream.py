@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from chapters.support import pipedream
-from chapters.support.pipedream import AsynchronousPipeline, Staleness, differences_from_one_device, stale_reference
+from chapters.support.ch07 import pipedream
+from chapters.support.ch07.pipedream import (
+    AsynchronousPipeline,
+    Staleness,
+    differences_from_one_device,
+    stale_reference,
+)
 from minipar.comm import run_local
 from minipar.errors import UsageError
 from minipar.nn import GPT, AdamW, GPTConfig, Parameter

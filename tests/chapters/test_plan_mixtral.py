@@ -1,6 +1,6 @@
 """Chapter 12's question to the planner: what is fixed stays fixed, and costs time."""
 
-from chapters.support.plan_mixtral import plan_mixtral
+from chapters.support.ch12.plan import plan_mixtral
 
 
 def test_the_best_layout_shares_experts_in_a_host():

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from chapters.support.layer_memory import kept_by_a_layer
-from chapters.support.plant_tensor_mistakes import MISTAKES, bytes_per_step, examine
-from chapters.support.whole_gradients import compare_with_one_device, whole_gradients
+from chapters.support.ch06.layer_memory import kept_by_a_layer
+from chapters.support.ch06.mistakes import MISTAKES, bytes_per_step, examine
+from chapters.support.ch06.whole_gradients import compare_with_one_device, whole_gradients
 from minipar.comm import DeviceMesh, run_local
 from minipar.nn import GPTConfig
 from minipar.train.config import parse, resolve

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from chapters.support.ring_layer import Layer, Ring, positions_of, rotate
-from chapters.support.whole_table import full, full_backward
+from chapters.support.ch11.ring_layer import Layer, Ring, positions_of, rotate
+from chapters.support.ch11.whole_table import full, full_backward
 from minipar.comm import serial
 
 T, H, KV_HEADS, WIDTH = 8, 8, 2, 2

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chapters.support.train_balance import train_balance
+from chapters.support.ch12.balance import train_balance
 
 SHORT = "--global-batch 4 --lr 5e-3 --steps 25"
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support.train_pipelines import (
+from chapters.support.ch07.train import (
     CountsTwice,
     DropsTied,
     PipelineRuns,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support import train_precision as train
+from chapters.support.ch13 import train
 from minipar.comm import DeviceMesh, run_local
 from minipar.train.config import parse, resolve
 from minipar.train.data import load_tokens

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support.watch_collectives import count_calls, timeline, watch_blocks
+from chapters.support.ch03.watch import count_calls, timeline, watch_blocks
 from minipar.comm import ALGORITHMS, Network, run_local
 
 

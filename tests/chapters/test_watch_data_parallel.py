@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support import watch_data_parallel as watch
+from chapters.support.ch04 import watch
 from minipar.comm import run_local
 
 

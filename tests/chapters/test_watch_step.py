@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from chapters.support.caught import catcher
-from chapters.support.watch_step import ForgottenResidual, check_matrices_differ, check_slope, saved_bytes, watch_step
-from chapters.support.wrong_gradients import constant_statistics, other_gelu
+from chapters.support.ch01.wrong_gradients import constant_statistics, other_gelu
+from chapters.support.ch02.watch import ForgottenResidual, check_matrices_differ, check_slope, saved_bytes, watch_step
 from minipar.autograd import Tensor, gelu, linear
 from minipar.autograd.gradcheck import gradcheck
 from minipar.nn import GPT, GPTConfig

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from chapters.support import watch_zero as watch
+from chapters.support.ch05 import watch
 from minipar.comm import run_local
 from minipar.memory import MemoryLedger
 from minipar.nn import GPT, AdamW, GPTConfig

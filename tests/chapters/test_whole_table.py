@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chapters.support.whole_table import full, full_backward, measure_memory_and_time
+from chapters.support.ch11.whole_table import full, full_backward, measure_memory_and_time
 
 
 @pytest.mark.parametrize("which", range(3))

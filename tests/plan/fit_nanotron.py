@@ -19,7 +19,7 @@ from math import exp, log
 
 from plan.playbook import summary
 
-from chapters.support.playbook_runs import nbytes, runs, seconds, without_pipeline
+from chapters.support.ch10.playbook import nbytes, runs, seconds, without_pipeline
 from minipar.plan.cluster import PROGRAMS, Program
 
 # A start, and how far from it (as a logarithm) a constant is expected. Products: the runs suggest 0.57 to 0.75 of the

@@ -1,4 +1,4 @@
-"""How well the planner predicts and ranks the Ultra-Scale Playbook's runs (chapters/support/playbook_runs.py)."""
+"""How well the planner predicts and ranks the Ultra-Scale Playbook's runs (chapters/support/ch10/playbook.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from chapters.support.playbook_runs import Run, nbytes, seconds
+from chapters.support.ch10.playbook import Run, nbytes, seconds
 from minipar.plan.cluster import PROGRAMS, Program
 from minipar.plan.report import complexity
 

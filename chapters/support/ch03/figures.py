@@ -1,0 +1,92 @@
+"""Draw for chapter 3: the blocks on each rank (3.3, 3.4), and the times of the algorithms (3.7)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from chapters.support.draw import box, finish
+from visualize.style import BLUE, GREEN, GREY, INK, VERMILION, Picture, at_lightness, byte_label, ink_on, picture
+
+Panel = tuple[str, np.ndarray]  # a title, and for each rank and chunk the set of the ranks in it, as bits
+LINES = ((BLUE, "-", "o"), (VERMILION, "--", "s"), (GREEN, "-.", "^"))
+
+
+NOTE = "columns: chunks. Digits: the ranks whose contributions are in a block; Σ: all of them. Framed: just changed"
+
+
+def plot_blocks(rows: Sequence[Sequence[Panel]]) -> Picture:
+    """Draw which ranks' contributions each rank's blocks hold, one panel for each moment.
+
+    rows: rows of panels. A block that differs from the panel before it is framed; a panel "at first" begins anew.
+    """
+    columns = max(map(len, rows))
+    figure = picture(7.0, 0.35 + 1.2 * 6.4 / columns * len(rows))
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    before = None
+    for line, row in zip(grid, rows, strict=True):
+        for axes in line[len(row) :]:
+            axes.set_axis_off()
+        for place, (axes, (title, blocks)) in enumerate(zip(line, row, strict=False)):
+            before = blocks if title == "at first" else before
+            _panel(axes, blocks, before)
+            axes.set_title(title, fontsize=9)
+            ranks, chunks = blocks.shape
+            names = [f"rank {r}" for r in range(ranks)] if place == 0 else []
+            axes.set_yticks(range(ranks) if names else [], names, fontsize=8)
+            axes.set_xticks(range(chunks), map(str, range(chunks)), fontsize=8)
+            before = blocks
+    figure.supxlabel(NOTE, fontsize=9)
+    return figure
+
+
+def _panel(axes: Axes, blocks: np.ndarray, before: np.ndarray | None) -> None:
+    ranks, chunks = blocks.shape
+    everyone = (1 << ranks) - 1
+    framed = []
+    for (rank, chunk), value in np.ndenumerate(blocks):
+        members = [str(r) for r in range(ranks) if value >> r & 1]
+        face = at_lightness(BLUE, 35 if value == everyone else 102 - 10 * len(members))
+        if before is not None and before[rank, chunk] != value:
+            look = {"fill": False, "edgecolor": ink_on(face), "linewidth": 1.6}
+            framed.append(Rectangle((chunk - 0.43, rank - 0.43), 0.86, 0.86, **look))
+        text = "Σ" if value == everyone else "".join(members)
+        box(axes, (chunk - 0.5, rank - 0.5), (1, 1), face, text, fontsize=9, va="center", edgecolor="white")
+    for frame in framed:
+        axes.add_patch(frame)
+    axes.set(xlim=(-0.5, chunks - 0.5), ylim=(ranks - 0.5, -0.5), aspect="equal")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def plot_crossover(
+    times: Mapping[tuple[str, int], float],
+    formulas: Mapping[str, Callable[[np.ndarray], np.ndarray]],
+    crossings: Mapping[str, float],
+) -> Picture:
+    """Draw the time of each algorithm against the size of the array: formulas as lines, measured times as marks.
+
+    times      {(algorithm, bytes): seconds}
+    formulas   {algorithm: seconds as a function of bytes}
+    crossings  {name of a crossing: bytes}, dotted lines
+    """
+    figure = picture(7.0, 3.6)
+    axes = figure.add_subplot()
+    sizes = sorted({size for _, size in times})
+    fine = np.geomspace(sizes[0], sizes[-1], 200)
+    for (name, formula), (colour, dashes, mark) in zip(formulas.items(), LINES, strict=False):
+        points = {size: seconds for (algorithm, size), seconds in times.items() if algorithm == name}
+        label = name.replace("_", " ")
+        axes.plot(fine, formula(fine) * 1e3, color=colour, linestyle=dashes, label=label)
+        axes.plot(list(points), [seconds * 1e3 for seconds in points.values()], mark, color=colour)
+    for name, size in crossings.items():
+        axes.axvline(size, color=GREY, linestyle=":")
+        text = name.replace(" overtakes", "\novertakes")
+        axes.text(size * 1.06, 0.03, text, fontsize=9, color=INK, transform=axes.get_xaxis_transform())
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, map(byte_label, sizes))
+    label = "size of the array; lines: formulas, marks: simulated"
+    finish(axes, legend="upper left", size=9, xlabel=label, ylabel="time of an all-reduce (ms)")
+    return figure

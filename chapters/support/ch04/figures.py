@@ -1,0 +1,81 @@
+"""Draw for section 4.4: the life of a bucket, and the time of a step by bucket size."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from chapters.support.draw import finish, note, show_time
+from visualize.style import BLUE, COLOURS, GREEN, INK, PAPER, VERMILION, Picture, byte_label, ink_on, picture
+
+ROWS = ("backward\ncompletes gradients", "a bucket\ncounts them", "all-reduces\nunder way", "synchronize")
+
+
+def draw_life_of_buckets(gradients: Sequence[tuple[str, float, int]], sending: Sequence[float]) -> Picture:
+    """Draw one rank's step: gradients are completed one by one, buckets fill, are sent, and are waited for.
+
+    gradients    (name, seconds that backward needs for it, its bucket), in the order of backward
+    sending      seconds of each bucket's all-reduce
+    """
+    figure = picture(7.0, 3.5)
+    axes = figure.add_subplot()
+    complete: list[list[float]] = [[] for _ in sending]  # when each bucket's gradients are complete
+    starts: list[float] = []
+    now = 0.0
+    for name, seconds, bucket in gradients:
+        _box(axes, 0, now, seconds, COLOURS["backward"], name)
+        if not complete[bucket]:
+            starts.append(now)
+        now += seconds
+        complete[bucket].append(now)
+    end, wire = now, 0.0
+    for bucket, (start, times) in enumerate(zip(starts, complete, strict=True)):
+        _box(axes, 1, start, times[-1] - start, "white", "")
+        for number, (left, right) in enumerate(zip(times, times[1:], strict=False), start=1):
+            axes.add_patch(Rectangle((left, 1.4), right - left, -0.8 * number / len(times), color=PAPER, ec=INK))
+            axes.text((left + right) / 2, 1.3, f"{number} of {len(times)}", ha="center", va="center", fontsize=8)
+        axes.text(start + 0.1, 0.72, f"bucket {bucket}", ha="left", va="center", fontsize=8)
+        wire = max(wire, times[-1])  # a communicator sends one bucket after the other
+        arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", (wire, 1.6), (times[-1], 1.4), arrowprops=arrow)
+        _box(axes, 2, wire, sending[bucket], COLOURS["all_reduce"], f"bucket {bucket}")
+        wire += sending[bucket]
+    if wire > end:
+        _box(axes, 3, end, wire - end, "white", "waits", hatch="///")
+    axes.axvline(end, color=INK, linestyle=":", linewidth=1)
+    axes.text(end + 0.1, -0.2, "backward ends", fontsize=8, va="center")
+    axes.set_ylim(3.5, -0.5)
+    label = "time on one rank; the number of complete gradients grows until the bucket is full"
+    show_time(axes, ROWS, 1.02 * max(wire, end), label)
+    return figure
+
+
+def _box(axes: Axes, row: int, left: float, width: float, colour: str, text: str, hatch: str = "") -> None:
+    axes.add_patch(Rectangle((left, row - 0.4), width, 0.8, facecolor=colour, edgecolor=INK, hatch=hatch))
+    patch = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
+    ink = INK if hatch else ink_on(colour)
+    axes.text(left + width / 2, row, text, ha="center", va="center", fontsize=8, color=ink, bbox=patch)
+
+
+def plot_bucket_sizes(rows: Sequence[Mapping[str, Any]], naive: float, computation: float) -> Picture:
+    """Draw seconds of a step against the size of its buckets, between two levels.
+
+    rows         {"bucket_bytes", "seconds", "buckets"}, one point each
+    naive        the step with one all-reduce after backward: nothing hidden
+    computation  the step without any communication: everything hidden
+    """
+    rows = sorted(rows, key=lambda row: row["bucket_bytes"])
+    figure = picture(7.5, 4.2)
+    axes = figure.add_subplot()
+    sizes, times = [row["bucket_bytes"] for row in rows], [row["seconds"] * 1e3 for row in rows]
+    axes.axhline(naive * 1e3, color=VERMILION, linestyle="--", linewidth=1.5, label="one all-reduce after backward")
+    axes.plot(sizes, times, "o-", color=BLUE, linewidth=1.8, label="buckets (their number above each point)")
+    axes.axhline(computation * 1e3, color=GREEN, linestyle="--", linewidth=1.5, label="computation alone")
+    for row, size, time in zip(rows, sizes, times, strict=True):
+        note(axes, str(row["buckets"]), (size, time), (0, 8), ha="center")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: byte_label(value))
+    axes.legend(frameon=False, loc="lower right")
+    finish(axes, ylim=(0, 1.15 * max(*times, naive * 1e3)), xlabel="bucket size", ylabel="time of a step (ms)")
+    return figure

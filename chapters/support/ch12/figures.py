@@ -1,0 +1,123 @@
+"""Draw for chapter 12: a choice (12.2), rows sent (12.4, 12.5), mistakes (12.6), and balance (12.7)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from chapters.support.draw import RANKS, box, finish, show_cells
+from visualize.style import BLUE, GREEN, GREY, INK, LINES, VERMILION, Picture, picture, tidy
+
+
+def plot_choice(logits: np.ndarray, weights: np.ndarray, slopes: np.ndarray, moved: int) -> Picture:
+    """Plot what follows from moving one logit: the experts' weights (points, E), and the output's slope (points,)."""
+    figure = picture(7.2, 2.7)
+    left, right = figure.subplots(1, 2)
+    for expert, values in enumerate(weights.T):
+        width = 2.5 if expert == moved else 1.2
+        left.plot(logits, values, color=RANKS[expert], linewidth=width, label=f"expert {expert}")
+    left.set_title("weights of the experts", fontsize=9, loc="left")
+    left.set_ylim(-0.03, 1.15)
+    left.legend(frameon=False, fontsize=7.5, loc="upper left")
+    right.plot(logits, slopes, color=RANKS[moved], linewidth=2.5)
+    right.axhline(0, color=INK, linewidth=0.6)
+    right.set_title(f"slope of the output by the logit of expert {moved}", fontsize=9, loc="left")
+    for axes in (left, right):
+        axes.set_xlabel(f"logit of expert {moved}")
+        tidy(axes)
+    return figure
+
+
+def plot_dispatch(chosen: Sequence[np.ndarray], experts: int) -> Picture:
+    """Draw the rows of every rank in the four orders in which they lie before an expert multiplies them.
+
+    chosen: for each rank the experts of its tokens, (N, k). Tokens are letters, experts numbers; a row has the colour
+    of the rank that holds its expert.
+    """
+    ranks, each = len(chosen), experts // len(chosen)
+    first = np.cumsum([0, *(len(indices) for indices in chosen)])
+    own = [
+        [(int(first[r]) + t, int(e)) for t, row in enumerate(indices) for e in row] for r, indices in enumerate(chosen)
+    ]
+    by_expert = [sorted(rows, key=lambda row: row[1]) for rows in own]
+    arrived = [[row for rows in by_expert for row in rows if row[1] // each == rank] for rank in range(ranks)]
+    panels = {
+        "1. each token once for each of its experts": own,
+        "2. sorted by expert: chunk j is for rank j": by_expert,
+        "3. after the all-to-all: by source": arrived,
+        "4. sorted again: one product per expert": [sorted(rows, key=lambda row: row[1]) for rows in arrived],
+    }
+    figure = picture(7.4, 0.75 + 0.62 * ranks)
+    longest = max(len(rows) for lists in panels.values() for rows in lists)
+    for axes, (title, lists) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for rank, rows in enumerate(lists):
+            for place, (token, expert) in enumerate(rows):
+                text = f"{chr(ord('a') + token)}{expert}"
+                box(axes, (place, rank), (0.92, 0.88), RANKS[expert // each], text, fontsize=7.5)
+        show_cells(axes, longest, ranks, [f"rank {rank}" for rank in range(ranks)], side=0.9)
+        axes.set_title(title, fontsize=9, loc="left")
+    return figure
+
+
+def plot_ep_or_dp(
+    tokens: Sequence[int], elements: Mapping[str, Sequence[float]], crossings: Sequence[float]
+) -> Picture:
+    """Plot the elements that each method sends per layer over the tokens of a rank, and mark where two are equal."""
+    figure = picture(6.0, 3.0)
+    axes = figure.add_subplot()
+    for (name, values), colour in zip(elements.items(), (VERMILION, BLUE, GREEN), strict=True):
+        axes.plot(tokens, values, color=colour, label=name)
+    for crossing in crossings:
+        axes.axvline(crossing, color=GREY, linewidth=0.8, linestyle="--")
+        look: dict[str, Any] = {"ha": "right", "va": "top", "rotation": 90, "fontsize": 8}
+        axes.text(crossing, 0.98, f"{crossing:,.0f}", transform=axes.get_xaxis_transform(), **look)
+    labels = {"xlabel": "tokens of a rank", "ylabel": "elements sent per layer and rank"}
+    finish(axes, legend="best", xscale="log", yscale="log", **labels)
+    return figure
+
+
+def plot_mistakes(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
+    """Plot the losses and the gradient norms of runs, each over its steps; the first is the right one."""
+    figure = picture(7.4, 2.9)
+    left, right = figure.subplots(1, 2)
+    for (name, run), colour in zip(runs.items(), (INK, *LINES), strict=False):
+        for axes, curve in ((left, "losses"), (right, "norms")):
+            is_right = colour == INK
+            look = {"linewidth": 3, "alpha": 0.35} if is_right else {"linewidth": 1, "alpha": 1}
+            axes.plot(run[curve], color=colour, label=name, **look)
+    for axes, title in ((left, "loss"), (right, "gradient norm")):
+        finish(axes, title, xlabel="step")
+    left.legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def plot_balance(runs: Mapping[str, np.ndarray]) -> Picture:
+    """Draw each expert's share of the rows in each step, one on another; runs: for each run (steps, E) counts."""
+    figure = picture(7.4, 2.6)
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    for axes, (name, load) in zip(panels, runs.items(), strict=True):
+        shares = load / load.sum(axis=1, keepdims=True)
+        looks = [RANKS[expert % len(RANKS)] for expert in range(load.shape[1])]
+        axes.stackplot(np.arange(len(load)), 100 * shares.T, colors=looks, linewidth=0)
+        busiest = shares[-(len(shares) // 4 or 1) :].max(axis=1).mean() * load.shape[1]
+        title = f"{name}\nbusiest: {busiest:.1f} x the mean"
+        finish(axes, title, xlim=(0, len(load) - 1), ylim=(0, 100), xlabel="step")
+    panels[0].set_ylabel("rows of each expert, %", fontsize=8)
+    return figure
+
+
+def plot_exchange(sent: Mapping[str, Sequence[int]], uniform: float) -> Picture:
+    """Plot the bytes that each rank of ep sends in a step, for each run, and those of uniform routing as a line."""
+    figure = picture(6.0, 2.8)
+    axes = figure.add_subplot()
+    width = 0.8 / len(sent)
+    for i, ((name, values), colour) in enumerate(zip(sent.items(), LINES, strict=False)):
+        axes.bar(np.arange(len(values)) + (i - (len(sent) - 1) / 2) * width, values, width, color=colour, label=name)
+    axes.axhline(uniform, color=INK, linewidth=0.8, linestyle="--", label="uniform routing")
+    axes.set(xlabel="rank of ep", xticks=range(max(map(len, sent.values()))), ylabel="bytes sent over ep in a step")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.margins(y=0.25)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    tidy(axes)
+    return figure
