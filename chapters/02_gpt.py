@@ -22,11 +22,9 @@
 # arrives. Within a head, $q$, $k$ and $v$ are the matrices of queries, keys and values, as in the papers.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
-# # starts them instead.
-# from chapters.support.ranks import start_ranks
+# from chapters.support.notebook import start
 #
-# cluster = start_ranks(8)
+# cluster = start(8)
 
 # %%
 from chapters.support.caught import catcher

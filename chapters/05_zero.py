@@ -34,11 +34,9 @@
 # message, $\beta$ seconds per byte; $p$ ranks of a pipeline. AdamW's $\beta_1$ and $\beta_2$ keep their indices.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
-# # starts them instead.
-# from chapters.support.ranks import start_ranks
+# from chapters.support.notebook import start
 #
-# cluster = start_ranks(8)
+# cluster = start(8)
 
 # %%
 from fractions import Fraction

@@ -30,11 +30,9 @@
 # output, $k$ the depth of a zero-bubble schedule (7.5).
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
-# # starts them instead.
-# from chapters.support.ranks import start_ranks
+# from chapters.support.notebook import start
 #
-# cluster = start_ranks(8)
+# cluster = start(8)
 
 # %%
 from fractions import Fraction

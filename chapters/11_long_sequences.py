@@ -30,11 +30,9 @@
 # Run it as `mpirun -n 8 python chapters/11_long_sequences.py`, with any number of ranks.
 
 # %% tags=["active-ipynb"]
-# # Eight MPI ranks for this notebook. From here on every cell runs on all of them, until %autopx; as a script, mpirun
-# # starts them instead.
-# from chapters.support.ranks import start_ranks
+# from chapters.support.notebook import start
 #
-# cluster = start_ranks(8)
+# cluster = start(8)
 
 # %%
 from fractions import Fraction

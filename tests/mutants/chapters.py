@@ -3,8 +3,8 @@
 from mutants.mutant import mistakes
 
 MUTANTS = mistakes(
-    "chapters/support/ranks.py",
-    "chapters/test_ranks.py",
+    "chapters/support/notebook.py",
+    "chapters/test_notebook.py",
     ("ranks: each rank starts ranks of its own", "    if _is_rank():\n", "    if False:\n"),
     ("ranks: the older ones stay", "    _stop_ranks()\n    print", "    print"),
     ("ranks: mpiexec is that of PATH", "    _put_environment_on_path()\n", ""),

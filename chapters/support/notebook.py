@@ -1,6 +1,6 @@
 """The ranks of a notebook: engines of ipyparallel, which the first cell starts and which end with the kernel.
 
-A kernel that is killed stops nobody. So `python -m chapters.support.ranks PID MODULE` runs a module of ipyparallel
+A kernel that is killed stops nobody. So `python -m chapters.support.notebook PID MODULE` runs a module of ipyparallel
 until the process PID has ended: the controller until the kernel has, and each rank until the controller has.
 """
 
@@ -31,7 +31,7 @@ SHARED = "/dev/shm"
 _clusters: list[Cluster] = []  # this kernel's, while it runs
 
 
-def start_ranks(n: int) -> Cluster | None:
+def start(n: int) -> Cluster | None:
     """Start n MPI ranks in place of this notebook's older ones; each later cell runs on all of them, until %autopx.
 
     On a rank this starts nothing and returns None. A first cell that is run again runs on the ranks, too, and each of
@@ -42,9 +42,9 @@ def start_ranks(n: int) -> Cluster | None:
     _put_environment_on_path()
     shell = get_ipython()
     if shell is None:
-        raise UsageError(f"start_ranks is for notebooks; the ranks of a script come from mpirun -n {n} python SCRIPT")
+        raise UsageError(f"start is for notebooks; the ranks of a script come from mpirun -n {n} python SCRIPT")
     _stop_ranks()
-    print(f"Starting {n} MPI ranks, which takes about ten seconds.", flush=True)
+    print(f"Starting {n} MPI ranks, which takes about ten seconds. Each later cell runs on all of them.", flush=True)
     cluster = Cluster(engines="mpi", log_level=logging.CRITICAL)  # an error below says what mpiexec printed
     _clusters.append(cluster)
     try:
@@ -97,7 +97,7 @@ def _put_environment_on_path() -> None:
 
 def _command(pid: int, module: str) -> list[str]:
     """Return the command that runs a module until a process has ended."""
-    return [sys.executable, "-m", "chapters.support.ranks", str(pid), module]
+    return [sys.executable, "-m", "chapters.support.notebook", str(pid), module]
 
 
 def end_with(pid: int) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("ipyparallel")
 from IPython.core.error import UsageError  # noqa: E402
 from kernels import Kernel, wait_for  # noqa: E402
 
-from chapters.support.ranks import start_ranks  # noqa: E402
+from chapters.support import notebook  # noqa: E402
 
 BIN = str(Path(sys.executable).parent)
 NOT_ACTIVATED = os.pathsep.join(path for path in os.environ["PATH"].split(os.pathsep) if path != BIN)
@@ -29,7 +29,7 @@ def notebook_cells(chapter):
 
 FIRST_CELL = notebook_cells(CHAPTERS[0])[0]
 RANKS = 2
-START = FIRST_CELL.replace("start_ranks(8)", f"start_ranks({RANKS})")
+START = FIRST_CELL.replace("start(8)", f"start({RANKS})")
 # All ranks but the last wait for it: a collective that never ends.
 COLLECTIVE = """from pathlib import Path
 from minipar.comm import world
@@ -84,8 +84,8 @@ def all_ranks_answer(kernel):
 def test_every_chapter_starts_its_ranks_with_the_same_cell():
     for chapter in CHAPTERS:
         first, *others = notebook_cells(chapter)
-        assert first == FIRST_CELL and first.endswith("\ncluster = start_ranks(8)"), chapter.stem
-        assert not any("start_ranks" in cell or "ipyparallel" in cell for cell in others), chapter.stem
+        assert first == FIRST_CELL and first.endswith("\ncluster = start(8)"), chapter.stem
+        assert not any("notebook import" in cell or "ipyparallel" in cell for cell in others), chapter.stem
 
 
 def test_the_first_cell_again_starts_nothing_on_the_ranks(started):
@@ -205,9 +205,9 @@ def test_a_missing_mpiexec_is_a_line_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"no mpiexec in .*: pip install mpich"):
-        start_ranks(RANKS)
+        notebook.start(RANKS)
 
 
 def test_a_script_that_starts_ranks_is_told_of_mpirun():
     with pytest.raises(UsageError, match=f"mpirun -n {RANKS} python"):
-        start_ranks(RANKS)
+        notebook.start(RANKS)
