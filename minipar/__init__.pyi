@@ -23,10 +23,10 @@ from .nn.layers import RMSNorm as RMSNorm
 from .nn.llama import Llama as Llama
 from .nn.llama import LlamaConfig as LlamaConfig
 from .nn.module import Module as Module
-from .nn.parameter import Parameter as Parameter
 from .nn.moe import Mixtral as Mixtral
 from .nn.moe import MixtralConfig as MixtralConfig
 from .nn.optim import AdamW as AdamW
+from .nn.parameter import Parameter as Parameter
 from .parallel.context import context_parallel as context_parallel
 from .parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from .parallel.expert import expert_parallel as expert_parallel

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 import minipar as mp
-from chapters.support.train_pipelines import gradients_on_one_device
-from chapters.support.train_precision import MODEL, OverflowingTrainer
+from chapters.support.ch07.train import gradients_on_one_device
+from chapters.support.ch13.train import MODEL, OverflowingTrainer
 from chapters.support.whole_runs import relative_difference
 from minipar.autograd import Tensor
 from minipar.comm import DeviceMesh, chunk_bounds, run_local, wire_bytes
