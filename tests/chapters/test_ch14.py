@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from launcher import ROOT
 from sampled import sampled
 
 from chapters.exercises.graders.e20_broken_runs import ANSWERS
@@ -35,8 +36,15 @@ def test_every_layout_is_recorded():
 
 def test_float64_tells_that_no_layout_has_a_mistake():
     found = layouts.recorded("3e-3")
-    assert figures.spread(found["float64"]).max() < 1e-11
-    assert 1e-4 < figures.spread(found["float32"])[-1] < 1e-3
+    assert layouts.spread(found["float64"]).max() < 1e-11
+    assert 1e-4 < layouts.spread(found["float32"])[-1] < 1e-3
+
+
+def test_readme_has_the_largest_differences():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for dtype, text in (("float64", "9e-13 in float64"), ("float32", "6e-4 in float32"), ("bfloat16", "0.03 in bf16")):
+        last = [run["losses"][-1] for run in layouts.recorded("3e-3")[dtype].values()]
+        assert float(f"{np.ptp(last):.0e}") == float(text.split()[0]) and text in readme
 
 
 def test_five_of_the_six_runs_have_a_mistake():
@@ -65,19 +73,19 @@ def test_the_exercises_runs_have_the_graders_answers(name, tmp_path):
 
 def test_the_spread_is_the_largest_difference_of_a_step():
     found = {"single": {"losses": [4.0, 2.0]}, "a": {"losses": [4.0, 1.0]}, "b": {"losses": [5.0, 2.5]}}
-    assert figures.spread(found).tolist() == [0.25, 0.5]
+    assert layouts.spread(found).tolist() == [0.25, 0.5]
 
 
 def test_a_band_leaves_out_layouts_of_equal_bits():
     found = {"single": {"gradients": [0, 0]}, "a": {"gradients": [0, 2.0]}, "b": {"gradients": [1.0, 3.0]}}
-    assert figures.gradient_range(found).tolist() == [[1.0, 2.0], [1.0, 3.0]]
+    assert layouts.gradient_range(found).tolist() == [[1.0, 2.0], [1.0, 3.0]]
 
 
 def test_each_run_is_drawn_upon_the_right_one():
     runs = {"A": {"right": [[2, 1], [3, 4]], "run": [[2, 1.5], [5, 6]]}, "B": {"right": [[9, 1]], "run": [[9, 1]]}}
     axes = figures.plot_six(runs, 0, "loss").axes
     assert [list(line.get_ydata()) for line in axes[0].lines] == [[2, 1], [2, 1.5]]
-    assert axes[0].get_title(loc="right") == "differs by up to 50 %"
+    assert axes[0].get_title(loc="right") == "differs by up to 50.00 %"
     assert [each.get_yscale() for each in axes] == ["linear", "log"]
 
 

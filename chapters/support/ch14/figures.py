@@ -8,24 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from chapters.support.ch14 import layouts
 from visualize.style import BLUE, GREEN, GREY, INK, ORANGE, PAPER, VERMILION, Picture, picture, tidy
 
 COLOURS = {"bfloat16": VERMILION, "float32": BLUE, "float64": GREEN}
 SHORT = {"bfloat16": "bf16", "float32": "float32", "float64": "float64"}
 Found = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]  # by precision and layout: losses, gradients
-
-
-def spread(found: Mapping[str, Mapping[str, Sequence[float]]]) -> np.ndarray:
-    """Return the largest relative difference of each step's loss to that of one device, over the layouts."""
-    single = np.array(found["single"]["losses"])
-    return np.max([np.abs(np.array(run["losses"]) / single - 1) for run in found.values()], axis=0)
-
-
-def gradient_range(found: Mapping[str, Mapping[str, Sequence[float]]]) -> np.ndarray:
-    """Return the smallest and the largest relative difference of the gradient that is not zero: (2, steps)."""
-    values = np.array([run["gradients"] for name, run in found.items() if name != "single"])  # (layouts, steps)
-    values[values == 0] = np.nan
-    return np.array([np.nanmin(values, axis=0), np.nanmax(values, axis=0)])
 
 
 def plot_drift(rates: Mapping[str, Found], steps: Sequence[int], limits: Mapping[str, Sequence[float]]) -> Picture:
@@ -41,7 +29,7 @@ def plot_drift(rates: Mapping[str, Found], steps: Sequence[int], limits: Mapping
         for dtype, colour in COLOURS.items():
             if dtype not in found:
                 continue
-            low, high = gradient_range(found[dtype])
+            low, high = layouts.gradient_range(found[dtype])
             axes.fill_between(steps, low, high, color=colour, alpha=0.35, linewidth=0)
             axes.plot(steps, high, color=colour, linewidth=1.8, marker="o", markersize=3, label=SHORT[dtype])
             axes.plot(steps, limits[dtype], color=colour, linewidth=1.0, linestyle="--")
@@ -52,24 +40,27 @@ def plot_drift(rates: Mapping[str, Found], steps: Sequence[int], limits: Mapping
         tidy(axes)
     panels[0].set_ylabel("difference of the gradient\nto one device, relative")
     handles, labels = panels[0].get_legend_handles_labels()
-    look = {"frameon": False, "fontsize": 8, "title": "17 right layouts; dashes:\nwhat compare takes as equal"}
-    panels[-1].legend(handles, labels, loc="lower right", title_fontsize=8, **look)
+    title = "bands: 17 right layouts; dashes: what compare takes as equal"
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8, title=title)
     return figure
 
 
 def plot_six(runs: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], which: int, ylabel: str) -> Picture:
     """Plot each run's loss (which 0) or gradient norm (which 1) over the steps, upon that of the right run."""
     figure = picture(8.0, 4.2)
-    panels = figure.subplots(2, (len(runs) + 1) // 2)
+    panels = figure.subplots(2, (len(runs) + 1) // 2, squeeze=False)
     for axes, (name, run) in zip(panels.flat, runs.items(), strict=False):
         axes.plot(run["right"][which], color=GREY, linewidth=5, label="one device")
         axes.plot(run["run"][which], color=VERMILION, linewidth=1.4, label="the run")
         axes.set_title(name, fontsize=10, loc="left", weight="bold")
         right, values = (np.array(run[each][which]) for each in ("right", "run"))
         largest = np.abs(values / right - 1).max()
-        axes.set_title(f"differs by up to {100 * largest:.2g} %", fontsize=8, loc="right")
+        amount = "less than 0.01" if largest < 1e-4 else f"up to {100 * largest:.2f}"
+        axes.set_title(f"differs by {amount} %", fontsize=8, loc="right")
         if right.max() > 5 * right.min():
             axes.set_yscale("log")
+            axes.minorticks_off()
+            axes.set_yticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
         tidy(axes)
     for axes in panels[-1]:
         axes.set_xlabel("step, from 0")
@@ -95,18 +86,18 @@ def plot_sums(counts: Sequence[int], found: Mapping[str, Sequence[float]], round
     return figure
 
 
-def plot_eighteen(found: Mapping[str, Found], published: Mapping[str, Sequence[float]], at: Sequence[int]) -> Picture:
+def plot_eighteen(found: Found, published: Mapping[str, Sequence[float]], at: Sequence[int]) -> Picture:
     """Plot each layout's loss less that of one device over the steps, and the published ones at three steps.
 
     found: for each panel's title, the layouts of one precision.
     """
     figure = picture(8.0, 3.3)
-    panels = figure.subplots(1, len(found), sharey=True)
-    for axes, (title, layouts) in zip(panels, found.items(), strict=True):
-        single = np.array(layouts["single"]["losses"])  # type: ignore[call-overload]
-        for name, run in layouts.items():
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (title, runs) in zip(panels, found.items(), strict=True):
+        single = np.array(runs["single"]["losses"])
+        for name, run in runs.items():
             if name != "single":
-                losses = np.array(run["losses"])  # type: ignore[call-overload]
+                losses = np.array(run["losses"])
                 axes.plot(np.arange(1, len(losses) + 1), losses - single, color=BLUE, linewidth=0.9, alpha=0.7)
         for name, losses in published.items():
             if name != "single":
@@ -133,12 +124,12 @@ def plot_judge(differences: Mapping[str, tuple[float, float]], ratio: float) -> 
     ends = np.array([1e-8, 10.0])
     axes.plot(ends, ends, color=INK, linewidth=1)
     axes.plot(ends, ends / ratio, color=INK, linewidth=1, linestyle="--")
-    axes.text(3e-6, 3e-4, "equally large: a mistake", fontsize=8.5, ha="left", va="bottom")
+    axes.text(2e-7, 2e-3, "equally large: a mistake", fontsize=8.5, ha="left", va="bottom")
     axes.text(3e-6, 3e-15, "smaller by the ratio of\nthe epsilons: rounding", fontsize=8.5, ha="left", va="top")
     ordered = sorted(differences.items(), key=lambda item: item[1])
     for place, (name, (narrow, wide)) in enumerate(ordered):
         axes.plot(narrow, wide, "o", color=BLUE, markersize=6)
-        offset = (-13, 5) if place % 2 else (5, -13)  # neighbours on two sides of the line
+        offset = (-4, 7) if place % 2 else (-4, -16)  # neighbours on two sides of the line
         axes.annotate(name, (narrow, wide), xytext=offset, textcoords="offset points", fontsize=10, weight="bold")
     axes.set(xscale="log", yscale="log", xlim=(1e-8, 30), ylim=(1e-17, 300))
     axes.set(xlabel="largest difference in float32, relative", ylabel="the same in float64")

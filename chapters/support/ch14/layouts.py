@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,19 @@ def run(layout: str, dtype: str, lr: str, steps: int = STEPS) -> Run:
 def relative_difference(gradient: np.ndarray, reference: np.ndarray) -> float:
     """Return the norm of the difference, as a part of the reference's norm."""
     return float(np.linalg.norm(gradient - reference) / np.linalg.norm(reference))
+
+
+def spread(found: Mapping[str, Mapping[str, Sequence[float]]]) -> np.ndarray:
+    """Return the largest relative difference of each step's loss to that of one device, over the layouts."""
+    single = np.array(found["single"]["losses"])
+    return np.max([np.abs(np.array(run["losses"]) / single - 1) for run in found.values()], axis=0)
+
+
+def gradient_range(found: Mapping[str, Mapping[str, Sequence[float]]]) -> np.ndarray:
+    """Return the smallest and the largest relative difference of the gradient that is not zero: (2, steps)."""
+    values = np.array([run["gradients"] for name, run in found.items() if name != "single"])  # (layouts, steps)
+    values[values == 0] = np.nan
+    return np.array([np.nanmin(values, axis=0), np.nanmax(values, axis=0)])
 
 
 def main() -> None:
