@@ -273,9 +273,9 @@ for delta in (1e-12, 1e-11, 1e-10):
 
 # %% [markdown]
 # From there on training itself acts on the difference. A step multiplies a difference of the weights by $1 - \eta H$,
-# with $H$ the curvature. Where $\eta H$ is below 2, the difference shrinks or stays, and new rounding adds up slowly.
-# Where it is above 2, a difference grows by a factor in each step. No step of a single run shows this, because the loss
-# may fall all the while. Here is what the eighteen layouts did, in epsilons of their precision:
+# with $H$ the curvature, divided by AdamW's root. Where $\eta H$ is between 0 and 2, the difference does not grow, and
+# new rounding adds up slowly. Elsewhere a difference grows by a factor in each step. A single run does not show this,
+# because its loss may fall all the while. Here is what the eighteen layouts did, in epsilons of their precision:
 
 
 # %%
