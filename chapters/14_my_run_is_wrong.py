@@ -322,10 +322,11 @@ if rank == 0:
 # ## 14.5 Eighteen layouts, and torchtitan's eighteen
 #
 # In [issue 3029 of torchtitan](https://github.com/pytorch/torchtitan/issues/3029) somebody trains one model of debug
-# size in eighteen layouts, deterministic, with a global batch of 8. In the first table each layout drew its own
-# weights. The losses of step 1 lay between 12.0325 and 12.0797. That says nothing about the layouts: 0.05 is the
-# difference between two seeds. Then eight layouts started from *one checkpoint*. The largest difference is 1.7e-3 in
-# step 1, 0.13 in step 50 and 0.03 in step 100, and the thread judges by eye that this agrees.
+# size in eighteen layouts, deterministic, with one seed and a global batch of 8. In the first table the losses of step
+# 1 lie between 12.0325 and 12.0797. That says nothing about the layouts: torchtitan shards the parameters first and
+# then draws them on each rank ([pull request 1363](https://github.com/pytorch/torchtitan/pull/1363)), so one seed gives
+# each layout other weights. Then eight layouts started from *one checkpoint*. The largest difference is 1.7e-3 in step
+# 1, 0.13 in step 50 and 0.03 in step 100, and the thread judges by eye that this agrees.
 #
 # We do the same with a Llama of eight layers which learns 512 tokens by heart, so that its loss falls as far. Thirteen
 # of the layouts are torchtitan's:
@@ -371,7 +372,8 @@ if rank == 0:
 #
 # - Its rows come in groups: `single`, `fsdp2` and `pp2` have one loss in step 1, and `cp2`, `tp2` others. A split batch
 # changes no product of a sample; a split matrix or sequence does. Our bf16 gradients have the same groups in step 1:
-# differences of $10^{-7}$ for the split batches, 0.5 % with cp, and 0.8 % with tp.
+# differences of at most $2 \cdot 10^{-6}$ for the split batches (and for Ulysses, whose attention has whole heads),
+# 0.5 % with a ring, and 0.8 % with tp.
 #
 # - Three of our rows are equal to the last digit in all hundred steps: `fsdp2`, `ddp2` and `pp2`. Each adds two halves
 # of the batch, in one order. Such layouts must have equal bits (chapters 4, 5 and 7), and a comparison of them needs no
