@@ -160,6 +160,7 @@ def worker(rank, folder):
     train_torch(rank, f"{folder}/torch")
     Enter.forget = True
     train_torch(rank, f"{folder}/forgets")
+    dist.barrier()  # or one process may end its threads while the other still sends
     dist.destroy_process_group()
 
 
