@@ -36,6 +36,7 @@ EXPECTED = {
     "11_long_sequences",
     "12_experts",
     "13_precision",
+    "14_my_run_is_wrong",
 }
 
 STANDALONE = {"00_in_one_file"}  # it uses NumPy and mpi4py only: no pictures drawn, and headings that it prints itself

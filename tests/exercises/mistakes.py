@@ -316,4 +316,10 @@ MISTAKES = [
     Mistake("e19", "scale / 2, 0", "scale, 0", "a skipped step halves the scale"),
     Mistake("e19", "good == 2000", "good > 2000", "not before and not after"),
     Mistake("e19", "(master, 2 * scale, 0)", "(master, 2 * scale, good)", "starts again at 0"),
+    Mistake("e20", '(0, "gradient", 4)', '(0, "gradient", 3)', "which size of the layout is it"),
+    Mistake("e20", '(1, "gradient", 6)', '(0, "gradient", 6)', "compare counts steps from 0"),
+    Mistake("e20", '(1, "gradient", 6)', '(1, "gradient", 7)', "what does a step keep"),
+    Mistake("e20", '(0, "update", 8)', '(0, "gradient", 8)', "read compare's second line"),
+    Mistake("e20", '(0, "update", 8)', '(0, "update", 9)', "which parameters are those"),
+    Mistake("e20", ', "3": (0, "update", 8)', "", "run 3 has no answer"),
 ]

@@ -32,8 +32,8 @@ def solution_of(exercise):
     return path.stem, path.read_text()
 
 
-def test_there_are_nineteen_exercises_with_a_solution_each():
-    assert len(names()) == 19
+def test_there_are_twenty_exercises_with_a_solution_each():
+    assert len(names()) == 20
     assert names() == sorted(path.stem for path in SOLUTIONS.glob("e*.py"))
 
 
@@ -68,7 +68,7 @@ def test_every_exercise_has_three_mistakes_and_hints():
 def test_the_command_lists_every_exercise_and_its_hint():
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rN", "--tb=no", "chapters/exercises"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
-    assert result.returncode == 1 and "0 of 19 exercises solved" in result.stdout
+    assert result.returncode == 1 and "0 of 20 exercises solved" in result.stdout
     for name in names():
         assert f"{name:28}not written yet" in result.stdout
 
