@@ -1,4 +1,4 @@
-"""What holds inside a `with` block: whether a graph is recorded, and the keys of random operations."""
+"""Settings that hold inside a `with` block: whether a graph is recorded, and the keys of random operations."""
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar

@@ -107,7 +107,7 @@ def record(node: Function, inputs: Sequence[Any]) -> Tensor:
 
 
 class InputGradient(NamedTuple):
-    """How an Operation computes the gradient of one input."""
+    """The function that computes the gradient of one input of an Operation, and what it needs."""
 
     input: int  # its index
     function: Callable[..., Any]
