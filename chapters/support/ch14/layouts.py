@@ -95,7 +95,7 @@ def train(comm: Communicator, config: TrainConfig) -> Run:
             if gradient:
                 found.gradients.append(np.concatenate([each.astype(float).reshape(-1) for each in gradient.values()]))
 
-    trainer.after_backward.append(look)
+    trainer.gradient_callbacks.append(look)
     for result in trainer.train():
         found.losses.append(result.loss)
     return found
