@@ -63,7 +63,7 @@ def check_whole_logits(columns: int, part_of: int | None) -> None:
 
 
 def check_ids(ids: Array, count: int, what: str, where: str = "", ignored: int | None = None) -> None:
-    """Raise UsageError, with the first wrong id and its place, unless all ids are in 0..count-1 or `ignored`.
+    """Raise UsageError, with the first wrong id and its index, unless all ids are in 0..count-1 or `ignored`.
 
     NumPy would take -1 as the last row, and a rank that holds a part of the vocabulary would take
     any id as another rank's. On a GPU the check waits for the ids, as `loss.item()` waits for the
@@ -76,12 +76,12 @@ def check_ids(ids: Array, count: int, what: str, where: str = "", ignored: int |
         wrong &= ids != ignored
     if not wrong.any():
         return
-    place = np.argwhere(to_host(wrong))[0].tolist()
-    value = int(to_host(ids)[tuple(place)])
+    index = np.argwhere(to_host(wrong))[0].tolist()
+    value = int(to_host(ids)[tuple(index)])
     if value >= count:
-        raise UsageError(f"{what} {value} at {place} is not below vocab_size {count}{where}")
+        raise UsageError(f"{what} {value} at {index} is not below vocab_size {count}{where}")
     also = "" if ignored is None else f", or {ignored} to be ignored"
-    raise UsageError(f"{what} {value} at {place} is negative: {what}s are 0 to {count - 1}{where}{also}")
+    raise UsageError(f"{what} {value} at {index} is negative: {what}s are 0 to {count - 1}{where}{also}")
 
 
 def check_targets(targets: Array, rows: tuple[int, ...], count: int) -> None:

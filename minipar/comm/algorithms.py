@@ -44,12 +44,12 @@ def chunks(x: np.ndarray, p: int, bounds: Bounds | None = None) -> list[np.ndarr
 
 @lru_cache(maxsize=1024)
 def fold(p: int, rank: int) -> tuple[int, int, int]:
-    """Return the part of `rank` in an algorithm that needs a power of two: (q, extras, place).
+    """Return what `rank` is in an algorithm that needs a power of two: (q, extras, virtual).
 
     q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form
-    pairs. Each even rank gives its data to the odd rank above and rests (place -1) until the result
-    is back. The others have places 0..q-1. NB: this is MPICH's way (Thakur, Rabenseifner and Gropp
-    2005, section 4.5).
+    pairs. Each even rank gives its data to the odd rank above and rests until the result is back: its
+    virtual rank is -1. The others have virtual ranks 0..q-1. NB: this is MPICH's way, and its
+    `newrank` (Thakur, Rabenseifner and Gropp 2005, section 4.5).
     """
     q = 1 << (p.bit_length() - 1)
     extras = p - q
@@ -58,17 +58,17 @@ def fold(p: int, rank: int) -> tuple[int, int, int]:
     return q, extras, rank // 2 if rank % 2 else -1
 
 
-def at_place(place: int, extras: int) -> int:
-    """Return the rank that has this place after folding: the inverse of `fold`."""
-    return 2 * place + 1 if place < extras else place + extras
+def real_rank(virtual: int, extras: int) -> int:
+    """Return the rank that has this virtual rank after folding: the inverse of `fold`."""
+    return 2 * virtual + 1 if virtual < extras else virtual + extras
 
 
 @lru_cache(maxsize=4096)
-def place_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of each place: the chunk of its rank, joined with the chunk of a rank folded into it."""
+def virtual_bounds(n: int, p: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) for each virtual rank: its rank's chunk, joined with that of a rank folded into it."""
     bounds = chunk_bounds(n, p)
     _, extras, _ = fold(p, 0)
-    pairs = [(bounds[2 * place][0], bounds[2 * place + 1][1]) for place in range(extras)]
+    pairs = [(bounds[2 * virtual][0], bounds[2 * virtual + 1][1]) for virtual in range(extras)]
     return (*pairs, *bounds[2 * extras :])
 
 
@@ -97,14 +97,14 @@ def pairwise_all_gather(link: Link, x: np.ndarray) -> Steps:
     yield requests
 
 
-def gather_places(link: Link, x: np.ndarray) -> Steps:
-    """Gather x among the places of `fold`, in place, by recursive doubling: each step doubles what a pair has."""
-    q, extras, place = fold(link.size, link.rank)
-    bounds = place_bounds(x.size, link.size)
+def gather_by_doubling(link: Link, x: np.ndarray) -> Steps:
+    """Gather x among the virtual ranks, in place, by recursive doubling: each step doubles what a pair has."""
+    q, extras, virtual = fold(link.size, link.rank)
+    bounds = virtual_bounds(x.size, link.size)
     distance = 1
-    while place >= 0 and distance < q:
-        partner = at_place(place ^ distance, extras)
-        first = place & -distance  # the aligned block of `distance` places that this rank has in full
+    while virtual >= 0 and distance < q:
+        partner = real_rank(virtual ^ distance, extras)
+        first = virtual & -distance  # the aligned block of `distance` virtual ranks that this rank has in full
         other = first ^ distance
         sent = x[bounds[first][0] : bounds[first + distance - 1][1]]
         received = x[bounds[other][0] : bounds[other + distance - 1][1]]
@@ -114,22 +114,22 @@ def gather_places(link: Link, x: np.ndarray) -> Steps:
 
 def unfold(link: Link, x: np.ndarray, out: np.ndarray) -> Steps:
     """Return x to the rank that was folded into this one, which waits for it in its `out`."""
-    _, extras, place = fold(link.size, link.rank)
-    if place < 0:
+    _, extras, virtual = fold(link.size, link.rank)
+    if virtual < 0:
         yield (link.irecv(out, link.rank + 1),)
-    elif place < extras:
+    elif virtual < extras:
         yield (link.isend(x, link.rank - 1),)
 
 
 def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
     """Gather as `ring_all_gather` does, in lg p alpha + n(p-1)/p beta when p is a power of two."""
-    _, extras, place = fold(link.size, link.rank)
+    _, extras, virtual = fold(link.size, link.rank)
     parts = chunks(x, link.size)
-    if place < 0:
+    if virtual < 0:
         yield (link.isend(parts[link.rank], link.rank + 1),)
-    elif place < extras:
+    elif virtual < extras:
         yield (link.irecv(parts[link.rank - 1], link.rank - 1),)
-    yield from gather_places(link, x)
+    yield from gather_by_doubling(link, x)
     if extras:
         yield from unfold(link, x, x)
 
@@ -137,14 +137,14 @@ def recursive_doubling_all_gather(link: Link, x: np.ndarray) -> Steps:
 def binomial_broadcast(link: Link, x: np.ndarray, root: int) -> Steps:
     """Copy x of `root` to every rank, in place, along a binomial tree. lg p (alpha + n beta)."""
     p = link.size
-    place = (link.rank - root) % p
-    # The lowest set bit of the place. For the root, which has none: the first power of two not below p.
-    distance = place & -place or 1 << (p - 1).bit_length()
-    if place:
+    virtual = (link.rank - root) % p
+    # The lowest set bit of the virtual rank. For the root, which has none: the first power of two not below p.
+    distance = virtual & -virtual or 1 << (p - 1).bit_length()
+    if virtual:
         yield (link.irecv(x, (link.rank - distance) % p),)
     while distance > 1:
         distance //= 2
-        if place + distance < p:
+        if virtual + distance < p:
             yield (link.isend(x, (link.rank + distance) % p),)
 
 
@@ -206,14 +206,14 @@ def ring_all_reduce(link: Link, x: np.ndarray, combine: Combine) -> Steps:
 
 
 def _fold(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Send x of each rank without a place to its neighbour, which adds it to its own.
+    """Send x of each rank without a virtual rank to its neighbour, which adds it to its own.
 
     `unfold` is the way back.
     """
-    _, extras, place = fold(link.size, link.rank)
-    if place < 0:
+    _, extras, virtual = fold(link.size, link.rank)
+    if virtual < 0:
         yield (link.isend(x, link.rank + 1),)
-    elif place < extras:
+    elif virtual < extras:
         received = link.scratch(x.size, x.dtype)
         yield (link.irecv(received, link.rank - 1),)
         combine(x, received, out=x)
@@ -225,13 +225,13 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
     lg p (alpha + n beta + n gamma): the fewest steps, for small arrays. Both ranks of a pair add the same two values,
     so all ranks end with the same bits.
     """
-    q, extras, place = fold(link.size, link.rank)
+    q, extras, virtual = fold(link.size, link.rank)
     if extras:
         yield from _fold(link, x, combine)
     received = link.scratch(x.size, x.dtype)
     distance = 1
-    while place >= 0 and distance < q:
-        partner = at_place(place ^ distance, extras)
+    while virtual >= 0 and distance < q:
+        partner = real_rank(virtual ^ distance, extras)
         yield link.isend(x, partner), link.irecv(received, partner)
         combine(x, received, out=x)
         distance *= 2
@@ -240,24 +240,24 @@ def recursive_doubling_all_reduce(link: Link, x: np.ndarray, combine: Combine) -
 
 
 def _halve(link: Link, x: np.ndarray, combine: Combine) -> Steps:
-    """Set x[place_bounds[place]] = the sum: the reduce-scatter half of Rabenseifner's algorithm, in place.
+    """Set x[virtual_bounds[virtual]] = the sum: the reduce-scatter half of Rabenseifner's algorithm, in place.
 
     At distance q/2, q/4, ..., 1 a pair splits the part that it still shares. Each rank sends one
     half and adds up the other. The rest of x has no meaning afterwards.
     """
-    q, extras, place = fold(link.size, link.rank)
+    q, extras, virtual = fold(link.size, link.rank)
     if extras:
         yield from _fold(link, x, combine)
-    bounds = place_bounds(x.size, link.size)
+    bounds = virtual_bounds(x.size, link.size)
     first = 0
-    last = q  # the places whose sum this rank still shares
-    while place >= 0 and last - first > 1:
+    last = q  # the virtual ranks whose sum this rank still shares
+    while virtual >= 0 and last - first > 1:
         middle = (first + last) // 2
-        partner = at_place(place ^ (middle - first), extras)
+        partner = real_rank(virtual ^ (middle - first), extras)
         start = bounds[first][0]
         cut = bounds[middle][0]
         stop = bounds[last - 1][1]
-        if place < middle:
+        if virtual < middle:
             kept = x[start:cut]
             sent = x[cut:stop]
             last = middle
@@ -276,7 +276,7 @@ def recursive_halving_all_reduce(link: Link, x: np.ndarray, combine: Combine) ->
     2 lg p alpha + 2n(p-1)/p beta + n(p-1)/p gamma when p is a power of two. Otherwise the fold adds
     2 messages of n.
     """
-    return chain(_halve(link, x, combine), gather_places(link, x), unfold(link, x, x))
+    return chain(_halve(link, x, combine), gather_by_doubling(link, x), unfold(link, x, x))
 
 
 def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray, combine: Combine) -> Steps:
@@ -284,10 +284,10 @@ def recursive_halving_reduce_scatter(link: Link, x: np.ndarray, out: np.ndarray,
     total = x.copy()  # halving overwrites its input
     yield from _halve(link, total, combine)
     parts = chunks(total, link.size)
-    _, extras, place = fold(link.size, link.rank)
+    _, extras, virtual = fold(link.size, link.rank)
     if extras:
         yield from unfold(link, parts[link.rank - 1], out)
-    if place >= 0:
+    if virtual >= 0:
         out[...] = parts[link.rank]
 
 

@@ -267,17 +267,17 @@ class Communicator(Stream):
     def levels(self, hosts: int, axis: str | None = None) -> tuple["Communicator", "Communicator"]:
         """Cut the ranks into `hosts` groups of neighbours.
 
-        Make this rank's, and that of the same place in all groups.
+        Make this rank's, and the ranks with the same local rank in all groups.
 
         The first may have an axis of its own. UsageError if the groups would not be equal.
         """
         if hosts < 1 or self.size % hosts:
             raise UsageError(f"{self.label}: {self.size} ranks / {hosts} groups is not a whole number")
         near = self.size // hosts
-        place = self.rank % near
-        first = self.rank - place
+        local_rank = self.rank % near
+        first = self.rank - local_rank
         inside = self.row(list(range(first, first + near)), axis or self.axis)
-        return inside, self.row(list(range(place, self.size, near)), self.axis)
+        return inside, self.row(list(range(local_rank, self.size, near)), self.axis)
 
     def _issue(self, operation: Operation, result: Array | None, async_op: bool) -> Work:
         """Put an operation into the queue.

@@ -13,7 +13,7 @@ class DeviceMesh:
 
     tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`,
     `mesh.tp` and `mesh.pp` are the Communicators of this rank's row along each axis, and
-    `mesh.coordinates` is its place. `mesh.dp_cp`, whose axis is named dp, has the ranks of both:
+    `mesh.coordinates` are its coordinates. `mesh.dp_cp`, whose axis is named dp, has the ranks of both:
     they hold different tokens and the same parameters, so gradients are summed over it. Experts are
     folded into it: `mesh.ep` has ep neighbours of dp_cp, which share them, and `mesh.edp` (axis dp)
     the ranks of dp_cp that hold the same experts. dp=None takes what the others leave. UsageError
@@ -45,16 +45,16 @@ class DeviceMesh:
 
         An axis that is not named keeps this rank's own.
         """
-        place = self.coordinates | coordinates
+        point = self.coordinates | coordinates
         rank = 0
         for axis in reversed(self.AXES):
-            rank = rank * self.shape[axis] + place[axis]
+            rank = rank * self.shape[axis] + point[axis]
         return rank
 
     def _along(self, *axes: str) -> Communicator:
         """Make the Communicator of this rank's row along one axis, or its plane along several, the slowest first."""
-        places = product(*(range(self.shape[axis]) for axis in axes))
-        return self.world.row([self.rank_at(**dict(zip(axes, place, strict=True))) for place in places], axes[0])
+        points = product(*(range(self.shape[axis]) for axis in axes))
+        return self.world.row([self.rank_at(**dict(zip(axes, point, strict=True))) for point in points], axes[0])
 
 
 def mesh_shape(ranks: int, launcher: str, dp: int | None, tp: int, pp: int, cp: int = 1) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Traffic: the messages and bytes that a rank sends, counted, and the closed forms that the tests compare with ==."""
 
-from minipar.comm.algorithms import chunk_bounds, fold, place_bounds
+from minipar.comm.algorithms import chunk_bounds, fold, virtual_bounds
 
 
 class Traffic:
@@ -49,7 +49,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
     """Return the messages and the elements that `rank` sends. ValueError for "auto".
 
     n is the number of elements of the whole array: of x for all_reduce, reduce_scatter and
-    all_to_all, of out for all_gather. A resting rank sends one message. The rank that has its place
+    all_to_all, of out for all_gather. A resting rank sends one message. The rank that has its virtual rank
     returns the result in one message more.
     """
     chunks = [stop - start for start, stop in chunk_bounds(n, p)]
@@ -67,19 +67,19 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
         case "all_gather", "pairwise":
             return p - 1, (p - 1) * own
         case "broadcast", "binomial":
-            place = (rank - root) % p
-            lowest = place & -place if place else 1 << (p - 1).bit_length()  # set bit of the place
-            children = [distance for distance in _powers(lowest) if place + distance < p]
+            virtual = (rank - root) % p
+            lowest = virtual & -virtual if virtual else 1 << (p - 1).bit_length()  # set bit of the virtual rank
+            children = [distance for distance in _powers(lowest) if virtual + distance < p]
             return len(children), n * len(children)
         case "barrier", "dissemination":
             return (p - 1).bit_length(), 0
 
-    q, extras, place = fold(p, rank)
-    places = [stop - start for start, stop in place_bounds(n, p)]
-    gathered = 0  # elements: in each round a rank sends the aligned block of places around its own
+    q, extras, virtual = fold(p, rank)
+    sizes = [stop - start for start, stop in virtual_bounds(n, p)]
+    gathered = 0  # elements: in each round a rank sends the aligned block of virtual ranks around its own
     for distance in _powers(q):
-        first = place & -distance
-        gathered += sum(places[first : first + distance])
+        first = virtual & -distance
+        gathered += sum(sizes[first : first + distance])
     rounds = len(_powers(q))
     given = n  # elements that a resting rank sends
     returned = n  # elements that it gets back
@@ -88,18 +88,18 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
             elements = n * rounds
         case "all_reduce", "recursive_halving":
             rounds *= 2
-            elements = n - places[place] + gathered
+            elements = n - sizes[virtual] + gathered
         case "reduce_scatter", "recursive_halving":
-            elements = n - places[place]
+            elements = n - sizes[virtual]
             returned = chunks[rank - 1]
         case "all_gather", "recursive_doubling":
             elements = gathered
             given = own
         case _:
             raise ValueError(f"no closed form for {op} {algorithm}")
-    if place < 0:
+    if virtual < 0:
         return 1, given
-    if place < extras:
+    if virtual < extras:
         return rounds + 1, elements + returned
     return rounds, elements
 

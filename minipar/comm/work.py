@@ -136,8 +136,8 @@ class Stream:
         self.port = 0.0  # when its last message had left
         self.operations = 0  # collectives issued
         self.rows = 0  # groups made of this one
-        place = "" if axis == "world" else f" ({axis} rank {self.rank})"
-        self.label = f"rank {self.ranks[self.rank]}{place}"  # in error messages
+        axis_rank = "" if axis == "world" else f" ({axis} rank {self.rank})"
+        self.label = f"rank {self.ranks[self.rank]}{axis_rank}"  # in error messages
         self.messages: Counter[str] = Counter()  # so far, by their ends, in a trace
         self._scratch = np.empty(0, np.uint8)
         # The arrays that `scratch` has returned, by size and dtype: to find one takes less time than to make it.

@@ -49,7 +49,7 @@ class Difference:
 
 
 def part_of(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str:
-    """Name the strips of a dim that differ: one tp rank's part, of q, k and v side by side too, or their places.
+    """Name the strips of a dim that differ: one tp rank's part, of q, k and v side by side too, or which ones.
 
     tps: the tensor-parallel sizes of the two runs.
     """
@@ -60,8 +60,8 @@ def part_of(different: Sequence[bool], dim: int, tps: Iterable[int] = ()) -> str
         fits = tp > 1 and count % (tp * groups) == 0
         if fits and len(own) == 1 and sum(different) == count // tp:
             return f"tp rank {own.pop()}'s part (of {tp}) of "
-    places = [i for i, differs in enumerate(different) if differs]
-    return f"{len(places)} of {count} strips ({places[0]} to {places[-1]}) along dim {dim} of "
+    strips = [i for i, differs in enumerate(different) if differs]
+    return f"{len(strips)} of {count} strips ({strips[0]} to {strips[-1]}) along dim {dim} of "
 
 
 def describe(names: Sequence[str], every: Iterable[str]) -> str:

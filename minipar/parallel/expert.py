@@ -31,7 +31,7 @@ from minipar.nn.moe import MoE, moe_layers
 from minipar.nn.parameter import Owner, Parameter
 from minipar.parallel.groups import Group, by_unit, groups_over
 from minipar.parallel.guards import check_communicator, check_split, note_split
-from minipar.parallel.placement import place, update
+from minipar.parallel.placement import attach_placements, update
 
 
 class ExpertParallel(Owner):
@@ -141,7 +141,7 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
     note_split(model, "expert_parallel", comm)
     if comm.size == 1:
         return owner
-    place(model)
+    attach_placements(model)
     for moe in moe_layers(model):
         count = len(moe.experts) // comm.size
         moe.experts = moe.experts[comm.rank * count : (comm.rank + 1) * count]

@@ -85,8 +85,8 @@ def elements_in(p: Parameter, chunk: int, chunks: int, own_only: bool) -> range:
     in_no_bucket = chunks == 1 and placement_of(p).dp is None
     if isinstance(p, ParameterShard) or in_no_bucket:
         return range(p.size)
-    place = bucket_slice(p)
-    return place.own if own_only else place.elements(chunk, chunks)
+    owned = bucket_slice(p)
+    return owned.own if own_only else owned.elements(chunk, chunks)
 
 
 def add_over_axes(squares: np.ndarray, tp: Communicator | None, pp: Communicator | None) -> np.ndarray:

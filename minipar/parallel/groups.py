@@ -9,7 +9,7 @@ from minipar.comm.communicator import Communicator
 from minipar.nn.module import Module, Part
 from minipar.nn.parameter import Parameter
 from minipar.parallel.guards import check_groups
-from minipar.parallel.placement import Placement, place, placement_of, update
+from minipar.parallel.placement import Placement, attach_placements, placement_of, update
 
 # PyTorch DDP's sizes (Li et al. 2020, section 4.2): a small first bucket, so that communication
 # starts early.
@@ -84,7 +84,7 @@ def prepare(
     UsageError or ValueError for groups that cannot be summed together (guards.py).
     """
     check_groups(comm, [(group.parameters, group.comm) for group in groups], before_reduce, replicas)
-    place(model)
+    attach_placements(model)
     number_units(groups)
     dtype = dtype or xp.promote_types(groups[0].parameters[0].dtype, "float32")
     for p in model.parameters():

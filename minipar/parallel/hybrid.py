@@ -117,17 +117,17 @@ class CastingComm:
 
 
 class _CastBack:
-    """A sum in another dtype. `wait` casts its result, `wire`, back into `place`."""
+    """A sum in another dtype. `wait` casts its result, `wire`, back into `target`."""
 
-    def __init__(self, work: Pending, wire: Array, place: Array) -> None:
+    def __init__(self, work: Pending, wire: Array, target: Array) -> None:
         self.work = work
         self.wire = wire
-        self.place = place
+        self.target = target
 
     def wait(self) -> Any:
         self.work.wait()
-        self.place[...] = self.wire
-        return self.place
+        self.target[...] = self.wire
+        return self.target
 
 
 def in_dtype(comm: GradientComm, dtype: Any, gradient_dtype: Any) -> GradientComm:

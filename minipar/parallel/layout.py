@@ -167,7 +167,7 @@ def in_bucket(placements: Sequence[Placement], rank: int, ranks: int, replica: i
     placed = []
     offset = 0
     for placement, size in zip(placements, sizes, strict=True):
-        place = BucketSlice(offset, size, sum(sizes), rank, ranks, replica)
-        placed.append(replace(placement, dp=place))
+        owned = BucketSlice(offset, size, sum(sizes), rank, ranks, replica)
+        placed.append(replace(placement, dp=owned))
         offset += size
     return placed

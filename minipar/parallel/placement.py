@@ -6,7 +6,7 @@ loop over placements.
     tp   Shard(dim), Replicate or Partial   NB: the terms of torch.distributed.tensor
     pp   the pipeline rank that owns the parameter
     ep   the expert-parallel rank that holds the parameter, an expert's
-    dp   the parameter's place in a bucket; chunk r of a bucket belongs to data-parallel rank r
+    dp   the parameter's slice of a bucket; chunk r of a bucket belongs to data-parallel rank r
 """
 
 from collections.abc import Sequence
@@ -129,7 +129,7 @@ class BucketSlice:
 
 @dataclass(frozen=True)
 class Placement:
-    """One parameter's place.
+    """The record of where one parameter is.
 
     A unit is what travels in one bucket; the gradient's norm is summed unit by unit.
     """
@@ -206,7 +206,7 @@ def check_module(model: object) -> None:
         raise UsageError(f"{what}: give the model that it wraps, an mp.Module")
 
 
-def place(model: Module) -> None:
+def attach_placements(model: Module) -> None:
     """Give every parameter of a serial model its Placement, unless it has one already.
 
     UsageError if two layers have one name: the strategies are where a model is seen as a whole.
@@ -227,18 +227,18 @@ def update(parameter: Parameter, **changes: Any) -> None:
 def placement_of(parameter: Parameter) -> Placement:
     """Return a parameter's Placement; ValueError if no strategy has placed it."""
     if parameter.placement is None:
-        remedy = "call place(model) or wrap the model in a strategy first"
+        remedy = "call attach_placements(model) or wrap the model in a strategy first"
         raise ValueError(f"this parameter has no placement: {remedy}")
     return parameter.placement
 
 
 def bucket_slice(parameter: Parameter) -> BucketSlice:
-    """Return a parameter's place in its bucket; ValueError if data parallelism has not placed it."""
-    place = placement_of(parameter).dp
-    if place is None:
+    """Return a parameter's slice of its bucket; ValueError if data parallelism has not placed it."""
+    owned = placement_of(parameter).dp
+    if owned is None:
         remedy = "wrap the model in a data-parallel strategy"
         raise ValueError(f"{placement_of(parameter).name} is in no bucket: {remedy}")
-    return place
+    return owned
 
 
 class ParameterShard(Parameter):

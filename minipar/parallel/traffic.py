@@ -90,12 +90,12 @@ def predicted_traffic(layout: StepLayout, rank: int) -> dict[str, int]:
 
     ValueError for a rank that there is not.
     """
-    place = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
     return {
-        "dp": dp_bytes(layout, place["dp"] * layout.cp + place["cp"], place["pp"]),
-        "cp": cp_bytes(layout, place["pp"]) + load_bytes(layout, place["cp"], place["pp"]),
-        "tp": tp_bytes(layout, place["tp"], place["pp"]),
-        "pp": pp_bytes(layout, place["pp"]),
+        "dp": dp_bytes(layout, coordinates["dp"] * layout.cp + coordinates["cp"], coordinates["pp"]),
+        "cp": cp_bytes(layout, coordinates["pp"]) + load_bytes(layout, coordinates["cp"], coordinates["pp"]),
+        "tp": tp_bytes(layout, coordinates["tp"], coordinates["pp"]),
+        "pp": pp_bytes(layout, coordinates["pp"]),
     }
 
 

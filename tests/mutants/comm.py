@@ -49,7 +49,11 @@ MUTANTS = [
     *mistakes(
         "minipar/comm/communicator.py",
         "comm/test_hierarchical.py",
-        ("levels: ranks dealt in turn are neighbours", "range(first, first + near)", "range(place, self.size, hosts)"),
+        (
+            "levels: ranks dealt in turn are neighbours",
+            "range(first, first + near)",
+            "range(local_rank, self.size, hosts)",
+        ),
         ("levels: groups of unequal size", "self.size % hosts", "False"),
         ("hierarchical: the whole array crosses", "across.all_reduce(chunk,", "across.all_reduce(x,"),
     ),
@@ -61,7 +65,7 @@ MUTANTS = [
             "for step in range((p - 1).bit_length()):",
             "for step in range((p - 1).bit_length() - 1):",
         ),
-        ("broadcast: from rank 0 whatever the root", "place = (link.rank - root) % p", "place = link.rank"),
+        ("broadcast: from rank 0 whatever the root", "virtual = (link.rank - root) % p", "virtual = link.rank"),
         (
             "chunks: the last ones are longer, not the first",
             "r * size + min(r, longer)",

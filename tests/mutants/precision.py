@@ -34,7 +34,7 @@ MUTANTS = [
     *mistakes(
         "minipar/parallel/hybrid.py",
         TESTS,
-        ("2 bytes: sums in another dtype are not copied back", "self.place[...] = self.wire", "pass"),
+        ("2 bytes: sums in another dtype are not copied back", "self.target[...] = self.wire", "pass"),
         ("2 bytes: gradients travel in their own dtype", "return CastingComm(comm, dtype)", "return comm"),
         ("hybrid: sums over replicas are not waited for", "return self.second.wait()", "return None"),
     ),

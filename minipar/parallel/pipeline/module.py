@@ -18,7 +18,7 @@ from minipar.parallel.grad_norm import clip_grad_norm
 from minipar.parallel.guards import check_alike, check_names_over, check_parted, note_same_batch
 from minipar.parallel.pipeline.schedules import make
 from minipar.parallel.pipeline.stage import Key, PipelineExecutor, PipelineStage
-from minipar.parallel.placement import Replicate, Shard, place, placement_of, update
+from minipar.parallel.placement import Replicate, Shard, attach_placements, placement_of, update
 from minipar.parallel.state import gather_state, local_part
 from minipar.parallel.step_guard import OptimizerGuard
 
@@ -67,7 +67,7 @@ class PipelineModule(Module, Owner):
                 for i in range(s * per_stage, (s + 1) * per_stage):
                     parts[i] = self._part(stages[i], i)
                     runs[s].append(parts[i])
-        place(self)
+        attach_placements(self)
         check_names_over(pp, self.parameters())
         for i, part in parts.items():
             for p in part.parameters:

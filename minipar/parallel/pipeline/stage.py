@@ -18,7 +18,7 @@ from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.check import lower
-from minipar.parallel.placement import place, update
+from minipar.parallel.placement import attach_placements, update
 
 # The tags of the token embedding's messages, which two stages need, and the schedule's first tag.
 TIED_GRADIENT = 0
@@ -263,7 +263,7 @@ class PipelineParallel:
                 self.stages[s] = PipelineStage(parts)
         self.first = homes[0]
         self.last = homes[-1]
-        place(model)
+        attach_placements(model)
         self.groups: list[list[Parameter]] = []
         for i, group in enumerate(part_groups(model)):
             for p in group:

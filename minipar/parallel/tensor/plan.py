@@ -165,7 +165,7 @@ def tensor_parallel(
     """
     check_split(model, "tensor_parallel", comm)
     check_shape(model.config, comm.size)
-    placement.place(model)
+    placement.attach_placements(model)
     check_same_start(comm, model)
     note_split(model, "tensor_parallel", comm)
     group = TensorGroup(comm, reduction, model.dtype, reduce_dtype)
