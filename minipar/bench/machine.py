@@ -226,7 +226,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
     model, ddp = _build(shape)
     inputs, targets, x, gradient = _arrays(shape)
     seconds: dict[str, list[float]] = defaultdict(list)
-    blocks, ends = PipelineStage(model.parts[1:-1]), PipelineStage(model.parts[-1:])
+    blocks, ends = PipelineStage(model.segments[1:-1]), PipelineStage(model.segments[-1:])
     optimizer = AdamW(ddp.parameters())
     one = np.full((), 1 / targets.size, dtype=np.float32)
 
@@ -252,7 +252,7 @@ def pieces(shape: Shape, repeat: int) -> dict[str, float]:
                 timed("I", blocks.backward_input, 0, gradient)
                 timed("W" + more, blocks.backward_weight, 0)
             ddp.zero_grad()
-            y = timed("embed F", model.parts[0].run, inputs)
+            y = timed("embed F", model.segments[0].run, inputs)
             timed("head F", ends.forward, 0, Tensor(x, requires_grad=True), loss)
             timed("head B", ends.backward, 0, one)
             timed("embed B", y.backward, gradient)

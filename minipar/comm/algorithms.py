@@ -47,8 +47,8 @@ def fold(p: int, rank: int) -> tuple[int, int, int]:
     """Return what `rank` is in an algorithm that needs a power of two: (q, extras, virtual).
 
     q is the largest power of two with q <= p, and extras = p - q. The first 2*extras ranks form
-    pairs. Each even rank gives its data to the odd rank above and rests until the result is back: its
-    virtual rank is -1. The others have virtual ranks 0..q-1. NB: this is MPICH's way, and its
+    pairs. Each even rank gives its data to the odd rank above and rests until the result is back:
+    its virtual rank is -1. The others have virtual ranks 0..q-1. NB: this is MPICH's way, and its
     `newrank` (Thakur, Rabenseifner and Gropp 2005, section 4.5).
     """
     q = 1 << (p.bit_length() - 1)
@@ -104,7 +104,7 @@ def gather_by_doubling(link: Link, x: np.ndarray) -> Steps:
     distance = 1
     while virtual >= 0 and distance < q:
         partner = real_rank(virtual ^ distance, extras)
-        first = virtual & -distance  # the aligned block of `distance` virtual ranks that this rank has in full
+        first = virtual & -distance  # the aligned block of virtual ranks that it has in full
         other = first ^ distance
         sent = x[bounds[first][0] : bounds[first + distance - 1][1]]
         received = x[bounds[other][0] : bounds[other + distance - 1][1]]

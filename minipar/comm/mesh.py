@@ -13,12 +13,12 @@ class DeviceMesh:
 
     tp is fastest because it communicates most and profits from near ranks. `mesh.dp`, `mesh.cp`,
     `mesh.tp` and `mesh.pp` are the Communicators of this rank's row along each axis, and
-    `mesh.coordinates` are its coordinates. `mesh.dp_cp`, whose axis is named dp, has the ranks of both:
-    they hold different tokens and the same parameters, so gradients are summed over it. Experts are
-    folded into it: `mesh.ep` has ep neighbours of dp_cp, which share them, and `mesh.edp` (axis dp)
-    the ranks of dp_cp that hold the same experts. dp=None takes what the others leave. UsageError
-    for sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and PyTorch's DeviceMesh agree
-    on these four axes.
+    `mesh.coordinates` are its coordinates. `mesh.dp_cp`, whose axis is named dp, has the ranks of
+    both: they hold different tokens and the same parameters, so gradients are summed over it.
+    Experts are folded into it: `mesh.ep` has ep neighbours of dp_cp, which share them, and
+    `mesh.edp` (axis dp) the ranks of dp_cp that hold the same experts. dp=None takes what the
+    others leave. UsageError for sizes that do not fit. NB: Megatron's order (tp-cp-ep-dp-pp) and
+    PyTorch's DeviceMesh agree on these four axes.
     """
 
     AXES: tuple[str, ...] = ("tp", "cp", "dp", "pp")  # fastest first

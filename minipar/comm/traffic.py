@@ -68,7 +68,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
             return p - 1, (p - 1) * own
         case "broadcast", "binomial":
             virtual = (rank - root) % p
-            lowest = virtual & -virtual if virtual else 1 << (p - 1).bit_length()  # set bit of the virtual rank
+            lowest = virtual & -virtual if virtual else 1 << (p - 1).bit_length()  # set bit
             children = [distance for distance in _powers(lowest) if virtual + distance < p]
             return len(children), n * len(children)
         case "barrier", "dissemination":
@@ -76,7 +76,7 @@ def sent(op: str, algorithm: str, n: int, p: int, rank: int, root: int = 0) -> t
 
     q, extras, virtual = fold(p, rank)
     sizes = [stop - start for start, stop in virtual_bounds(n, p)]
-    gathered = 0  # elements: in each round a rank sends the aligned block of virtual ranks around its own
+    gathered = 0  # elements: in each round a rank sends the aligned block around its own
     for distance in _powers(q):
         first = virtual & -distance
         gathered += sum(sizes[first : first + distance])

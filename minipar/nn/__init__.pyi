@@ -14,7 +14,7 @@ from .layers import dropping as dropping
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .module import Module as Module
-from .module import Part as Part
+from .module import Segment as Segment
 from .moe import Mixtral as Mixtral
 from .moe import MixtralConfig as MixtralConfig
 from .moe import MoE as MoE

@@ -1,4 +1,4 @@
-"""Module: parameters by name, their loss and their state, and Part, a piece of a model.
+"""Module: parameters by name, their loss and their state, and Segment, a piece of a model.
 
 This is the smallest part of torch.nn that a GPT needs.
 """
@@ -145,15 +145,15 @@ def _items_of(name: str, value: object) -> Iterator[tuple[str, Parameter | Modul
 
 
 @dataclass
-class Part:
+class Segment:
     """A piece of a model: the embedding, a block or the head.
 
-    Pipelines cut between parts, and ZeRO stage 3 gathers part by part.
+    Pipelines cut between segments, and ZeRO stage 3 gathers segment by segment.
     """
 
     name: str
-    run: Callable[[Any], Tensor]  # takes the output of the part before
-    parameters: list[Parameter]  # the part reads these
+    run: Callable[[Any], Tensor]  # takes the output of the segment before
+    parameters: list[Parameter]  # the segment reads these
     # False if backward needs no parameter's values, as for a lookup in the embedding.
     reads_in_backward: bool = True
     is_last: bool = False  # True for the head, whose backward follows its forward at once

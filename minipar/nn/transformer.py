@@ -1,14 +1,15 @@
-"""The common part of GPT-2 and Llama: the sizes that others read, and the parts of the model.
+"""The common part of GPT-2 and Llama: the sizes that others read, and the segments of the model.
 
 Each strategy changes some things of a serial model. Tensor parallelism replaces layers by parallel
 ones, divides each attention's heads, and replaces the two functions that see the whole vocabulary,
 `project` and `criterion`. Where several layers read one input, their block calls `enter` first, and
 a layer of experts ends with `leave`: both are `identity` until tensor parallelism fills them.
 Context parallelism replaces each `attention`, and `positions`. Both give `mask_slices` to each
-Dropout that sees a part of an activation. Pipeline parallelism runs a range of `parts` on each
+Dropout that sees a part of an activation. Pipeline parallelism runs a range of `segments` on each
 rank. A tied token embedding may then be on two ranks, so the head has a leaf of its own
 (`head_weight`), whose gradient is added before the step. Data parallelism and ZeRO move all
-parameters into flat storage and add gradient hooks. ZeRO stage 3 wraps the `run` of each part, too.
+parameters into flat storage and add gradient hooks. ZeRO stage 3 wraps the `run` of each segment,
+too.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from minipar.backend import Array, xp
 from minipar.errors import check_memory
 from minipar.nn.guards import array_of, check_config, check_size, check_tokens, float_dtype
 from minipar.nn.layers import Init, Linear
-from minipar.nn.module import Module, Part
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 
 
@@ -98,8 +99,8 @@ class TransformerConfig(ABC):
         """Return the fields by their names, which are those of config.json."""
         return asdict(self)
 
-    def part_flops(self, length: int) -> list[int]:
-        """Return the operations per token of each part, in sequences of `length`.
+    def segment_flops(self, length: int) -> list[int]:
+        """Return the operations per token of each segment, in sequences of `length`.
 
         They are counted as `forward_flops` counts them.
         """
@@ -111,7 +112,7 @@ class TransformerConfig(ABC):
 
         Source: Narayanan et al. 2021.
         """
-        return batch * length * sum(self.part_flops(length))
+        return batch * length * sum(self.segment_flops(length))
 
     def check_memory(self, nbytes: int, shares: int = 1) -> None:
         """Raise UsageError if this machine's memory is too small for a share of the model.
@@ -199,21 +200,21 @@ class LanguageModel(Module):
     def assemble(
         self, embedding: list[Parameter], blocks: Mapping[str, Module], norm: Module
     ) -> None:  # fmt: skip
-        """List the parts of the model, and compute the parameters unless they are deferred.
+        """List the segments of the model, and compute the parameters unless they are deferred.
 
-        `embedding` are the parameters that the first part reads, `norm` is the last norm.
+        `embedding` are the parameters that the first segment reads, `norm` is the last norm.
         """
         if self.config.tie_word_embeddings:
             self.head_weight = self.token_embedding.tie()
             head_matrix = self.token_embedding
         else:
             head_matrix = self.lm_head.weight
-        self.parts = [Part("embedding", self.embed, embedding, reads_in_backward=False)]
+        self.segments = [Segment("embedding", self.embed, embedding, reads_in_backward=False)]
         for name, block in blocks.items():
             run = partial(self.run_block, block)
-            self.parts.append(Part(name, run, block.parameters()))
+            self.segments.append(Segment(name, run, block.parameters()))
         read_by_head = [head_matrix, *norm.parameters()]
-        self.parts.append(Part("head", partial(self.head, norm), read_by_head, is_last=True))
+        self.segments.append(Segment("head", partial(self.head, norm), read_by_head, is_last=True))
         if not self.deferred:
             self.materialize()
 
@@ -237,8 +238,8 @@ class LanguageModel(Module):
     def forward(self, tokens: Array) -> Tensor:
         x: Any = array_of("tokens", tokens)
         check_tokens(x)
-        for part in self.parts:
-            x = part.run(x)
+        for segment in self.segments:
+            x = segment.run(x)
         return x
 
     def loss_sum(self, x: Array, y: Array) -> Tensor:

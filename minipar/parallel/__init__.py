@@ -21,7 +21,7 @@ groups.py says which parameters travel together, hybrid.py how, and guards.py an
 SET_BY_STRATEGIES = {
     "Parameter": ("data", "grad", "grad_buffer", "grad_dtype", "placement"),
     "Module": ("split_over", "forward", "loss_sum"),
-    "Part": ("run", "parameters"),
+    "Segment": ("run", "parameters"),
     "LanguageModel": ("project", "criterion", "positions"),
     "SelfAttention": ("attention", "heads", "kv_heads"),
     "llama.Attention, llama.MLP": ("enter",),

@@ -151,6 +151,6 @@ def expert_parallel(model: Module, comm: Communicator, replicas: Communicator) -
             p.owners.append(owner)
             owner.experts.add(p)
     held = set(model.parameters())
-    for part in getattr(model, "parts", ()):
-        part.parameters = [p for p in part.parameters if p in held]
+    for segment in getattr(model, "segments", ()):
+        segment.parameters = [p for p in segment.parameters if p in held]
     return owner

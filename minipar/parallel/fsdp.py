@@ -1,10 +1,10 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded. Methods have FSDP2's names.
 
-A unit is a set of parameters, such as those of one block; each rank keeps one chunk of it. A part of
-the model, such as a block, gathers the units that it reads (`unshard`) before its forward and frees
-them (`reshard`) after it. It gathers them again before its backward, if backward reads them, and
-frees them after it. The last part keeps its units in between, because its backward follows at once.
-Backward reduce-scatters the gradient of a unit as soon as it is complete.
+A unit is a set of parameters, such as those of one block; each rank keeps one chunk of it. A
+segment of the model, such as a block, gathers the units that it reads (`unshard`) before its
+forward and frees them (`reshard`) after it. It gathers them again before its backward, if backward
+reads them, and frees them after it. The last segment keeps its units in between, because its
+backward follows at once. Backward reduce-scatters the gradient of a unit as soon as it is complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate, hold
 from minipar.nn.deferred import placeholder
-from minipar.nn.module import Module, Part
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
-from minipar.parallel.groups import Group, by_unit, groups_over, parts_of, prepare
+from minipar.parallel.groups import Group, by_unit, groups_over, prepare, segments_of
 from minipar.parallel.guards import check_freed, check_wrapping, checksum, refuse_late_state
 from minipar.parallel.hybrid import GradientComm, Pending, in_dtype, over_shards, replicas_of_shards
 from minipar.parallel.loss import global_mean_loss
@@ -86,24 +86,25 @@ class Unit(Bucket):
 
 
 class FullyShardedDataParallel:
-    """A model of which each of d ranks keeps 1/d. Parameters are whole only while a part uses them.
+    """A model of which each of d ranks keeps 1/d. Parameters are whole only while they are used.
 
-    Use it as DistributedDataParallel. Each block of a GPT is a unit; a module that lists no `parts`
-    is one unit. With `prefetch`, the next part's units are gathered while a part computes. The unit
-    that embedding and head share is gathered once for each of them: the head's backward follows its
-    forward, and the embedding's backward does not read the parameters. `runs` are lists of parts
-    that this rank runs one after the other, such as a pipeline's stages; by default there is one
-    list, the model's `parts`. Of Psi parameters, each rank sends 2 Psi (d-1)/d elements per forward
-    and backward to gather them, and Psi (d-1)/d per step to reduce-scatter gradients: 3 Psi (d-1)/d
-    where data parallelism sends 2 Psi (d-1)/d. With `replicas` = q, every d/q neighbouring ranks
-    hold all shards: the formulas hold with d/q for d, and HybridComm sends some more (hybrid.py).
+    Use it as DistributedDataParallel. Each block of a GPT is a unit; a module that lists no
+    `segments` is one unit. With `prefetch`, the next segment's units are gathered while a segment
+    computes. The unit that embedding and head share is gathered once for each of them: the head's
+    backward follows its forward, and the embedding's backward does not read the parameters.
+    `segment_lists` are lists of segments that this rank runs one after the other, such as a
+    pipeline's stages; by default there is one list, the model's `segments`. Of Psi parameters, each
+    rank sends 2 Psi (d-1)/d elements per forward and backward to gather them, and Psi (d-1)/d per
+    step to reduce-scatter gradients: 3 Psi (d-1)/d where data parallelism sends 2 Psi (d-1)/d. With
+    `replicas` = q, every d/q neighbouring ranks hold all shards: the formulas hold with d/q for d,
+    and HybridComm sends some more (hybrid.py).
     """
 
     accumulates_sums = True  # tells the guard that a step may add up the sums of several backward passes
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
-        prefetch: bool = True, runs: Sequence[Sequence[Part]] | None = None,
+        prefetch: bool = True, segment_lists: Sequence[Sequence[Segment]] | None = None,
         groups: Sequence[Group] | None = None, replicas: int = 1,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
         gradient_dtype: Any = None, reduce_dtype: Any = None,
@@ -130,25 +131,25 @@ class FullyShardedDataParallel:
         self.hooks = BackwardHooks(self.buckets, self.reduce, comm.progress)
         self.works: list[Pending] = []  # the reduce-scatters under way
         self.is_inside = False  # True while `run_whole` runs a function of the model
-        has_parts = runs is not None or hasattr(model, "parts")
-        for needs in unit_passes([parts_of(model)] if runs is None else runs, self.buckets):
-            if has_parts:  # `self.run` gathers and frees around the part's own `run`
-                needs.part.run = partial(self.run, needs, needs.part.run)
+        has_segments = segment_lists is not None or hasattr(model, "segments")
+        for needs in unit_passes([segments_of(model)] if segment_lists is None else segment_lists, self.buckets):
+            if has_segments:  # `self.run` gathers and frees around the segment's own `run`
+                needs.segment.run = partial(self.run, needs, needs.segment.run)
             else:  # the whole model is one unit
                 model.loss_sum = partial(self.run_whole, needs, model.loss_sum)  # type: ignore[method-assign]
                 for _, module in model.named_modules():  # a script may call a module inside the model by itself
                     module.forward = partial(self.run_whole, needs, module.forward)  # type: ignore[method-assign]
 
-    # ---- gathering and freeing: before and after a part's forward and backward
+    # ---- gathering and freeing: before and after a segment's forward and backward
 
     def run(self, needs: UnitPass, forward: Callable[[Any], Any], x: Any) -> Any:
-        """Run a part; gather and free its units before and after its forward and its backward."""
-        backward_is_next = needs.part.is_last and grad_enabled.get()
+        """Run a segment; gather and free its units before and after its forward and its backward."""
+        backward_is_next = needs.segment.is_last and grad_enabled.get()
         self.pre_forward(needs.reads, needs.previous if backward_is_next else needs.following)
-        y = forward(at_backward(x, partial(self.post_backward, needs)))  # backward comes to x after the part
+        y = forward(at_backward(x, partial(self.post_backward, needs)))  # backward comes to x after the segment
         if not backward_is_next:
             self.post_forward(needs)
-        return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the part
+        return at_backward(y, partial(self.pre_backward, needs))  # backward comes to y before the segment
 
     def run_whole(self, needs: UnitPass, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a function of a model that is one unit. Calls inside this call neither gather nor free."""
@@ -173,21 +174,21 @@ class FullyShardedDataParallel:
             unit.wait_for_unshard()
 
     def post_forward(self, needs: UnitPass) -> None:
-        """Free the units that the part reads."""
+        """Free the units that the segment reads."""
         for unit in needs.reads:
             if unit.gathering is not None:
                 unit.reshard()
 
     def pre_backward(self, needs: UnitPass) -> None:
-        """Gather the part's units, if its backward reads them; allocate the gradients that it completes."""
-        if needs.part.reads_in_backward:
+        """Gather the segment's units, if its backward reads them; allocate the gradients that it completes."""
+        if needs.segment.reads_in_backward:
             self.pre_forward(needs.reads, needs.previous)
             queue_callback(partial(self.post_backward, needs))  # for an input without a gradient, such as tokens
         for unit in needs.completes:
             allocate_gradient(unit, self.gradient_dtype, self.works, self.hooks.enabled)
 
     def post_backward(self, needs: UnitPass) -> None:
-        """Free the units that the part reads. The next forward gathers them again."""
+        """Free the units that the segment reads. The next forward gathers them again."""
         self.post_forward(needs)
 
     # ---- gradients, and what a script calls (zero.py has most of these functions, too)

@@ -6,7 +6,7 @@ from typing import Any
 
 from minipar.backend import xp
 from minipar.comm.communicator import Communicator
-from minipar.nn.module import Module, Part
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.guards import check_groups
 from minipar.parallel.placement import Placement, attach_placements, placement_of, update
@@ -45,9 +45,9 @@ def by_size(parameters: Sequence[Parameter], bucket_bytes: int, first_bucket_byt
     return groups
 
 
-def parts_of(model: Module) -> list[Part]:
-    """Return the model's parts in the order in which they run; without any it is one."""
-    return getattr(model, "parts", None) or [Part("model", model.forward, model.parameters(), is_last=True)]
+def segments_of(model: Module) -> list[Segment]:
+    """Return the model's segments in the order in which they run; without any it is one."""
+    return getattr(model, "segments", None) or [Segment("model", model.forward, model.parameters(), is_last=True)]
 
 
 def by_unit(model: Module) -> list[list[Parameter]]:
@@ -57,12 +57,12 @@ def by_unit(model: Module) -> list[list[Parameter]]:
     the token embedding.
     """
     groups: list[list[Parameter]] = []
-    for part in parts_of(model):
-        shared = [group for group in groups if not set(part.parameters).isdisjoint(group)]
+    for segment in segments_of(model):
+        shared = [group for group in groups if not set(segment.parameters).isdisjoint(group)]
         if shared:
-            shared[0] += [p for p in part.parameters if p not in set(shared[0])]
+            shared[0] += [p for p in segment.parameters if p not in set(shared[0])]
         else:
-            groups.append(list(part.parameters))
+            groups.append(list(segment.parameters))
     return groups
 
 

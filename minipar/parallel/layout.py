@@ -9,7 +9,7 @@ from minipar.comm.mesh import DeviceMesh
 from minipar.nn.transformer import TransformerConfig
 from minipar.parallel.groups import by_unit
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.stage import balanced_cuts, part_groups
+from minipar.parallel.pipeline.stage import balanced_cuts, segment_groups
 from minipar.parallel.placement import BucketSlice, Placement, Placements
 from minipar.parallel.tensor.plan import tensor_placement
 
@@ -85,13 +85,13 @@ class StepLayout:
 
     @cached_property
     def homes(self) -> list[int]:
-        """The pipeline rank of each part of the model: the embedding, the blocks, the head."""
+        """The pipeline rank of each segment of the model: the embedding, the blocks, the head."""
         if self.schedule is None:
             return [0] * (self.model.n_layer + 2)
         homes = []
-        cuts = balanced_cuts(self.model.part_flops(self.length), self.schedule.stages)
-        for stage, parts in enumerate(cuts):
-            homes += [self.schedule.home[stage]] * parts
+        cuts = balanced_cuts(self.model.segment_flops(self.length), self.schedule.stages)
+        for stage, segments in enumerate(cuts):
+            homes += [self.schedule.home[stage]] * segments
         return homes
 
     @property
@@ -131,7 +131,7 @@ class StepLayout:
         replica, shard = divmod(dp * self.cp + cp, self.shards)
         model = self.model.build(deferred=True)
         names = {p: name for name, p in model.named_parameters()}
-        units = by_unit(model) if self.schedule is None else part_groups(model)
+        units = by_unit(model) if self.schedule is None else segment_groups(model)
         placed = Placements()
         for i, unit in enumerate(units):
             if self.homes[i] != pp:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError
-from minipar.nn.module import Module, Part
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel
 from minipar.parallel.context import ContextParallel, context_parallel
@@ -20,7 +20,7 @@ from minipar.parallel.fsdp import FullyShardedDataParallel
 from minipar.parallel.groups import Group, by_unit, groups_over
 from minipar.parallel.guards import check_wrapping, refuse_replicas
 from minipar.parallel.pipeline.actions import Schedule
-from minipar.parallel.pipeline.stage import PipelineParallel, part_groups
+from minipar.parallel.pipeline.stage import PipelineParallel, segment_groups
 from minipar.parallel.tensor.plan import TensorParallel, tensor_parallel
 from minipar.parallel.zero import ZeroStage1, ZeroStage2
 
@@ -53,7 +53,7 @@ def parallelize(
     context_order: str = "zigzag",
     schedule: Schedule | None = None,
     length: int = 0,
-    parts_as_units: bool = False,
+    segments_as_units: bool = False,
     gradient_dtype: Any = None,
     reduce_dtype: Any = None,
 ) -> Parallelized:
@@ -61,8 +61,8 @@ def parallelize(
 
     `reduction` is the algorithm of all sums over ranks.
 
-    pp > 1 needs a `schedule`, or UsageError, and the `length` in tokens of the sequences.
-    With `parts_as_units`, the gradient's norm is summed part by part: a device that is compared
+    pp > 1 needs a `schedule`, or UsageError, and the `length` in tokens of the sequences. With
+    `segments_as_units`, the gradient's norm is summed segment by segment: a device that is compared
     with a pipeline then sums in the same order as the pipeline.
     """
     if mesh.pp.size > 1 and schedule is None:
@@ -73,8 +73,8 @@ def parallelize(
     context = context_parallel(model, mesh.cp, context_method, context_order, reduction, reduce_dtype)
 
     # Tensor parallelism: each rank of tp keeps a part of every layer. Some gradients on a rank then
-    # come from a part of the tokens alone. `tensor.sum_partial` sums these gradients over tp, before
-    # data parallelism sums them over dp.
+    # come from a part of the tokens alone. `tensor.sum_partial` sums these gradients over tp,
+    # before data parallelism sums them over dp.
     tensor: TensorParallel | None = None
     if mesh.tp.size > 1:
         tensor = tensor_parallel(model, mesh.tp, reduction, sequence, reduce_dtype)
@@ -84,14 +84,14 @@ def parallelize(
     experts = expert_parallel(model, mesh.ep, mesh.edp)
 
     # Pipeline parallelism: each rank of pp keeps some stages. `units` are the parameters that travel
-    # together; `runs` are the lists of parts that this rank runs one after the other.
-    units = part_groups(model) if parts_as_units else by_unit(model)
+    # together; `segment_lists` are the lists of segments that this rank runs one after the other.
+    units = segment_groups(model) if segments_as_units else by_unit(model)
     pipeline: PipelineParallel | None = None
-    runs: list[Sequence[Part]] | None = None
+    segment_lists: list[Sequence[Segment]] | None = None
     if schedule is not None and mesh.pp.size > 1:
         pipeline = PipelineParallel(model, mesh.pp, schedule, length)
         units = pipeline.groups
-        runs = [stage.parts for stage in pipeline.stages.values()]
+        segment_lists = [stage.segments for stage in pipeline.stages.values()]
 
     # Data parallelism: ranks of dp have other sequences, and ranks of cp have other parts of them.
     # Gradients are therefore summed over both.
@@ -101,7 +101,7 @@ def parallelize(
         zero_stage,
         reduction,
         groups=experts.groups(mesh.dp_cp, units),
-        runs=runs,
+        segment_lists=segment_lists,
         replicas=replicas,
         before_reduce=None if tensor is None else tensor.sum_partial,
         gradient_dtype=gradient_dtype,
@@ -117,7 +117,7 @@ def shard(
     algorithm: str = "ring",
     *,
     groups: Sequence[Group] | None = None,
-    runs: Sequence[Sequence[Part]] | None = None,
+    segment_lists: Sequence[Sequence[Segment]] | None = None,
     replicas: int = 1,
     before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
     gradient_dtype: Any = None,
@@ -126,7 +126,7 @@ def shard(
     """Wrap `model` over `comm` at ZeRO stage 0 (data parallelism) to 3 (fully sharded).
 
     All stages give the same bits. The other arguments go to the class of the stage: stages 2 and 3
-    use `runs`, stages 1 to 3 use `replicas`. ValueError for another stage.
+    use `segment_lists`, stages 1 to 3 use `replicas`. ValueError for another stage.
     """
     check_wrapping(model, comm, algorithm)
     if groups is None:
@@ -159,7 +159,7 @@ def shard(
             comm,
             algorithm,
             groups=groups,
-            runs=runs,
+            segment_lists=segment_lists,
             replicas=replicas,
             before_reduce=before_reduce,
             gradient_dtype=gradient_dtype,
@@ -171,7 +171,7 @@ def shard(
             comm,
             algorithm,
             groups=groups,
-            runs=runs,
+            segment_lists=segment_lists,
             replicas=replicas,
             before_reduce=before_reduce,
             gradient_dtype=gradient_dtype,
@@ -187,7 +187,7 @@ def fully_shard(
     *,
     prefetch: bool = True,
     groups: Sequence[Group] | None = None,
-    runs: Sequence[Sequence[Part]] | None = None,
+    segment_lists: Sequence[Sequence[Segment]] | None = None,
     replicas: int = 1,
     before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
     gradient_dtype: Any = None,
@@ -204,7 +204,7 @@ def fully_shard(
         algorithm,
         prefetch=prefetch,
         groups=groups,
-        runs=runs,
+        segment_lists=segment_lists,
         replicas=replicas,
         before_reduce=before_reduce,
         gradient_dtype=gradient_dtype,

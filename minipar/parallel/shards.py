@@ -1,4 +1,4 @@
-"""This rank's chunks of buckets, and which buckets a part of the model needs.
+"""This rank's chunks of buckets, and which buckets a segment of the model needs.
 
 A chunk holds shards of parameters. The optimizer updates these shards.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from minipar.autograd import Tensor, mapping
 from minipar.backend import Array
 from minipar.memory import allocate
-from minipar.nn.module import Part
+from minipar.nn.module import Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import Bucket
 from minipar.parallel.hybrid import Pending
@@ -70,20 +70,20 @@ def all_shards(buckets: Sequence[Bucket], chunks: Iterable[Chunk]) -> list[Param
 
 @dataclass(frozen=True)
 class UnitPass:
-    """A part of the model, and the buckets that it needs in forward and backward.
+    """A segment of the model, and the buckets that it needs in forward and backward.
 
     At ZeRO stage 3 the buckets are units (fsdp.py).
     """
 
-    part: Part
-    reads: Sequence[Any]  # the buckets whose parameters the part reads
-    previous: Sequence[Any]  # the part before reads these in its backward, which runs next
-    following: Sequence[Any]  # the part after reads these in its forward, which runs next
-    completes: Sequence[Any]  # this part's backward gives these their last gradient
+    segment: Segment
+    reads: Sequence[Any]  # the buckets whose parameters the segment reads
+    previous: Sequence[Any]  # the segment before reads these in its backward, which runs next
+    following: Sequence[Any]  # the segment after reads these in its forward, which runs next
+    completes: Sequence[Any]  # this segment's backward gives these their last gradient
 
 
-def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> list[UnitPass]:
-    """Return what each part needs. A run is a list of parts that follow one another on this rank.
+def unit_passes(segment_lists: Sequence[Sequence[Segment]], buckets: Sequence[Bucket]) -> list[UnitPass]:
+    """Return what each segment needs. Each list has segments that follow one another on this rank.
 
     A parameter that is in no bucket is left out: the head of a pipeline's last rank may read the
     embedding, which is in a bucket of the first rank.
@@ -91,17 +91,18 @@ def unit_passes(runs: Sequence[Sequence[Part]], buckets: Sequence[Bucket]) -> li
     bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
     passes: list[UnitPass] = []
     seen: set[Bucket] = set()
-    for run in runs:
+    for segments in segment_lists:
         reads: list[list[Bucket]] = []
-        for part in run:
-            of_parameters = [bucket_of[p] for p in part.parameters if p in bucket_of]
+        for segment in segments:
+            of_parameters = [bucket_of[p] for p in segment.parameters if p in bucket_of]
             reads.append(list(dict.fromkeys(of_parameters)))  # without repetition
-        for i, part in enumerate(run):
-            previous = reads[i - 1] if i > 0 and run[i - 1].reads_in_backward else []
-            following = reads[i + 1] if i + 1 < len(run) else []
-            # Backward runs the parts in reverse: the first part that reads a bucket completes it.
+        for i, segment in enumerate(segments):
+            previous = reads[i - 1] if i > 0 and segments[i - 1].reads_in_backward else []
+            following = reads[i + 1] if i + 1 < len(segments) else []
+            # Backward runs the segments in reverse: the first segment that reads a bucket completes
+            # it.
             completes = [bucket for bucket in reads[i] if bucket not in seen]
-            passes.append(UnitPass(part, reads[i], previous, following, completes))
+            passes.append(UnitPass(segment, reads[i], previous, following, completes))
             seen.update(reads[i])
     return passes
 

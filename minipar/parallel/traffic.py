@@ -54,7 +54,7 @@ def gathers(layout: StepLayout, unit: int) -> int:
     if layout.zero_stage < 3:
         return 1
     if unit == layout.model.n_layer + 1 or (unit == 0 and not layout.model.tie_word_embeddings):
-        return layout.microbatches  # a part that reads no other unit
+        return layout.microbatches  # a segment that reads no other unit
     if layout.schedule is None or unit > 0:
         return 2 * layout.microbatches
     if layout.first == layout.last:

@@ -1,8 +1,8 @@
 """ZeRO stages 1 and 2: data parallelism without its redundancy (arXiv 1910.02054).
 
-Plain data parallelism keeps everything on every rank. Each stage cuts one more kind of model state into
-chunks, one per rank. Stages 1 and 2 send as much as data parallelism: an all-reduce is a reduce-scatter
-followed by an all-gather, and the optimizer's update fits between the two.
+Plain data parallelism keeps everything on every rank. Each stage cuts one more kind of model state
+into chunks, one per rank. Stages 1 and 2 send as much as data parallelism: an all-reduce is a
+reduce-scatter followed by an all-gather, and the optimizer's update fits between the two.
 
     stage 1   optimizer state: each rank updates its own chunk, then all ranks gather the chunks
     stage 2   gradients too: a bucket's whole gradient exists only until it is reduce-scattered
@@ -20,7 +20,7 @@ from minipar.autograd import Tensor
 from minipar.backend import Array
 from minipar.comm.communicator import Communicator
 from minipar.memory import allocate
-from minipar.nn.module import Module, Part
+from minipar.nn.module import Module, Segment
 from minipar.nn.parameter import Parameter
 from minipar.parallel.buckets import BackwardHooks, Bucket
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -34,7 +34,7 @@ from minipar.parallel.step_guard import Guard
 
 
 class ZeroStage1:
-    """Data parallelism with sharded optimizer state: each rank updates its own chunk of the parameters.
+    """Data parallelism with sharded optimizer state: each rank updates its chunk of the model.
 
     Use it as DistributedDataParallel. `parameters()` returns this rank's shards, so that AdamW keeps
     its two moments for 1/d of the model. Each of `groups` becomes a bucket; without them, each unit of
@@ -171,21 +171,21 @@ class ZeroStage1:
 
 
 class ZeroStage2(ZeroStage1):
-    """Data parallelism with sharded gradients, too: a whole gradient exists only until it is reduce-scattered.
+    """Data parallelism with sharded gradients, too: a whole gradient exists only until it is sent.
 
-    At most two exist at a time: backward writes one while the other is sent. (The gradient of the matrix
-    that embedding and head share exists besides, until backward ends.) Microbatches that accumulate under
-    `no_sync` keep the whole gradients of all buckets, as in PyTorch's FSDP. With `synchronize` after each
-    microbatch instead, gradients stay sharded, and each microbatch sends them. A pipeline passes `runs`,
-    the lists of parts that follow one another on this rank; without it, the model's `parts` are the one
-    run. Sends as much as stage 1.
+    At most two exist at a time: backward writes one while the other is sent. (The gradient of the
+    matrix that embedding and head share exists besides, until backward ends.) Microbatches that
+    accumulate under `no_sync` keep the whole gradients of all buckets, as in PyTorch's FSDP. With
+    `synchronize` after each microbatch instead, gradients stay sharded, and each microbatch sends
+    them. A pipeline passes `segment_lists`, the lists of segments that follow one another on this
+    rank; without it, the model's `segments` are the one list. Sends as much as stage 1.
     """
 
     accumulates_sums = True  # several passes may each sum their gradients: the chunk adds these sums up
 
     def __init__(
         self, model: Module, comm: Communicator, algorithm: str = "ring", *,
-        runs: Sequence[Sequence[Part]] | None = None,
+        segment_lists: Sequence[Sequence[Segment]] | None = None,
         groups: Sequence[Group] | None = None, replicas: int = 1,
         before_reduce: Callable[[Sequence[Parameter]], None] | None = None,
         gradient_dtype: Any = None, reduce_dtype: Any = None,
@@ -194,19 +194,19 @@ class ZeroStage2(ZeroStage1):
             model, comm, algorithm, groups=groups, replicas=replicas, before_reduce=before_reduce,
             gradient_dtype=gradient_dtype, reduce_dtype=reduce_dtype,
         )  # fmt: skip
-        if runs is None:
-            runs = [getattr(model, "parts", [])]  # without parts, `reduce` makes the room
-        # `run` wraps each part, so that backward makes room for gradients before it enters the part.
-        for unit_pass in unit_passes(runs, self.buckets):
-            part = unit_pass.part
-            part.run = partial(self.run, part.run, unit_pass.completes)
+        if segment_lists is None:
+            segment_lists = [getattr(model, "segments", [])]  # without segments, `reduce` makes the room
+        # `run` wraps each segment, so that backward makes room for gradients before it enters the segment.
+        for unit_pass in unit_passes(segment_lists, self.buckets):
+            segment = unit_pass.segment
+            segment.run = partial(self.run, segment.run, unit_pass.completes)
 
     def make_chunk(self, bucket: Bucket, values: Array) -> Chunk:
         """Make this rank's chunk, whose gradient is an array of its own: it stays when the whole gradient is freed."""
         return Chunk(bucket, values, allocate("gradients", values.size, self.gradient_dtype))
 
     def run(self, forward: Callable[[Any], Tensor], buckets: Sequence[Bucket], x: Any) -> Tensor:
-        """Run a part of the model. Backward calls `pre_backward` before it enters the part."""
+        """Run a segment of the model. Backward calls `pre_backward` before it enters the segment."""
         return at_backward(forward(x), partial(self.pre_backward, buckets))
 
     def pre_backward(self, buckets: Sequence[Bucket]) -> None:

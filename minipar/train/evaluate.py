@@ -54,8 +54,8 @@ def sample_loss(trainer: Trainer, inputs: np.ndarray, targets: np.ndarray) -> fl
         if number > 0 and home[number - 1] != comm.rank:
             received = xp.empty((1, *executor.shape[1:]), dtype=executor.dtype)
             x = Tensor(comm.irecv(received, home[number - 1], number).wait())
-        for part in stage.parts:
-            x = part.run(x)
+        for segment in stage.segments:
+            x = segment.run(x)
         if number < last and home[number + 1] != comm.rank:
             comm.isend(xp.ascontiguousarray(x.data), home[number + 1], number + 1).wait()
     if home[last] != comm.rank:

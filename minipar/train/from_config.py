@@ -83,7 +83,7 @@ def apply_strategies(
         context_order=flags.cp_order,
         schedule=schedule,
         length=config.model.seq_len,
-        parts_as_units=flags.pp > 1,  # one device that verifies a pipeline has the pipeline's units
+        segments_as_units=flags.pp > 1,  # one device that verifies a pipeline has the pipeline's units
         gradient_dtype=run.gradients,
         reduce_dtype=run.reduce_dtype,
     )

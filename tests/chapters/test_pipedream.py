@@ -79,7 +79,7 @@ def test_2bw_is_the_papers_update_rule():
     gpt.wte.weight.ties.clear()
 
     lm_head = Parameter(head)
-    gpt.parts[-1].run = lambda x: gpt.project(gpt.ln_f(x), lm_head)
+    gpt.segments[-1].run = lambda x: gpt.project(gpt.ln_f(x), lm_head)
     parameters = [*gpt.parameters(), lm_head]
     optimizer = AdamW(parameters)
     before = last = [p.data.copy() for p in parameters]

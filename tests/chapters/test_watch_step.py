@@ -36,7 +36,7 @@ def test_saved_bytes_counts_each_storage_once():
 
 def test_a_watched_step_counts_and_leaves_the_model_as_it_was():
     model = GPT(CONFIG, dtype="float64")
-    runs = [part.run for part in model.parts]
+    runs = [segment.run for segment in model.segments]
     step = watch_step(model, TOKENS, TOKENS)
     n, h = TOKENS.size, CONFIG.n_embd
     block = 20 * n * h + 2 * n * 5 + 2 * n  # 2 heads, 5 tokens per sample
@@ -45,7 +45,7 @@ def test_a_watched_step_counts_and_leaves_the_model_as_it_was():
     forward, backward = [[f"{way} h.{i}" for i in range(3)] for way in ("forward", "backward")]
     assert [name for name, _, _ in step.moments] == ["start", *forward, "loss", *reversed(backward), "end"]
     assert step.peak >= step.held >= step.kept
-    assert [part.run for part in model.parts] == runs
+    assert [segment.run for segment in model.segments] == runs
 
 
 def test_planted_gradients_are_wrong():

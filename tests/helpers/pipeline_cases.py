@@ -59,7 +59,7 @@ def execute_rank(
     action begins.
     """
     model = gpt(layers, recompute, dropout)
-    runs = cut(model, counts or balanced_cuts(model.config.part_flops(T), schedule.stages))
+    runs = cut(model, counts or balanced_cuts(model.config.segment_flops(T), schedule.stages))
     stages = {s: stage_type(runs[s]) for s, rank in schedule.home.items() if rank == comm.rank}
     executor = PipelineExecutor(schedule, comm, stages, (B, T, H), np.dtype("float64"))
 

@@ -102,7 +102,7 @@ MUTANTS = [
             "                unit.wait_for_unshard()\n                unit.reshard()\n",
             "                pass\n",
         ),
-        ("fsdp: the embedding is gathered for its backward", "if needs.part.reads_in_backward:", "if True:"),
+        ("fsdp: the embedding is gathered for its backward", "if needs.segment.reads_in_backward:", "if True:"),
         ("fsdp: does not wait for what it gathers", "        work.wait()\n        for p, view", "        for p, view"),
     ),
     *mistakes(

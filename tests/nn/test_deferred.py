@@ -85,13 +85,13 @@ def test_a_deferred_gpt_becomes_the_same_gpt(dtype):
 
 def test_the_parts_of_a_gpt_run_in_order_are_the_gpt():
     model = GPT(SMALL)
-    assert [part.name for part in model.parts] == ["embedding", "h.0", "h.1", "head"]
+    assert [segment.name for segment in model.segments] == ["embedding", "h.0", "h.1", "head"]
     x = TOKENS
-    for part in model.parts:
-        x = part.run(x)
+    for segment in model.segments:
+        x = segment.run(x)
     assert np.array_equal(x.data, model(TOKENS).data)
-    assert {p for part in model.parts for p in part.parameters} == set(model.parameters())
-    assert model.wte.weight in model.parts[0].parameters and model.wte.weight in model.parts[-1].parameters
+    assert {p for segment in model.segments for p in segment.parameters} == set(model.parameters())
+    assert model.wte.weight in model.segments[0].parameters and model.wte.weight in model.segments[-1].parameters
     grouped = by_unit(model)
     assert sorted(map(len, grouped)) == [4, 12, 12] and len(grouped[0]) == 4
     assert len({p for unit in grouped for p in unit}) == sum(map(len, grouped)) == len(model.parameters())

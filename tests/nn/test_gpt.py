@@ -295,9 +295,9 @@ def test_a_bad_directory_is_refused_by_name(name, tmp_path):
 
 
 def test_parts_say_what_backward_reads_and_which_is_last():
-    parts = GPT(SMALL).parts
-    assert [part.reads_in_backward for part in parts] == [False, True, True, True]
-    assert [part.is_last for part in parts] == [False, False, False, True]
+    segments = GPT(SMALL).segments
+    assert [segment.reads_in_backward for segment in segments] == [False, True, True, True]
+    assert [segment.is_last for segment in segments] == [False, False, False, True]
 
 
 # ---- sizes that no machine has ---------------------------------------------------------------------------------------

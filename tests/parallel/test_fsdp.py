@@ -305,7 +305,7 @@ def test_parameters_that_the_loss_does_not_use_count_as_zero(size, stage):
         one_pass(ddp)
         ddp.zero_grad()
         with ddp.scaled_backward():
-            ddp.model.parts[0].run(batch(comm.rank)[0]).sum().backward()
+            ddp.model.segments[0].run(batch(comm.rank)[0]).sum().backward()
         ddp.synchronize()
         norm = ddp.clip_grad_norm(None)
         if stage == 0:

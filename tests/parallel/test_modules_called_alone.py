@@ -7,7 +7,7 @@ from training import bits
 import minipar.nn as nn
 from minipar.comm import run_local
 from minipar.nn import AdamW
-from minipar.nn.module import Part
+from minipar.nn.module import Segment
 from minipar.parallel.parallelize import shard
 
 STAGES = [0, 1, 2, 3]
@@ -43,16 +43,16 @@ class InParts(Model):
 
     def __init__(self):
         super().__init__()
-        encoder = Part("encoder", self.encoder, self.encoder.parameters())
-        self.parts = [encoder, Part("head", self.product, self.head.parameters(), is_last=True)]
+        encoder = Segment("encoder", self.encoder, self.encoder.parameters())
+        self.segments = [encoder, Segment("head", self.product, self.head.parameters(), is_last=True)]
 
     def product(self, both):
         left, right = both
         return self.head(left * right)
 
     def forward(self, x, *, scale=2.0):
-        for part in self.parts:
-            x = part.run(x)
+        for segment in self.segments:
+            x = segment.run(x)
         return x
 
 

@@ -59,8 +59,8 @@ def test_a_wrapper_on_a_pipeline_names_the_functions_over_axes(stage, call):
         mesh = DeviceMesh(comm, dp=2, pp=2)
         model = small_gpt(deferred=True)
         pipeline = PipelineParallel(model, mesh.pp, make("1f1b", 2, 2), 8)
-        runs = [held.parts for held in pipeline.stages.values()]
-        ddp = shard(model, mesh.dp, stage, groups=groups_over(mesh.dp, pipeline.groups), runs=runs)
+        runs = [held.segments for held in pipeline.stages.values()]
+        ddp = shard(model, mesh.dp, stage, groups=groups_over(mesh.dp, pipeline.groups), segment_lists=runs)
         function = "grad_norm.clip_grad_norm" if call == "clip_grad_norm" else "state.gather_state"
         with pytest.raises(ValueError, match=f"pipeline parallelism .* call minipar.parallel.{function}"):
             ddp.clip_grad_norm(1.0) if call == "clip_grad_norm" else ddp.state_dict()

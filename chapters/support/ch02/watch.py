@@ -92,10 +92,10 @@ def watch_step(model: GPT, x: Array, y: Array) -> Step:
         leaf.grad_buffer = np.empty_like(leaf.data)  # gradients have their place before the measurement starts
     moments: list[Moment] = []
     counts: list[int] = []
-    blocks = [part for part in model.parts if part.name.startswith("h.")]
-    runs = [part.run for part in blocks]
-    for part, run in zip(blocks, runs, strict=True):
-        part.run = lambda x, run=run, name=part.name: _Probe.apply(run(x), moments, name)
+    blocks = [segment for segment in model.segments if segment.name.startswith("h.")]
+    runs = [segment.run for segment in blocks]
+    for segment, run in zip(blocks, runs, strict=True):
+        segment.run = lambda x, run=run, name=segment.name: _Probe.apply(run(x), moments, name)
     tracemalloc.start()
     _note(moments, "start")
     with flop_counter(counts.append):
@@ -106,8 +106,8 @@ def watch_step(model: GPT, x: Array, y: Array) -> Step:
         loss.backward()
     _note(moments, "end")
     tracemalloc.stop()
-    for part, run in zip(blocks, runs, strict=True):
-        part.run = run
+    for segment, run in zip(blocks, runs, strict=True):
+        segment.run = run
     return Step(kept, held, sum(counts), [("start", 0, 0), *moments[1:]])
 
 

@@ -139,9 +139,9 @@ def simulate(stage: int, prefetch: bool, bytes_per_second: float) -> Step:
 def _step(comm: Any, stage: int, prefetch: bool) -> Step:
     a_few = np.zeros((1, 4), int)  # what is really computed; the clock is charged for BATCH samples of LENGTH tokens
     model = GPT(MODEL, deferred=True)
-    for part in model.parts[1:-1]:
-        _charge(comm.tracer, part, BLOCK, [p for p in part.parameters if p.ndim == 2])
-    _charge(comm.tracer, model.parts[-1], HEAD, [model.ln_f.weight])
+    for segment in model.segments[1:-1]:
+        _charge(comm.tracer, segment, BLOCK, [p for p in segment.parameters if p.ndim == 2])
+    _charge(comm.tracer, model.segments[-1], HEAD, [model.ln_f.weight])
     wrapper = shard(model, comm, stage)
     wrapper.prefetch = prefetch  # type: ignore[attr-defined]  # stages 0 to 2 have nothing to prefetch
     comm.traffic.reset()
@@ -154,10 +154,10 @@ def _step(comm: Any, stage: int, prefetch: bool) -> Step:
     return Step(comm.clock.now() - start, comm.traffic.messages(), comm.traffic.bytes())
 
 
-def _charge(tracer: Any, part: Any, flops: int, matrices: Sequence[Any]) -> None:
-    """Let a part take this many operations in forward, and in backward twice, as its matrices' gradients arrive."""
+def _charge(tracer: Any, segment: Any, flops: int, matrices: Sequence[Any]) -> None:
+    """Let a segment take this many operations in forward, and in backward twice, as its matrices' gradients arrive."""
 
-    def charged(x: Any, run: Any = part.run) -> Any:
+    def charged(x: Any, run: Any = segment.run) -> Any:
         with tracer.region("forward", flops):
             return run(x)
 
@@ -165,7 +165,7 @@ def _charge(tracer: Any, part: Any, flops: int, matrices: Sequence[Any]) -> None
         with tracer.region("backward", 2 * flops * leaf.size / size):
             pass
 
-    part.run, size = charged, sum(p.size for p in matrices)
+    segment.run, size = charged, sum(p.size for p in matrices)
     for matrix in matrices:
         matrix.register_post_accumulate_grad_hook(completed)
 

@@ -30,7 +30,7 @@ from minipar.nn.optim import AdamW
 from minipar.nn.parameter import Parameter
 from minipar.parallel.pipeline.actions import Action, Schedule
 from minipar.parallel.pipeline.schedules import one_f_one_b
-from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, part_groups
+from minipar.parallel.pipeline.stage import PipelineExecutor, PipelineStage, balanced_cuts, cut, segment_groups
 
 Batch = Callable[[int], tuple[np.ndarray, np.ndarray]]  # microbatch -> tokens and targets, (B, T) each
 MakeOptimizer = Callable[[list[Parameter]], AdamW]
@@ -104,15 +104,15 @@ def untie(model: GPT) -> list[list[Parameter]]:
     """Give the head an embedding of its own with the same values, and return the parameters of each part."""
     weight = Parameter(model.wte.weight.data.copy())
     model.wte.weight.ties.clear()
-    model.parts[-1].run = lambda x: model.project(model.ln_f(x), weight)
-    groups = part_groups(model)
+    model.segments[-1].run = lambda x: model.project(model.ln_f(x), weight)
+    groups = segment_groups(model)
     groups[-1].append(weight)
     return groups
 
 
 def _stage_parameters(model: GPT, stages: int, length: int) -> tuple[list[int], list[list[Parameter]]]:
     """Cut the model into stages and return (number of parts, parameters) of each, as two lists."""
-    counts = balanced_cuts(model.config.part_flops(length), stages)
+    counts = balanced_cuts(model.config.segment_flops(length), stages)
     groups, parameters, start = untie(model), [], 0
     for count in counts:
         parameters.append([p for group in groups[start : start + count] for p in group])

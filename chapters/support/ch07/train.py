@@ -184,7 +184,7 @@ def peak_activations(alive: int, blocks: int, recompute: bool) -> float:
     """Count the most activations while a stage does `alive` forwards, then as many backwards; in inputs of a block."""
     length, hidden = 16, 16
     config = GPTConfig(vocab_size=256, n_positions=length, n_embd=hidden, n_layer=blocks, n_head=2)
-    stage = PipelineStage(GPT(config, dtype="float64", recompute=recompute).parts[1 : 1 + blocks])
+    stage = PipelineStage(GPT(config, dtype="float64", recompute=recompute).segments[1 : 1 + blocks])
     ledger = MemoryLedger()
     with ledger.recording():
         for i in range(alive):

@@ -11,7 +11,7 @@ from minipar.backend import Array, from_host, xp
 from minipar.comm.communicator import Communicator
 from minipar.comm.mesh import DeviceMesh
 from minipar.errors import UsageError, check_divides
-from minipar.nn.module import Module, Part
+from minipar.nn.module import Module, Segment
 from minipar.nn.optim_guards import check_gradients
 from minipar.nn.parameter import Owner, Parameter, owners_of
 from minipar.parallel.grad_norm import clip_grad_norm
@@ -59,32 +59,32 @@ class PipelineModule(Module, Owner):
         self.mesh = mesh
         self.num_microbatches = num_microbatches
         self.count = len(stages)
-        parts: dict[int, Part] = {}  # this rank's of the user's stages, by number
-        runs: dict[int, list[Part]] = {}  # the same by stage of the schedule
+        segments: dict[int, Segment] = {}  # this rank's of the user's stages, by number
+        segment_lists: dict[int, list[Segment]] = {}  # the same by stage of the schedule
         for s, rank in order.home.items():
             if rank == pp.rank:
-                runs[s] = []
+                segment_lists[s] = []
                 for i in range(s * per_stage, (s + 1) * per_stage):
-                    parts[i] = self._part(stages[i], i)
-                    runs[s].append(parts[i])
+                    segments[i] = self._segment(stages[i], i)
+                    segment_lists[s].append(segments[i])
         attach_placements(self)
         check_names_over(pp, self.parameters())
-        for i, part in parts.items():
-            for p in part.parameters:
+        for i, segment in segments.items():
+            for p in segment.parameters:
                 update(p, pp=pp.rank, unit=i, units=len(stages))
                 if not isinstance(placement_of(p).tp, Shard):
                     update(p, tp=Replicate(mesh.tp.rank, mesh.tp.size))
                 p.owners.append(self)
         self._batch_checked = False
         if self.loss_module is not None:
-            runs[order.stages - 1].pop()  # its loss_sum is called instead of its forward
-        held = {s: PipelineStage(run) for s, run in runs.items()}
+            segment_lists[order.stages - 1].pop()  # its loss_sum is called instead of its forward
+        held = {s: PipelineStage(own) for s, own in segment_lists.items()}
         self.executor = _HeadedExecutor(order, pp, held, shape=(), dtype=None)
 
-    def _part(self, stage: Stage, i: int) -> Part:
+    def _segment(self, stage: Stage, i: int) -> Segment:
         module = stage if isinstance(stage, Module) else stage(self.mesh)
         self.set_submodule(f"stage{i}", module)  # its parameters are named stage{i}.NAME
-        return Part(str(i), module, module.parameters())
+        return Segment(str(i), module, module.parameters())
 
     def check(self, parameters: Sequence[Parameter]) -> None:
         """Raise ValueError for a plain optimizer: the replicas would drift apart."""

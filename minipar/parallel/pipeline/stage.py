@@ -1,4 +1,4 @@
-"""Pipeline stages: consecutive parts of a model, cut by cost, and run by one rank's list."""
+"""Pipeline stages: consecutive segments of a model, cut by cost, and run by one rank's list."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +13,7 @@ from minipar.comm.operation import USER_TAGS
 from minipar.comm.work import Work
 from minipar.errors import UsageError
 from minipar.memory import hold
-from minipar.nn.module import Part
+from minipar.nn.module import Segment
 from minipar.nn.parameter import Parameter
 from minipar.nn.transformer import LanguageModel
 from minipar.parallel.pipeline.actions import Action, Schedule
@@ -32,7 +32,7 @@ Around = Callable[[Action], AbstractContextManager[None]]
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of parts of each stage such that the largest stage's cost is smallest.
+    """Return the number of segments of each stage such that the largest stage's cost is smallest.
 
     The embedding belongs to the first stage and the head to the last. UsageError if there are fewer
     blocks than stages.
@@ -63,36 +63,36 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     return counts
 
 
-def cut(model: LanguageModel, counts: Sequence[int]) -> list[list[Part]]:
-    """Cut the model's parts into stages of these lengths.
+def cut(model: LanguageModel, counts: Sequence[int]) -> list[list[Segment]]:
+    """Cut the model's segments into stages of these lengths.
 
     UsageError if they do not add up to the model.
     """
-    if sum(counts) != len(model.parts) or min(counts) < 1:
-        whole = f"the model's {len(model.parts)} parts"
-        raise UsageError(f"stages of {list(counts)} parts do not cut {whole}")
-    parts = iter(model.parts)
-    return [list(islice(parts, count)) for count in counts]
+    if sum(counts) != len(model.segments) or min(counts) < 1:
+        whole = f"the model's {len(model.segments)} segments"
+        raise UsageError(f"stages of {list(counts)} segments do not cut {whole}")
+    segments = iter(model.segments)
+    return [list(islice(segments, count)) for count in counts]
 
 
 class PipelineStage:
     """A stage on the rank that holds it, with the activations that a backward still needs."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
         # The input and output of each microbatch whose backward is still to come.
         self.alive: dict[int, tuple[Any, Tensor]] = {}
         self._deferred: dict[int, DeferredGradients] = {}
 
     def forward(self, microbatch: int, x: Any, finish: Callable[[Tensor], Tensor] | None = None) -> Array:
-        """Run the stage's parts and return the result's array.
+        """Run the stage's segments and return the result's array.
 
         x is the tokens on the first stage, and on the others a Tensor (B, T, h) whose gradient
         `backward` returns. `finish` computes the loss from the last stage's result.
         """
         y = x
-        for part in self.parts:
-            y = part.run(y)
+        for segment in self.segments:
+            y = segment.run(y)
         if finish is not None:
             y = finish(y)
         self.alive[microbatch] = x, y
@@ -221,15 +221,15 @@ class PipelineExecutor:
         self._sent.append(self.comm.isend(array, peer, tag))
 
 
-def part_groups(model: LanguageModel) -> list[list[Parameter]]:
-    """Group the parameters by part, each in the first part that uses it.
+def segment_groups(model: LanguageModel) -> list[list[Parameter]]:
+    """Group the parameters by segment, each in the first segment that uses it.
 
     A tied head's group is the last norm.
     """
     seen: set[Parameter] = set()
     groups = []
-    for part in model.parts:
-        group = [p for p in part.parameters if p not in seen]
+    for segment in model.segments:
+        group = [p for p in segment.parameters if p not in seen]
         groups.append(group)
         seen.update(group)
     return groups
@@ -238,7 +238,7 @@ def part_groups(model: LanguageModel) -> list[list[Parameter]]:
 class PipelineParallel:
     """This rank's share of a model on the ranks of `comm`.
 
-    `stages` are this rank's, by number, and `groups` their parameters, by part, which data
+    `stages` are this rank's, by number, and `groups` their parameters, by segment, which data
     parallelism sends together.
 
     The token embedding belongs to the first stage. If the head is tied and on another rank, that
@@ -254,20 +254,20 @@ class PipelineParallel:
             raise UsageError(f"schedule {schedule.name} is for {ranks}, but pp = {comm.size}")
         self.model = model
         self.comm = comm
-        counts = balanced_cuts(model.config.part_flops(length), schedule.stages)
+        counts = balanced_cuts(model.config.segment_flops(length), schedule.stages)
         self.stages: dict[int, PipelineStage] = {}
-        homes: list[int] = []  # the rank of each part
-        for s, parts in enumerate(cut(model, counts)):
-            homes += [schedule.home[s]] * len(parts)
+        homes: list[int] = []  # the rank of each segment
+        for s, segments in enumerate(cut(model, counts)):
+            homes += [schedule.home[s]] * len(segments)
             if schedule.home[s] == comm.rank:
-                self.stages[s] = PipelineStage(parts)
+                self.stages[s] = PipelineStage(segments)
         self.first = homes[0]
         self.last = homes[-1]
         attach_placements(model)
         self.groups: list[list[Parameter]] = []
-        for i, group in enumerate(part_groups(model)):
+        for i, group in enumerate(segment_groups(model)):
             for p in group:
-                update(p, pp=homes[i], unit=i, units=len(model.parts))
+                update(p, pp=homes[i], unit=i, units=len(model.segments))
             if homes[i] == comm.rank:
                 self.groups.append(group)
         is_lent = model.head_weight is not None and self.first != self.last

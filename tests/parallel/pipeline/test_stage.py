@@ -20,7 +20,7 @@ def test_a_backward_in_halves_gives_the_input_gradient_first():
     dx, weights = [], []
     for halves in (False, True):
         model = gpt(1)
-        stage = PipelineStage(model.parts[1:])
+        stage = PipelineStage(model.segments[1:])
         x = np.random.Generator(np.random.Philox(3)).standard_normal((B, T, H))
         x = Tensor(x, requires_grad=True)
         stage.forward(0, x, lambda logits, model=model: model.criterion(logits, TEXT[0, :, 1:]))
@@ -67,10 +67,10 @@ def test_balanced_cuts_are_the_best_of_all_cuts():
 
 def test_each_parts_cost_is_its_operations_per_token():
     model, x = GPT(GPTConfig(vocab_size=50, n_positions=T, n_embd=H, n_layer=6, n_head=2)), TEXT[0, :, :-1]
-    for part, cost in zip(model.parts, model.config.part_flops(T), strict=True):
+    for segment, cost in zip(model.segments, model.config.segment_flops(T), strict=True):
         operations = []
         with flop_counter(operations.append):
-            x = part.run(x)
+            x = segment.run(x)
         assert sum(operations) == cost * TEXT[0, :, :-1].size
 
 
@@ -83,13 +83,14 @@ def test_a_large_head_takes_blocks_away_from_its_stage():
 def test_fewer_layers_than_stages_and_cuts_that_do_not_fit():
     model = gpt(3)
     with pytest.raises(UsageError, match="layers 3 are fewer than the pipeline's 4 stages"):
-        balanced_cuts(model.config.part_flops(T), 4)
+        balanced_cuts(model.config.segment_flops(T), 4)
     for counts in ([2, 2], [5, 1], [6, -1], [5, 0]):
         with pytest.raises(
-            UsageError, match=rf"stages of \[{counts[0]}, {counts[1]}\] parts do not cut the model's 5 parts"
+            UsageError, match=rf"stages of \[{counts[0]}, {counts[1]}\] segments do not cut the model's 5 segments"
         ):
             cut(model, counts)
-    assert [[part.name for part in run] for run in cut(model, [2, 3])] == [["embedding", "h.0"], ["h.1", "h.2", "head"]]
+    names = [[segment.name for segment in stage] for stage in cut(model, [2, 3])]
+    assert names == [["embedding", "h.0"], ["h.1", "h.2", "head"]]
 
 
 @pytest.mark.parametrize("p", [2, 3])
