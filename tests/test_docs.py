@@ -52,6 +52,16 @@ def test_lines_are_short(name):
     assert [line for line in text(name).splitlines() if len(line) > limit] == []
 
 
+def test_reading_paths_have_the_lines_that_readme_says():
+    rows = [line for line in text("README.md").splitlines() if re.match(r"\| .*\]\(minipar/.*\| \d+ \|", line)]
+    assert len(rows) == 10
+    for row in rows:
+        first = ROOT / re.search(r"\]\(([^)]*)\)", row)[1]
+        files = [first, *(first.parent / name for name in re.findall(r"`(\w+\.py)`", row))]
+        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        assert row.endswith(f"| {lines} |"), row
+
+
 def test_readme_takes_five_minutes():
     assert len(text("README.md").splitlines()) <= 176
 
