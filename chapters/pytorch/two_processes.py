@@ -14,7 +14,7 @@ LIMIT = 300  # seconds, for one message and for the whole program
 def start(main, processes=2):
     """Run main(rank) once in each process. The first error of one, or the end of the time, ends all of them."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (main, processes, f"file://{folder}/store")
+        arguments = (main, processes, f"{folder}/store")
         running = start_processes(_run, arguments, processes, join=False, start_method="spawn")
         deadline = time.monotonic() + LIMIT
         while not running.join(timeout=1):
@@ -26,9 +26,8 @@ def start(main, processes=2):
 
 def _run(rank, main, processes, store):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT)
-    )
+    meeting = dist.FileStore(store, processes)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT))
     main(rank)
     dist.barrier()  # a process that ended earlier would close the connections of the others
     dist.destroy_process_group()

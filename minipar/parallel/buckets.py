@@ -1,7 +1,6 @@
 """Buckets: parameters whose gradients travel in one message, as soon as they are complete.
 
-All gradients of a bucket lie in one flat array, so that a message is contiguous memory: backward
-writes the gradients there, and the collective reads them there.
+All gradients of a bucket lie in one flat array. Backward writes them, the collective reads them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -92,12 +92,11 @@ class FullyShardedDataParallel:
     `segments` is one unit. With `prefetch`, the next segment's units are gathered while a segment
     computes. The unit that embedding and head share is gathered once for each of them: the head's
     backward follows its forward, and the embedding's backward does not read the parameters.
-    `segment_lists` are lists of segments that this rank runs one after the other, such as a
-    pipeline's stages; by default there is one list, the model's `segments`. Of Psi parameters, each
-    rank sends 2 Psi (d-1)/d elements per forward and backward to gather them, and Psi (d-1)/d per
-    step to reduce-scatter gradients: 3 Psi (d-1)/d where data parallelism sends 2 Psi (d-1)/d. With
-    `replicas` = q, every d/q neighbouring ranks hold all shards: the formulas hold with d/q for d,
-    and HybridComm sends some more (hybrid.py).
+    `segment_lists` are what this rank runs one after the other, such as a pipeline's stages; by
+    default there is one list, the model's `segments`. Of Psi parameters, each rank sends
+    2 Psi (d-1)/d elements per forward and backward to gather them, and Psi (d-1)/d per step to
+    reduce-scatter gradients; data parallelism sends 2 Psi (d-1)/d. With `replicas` = q, d/q stands
+    for d, and HybridComm sends some more (hybrid.py).
     """
 
     accumulates_sums = True  # tells the guard that a step may add up the sums of several backward passes

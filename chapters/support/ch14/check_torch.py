@@ -156,7 +156,8 @@ def whole(tensors):
 def worker(rank, folder):
     """Train on this process as it should be, and then with a mistake."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    meeting = dist.FileStore(f"{folder}/meeting", RANKS)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS)
     train_torch(rank, f"{folder}/torch")
     Enter.forget = True
     train_torch(rank, f"{folder}/forgets")
