@@ -58,11 +58,11 @@ if comm.rank == 0:
 #
 # *Core, 12 minutes.*
 #
-# Backward goes through a computation from its end to its beginning. Let $\ell$ be the end, the loss. At an operation $y
-# = f(x)$ it has the gradient $g = \partial \ell / \partial y$, and by the chain rule it computes $\partial \ell /
-# \partial x = J^\top g$, a *vector-Jacobian product*. $J$ itself is never formed: for an operation on $N$ rows of $h$
-# elements it would have $(N h)^2$ entries. Each operation has a *rule* instead, a function that computes $J^\top g$
-# with about the work of forward:
+# Backward goes through a computation from its end to its beginning. Let $\ell$ be the end, the loss. At an operation
+# $y = f(x)$ it has the gradient $g = \partial \ell / \partial y$, and by the chain rule it computes
+# $\partial \ell / \partial x = J^\top g$, a *vector-Jacobian product*. $J$ itself is never formed: for an operation on
+# $N$ rows of $h$ elements it would have $(N h)^2$ entries. Each operation has a *rule* instead, a function that
+# computes $J^\top g$ with about the work of forward:
 #
 # | operation | gradient of its first input | of its second |
 # |---|---|---|
@@ -394,10 +394,10 @@ assert completed == [D, x, A]
 # of $\tilde x$, $\rho$ and $\bar x$ as tensors of a graph, as in 1.1:
 #
 # - Directly: $\hat x$ is $\rho$ times $\tilde x$, so $\tilde x$ receives $\rho\, \hat g$.
-# - Through $\rho$: $\rho$ receives $\sum_i \hat g_i \tilde x_i$. From $\rho$ back to $\tilde x$ the factor is $\partial
-#   \rho / \partial \tilde x_i = -\rho^3 \tilde x_i / h$. So $\tilde x_i$ receives $-\rho^3 \tilde x_i \cdot \frac1h
-#   \sum_j \hat g_j \tilde x_j$, which is $-\rho\, \hat x_i\, \overline{\hat g \hat x}$ since $\hat x = \rho\, \tilde
-#   x$.
+# - Through $\rho$: $\rho$ receives $\sum_i \hat g_i \tilde x_i$. From $\rho$ back to $\tilde x$ the factor is
+#   $\partial \rho / \partial \tilde x_i = -\rho^3 \tilde x_i / h$. So $\tilde x_i$ receives
+#   $-\rho^3 \tilde x_i \cdot \frac1h \sum_j \hat g_j \tilde x_j$, which is
+#   $-\rho\, \hat x_i\, \overline{\hat g \hat x}$ since $\hat x = \rho\, \tilde x$.
 # - Through $\bar x$: each $\tilde x_i$ contains $-\bar x$, so $x$ receives what $\tilde x$ has received, less its mean.
 #   The mean of what came directly is $\rho\, \bar{\hat g}$. The mean of what came through $\rho$ is 0, because $\hat x$
 #   has the mean 0.

@@ -204,6 +204,20 @@ say(f"the whole model: backward = slope of the loss, relative error {check_slope
 # The last line checks all parameters at once with the idea of chapter 1. `check_slope` moves them along one random
 # direction $u$ of length 1 and compares $\langle \nabla \ell, u \rangle$ with the slope of the loss.
 #
+# The head's probabilities, and the gradients of its scores:
+
+# %%
+dz = p * (g[0] @ v.T - (g[0] * output).sum(axis=1, keepdims=True))
+assert np.abs(dz.sum(axis=1)).max() < 1e-13
+if comm.rank == 0:
+    show(figures.plot_attention(p, dz), "02_attention")
+
+# %% [markdown]
+# White above the diagonal: no token looks at a later one, and no gradient comes back from there. Each row on the left
+# has the sum 1 (the darkest blue is 0.5 or more), so each row on the right has the sum 0. The first token sees only
+# itself and has no gradient at all. Both arrays have $T^2$ elements. At $T = 8192$ each is 256 MiB in float32, for one
+# head of one sample, and chapter 11 ([long sequences](11_long_sequences.ipynb)) is about not storing them.
+#
 # ## 2.3 Where the parameters are
 #
 # *Core, 3 minutes.*

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
 from chapters.support.ch01.figures import plot_backward, plot_small_graph, plot_steps, plot_three_paths
-from chapters.support.ch02.figures import block_operations, plot_block, plot_memory, plot_shares, shares
+from chapters.support.ch02.figures import block_operations, plot_attention, plot_block, plot_memory, plot_shares, shares
 from chapters.support.ch04.figures import draw_life_of_buckets, plot_bucket_sizes
 from chapters.support.ch08.figures import plot_grid, plot_layouts, plot_pieces, plot_placements
 from minipar.nn import GPT, GPTConfig
@@ -72,6 +73,13 @@ def test_a_block_keeps_what_its_bars_show():
     kept = [operation.kept for operation in operations if operation.kept]
     assert bars == pytest.approx([bars[0] / kept[0] * elements for elements in kept])
     assert len(axes.lines) == 2
+
+
+def test_attention_is_drawn_as_it_is():
+    probabilities, gradients = np.array([[1.0, 0.0], [0.25, 0.75]]), np.array([[0.0, 0.0], [-0.5, 0.5]])
+    left, right = plot_attention(probabilities, gradients).axes[:2]
+    assert (left.images[0].get_array() == probabilities).all()
+    assert (right.images[0].get_array() == gradients).all() and right.images[0].get_clim() == (-0.5, 0.5)
 
 
 def test_shares_are_those_of_the_whole_model():
